@@ -6,18 +6,51 @@ from posbench.versions import __version__
 PAGES = {
     "Start": ["docs/first_hour", "docs/words"],
     "A checkpoint and a GPU": [
-        *("docs/own_model", "docs/ship", "docs/endpoint", "docs/own_data", "docs/tasks", "docs/metrics"),
-        *("docs/runs", "docs/cluster", "docs/scale", "docs/families", "experiments/README"),
+        *(
+            "docs/own_model",
+            "docs/ship",
+            "docs/endpoint",
+            "docs/own_data",
+            "docs/tasks",
+            "docs/metrics",
+        ),
+        *(
+            "docs/runs",
+            "docs/cluster",
+            "docs/scale",
+            "docs/families",
+            "experiments/README",
+        ),
     ],
-    "A laptop and an hour": ["docs/gallery", "docs/mechanism", "experiments/results/README", "LOG"],
-    "A method of your own": ["docs/methods", "docs/studies", "docs/discrepancies", "docs/errata", "docs/api"],
+    "A laptop and an hour": [
+        "docs/gallery",
+        "docs/mechanism",
+        "experiments/results/README",
+        "LOG",
+    ],
+    "A method of your own": [
+        "docs/methods",
+        "docs/studies",
+        "docs/discrepancies",
+        "docs/errata",
+        "docs/api",
+    ],
     "A system to build or keep": [
-        *("outputs/README", "docs/architecture", "CONTRIBUTING", "docs/embedded_models", "CHANGELOG")
+        *(
+            "outputs/README",
+            "docs/architecture",
+            "CONTRIBUTING",
+            "docs/embedded_models",
+            "CHANGELOG",
+        )
     ],
 }
 """The pages by reader, as in the README's "Where to read on"; a page that stands nowhere fails the build."""
 BELOW = {
-    "experiments/results/README": ("Results", ["experiments/results/*", "experiments/results/*/*"]),
+    "experiments/results/README": (
+        "Results",
+        ["experiments/results/*", "experiments/results/*/*"],
+    ),
     "docs/embedded_models": ("Model cards", ["posbench/embedded/models/*/README"]),
 }
 """Pages that stand below another one."""
@@ -26,9 +59,20 @@ LIST = "\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {}\n\n{}\n```\n"
 project = "posbench"
 release = __version__
 root_doc = "README"
-include_patterns = ["*.md", "docs/*", "experiments/**.md", "outputs/README.md", "posbench/embedded/**.md"]
+include_patterns = [
+    "*.md",
+    "docs/*",
+    "experiments/**.md",
+    "outputs/README.md",
+    "posbench/embedded/**.md",
+]
 exclude_patterns = [".*", "outputs/*/**", "build", "dist", "tests"]
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_nb",
+]
 
 myst_enable_extensions = ["html_image"]
 myst_heading_anchors = 4
@@ -56,5 +100,10 @@ def setup(app):
 def add_pages(app, page, text):
     """Add the hidden lists of the pages below the README or another page, which a reader of the repository
     does not need to see."""
-    lists = PAGES.items() if page == root_doc else [BELOW[page]] if page in BELOW else []
-    text[0] += "".join(LIST.format(name, "\n".join(f"/{below}" for below in pages)) for name, pages in lists)
+    lists = (
+        PAGES.items() if page == root_doc else [BELOW[page]] if page in BELOW else []
+    )
+    text[0] += "".join(
+        LIST.format(name, "\n".join(f"/{below}" for below in pages))
+        for name, pages in lists
+    )

@@ -19,11 +19,16 @@ class UserError(Exception):
     status = 2
 
     def __init__(self, field: str, value: object, allowed: str, hint: str) -> None:
-        self.field, self.value, self.allowed, self.hint = field, value, allowed, hint
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        self.hint = hint
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        line = f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
+        line = (
+            f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
+        )
         return " ".join(line.split())
 
     def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
@@ -43,7 +48,9 @@ class MachineError(UserError):
 
 
 NAMES = "ENOSPC EDQUOT EACCES EPERM EROFS EMFILE ENFILE EFBIG EIO ENOMEM ENOLCK"
-OF_THE_MACHINE = {number for number, name in errno.errorcode.items() if name in NAMES.split()}
+OF_THE_MACHINE = {
+    number for number, name in errno.errorcode.items() if name in NAMES.split()
+}
 """Errors of the system that no argument can correct: disk, permission, open files, memory."""
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
@@ -52,15 +59,21 @@ def is_machine_fault(error: BaseException) -> bool:
     """Whether the machine, not input or code, made an error; torch reports memory in its own ways."""
     if isinstance(error, OSError):
         return error.errno in OF_THE_MACHINE
-    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return out_of_memory or (isinstance(error, RuntimeError) and any(t in str(error) for t in NO_MEMORY))
+    out_of_memory = (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    )
+    return out_of_memory or (
+        isinstance(error, RuntimeError) and any(t in str(error) for t in NO_MEMORY)
+    )
 
 
 def in_one_line(error: BaseException) -> UserError | None:
     """An error as one line: bad input, the machine, or a name too long for it; None for any other."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename)
-        return UserError("file", f"{name[:60]}...", "a name of at most 255 bytes", "shorten it")
+        return UserError(
+            "file", f"{name[:60]}...", "a name of at most 255 bytes", "shorten it"
+        )
     return error if isinstance(error, UserError) else machine_error(error)
 
 
@@ -70,9 +83,18 @@ def machine_error(error: BaseException) -> MachineError | None:
         return None
     if not isinstance(error, OSError):
         hint = "set a smaller runtime.batch_size, or take a smaller model; the same command resumes"
-        return MachineError("memory", " ".join(str(error).split())[:120], "enough of it", hint)
-    hint = f"see to that ({error.strerror or error}), then repeat the command: it resumes"
-    return MachineError("file", error.filename or "none named", "a disk that takes and gives files", hint)
+        return MachineError(
+            "memory", " ".join(str(error).split())[:120], "enough of it", hint
+        )
+    hint = (
+        f"see to that ({error.strerror or error}), then repeat the command: it resumes"
+    )
+    return MachineError(
+        "file",
+        error.filename or "none named",
+        "a disk that takes and gives files",
+        hint,
+    )
 
 
 class SeveralErrors(UserError):
@@ -137,7 +159,9 @@ def renamed(own: str, shown: str) -> Iterator[None]:
     def told(fault: UserError) -> UserError:
         if fault.field.startswith(shown):
             return fault
-        field, allowed, hint = (t.replace(own, shown) for t in (fault.field, fault.allowed, fault.hint))
+        field, allowed, hint = (
+            t.replace(own, shown) for t in (fault.field, fault.allowed, fault.hint)
+        )
         return type(fault)(field, fault.value, allowed, hint)
 
     try:

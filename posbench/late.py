@@ -40,19 +40,35 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
-    matplotlib, pd, torch, transformers = map(Late, ("matplotlib", "pandas", "torch", "transformers"))
-    nn, F, hub_errors = map(Late, ("torch.nn", "torch.nn.functional", "huggingface_hub.errors"))
+    matplotlib, pd, torch, transformers = map(
+        Late, ("matplotlib", "pandas", "torch", "transformers")
+    )
+    nn, F, hub_errors = map(
+        Late, ("torch.nn", "torch.nn.functional", "huggingface_hub.errors")
+    )
     sdpa = Late("transformers.integrations.sdpa_attention")
     # For annotations alone: isinstance() refuses them.
-    Axes = Figure = Tensor = PreTrainedConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
+    Axes = Figure = Tensor = PreTrainedConfig = PreTrainedModel = (
+        PreTrainedTokenizerBase
+    ) = Any
 
 __all__ = [
-    *("Axes", "F", "Figure", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "Tensor"),
+    *(
+        "Axes",
+        "F",
+        "Figure",
+        "PreTrainedConfig",
+        "PreTrainedModel",
+        "PreTrainedTokenizerBase",
+        "Tensor",
+    ),
     *("hub_errors", "matplotlib", "nn", "pd", "sdpa", "torch", "transformers"),
 ]
 
 
-def within(block: Callable[[], AbstractContextManager[Any]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def within(
+    block: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: each call runs inside a block of its own, which is made when the call comes."""
 
     def decorate(call: Callable[P, R]) -> Callable[P, R]:

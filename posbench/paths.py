@@ -19,7 +19,9 @@ EMBEDDED = "posbench://"
 def model_path(path: str) -> str:
     """``posbench://NAME`` as the folder of an embedded model; other paths and hub ids pass through."""
     embedded = path.startswith(EMBEDDED)
-    return str(MODELS / path.removeprefix(EMBEDDED) if embedded else Path(path).expanduser())
+    return str(
+        MODELS / path.removeprefix(EMBEDDED) if embedded else Path(path).expanduser()
+    )
 
 
 def config_folders(own: str | None, field: str = "--config-dir") -> list[Path]:

@@ -8,7 +8,17 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from inspect import isabstract
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
@@ -37,7 +47,12 @@ Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
 Truncation = Literal["refuse", "middle", "document", "words"]
 """What happens to a prompt that does not fit; see :class:`posbench.tasks.Task`."""
 
-PLAIN = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false (bool)"}
+PLAIN = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    bool: "true or false (bool)",
+}
 PLAIN[NoneType] = "null"
 
 
@@ -48,23 +63,34 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         UserError: Unknown or missing keys, wrong types, values out of bounds: all of them, each with its
             dotted name in ``where``.
     """
-    faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
+    faults = Faults()
+    kinds = get_type_hints(cls, include_extras=True)
     allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key, value in data.items():
         if now := getattr(cls, "renamed", {}).get(key):
             hint = f"call it so: {where}.{now}={value}"
-            faults.found.append(UserError(f"{where}.{key}", value, f"{where}.{now}, its name now", hint))
+            faults.found.append(
+                UserError(f"{where}.{key}", value, f"{where}.{now}, its name now", hint)
+            )
         elif key not in allowed:
-            hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
+            hint = near(str(key), allowed, "remove the key").replace(
+                "mean ", f"mean {where}."
+            )
             known = f"keys {', '.join(allowed)}" if allowed else "no keys"
-            faults.found.append(UserError(f"{where}.{key}".strip("."), value, known, hint))
+            faults.found.append(
+                UserError(f"{where}.{key}".strip("."), value, known, hint)
+            )
         elif isinstance(value, bool) and "bool" not in words(kinds[key]):
             # pydantic reads true as 1; nobody means a batch size of true.
             faults.found.append(_wrong(where, key, value, kinds[key]))
         elif isinstance(value, Mapping) and any(map(isabstract, _arms(kinds[key]))):
-            hint = f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
+            hint = (
+                f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
+            )
             faults.found.append(
-                UserError(f"{where}.{key}", value, f"a choice of {key}, with a _target_", hint)
+                UserError(
+                    f"{where}.{key}", value, f"a choice of {key}, with a _target_", hint
+                )
             )
     faults.raise_any()
     try:
@@ -73,9 +99,13 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         named: dict[str, str] = {}
         # A union reports every branch; the first word on a field is as good as the others.
         for each in sorted(error.errors(), key=lambda e: len(e["loc"])):
-            named.setdefault(str(each["loc"][0]) if each["loc"] else "", each["msg"].lower())
+            named.setdefault(
+                str(each["loc"][0]) if each["loc"] else "", each["msg"].lower()
+            )
         for name, reason in named.items():
-            faults.found.append(_wrong(where, name, data.get(name), kinds.get(name, Any), reason))
+            faults.found.append(
+                _wrong(where, name, data.get(name), kinds.get(name, Any), reason)
+            )
         faults.raise_any()
         raise AssertionError("a validation error without an error") from error
 
@@ -99,7 +129,8 @@ def verify(thing: Any, where: str) -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Annotated:
         return _fits(value, args[0]) and all(_holds(value, bound) for bound in args[1:])
     if origin in (Union, UnionType):
@@ -120,21 +151,37 @@ def _holds(value: Any, bound: Any) -> bool:
         return len(value) >= bound.min_length
     if isinstance(bound, Ge | Gt):
         return value >= bound.ge if isinstance(bound, Ge) else value > bound.gt
-    return value <= bound.le if isinstance(bound, Le) else value < bound.lt if isinstance(bound, Lt) else True
+    return (
+        value <= bound.le
+        if isinstance(bound, Le)
+        else value < bound.lt
+        if isinstance(bound, Lt)
+        else True
+    )
 
 
-def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T], dict[str, Any]]:
+def target(
+    data: Mapping[str, Any], kind: type[T], where: str
+) -> tuple[type[T], dict[str, Any]]:
     """The class that ``_target_`` names, and the other keys; UserError unless it is one of that kind."""
     if not isinstance(data, Mapping):
         plural = {"search": "searches", "study": "studies"}.get(where, f"{where}s")
-        raise UserError(where, data, "a choice of that group", f"posbench ls {plural} shows the choices")
+        raise UserError(
+            where,
+            data,
+            "a choice of that group",
+            f"posbench ls {plural} shows the choices",
+        )
     path = str(data.get("_target_"))
     try:
         module, _, name = path.rpartition(".")
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        given, hint = data.get("_target_"), f"check conf/{where}/*.yaml ({error})"
-        raise UserError(f"{where}._target_", given, "the import path of a class", hint) from error
+        given = data.get("_target_")
+        hint = f"check conf/{where}/*.yaml ({error})"
+        raise UserError(
+            f"{where}._target_", given, "the import path of a class", hint
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
         raise UserError(f"{where}._target_", path, allowed, "see CONTRIBUTING.md")
@@ -146,8 +193,14 @@ def instantiate(data: Mapping[str, Any], kind: type[T], where: str) -> T:
     cls, values = target(data, kind, where)
     own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     # Names of choices travel with the data; few classes keep them.
-    values = {key: value for key, value in values.items() if key in own or key != "name"}
-    return build(cls, {key: _inside(value, f"{where}.{key}") for key, value in values.items()}, where)
+    values = {
+        key: value for key, value in values.items() if key in own or key != "name"
+    }
+    return build(
+        cls,
+        {key: _inside(value, f"{where}.{key}") for key, value in values.items()},
+        where,
+    )
 
 
 def _inside(value: Any, where: str) -> Any:
@@ -160,8 +213,14 @@ def _inside(value: Any, where: str) -> Any:
 
 def defaults(cls: type[Any]) -> dict[str, Any]:
     """Every field of a dataclass as plain data: its default, None where it has none."""
-    given = {f: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
-    return {f.name: None if value is MISSING else _plain(value) for f, value in given.items()}
+    given = {
+        f: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(cls)
+    }
+    return {
+        f.name: None if value is MISSING else _plain(value)
+        for f, value in given.items()
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -174,22 +233,38 @@ def _plain(value: Any) -> Any:
 
 def required(cls: type[Any]) -> set[str]:
     """Fields without a default."""
-    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    return {
+        f.name
+        for f in fields(cls)
+        if f.default is MISSING and f.default_factory is MISSING
+    }
 
 
 def _wrong(where: str, name: str, value: Any, kind: Any, reason: str = "") -> UserError:
     # These say once more what the annotation says.
-    told = "" if not reason or reason.startswith(("input should be", "tuple should have")) else f" ({reason})"
+    told = (
+        ""
+        if not reason or reason.startswith(("input should be", "tuple should have"))
+        else f" ({reason})"
+    )
     dotted = f"{where}.{name}".strip(".")
     return UserError(dotted, value, words(kind), f"set {dotted}={_example(kind)}{told}")
 
 
 def _example(kind: Any) -> str:
     """A legal value as the command line spells it; ``...`` where the type alone does not tell."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Annotated:
-        bounds = [bound for bound in args[1:] if isinstance(bound, Ge | Gt) and bound != Ge(-WIDEST)]
-        lowest: list[Any] = [bound.ge if isinstance(bound, Ge) else bound.gt + 1 for bound in bounds]  # type: ignore[operator]
+        bounds = [
+            bound
+            for bound in args[1:]
+            if isinstance(bound, Ge | Gt) and bound != Ge(-WIDEST)
+        ]
+        lowest: list[Any] = [
+            bound.ge if isinstance(bound, Ge) else bound.gt + 1  # type: ignore[operator]
+            for bound in bounds
+        ]
         return f"{max(lowest[0], 0):g}" if lowest else _example(args[0])
     if origin is Literal:
         return str(args[0])
@@ -202,7 +277,8 @@ def _example(kind: Any) -> str:
 
 def words(kind: Any) -> str:
     """A type annotation in words."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if kind in PLAIN:
         return PLAIN[kind]
     if origin is Annotated:
@@ -226,9 +302,30 @@ def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
         return plain.replace(" of:", f" of at least {bounds[0].min_length}:")
     if Le(WIDEST) in bounds:
         return "a number that float32 holds"
-    text = {type(bound): getattr(bound, type(bound).__name__.lower(), None) for bound in bounds}
-    low = f"from {text[Ge]:.10g}" if Ge in text else f"above {text[Gt]:g}" if Gt in text else ""
+    text = {
+        type(bound): getattr(bound, type(bound).__name__.lower(), None)
+        for bound in bounds
+    }
+    low = (
+        f"from {text[Ge]:.10g}"
+        if Ge in text
+        else f"above {text[Gt]:g}"
+        if Gt in text
+        else ""
+    )
     up = "" if Ge in text else "up to "
-    high = f"{up}{text[Le]:.10g}" if Le in text else f"below {text[Lt]:g}" if Lt in text else ""
-    middle = ("to" if high else "up") if low.startswith("from") else "and" if low and high else ""
+    high = (
+        f"{up}{text[Le]:.10g}"
+        if Le in text
+        else f"below {text[Lt]:g}"
+        if Lt in text
+        else ""
+    )
+    middle = (
+        ("to" if high else "up")
+        if low.startswith("from")
+        else "and"
+        if low and high
+        else ""
+    )
     return " ".join(filter(None, [plain.replace("finite ", ""), low, middle, high]))

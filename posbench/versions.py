@@ -15,7 +15,9 @@ def _needed() -> list[Requirement]:
         lines = [Requirement(line) for line in requires("posbench") or ()]
     except PackageNotFoundError:
         return []
-    return [line for line in lines if not line.marker or line.marker.evaluate({"extra": ""})]
+    return [
+        line for line in lines if not line.marker or line.marker.evaluate({"extra": ""})
+    ]
 
 
 def installed() -> dict[str, str]:
@@ -29,7 +31,9 @@ def check() -> None:
         found = version("transformers")
         if not requirement.specifier.contains(found, prereleases=True):
             hint = f"pip install '{requirement}'"
-            raise UserError("transformers", found, f"version {requirement.specifier}", hint)
+            raise UserError(
+                "transformers", found, f"version {requirement.specifier}", hint
+            )
 
 
 def summary() -> str:

@@ -30,15 +30,27 @@ def looks(page: Path, width: int) -> dict[str, Any]:
     if not browser:
         pytest.skip("needs chromium")
     # Late images load at once, folded parts are open; a window is never as narrow as a phone, a frame is.
-    text = page.read_text().replace('loading="lazy"', "").replace("<details>", "<details open>")
-    check, outer = page.parent / "check.html", page.parent / "frame.html"
+    text = (
+        page.read_text()
+        .replace('loading="lazy"', "")
+        .replace("<details>", "<details open>")
+    )
+    check = page.parent / "check.html"
+    outer = page.parent / "frame.html"
     check.write_text(text.replace("</body>", f"{CHECK}</body>"))
     script = "onload = () => document.title = document.querySelector('iframe').contentDocument.title"
     frame = f'<iframe src="check.html" width="{width}" height="900" style="border:0"></iframe>'
     outer.write_text(f"{frame}<script>{script}</script>")
-    flags = ["--headless", "--no-sandbox", "--allow-file-access-from-files", "--virtual-time-budget=20000"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--allow-file-access-from-files",
+        "--virtual-time-budget=20000",
+    ]
     call = [browser, *flags, "--dump-dom", f"file://{outer}"]
-    dom = subprocess.run(call, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(
+        call, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
     check.unlink()
     outer.unlink()
     title = re.search("<title>(.*?)</title>", dom, re.DOTALL)

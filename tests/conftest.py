@@ -107,7 +107,9 @@ def outputs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def posbench(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def posbench(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
     """The command line in this process; whatever composes a config writes to ``outputs``."""
     from posbench.cli.main import main
 

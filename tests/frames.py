@@ -7,10 +7,13 @@ import pandas as pd
 
 from posbench.stats.scores import COLUMNS
 
-BEFORE, AFTER = [0.98, 0.6, 0.94], [0.96, 0.9, 0.92]
+BEFORE = [0.98, 0.6, 0.94]
+AFTER = [0.96, 0.9, 0.92]
 
 
-def metrics(method: str = "scale_channel", after: list[float] = AFTER, model: str = "tiny") -> pd.DataFrame:
+def metrics(
+    method: str = "scale_channel", after: list[float] = AFTER, model: str = "tiny"
+) -> pd.DataFrame:
     """A metrics.csv of three positions."""
     rows = []
 
@@ -37,7 +40,12 @@ def metrics(method: str = "scale_channel", after: list[float] = AFTER, model: st
     add("none", "accuracy", BEFORE, 0.03)
     if method != "none":
         add(method, "accuracy", after, 0.03)
-        add(method, "accuracy_difference", [a - b for a, b in zip(after, BEFORE, strict=True)], 0.04)
+        add(
+            method,
+            "accuracy_difference",
+            [a - b for a, b in zip(after, BEFORE, strict=True)],
+            0.04,
+        )
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -45,19 +53,43 @@ def attention(gain: float = 0.01, method: str = "scale_channel") -> pd.DataFrame
     """An attention.csv of 2 layers, 3 items, 3 gold positions; layer 1 is the stronger."""
     weight = lambda layer, gold, add: 0.01 + 0.01 * layer + 0.002 * gold + add  # noqa: E731
     rows = [
-        ("tiny", name, "kv", gold, layer, item, weight(layer, gold, add) if item == gold else 0.001, 20)
+        (
+            "tiny",
+            name,
+            "kv",
+            gold,
+            layer,
+            item,
+            weight(layer, gold, add) if item == gold else 0.001,
+            20,
+        )
         for name, add in (("none", 0.0), (method, gain))
         for gold in range(3)
         for layer in range(2)
         for item in range(3)
     ]
-    columns = ["model", "method", "task", "gold_position", "layer", "item", "attention", "n"]
+    columns = [
+        "model",
+        "method",
+        "task",
+        "gold_position",
+        "layer",
+        "item",
+        "attention",
+        "n",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 
 def search(n: int = 40, selected: int | None = 35) -> pd.DataFrame:
     """A search.csv; candidate `selected` won although others have a lower loss."""
-    same = {"factor": 0.0, "layer_first": 1, "layer_last": 3, "loss_unmodified": 1.5, "n": 50}
+    same = {
+        "factor": 0.0,
+        "layer_first": 1,
+        "layer_last": 3,
+        "loss_unmodified": 1.5,
+        "n": 50,
+    }
     same |= {"monotone_layers": 3, "smoothness": 0.1}
     own = {"rank": range(1, n + 1), "channel": range(n), "loss": np.linspace(1, 2, n)}
     return pd.DataFrame({**own, "selected": [i == selected for i in range(n)], **same})
@@ -66,19 +98,32 @@ def search(n: int = 40, selected: int | None = 35) -> pd.DataFrame:
 def channels() -> pd.DataFrame:
     """A channels.csv of 2 sites, 2 layers, 5 tokens."""
     rows = [
-        (33, site, layer, token, layer + token / 10 + 0.01 * (-1) ** token, layer + token / 10)
+        (
+            33,
+            site,
+            layer,
+            token,
+            layer + token / 10 + 0.01 * (-1) ** token,
+            layer + token / 10,
+        )
         for site in ("attention_input", "residual")
         for layer in range(2)
         for token in range(5)
     ]
-    return pd.DataFrame(rows, columns=["channel", "site", "layer", "token", "value", "sliding_mean"])
+    return pd.DataFrame(
+        rows, columns=["channel", "site", "layer", "token", "value", "sliding_mean"]
+    )
 
 
 def sweep(factors: list[float]) -> pd.DataFrame:
     """A summary.csv over method.factor."""
     parts = [
-        metrics(after=[v - 0.1 * abs(f) for v in AFTER]).assign(**{"run": f"r{f}", "method.factor": f})
+        metrics(after=[v - 0.1 * abs(f) for v in AFTER]).assign(
+            **{"run": f"r{f}", "method.factor": f}
+        )
         for f in factors
     ]
     frame = pd.concat(parts, ignore_index=True)
-    return frame[["run", "method.factor", *frame.columns.drop(["run", "method.factor"])]]
+    return frame[
+        ["run", "method.factor", *frame.columns.drop(["run", "method.factor"])]
+    ]

@@ -29,7 +29,15 @@ from posbench.pipeline.execute import execute
 from posbench.run.folder import opened
 from tests.conftest import config_of
 
-CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+CHANGES = {
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "os.link",
+    "os.symlink",
+}
 """Audit events that change a folder, beside opening a file to write; ``os.replace`` says ``os.rename``."""
 
 Operation = tuple[str, bool, int]
@@ -42,13 +50,16 @@ class Kills:
 
     args: Sequence[str]
     root: Path
-    timed: Sequence[str] = ()  # columns and fields that hold times, which no two runs share
+    timed: Sequence[
+        str
+    ] = ()  # columns and fields that hold times, which no two runs share
     setup: Callable[[Path], None] = lambda root: None  # in the child, before the run
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        self.outputs, self.log = self.root / "outputs", self.root / "operations"
+        self.outputs = self.root / "outputs"
+        self.log = self.root / "operations"
         # Composed once, here: what a run writes begins behind it.
         self.config = config_of(*self.args, f"runtime.outputs={self.outputs}")
 
@@ -63,7 +74,9 @@ class Kills:
             said = os.open(self.root / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(said, 1)
             os.dup2(said, 2)
-            sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w"), write_through=True) for n in (1, 2))
+            sys.stdout, sys.stderr = (
+                io.TextIOWrapper(io.FileIO(n, "w"), write_through=True) for n in (1, 2)
+            )
             self.setup(self.root)
             self._listen(kill_at)
             execute(self.config, command="kills", console=Console())
@@ -73,14 +86,22 @@ class Kills:
             os._exit(status)
 
     def _listen(self, kill_at: int | None) -> None:
-        log, count, front = os.open(self.log, os.O_WRONLY | os.O_APPEND), 0, f"{self.outputs}/"
+        log = os.open(self.log, os.O_WRONLY | os.O_APPEND)
+        count = 0
+        front = f"{self.outputs}/"
 
         def hook(event: str, found: tuple[Any, ...]) -> None:
             nonlocal count
-            writes = event == "open" and bool((found[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+            writes = event == "open" and bool(
+                (found[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+            )
             if not writes and event not in CHANGES:
                 return
-            path = os.fsdecode(found[0]) if isinstance(found[0], str | bytes | os.PathLike) else ""
+            path = (
+                os.fsdecode(found[0])
+                if isinstance(found[0], str | bytes | os.PathLike)
+                else ""
+            )
             if not path.startswith(front) or "lock" in Path(path).name:
                 return
             count += 1
@@ -108,23 +129,32 @@ class Kills:
             began = time.monotonic()
             status = self.end(self.start())
             assert status == 0, (status, (self.root / "said").read_text()[-2000:])
-            self.wall, files = time.monotonic() - began, self.contents()
+            self.wall = time.monotonic() - began
+            files = self.contents()
             if hasattr(self, "wanted"):
-                assert files == self.wanted, f"two whole runs differ: {self.unlike(files)}"
-            self.wanted, self.known = files, self.operations()
+                assert files == self.wanted, (
+                    f"two whole runs differ: {self.unlike(files)}"
+                )
+            self.wanted = files
+            self.known = self.operations()
 
     def kill(self, number: int, of: int, rng: random.Random) -> bool:
         """One of ``of`` kills: two thirds at an operation, spread over all, half of these with the last write
         torn; the others at a random time. Whether the resumed run ended like the one left alone."""
         shutil.rmtree(self.outputs, ignore_errors=True)
-        torn, at = "", None
+        torn = ""
+        at = None
         if number % 3 < 2:
-            at = 1 + (number * len(self.known) // of + rng.randrange(len(self.known))) % len(self.known)
+            at = 1 + (
+                number * len(self.known) // of + rng.randrange(len(self.known))
+            ) % len(self.known)
             status = self.end(self.start(at))
             done = self.operations()
             path, writes, size = done[-1] if done else ("", False, 0)
             if writes and rng.random() < 0.75 and os.path.isfile(path):
-                os.truncate(path, rng.randint(size, max(os.path.getsize(path) - 1, size)))
+                os.truncate(
+                    path, rng.randint(size, max(os.path.getsize(path) - 1, size))
+                )
                 torn = f", {Path(path).name} torn"
         else:
             child = self.start()
@@ -135,8 +165,16 @@ class Kills:
         files = self.contents()
         if status == 0 and files == self.wanted:
             return True
-        place = f"operation {at} ({Path(self.known[at - 1][0]).name}{torn})" if at else "a random time"
-        why = f"status {status}: {(self.root / 'said').read_text()[-300:]}" if status else self.unlike(files)
+        place = (
+            f"operation {at} ({Path(self.known[at - 1][0]).name}{torn})"
+            if at
+            else "a random time"
+        )
+        why = (
+            f"status {status}: {(self.root / 'said').read_text()[-300:]}"
+            if status
+            else self.unlike(files)
+        )
         self.failures.append(f"kill {number} at {place}: {why}")
         return False
 
@@ -151,18 +189,31 @@ class Kills:
         checksums of what holds these, and of a study of times all checksums and what ``timed`` names. DONE
         says whether all checksums of its folder hold."""
         found = {}
-        for file in sorted(p for p in self.outputs.rglob("*") if p.is_file() and "lock" not in p.name):
+        for file in sorted(
+            p for p in self.outputs.rglob("*") if p.is_file() and "lock" not in p.name
+        ):
             data = file.read_bytes()
             if file.name == "DONE":
                 data = repr(opened(file.parent).damaged()).encode()
             elif self.timed and file.suffix == ".csv":
-                data = repr(self._timeless(pd.read_csv(file, dtype=str).to_dict("list"))).encode()
+                data = repr(
+                    self._timeless(pd.read_csv(file, dtype=str).to_dict("list"))
+                ).encode()
             elif self.timed and file.suffix in (".json", ".jsonl"):
                 lines = data.splitlines() if file.suffix == ".jsonl" else [data]
-                data = repr([self._timeless(json.loads(line)) for line in lines]).encode()
+                data = repr(
+                    [self._timeless(json.loads(line)) for line in lines]
+                ).encode()
             elif self.timed and file.suffix == ".pt":
-                data = repr(self._timeless(torch.load(file, weights_only=True))).encode()
-            elif file.name in ("provenance.json", "status.json", "manifest.json", "report.html"):
+                data = repr(
+                    self._timeless(torch.load(file, weights_only=True))
+                ).encode()
+            elif file.name in (
+                "provenance.json",
+                "status.json",
+                "manifest.json",
+                "report.html",
+            ):
                 data = re.sub(rb'(?s)"spent": \{(\}|.*?\n  \})', b"", data)
                 moved = rb"started|seconds|provenance.json|status.json|sum"
                 data = re.sub(rb'.*("|&#34;)(' + moved + rb')("|&#34;): .*', b"", data)
@@ -172,17 +223,28 @@ class Kills:
     def _timeless(self, data: Any) -> Any:
         if isinstance(data, dict):
             left_out = "|".join((*self.timed, "started", "seconds", "spent", "sum"))
-            return {k: self._timeless(v) for k, v in data.items() if not re.fullmatch(left_out, str(k))}
+            return {
+                k: self._timeless(v)
+                for k, v in data.items()
+                if not re.fullmatch(left_out, str(k))
+            }
         if isinstance(data, list | tuple):
             return [self._timeless(each) for each in data]
         if isinstance(data, torch.Tensor):
             return data.numpy().tobytes()
-        return "" if isinstance(data, str) and re.fullmatch("[0-9a-f]{64}", data) else data
+        return (
+            "" if isinstance(data, str) and re.fullmatch("[0-9a-f]{64}", data) else data
+        )
 
     def unlike(self, files: dict[str, bytes]) -> str:
         """Names of files that are not as they should be."""
         names = sorted(set(files) ^ set(self.wanted))
-        return ", ".join([*names, *(n for n in files if n in self.wanted and files[n] != self.wanted[n])])
+        return ", ".join(
+            [
+                *names,
+                *(n for n in files if n in self.wanted and files[n] != self.wanted[n]),
+            ]
+        )
 
 
 def loaded_once(args: Sequence[str]) -> Callable[..., LM]:
@@ -196,13 +258,19 @@ def main() -> None:
     """Kill one job of ``tests.cli.test_kills``; print how many held and were tried, and what failed."""
     from tests.cli.test_kills import JOBS
 
-    job, count, root = JOBS[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
+    job = JOBS[sys.argv[1]]
+    count = int(sys.argv[2])
+    root = Path(sys.argv[3])
     torch.set_num_threads(1)
     args = job.args(root)
     posbench.run.base.load = loaded_once(args)
     kills = Kills(args, root, job.timed, job.setup)
     held, tried = kills.tried(count)
-    print("\n".join([f"{sys.argv[1]}: {held}/{tried} held, {kills.wall:.1f} s", *kills.failures]))
+    print(
+        "\n".join(
+            [f"{sys.argv[1]}: {held}/{tried} held, {kills.wall:.1f} s", *kills.failures]
+        )
+    )
     sys.exit(held < tried)
 
 

@@ -42,7 +42,9 @@ def _real(value: Any) -> Any:
 
 def _like(real: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor on a device for an ordinary one."""
-    fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+    fake = torch.empty_strided(
+        real.shape, real.stride(), dtype=real.dtype, device=device
+    )
     fake.twin = real
     return fake
 
@@ -50,33 +52,51 @@ def _like(real: torch.Tensor, device: torch.device) -> torch.Tensor:
 class _Twins(TorchDispatchMode):
     """Runs each operation twice: on the fakes, which checks the devices, and on their twins."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, device = kwargs or {}, None
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = None
         try:
             fake = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, FakeTensor) and t.ndim]
+            tensors = [
+                t
+                for t in tree_flatten((args, kwargs))[0]
+                if isinstance(t, FakeTensor) and t.ndim
+            ]
             devices = {t.device for t in tensors}
             if len(devices) > 1 and func._overloadpacket is not torch.ops.aten.index:
                 raise RuntimeError(f"{func} of tensors on {devices}") from None
-            fake, device = None, tensors[0].device if tensors else CPU
+            fake = None
+            device = tensors[0].device if tensors else CPU
         with _disable_current_modes():
             real = func(*tree_map(_real, args), **tree_map(_real, kwargs))
         if device is not None:
-            return tree_map(lambda t: _like(t, device) if isinstance(t, torch.Tensor) else t, real)
-        for made, held in zip(tree_flatten(fake)[0], tree_flatten(real)[0], strict=True):
+            return tree_map(
+                lambda t: _like(t, device) if isinstance(t, torch.Tensor) else t, real
+            )
+        for made, held in zip(
+            tree_flatten(fake)[0], tree_flatten(real)[0], strict=True
+        ):
             if isinstance(made, FakeTensor):
                 # Torch's own memory of a constant would be moved to a GPU in earnest.
-                made.twin, made.constant = held, None
+                made.twin = held
+                made.constant = None
         return fake
 
 
 class _Reads(TorchFunctionMode):
     """What is no operation of tensors: arrays, files, and gradients."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, kwargs = args[0] if args else None, kwargs or {}
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(first, FakeTensor):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and isinstance(
+            first, FakeTensor
+        ):
             if first.device != CPU:
                 raise TypeError(f"can't convert {first.device} tensor to numpy")
             with _disable_current_modes():
@@ -95,7 +115,9 @@ class _Reads(TorchFunctionMode):
 
 def _leaves(node: Any) -> list[torch.Tensor]:
     """The tensors to which a backward pass would give gradients."""
-    found, seen, stack = [], set(), [node]
+    found = []
+    seen = set()
+    stack = [node]
     while stack:
         if (at := stack.pop()) not in seen:
             seen.add(at)
@@ -111,12 +133,18 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _converted(self: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+def _converted(
+    self: nn.Module,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool = True,
+) -> Any:
     """``Module._apply`` without swapping tensors, which fakes do not bear."""
     for module in self.modules():
         for key, value in module._parameters.items():
             if value is not None:
-                module._parameters[key] = nn.Parameter(convert(value.detach()), value.requires_grad)
+                module._parameters[key] = nn.Parameter(
+                    convert(value.detach()), value.requires_grad
+                )
         for key, value in module._buffers.items():
             if value is not None:
                 module._buffers[key] = convert(value)
@@ -127,13 +155,15 @@ def _moved(module: nn.Module, name: str, device: Any, **_: Any) -> None:
     """What accelerate does to a tensor of a module; it would make a parameter of the class of fakes."""
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
-    tensors, value = (
-        (owner._parameters if last in owner._parameters else owner._buffers),
-        getattr(owner, last),
-    )
+    tensors = owner._parameters if last in owner._parameters else owner._buffers
+    value = getattr(owner, last)
     if value.device != torch.device(device):
         moved = value.detach().to(device)
-        tensors[last] = nn.Parameter(moved, value.requires_grad) if tensors is owner._parameters else moved
+        tensors[last] = (
+            nn.Parameter(moved, value.requires_grad)
+            if tensors is owner._parameters
+            else moved
+        )
 
 
 @contextmanager
@@ -177,7 +207,9 @@ def place(model: Any, device_map: Mapping[str, Any], first: str | None = None) -
     """
     known: dict[int, Any] = {}
     for name, module in model.named_modules():
-        prefixes = [p for p in device_map if not p or name == p or name.startswith(f"{p}.")]
+        prefixes = [
+            p for p in device_map if not p or name == p or name.startswith(f"{p}.")
+        ]
         device = torch.device(device_map[max(prefixes, key=len)]) if prefixes else CPU
         for tensors in (module._parameters, module._buffers):
             for key, value in tensors.items():
@@ -188,7 +220,10 @@ def place(model: Any, device_map: Mapping[str, Any], first: str | None = None) -
                 if id(value) not in known:
                     fake = _like(held, device)
                     weight = tensors is module._parameters
-                    known[id(value)] = nn.Parameter(fake, value.requires_grad) if weight else fake, value
+                    known[id(value)] = (
+                        nn.Parameter(fake, value.requires_grad) if weight else fake,
+                        value,
+                    )
                 tensors[key] = known[id(value)][0]
     if len(set(device_map.values())) > 1:
         keys = model._skip_keys_device_placement
@@ -198,7 +233,11 @@ def place(model: Any, device_map: Mapping[str, Any], first: str | None = None) -
 
 def halves(model: Any) -> dict[str, str]:
     """The map of a model over two GPUs, as transformers makes it of ``device_map=balanced``."""
-    size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    size = sum(
+        t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())
+    )
     whole = model._no_split_modules
-    found = infer_auto_device_map(model, {0: size * 0.6, 1: size * 2}, no_split_module_classes=whole)
+    found = infer_auto_device_map(
+        model, {0: size * 0.6, 1: size * 2}, no_split_module_classes=whole
+    )
     return {name: f"cuda:{number}" for name, number in found.items()}

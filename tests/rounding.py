@@ -72,7 +72,9 @@ def noise_floor(
     """
     exact = copy.deepcopy(model).double()
     if hasattr(exact.config, "_experts_implementation"):
-        exact.set_experts_implementation("eager")  # the fast kernel of the experts knows no float64
+        exact.set_experts_implementation(
+            "eager"
+        )  # the fast kernel of the experts knows no float64
     outputs = []
     for version in (model.float(), exact):
         with method.applied(posbench.load(version)) if method else nullcontext():
@@ -91,12 +93,16 @@ def family_noise(
     **forward: Any,
 ) -> float:
     """The noise floor of ``tests.models.build(name)``, from four random prompts of so many tokens."""
-    ids = torch.randint(1, VOCABULARY - 1, (4, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        1, VOCABULARY - 1, (4, tokens), generator=torch.Generator().manual_seed(0)
+    )
     return noise_floor(build(name), ids, read, method, **forward)
 
 
 @cache
-def embedded_noise(name: str = "tiny", read: Callable[[Any], Tensor] = logits_of, **forward: Any) -> float:
+def embedded_noise(
+    name: str = "tiny", read: Callable[[Any], Tensor] = logits_of, **forward: Any
+) -> float:
     """As :func:`family_noise`, of an embedded model on prompts of its own task."""
     lm = posbench.load(name, device="cpu")
     return noise_floor(lm.model, _own_prompts(lm), read, **forward)
@@ -107,7 +113,9 @@ def states_noise(name: str) -> float:
     return family_noise(name, hidden_states, output_hidden_states=True)
 
 
-def random_noise(model: torch.nn.Module, read: Callable[[Any], Tensor] = logits_of, **forward: Any) -> float:
+def random_noise(
+    model: torch.nn.Module, read: Callable[[Any], Tensor] = logits_of, **forward: Any
+) -> float:
     """As :func:`family_noise`, of any model that reads the words of the embedded ones."""
     ids = torch.randint(6, 60, (4, 60), generator=torch.Generator().manual_seed(0))
     return noise_floor(model, ids, read, **forward)
@@ -117,7 +125,12 @@ def weights_noise(model: torch.nn.Module, ids: Tensor) -> float:
     """As :func:`noise_floor`, of the attention weights of all layers and heads."""
     model = copy.deepcopy(model)
     model.config._attn_implementation = "eager"
-    return noise_floor(model, ids, lambda output: torch.stack(output.attentions), output_attentions=True)
+    return noise_floor(
+        model,
+        ids,
+        lambda output: torch.stack(output.attentions),
+        output_attentions=True,
+    )
 
 
 @cache
@@ -129,14 +142,20 @@ def embedded_attention_noise(name: str = "tiny") -> float:
 
 def _own_prompts(lm: posbench.LM) -> Tensor:
     """Token ids [4, T] of prompts that an embedded model was made for."""
-    task = KVRetrieval(prompt="compact", records="words", pairs=32, limit=4, positions=(0,))
-    return torch.tensor([lm.encode(example.prompt).ids for example in task.examples("evaluation")])
+    task = KVRetrieval(
+        prompt="compact", records="words", pairs=32, limit=4, positions=(0,)
+    )
+    return torch.tensor(
+        [lm.encode(example.prompt).ids for example in task.examples("evaluation")]
+    )
 
 
 @cache
 def attention_noise(name: str, tokens: int = 48) -> float:
     """As :func:`family_noise`, of the attention weights of all layers and heads."""
-    ids = torch.randint(1, VOCABULARY - 1, (4, tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        1, VOCABULARY - 1, (4, tokens), generator=torch.Generator().manual_seed(0)
+    )
     return weights_noise(build(name), ids)
 
 
@@ -149,7 +168,8 @@ def assert_same(got: Any, wanted: Any, noise: float, kind: str) -> None:
         noise: The noise floor of the case, see :func:`noise_floor`.
         kind: What is compared, for the record.
     """
-    difference, bound = largest_difference(got, wanted), SLACK * noise / TIGHTENED
+    difference = largest_difference(got, wanted)
+    bound = SLACK * noise / TIGHTENED
     if RECORD:
         line = {
             "kind": kind,
@@ -169,9 +189,13 @@ def assert_same(got: Any, wanted: Any, noise: float, kind: str) -> None:
 def largest_difference(one: Any, other: Any) -> float:
     """Largest absolute difference of two tensors, arrays, lists or numbers of one shape."""
     first, second = (
-        value.detach().double().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value, np.float64)
+        value.detach().double().cpu().numpy()
+        if isinstance(value, Tensor)
+        else np.asarray(value, np.float64)
         for value in (one, other)
     )
     assert first.shape == second.shape, f"shapes {first.shape} and {second.shape}"
-    assert np.array_equal(np.isnan(first), np.isnan(second)), "one is not a number where the other is"
+    assert np.array_equal(np.isnan(first), np.isnan(second)), (
+        "one is not a number where the other is"
+    )
     return float(np.nan_to_num(np.abs(first - second)).max(initial=0.0))

@@ -31,11 +31,15 @@ def value(prompt: str) -> str:
 class Server(ThreadingHTTPServer):
     """Answers of a model called ``fake``; ``asked`` counts every prompt, ``most`` requests at a time."""
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(self, fault: Fault, ways: tuple[str, ...], port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.fault, self.ways, self.asked, self.lock = fault, ways, Counter[str](), Lock()
+        self.fault = fault
+        self.ways = ways
+        self.asked = Counter[str]()
+        self.lock = Lock()
         self.now = self.most = 0
         self.bodies: list[Mapping[str, Any]] = []
         self.keys = set[str]()
@@ -98,16 +102,33 @@ class Handler(BaseHTTPRequestHandler):
             return self.give({"error": {"message": said}}, int(fault))
         if fault == "overflow":
             said = "This model's maximum context length is 64 tokens. However, you requested 99 tokens."
-            return self.give({"error": {"message": said, "code": "context_length_exceeded"}}, 400)
+            return self.give(
+                {"error": {"message": said, "code": "context_length_exceeded"}}, 400
+            )
         if fault == "late":
             time.sleep(0.6)
         text, finish, logprobs = self.said(body, prompt)
         if fault == "filter":
-            text, finish = "", "content_filter"
-        part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            text = ""
+            finish = "content_filter"
+        part = (
+            {"message": {"role": "assistant", "content": text}}
+            if chat
+            else {"text": text}
+        )
         choice = {"index": 0, "finish_reason": finish, "logprobs": logprobs, **part}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": 1, "total_tokens": len(prompt) + 1}
-        whole = {"id": "1", "object": "text_completion", "created": 1, "model": "fake", "choices": [choice]}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 1,
+            "total_tokens": len(prompt) + 1,
+        }
+        whole = {
+            "id": "1",
+            "object": "text_completion",
+            "created": 1,
+            "model": "fake",
+            "choices": [choice],
+        }
         self.give({**whole, "usage": usage, "system_fingerprint": "fp_1"}, cut=fault)
 
     def said(self, body: Mapping[str, Any], prompt: str) -> tuple[str, str, Any]:
@@ -115,13 +136,20 @@ class Handler(BaseHTTPRequestHandler):
         ways = self.server.ways
         if body.get("echo") and "echo" in ways:
             tokens = re.findall(r"\s?\w+|\W", prompt)
-            nats = [None, *(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens[1:])]
+            nats = [
+                None,
+                *(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens[1:]),
+            ]
             return prompt, "length", {"tokens": tokens, "token_logprobs": nats}
         if body.get("top_logprobs") and "first" in ways:
             top = [{"token": "B", "logprob": -0.5}, {"token": "A", "logprob": -1.0}]
             return "B", "length", {"content": [{"token": "B", "top_logprobs": top}]}
         if body.get("logprobs") and "first" in ways:
-            return " B", "length", {"top_logprobs": [{" C": -0.3, " A": -1.5, "x": -0.1}]}
+            return (
+                " B",
+                "length",
+                {"top_logprobs": [{" C": -0.3, " A": -1.5, "x": -0.1}]},
+            )
         return value(prompt), "stop", None
 
     def give(self, data: Any, status: int = 200, cut: str = "") -> None:

@@ -11,12 +11,18 @@ from posbench.errors import Faults, SeveralErrors, UserError, choices, near, ren
 
 def test_a_fault_is_one_line() -> None:
     error = UserError("task.pairs", "a\nb", "a whole\n number", "set\ttask.pairs=2")
-    assert str(error) == "task.pairs = 'a\\nb': allowed: a whole number; next: set task.pairs=2"
+    assert (
+        str(error)
+        == "task.pairs = 'a\\nb': allowed: a whole number; next: set task.pairs=2"
+    )
     assert error.faults == (error,)
 
 
 def test_faults_are_raised_together() -> None:
-    faults, first, second, third = Faults(), *(UserError(name, 1, "2", "set it") for name in ("a", "b", "c"))
+    faults, first, second, third = (
+        Faults(),
+        *(UserError(name, 1, "2", "set it") for name in ("a", "b", "c")),
+    )
     again = UserError("b", 1, "3", "another word on the same value")
     faults.raise_any()
     with faults.collecting():
@@ -36,7 +42,12 @@ def test_faults_are_raised_together() -> None:
 
 def test_errors_of_a_part_name_it_in_all_their_words() -> None:
     with pytest.raises(UserError) as caught, renamed("method.", "method.parts.moice."):
-        raise UserError("method.top_k", 9, "1 to 7 with method.weights=uniform", "set method.top_k=7")
+        raise UserError(
+            "method.top_k",
+            9,
+            "1 to 7 with method.weights=uniform",
+            "set method.top_k=7",
+        )
     assert str(caught.value) == (
         "method.parts.moice.top_k = 9: allowed: 1 to 7 with method.parts.moice.weights=uniform; "
         "next: set method.parts.moice.top_k=7"
@@ -47,16 +58,26 @@ def test_errors_of_a_part_name_it_in_all_their_words() -> None:
 
 
 def test_each_of_several_faults_is_named() -> None:
-    faults = [UserError(f"method.{name}", 1, "2", f"set method.{name}=2") for name in ("a", "b")]
+    faults = [
+        UserError(f"method.{name}", 1, "2", f"set method.{name}=2")
+        for name in ("a", "b")
+    ]
     with pytest.raises(UserError) as caught, renamed("method.", "model_args."):
         raise SeveralErrors(faults)
     assert [str(fault) for fault in caught.value.faults] == [
-        f"model_args.{name} = 1: allowed: 2; next: set model_args.{name}=2" for name in ("a", "b")
+        f"model_args.{name} = 1: allowed: 2; next: set model_args.{name}=2"
+        for name in ("a", "b")
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("scale", "scale_channel"), ("scale_chanel", "scale_channel"), ("kv", ""), ("", "")]
+    ("name", "hint"),
+    [
+        ("scale", "scale_channel"),
+        ("scale_chanel", "scale_channel"),
+        ("kv", ""),
+        ("", ""),
+    ],
 )
 def test_the_nearest_name_is_a_hint(name: str, hint: str) -> None:
     wanted = f"did you mean {hint}?" if hint else "look there"

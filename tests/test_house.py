@@ -19,7 +19,9 @@ GROUND = {"errors", "late", "paths", "schema", "versions"}
 
 
 def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 def layer_of(module: str) -> str:
@@ -31,16 +33,22 @@ def imports(file: Path) -> list[tuple[int, str]]:
     """Line and name of every posbench module that a file imports, late and type-only imports included."""
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names = (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        )
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}: relative import"
             # ``from posbench.model import rope`` is a module; ``from posbench.model.lm import LM`` a name.
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [
-                name if (ROOT / name.replace(".", "/")).is_dir() or file_of(name) else str(node.module)
+                name
+                if (ROOT / name.replace(".", "/")).is_dir() or file_of(name)
+                else str(node.module)
                 for name in whole
             ]
-        found += [(node.lineno, name) for name in names if name.split(".")[0] == "posbench"]
+        found += [
+            (node.lineno, name) for name in names if name.split(".")[0] == "posbench"
+        ]
     return found
 
 
@@ -55,12 +63,18 @@ def test_every_package_has_a_layer() -> None:
     assert there == set(LAYERS)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize(
+    "file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix()
+)
 def test_imports_go_to_the_left(file: Path) -> None:
     own = layer_of(module_of(file))
     if own == "api":
         return  # the public API stands on everything, and nothing on it, as the next line asserts
-    wrong = [f"line {line}: {name}" for line, name in imports(file) if layer_of(name) == "api"]
+    wrong = [
+        f"line {line}: {name}"
+        for line, name in imports(file)
+        if layer_of(name) == "api"
+    ]
     wrong += [
         f"line {line}: {name}"
         for line, name in imports(file)
@@ -72,7 +86,9 @@ def test_imports_go_to_the_left(file: Path) -> None:
 def test_no_circle_between_modules() -> None:
     edges = defaultdict(set)
     for file in FILES:
-        edges[module_of(file)] |= {name for _, name in imports(file)} - {module_of(file)}
+        edges[module_of(file)] |= {name for _, name in imports(file)} - {
+            module_of(file)
+        }
     left = dict(edges)
     while left:
         free = [module for module, needed in left.items() if not needed & set(left)]
@@ -86,7 +102,9 @@ def test_one_command_line() -> None:
     for file in FILES:
         tree = ast.parse(file.read_text())
         modules = {
-            (alias.name if isinstance(node, ast.Import) else str(node.module)).split(".")[0]
+            (alias.name if isinstance(node, ast.Import) else str(node.module)).split(
+                "."
+            )[0]
             for node in ast.walk(tree)
             if isinstance(node, ast.Import | ast.ImportFrom)
             for alias in node.names

@@ -30,7 +30,9 @@ from tests.rounding import (
 
 METHOD = ScaleChannel(channel=5, factor=-1.0, layers=(1, 2))
 GOLDEN = Path(__file__).parent / "parity" / "golden"
-PROMPTS = torch.randint(1, VOCABULARY - 1, (2, 40), generator=torch.Generator().manual_seed(2))
+PROMPTS = torch.randint(
+    1, VOCABULARY - 1, (2, 40), generator=torch.Generator().manual_seed(2)
+)
 ERRORS = ("a key scaled by 1.001", "a position off by one", "two rows swapped")
 
 
@@ -41,7 +43,9 @@ def planted(lm: posbench.LM, error: str) -> Iterator[None]:
     def scaled(module: torch.nn.Module, inputs: object, keys: Tensor) -> Tensor:
         return keys * 1.001
 
-    def moved(module: torch.nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def moved(
+        module: torch.nn.Module, inputs: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         hidden, positions = inputs
         positions = positions.clone()
         positions[:, -1] += 1
@@ -52,9 +56,14 @@ def planted(lm: posbench.LM, error: str) -> Iterator[None]:
 
     model = lm.model.model
     hook = {
-        "a key scaled by 1.001": lambda: model.layers[2].self_attn.k_proj.register_forward_hook(scaled),
+        "a key scaled by 1.001": lambda: model.layers[
+            2
+        ].self_attn.k_proj.register_forward_hook(scaled),
         "a position off by one": lambda: model.rotary_emb.register_forward_pre_hook(
-            lambda module, args, kwargs: (moved(module, (args[0], kwargs["position_ids"])), {}),
+            lambda module, args, kwargs: (
+                moved(module, (args[0], kwargs["position_ids"])),
+                {},
+            ),
             with_kwargs=True,
         ),
         "two rows swapped": lambda: model.embed_tokens.register_forward_hook(swapped),
@@ -93,7 +102,9 @@ def shared_prefills(lm: posbench.LM) -> Tensor:
     store = Store([row[:-1] for row in rows], *METHOD.records())
     store.fill(lm, 4, None)
     with METHOD.applied(lm), torch.inference_mode():
-        out = lm.model(**lm.pad(rows, store.prefix(lm, range(len(rows)))), logits_to_keep=1)
+        out = lm.model(
+            **lm.pad(rows, store.prefix(lm, range(len(rows)))), logits_to_keep=1
+        )
         return out.logits[:, -1].log_softmax(-1)
 
 
@@ -102,7 +113,10 @@ READS: dict[str, tuple[Callable[[posbench.LM], Tensor], Callable[[], float]]] = 
     "attention": (attention, lambda: attention_noise("llama-gqa")),
     "hidden states": (hidden_states, lambda: states_noise("llama-gqa")),
     "losses": (losses, lambda: family_noise("llama-gqa", log_probabilities)),
-    "shared prefills": (shared_prefills, lambda: family_noise("llama-gqa", log_probabilities)),
+    "shared prefills": (
+        shared_prefills,
+        lambda: family_noise("llama-gqa", log_probabilities),
+    ),
 }
 """What tests compare, and its noise."""
 
@@ -124,7 +138,8 @@ def test_a_planted_error_is_no_rounding(kind: str, error: str) -> None:
 def test_a_planted_error_is_not_what_the_authors_program_gives(error: str) -> None:
     lm = posbench.load(AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha"))
     with np.load(GOLDEN / "scale_channel_llama-mha.npz") as arrays:
-        ids, wanted = torch.tensor(arrays["batch_ids"]), arrays["batch_f0_l12/prefill_logits"]
+        ids = torch.tensor(arrays["batch_ids"])
+        wanted = arrays["batch_f0_l12/prefill_logits"]
     noise = noise_floor(lm.model, ids)
     with ScaleChannel(channel=17, factor=0.0, layers=(1, 2)).applied(lm):
         assert_same(lm.logits(ids, torch.ones_like(ids)), wanted, noise, "golden")
@@ -135,7 +150,9 @@ def test_a_planted_error_is_not_what_the_authors_program_gives(error: str) -> No
 
 
 def scaled_cell(table: pd.DataFrame) -> pd.DataFrame:
-    return table.assign(attention=table["attention"].where(table.index != 3, table["attention"] * 1.001))
+    return table.assign(
+        attention=table["attention"].where(table.index != 3, table["attention"] * 1.001)
+    )
 
 
 def moved_rows(table: pd.DataFrame) -> pd.DataFrame:
@@ -147,7 +164,9 @@ def swapped_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("error", [scaled_cell, moved_rows, swapped_rows])
-def test_a_planted_error_is_found_in_a_table(error: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
+def test_a_planted_error_is_found_in_a_table(
+    error: Callable[[pd.DataFrame], pd.DataFrame],
+) -> None:
     table = read(PINNED / "run" / "attention.csv")
     assert_same_table(table, table)
     with pytest.raises(AssertionError):

@@ -62,12 +62,18 @@ class Bounded:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        ({"count": "x"}, "where.count = 'x': allowed: a whole number; next: set where.count=1"),
+        (
+            {"count": "x"},
+            "where.count = 'x': allowed: a whole number; next: set where.count=1",
+        ),
         ({"count": 1.5}, "where.count = 1.5: allowed: a whole number"),
         ({"count": True}, "where.count = True: allowed: a whole number"),
         ({"share": float("nan")}, "where.share = nan: allowed: a finite number"),
         ({"share": "inf"}, "where.share = 'inf': allowed: a finite number"),
-        ({"many": [1.0, float("inf")]}, "where.many = [1.0, inf]: allowed: a list [...] of: a finite number"),
+        (
+            {"many": [1.0, float("inf")]},
+            "where.many = [1.0, inf]: allowed: a list [...] of: a finite number",
+        ),
         ({"kind": "c"}, "where.kind = 'c': allowed: a | b"),
         (
             {"pair": [1]},
@@ -102,8 +108,18 @@ BOUNDS = [
     ("share", [0, 0.3, 1], [-0.1, 1.1], "a number from 0 to 1"),
     ("angle", [-1, 0.999], [1, -1.1], "a number from -1 to below 1"),
     ("few", [1, 3, None], [0, 4], "a whole number from 1 to 3, or null"),
-    ("either", [1, "all", None], [0, "some"], "a whole number from 1 to 1000000, or all, or null"),
-    ("weights", [[0, 0.5]], [[0, -1], [1]], "a list of exactly 2: [a number from 0 up, a number from 0 up]"),
+    (
+        "either",
+        [1, "all", None],
+        [0, "some"],
+        "a whole number from 1 to 1000000, or all, or null",
+    ),
+    (
+        "weights",
+        [[0, 0.5]],
+        [[0, -1], [1]],
+        "a list of exactly 2: [a number from 0 up, a number from 0 up]",
+    ),
     (
         "bases",
         [[1.5], [None, 2.0]],
@@ -113,13 +129,17 @@ BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "good", "bad", "words"), BOUNDS, ids=[b[0] for b in BOUNDS])
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "words"), BOUNDS, ids=[b[0] for b in BOUNDS]
+)
 def test_declared_bounds_hold_in_yaml_and_in_python(
     name: str, good: list[Any], bad: list[Any], words: str
 ) -> None:
     for value in good:
         made = build(Bounded, {name: value}, "where")
-        assert getattr(made, name) == (tuple(value) if isinstance(value, list) else value)
+        assert getattr(made, name) == (
+            tuple(value) if isinstance(value, list) else value
+        )
         verify(made, "where")
     for value in bad:
         line = f"where.{name} = {value!r}: allowed: {words}; next: set where.{name}="
@@ -151,7 +171,10 @@ def test_all_faults_are_told_together_each_in_one_line() -> None:
     # Unknown keys and booleans are found before pydantic looks at the rest.
     with pytest.raises(UserError) as caught:
         build(Bounded, {"cuont": 1, "whole": True}, "search")
-    assert [fault.field for fault in caught.value.faults] == ["search.cuont", "search.whole"]
+    assert [fault.field for fault in caught.value.faults] == [
+        "search.cuont",
+        "search.whole",
+    ]
 
 
 def test_a_missing_field_is_named() -> None:
@@ -163,7 +186,9 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_defaults_and_required_fields() -> None:
-    assert defaults(Bounded)["weights"] == [0.0, 1.0] and "title" not in defaults(Bounded)
+    assert defaults(Bounded)["weights"] == [0.0, 1.0] and "title" not in defaults(
+        Bounded
+    )
     assert defaults(ScaleChannel) == {
         "channel": None,
         "factor": None,
@@ -171,16 +196,28 @@ def test_defaults_and_required_fields() -> None:
         "last": 1,
         "tokens": "both",
     }
-    assert required(ScaleChannel) == {"channel", "factor", "layers"} and required(Bounded) == set()
+    assert (
+        required(ScaleChannel) == {"channel", "factor", "layers"}
+        and required(Bounded) == set()
+    )
 
 
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (None, "method = None: allowed: a choice of that group; next: posbench ls methods shows the choices"),
+        (
+            None,
+            "method = None: allowed: a choice of that group; next: posbench ls methods shows the choices",
+        ),
         ({}, "method._target_ = None: allowed: the import path of a class"),
-        ({"_target_": "nowhere"}, "method._target_ = 'nowhere': allowed: the import path of a class"),
-        ({"_target_": "posbench.methods.Nothing"}, "method._target_ = 'posbench.methods.Nothing'"),
+        (
+            {"_target_": "nowhere"},
+            "method._target_ = 'nowhere': allowed: the import path of a class",
+        ),
+        (
+            {"_target_": "posbench.methods.Nothing"},
+            "method._target_ = 'posbench.methods.Nothing'",
+        ),
         (
             {"_target_": "posbench.tasks.KVRetrieval"},
             "method._target_ = 'posbench.tasks.KVRetrieval': allowed: a subclass of "
@@ -204,11 +241,17 @@ class Holder:
 
 def test_nodes_inside_a_node_become_objects() -> None:
     own = {"_target_": f"{__name__}.Bounded", "count": 3}
-    data = {"_target_": f"{__name__}.Holder", "name": "mine", "inner": own, "table": {"a": own, "b": 4}}
+    data = {
+        "_target_": f"{__name__}.Holder",
+        "name": "mine",
+        "inner": own,
+        "table": {"a": own, "b": 4},
+    }
     made = instantiate(data, object, "study")
     assert made == Holder(inner=Bounded(count=3), table={"a": Bounded(count=3), "b": 4})
     with pytest.raises(
-        UserError, match=r"study\.table\.a\.count = 0: allowed: a whole number from 1 to 1000000"
+        UserError,
+        match=r"study\.table\.a\.count = 0: allowed: a whole number from 1 to 1000000",
     ):
         instantiate({**data, "table": {"a": own | {"count": 0}}}, object, "study")
 
@@ -218,7 +261,10 @@ def test_nodes_inside_a_node_become_objects() -> None:
     [
         (dict[str, int], "a mapping"),
         (Sample, "a mapping"),
-        (Annotated[tuple[float, ...], MinLen(2)], "a list [...] of at least 2: a finite number"),
+        (
+            Annotated[tuple[float, ...], MinLen(2)],
+            "a list [...] of at least 2: a finite number",
+        ),
         (Annotated[float, Le(4)], "a number up to 4"),
         (Annotated[float, Lt(4)], "a number below 4"),
         (Annotated[float, Gt(0), Le(1)], "a number above 0 and up to 1"),

@@ -28,7 +28,9 @@ TESTED += [
 ]
 """What the environment of the tests has."""
 (SUPPORTED,) = (
-    Requirement(line).specifier for line in DEPENDENCIES if Requirement(line).name == "transformers"
+    Requirement(line).specifier
+    for line in DEPENDENCIES
+    if Requirement(line).name == "transformers"
 )
 
 
@@ -46,18 +48,30 @@ def installed(monkeypatch: pytest.MonkeyPatch):
 def _pins(file: str) -> dict[str, str]:
     """The versions of a constraints file, by normalised name."""
     lines = [line for line in (ROOT / file).read_text().splitlines() if "==" in line]
-    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    return {
+        canonicalize_name(name): version
+        for name, _, version in (line.partition("==") for line in lines)
+    }
 
 
-@pytest.mark.parametrize("line", [line for line in TESTED if not line.startswith("posbench")])
+@pytest.mark.parametrize(
+    "line", [line for line in TESTED if not line.startswith("posbench")]
+)
 def test_the_two_test_environments_span_the_supported_range(line: str) -> None:
     """The oldest one has the lower bounds themselves: another could not tell whether they are right."""
     requirement = Requirement(line)
     name = canonicalize_name(requirement.name)
-    oldest, tested = (_pins(file)[name] for file in ("constraints-oldest.txt", "constraints.txt"))
-    (lowest,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
+    oldest, tested = (
+        _pins(file)[name] for file in ("constraints-oldest.txt", "constraints.txt")
+    )
+    (lowest,) = (
+        bound.version for bound in requirement.specifier if bound.operator == ">="
+    )
     # A version of two numbers stands for the first of its patches that was published.
-    assert Version(oldest).release[: len(Version(lowest).release)] == Version(lowest).release
+    assert (
+        Version(oldest).release[: len(Version(lowest).release)]
+        == Version(lowest).release
+    )
     assert requirement.specifier.contains(tested)
 
 
@@ -68,7 +82,9 @@ def test_supported(number: str, installed) -> None:
 
 
 @pytest.mark.parametrize("number", ["4.57.6", "5.5.4", "6.0.0.dev0", "6.1.0"])
-def test_unsupported_is_one_line(number: str, installed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_is_one_line(
+    number: str, installed, capsys: pytest.CaptureFixture[str]
+) -> None:
     installed(number)
     assert main(["ls"]) == 2
     told = capsys.readouterr()
@@ -83,7 +99,9 @@ def test_unsupported_is_one_line(number: str, installed, capsys: pytest.CaptureF
     assert main(["--version"]) == 0
 
 
-def test_a_checkout_without_metadata_is_not_checked(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_without_metadata_is_not_checked(
+    installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 
@@ -97,7 +115,13 @@ def test_a_run_records_what_posbench_needs_here_without_extras(
     installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed("7.0")
-    assert versions.installed() == {Requirement(line).name: "7.0" for line in DEPENDENCIES}
-    lines = ["numpy>=2.0", "lm-eval>=0.4.13; extra == 'lm_eval'", "tomli; python_version < '3'"]
+    assert versions.installed() == {
+        Requirement(line).name: "7.0" for line in DEPENDENCIES
+    }
+    lines = [
+        "numpy>=2.0",
+        "lm-eval>=0.4.13; extra == 'lm_eval'",
+        "tomli; python_version < '3'",
+    ]
     monkeypatch.setattr(versions, "requires", lambda name: lines)
     assert versions.installed() == {"numpy": "7.0"}

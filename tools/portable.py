@@ -32,7 +32,11 @@ INSTRUCTION_SETS = {
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
     },
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    },
     "avx512": {
         "ATEN_CPU_CAPABILITY": "avx512",
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
@@ -74,7 +78,17 @@ def test(session: nox.Session, name: str, python: str, env: dict[str, str]) -> N
     began = time.monotonic()
     results = f"--junitxml={OUT / name}.xml"
     try:
-        session.run(python, "-m", "pytest", "-n", "2", results, *session.posargs, env=env, external=True)
+        session.run(
+            python,
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            results,
+            *session.posargs,
+            env=env,
+            external=True,
+        )
         if name in ENVIRONMENTS and not session.posargs:
             facts["figures"] = make_figures(session, name, python, env)
     finally:
@@ -82,10 +96,16 @@ def test(session: nox.Session, name: str, python: str, env: dict[str, str]) -> N
         (OUT / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def make_figures(session: nox.Session, name: str, python: str, env: dict[str, str]) -> str:
+def make_figures(
+    session: nox.Session, name: str, python: str, env: dict[str, str]
+) -> str:
     """Make every table and figure that needs no weights; returns the last line of ``posbench figures``."""
     outputs = OUT / f"{name}-figures"
-    run = ["from posbench.cli.main import run; run()", "figures", f"runtime.outputs={outputs}"]
+    run = [
+        "from posbench.cli.main import run; run()",
+        "figures",
+        f"runtime.outputs={outputs}",
+    ]
     said = session.run(python, "-c", *run, env=env, silent=True, external=True)
     return str(said).strip().splitlines()[-1]
 
@@ -122,24 +142,43 @@ for session_name, (python_version, file) in ENVIRONMENTS.items():
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
     """The tables of CONTRIBUTING.md, from what the other sessions left."""
-    order = [f"{isa}-{threads}" for isa in INSTRUCTION_SETS for threads in THREADS] + [*ENVIRONMENTS]
+    order = [f"{isa}-{threads}" for isa in INSTRUCTION_SETS for threads in THREADS] + [
+        *ENVIRONMENTS
+    ]
     names = [name for name in order if (OUT / f"{name}.json").is_file()]
     text = "\n".join([*settings_table(names), "", *rounding_table(names)])
     front, rest = CONTRIBUTING.read_text().split("<!-- portable -->\n")
     _, back = rest.split("<!-- /portable -->\n")
-    CONTRIBUTING.write_text(f"{front}<!-- portable -->\n{text}\n<!-- /portable -->\n{back}")
+    CONTRIBUTING.write_text(
+        f"{front}<!-- portable -->\n{text}\n<!-- /portable -->\n{back}"
+    )
     print(text)
 
 
 def settings_table(names: list[str]) -> list[str]:
     """What each session ran on, and how it ended."""
-    titles = ["session", "processor, instructions, threads", "Python", "torch, transformers, pandas"]
+    titles = [
+        "session",
+        "processor, instructions, threads",
+        "Python",
+        "torch, transformers, pandas",
+    ]
     lines = markdown_head([*titles, "tests", "figures", "minutes"])
     for name in names:
         facts = json.loads((OUT / f"{name}.json").read_text())
-        versions = ", ".join(facts["packages"][package] for package in ("torch", "transformers", "pandas"))
+        versions = ", ".join(
+            facts["packages"][package]
+            for package in ("torch", "transformers", "pandas")
+        )
         figures = facts.get("figures", "")
-        cells = [name, facts["hardware"], facts["python"], versions, suite(name), figures]
+        cells = [
+            name,
+            facts["hardware"],
+            facts["python"],
+            versions,
+            suite(name),
+            figures,
+        ]
         lines.append(f"| {' | '.join(cells)} | {facts['minutes']} |")
     return lines
 
@@ -147,7 +186,10 @@ def settings_table(names: list[str]) -> list[str]:
 def suite(name: str) -> str:
     """Passed, failed and skipped tests of a session."""
     (found,) = ElementTree.parse(OUT / f"{name}.xml").getroot().iter("testsuite")
-    count = {key: int(found.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    count = {
+        key: int(found.attrib[key])
+        for key in ("tests", "failures", "errors", "skipped")
+    }
     failed = count["failures"] + count["errors"]
     passed = count["tests"] - failed - count["skipped"]
     return f"{passed} passed, {failed} failed, {count['skipped']} skipped"
@@ -160,13 +202,24 @@ def rounding_table(names: list[str]) -> list[str]:
         for line in (OUT / f"{name}.jsonl").read_text().splitlines():
             comparison = json.loads(line)
             kinds[comparison["kind"]].append({**comparison, "session": name})
-    titles = ["what is compared", "comparisons", "closest to its bound", "the bound", "share", "in session"]
+    titles = [
+        "what is compared",
+        "comparisons",
+        "closest to its bound",
+        "the bound",
+        "share",
+        "in session",
+    ]
     lines = markdown_head([*titles, "beyond a tenth of the bound"])
     for kind, comparisons in sorted(kinds.items()):
         worst = max(comparisons, key=share)
         beyond = sum(share(each) > 0.1 for each in comparisons)
-        numbers = f"{worst['difference']:.2g} | {worst['bound']:.2g} | {share(worst):.0%}"
-        lines.append(f"| {kind} | {len(comparisons)} | {numbers} | {worst['session']} | {beyond} |")
+        numbers = (
+            f"{worst['difference']:.2g} | {worst['bound']:.2g} | {share(worst):.0%}"
+        )
+        lines.append(
+            f"| {kind} | {len(comparisons)} | {numbers} | {worst['session']} | {beyond} |"
+        )
     return lines
 
 

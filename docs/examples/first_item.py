@@ -36,7 +36,9 @@ class FirstItem(Study):
             weights = prompts.attention(batch).mean(1)  # [B, N]: mean over layers
             return [{"share": float(row[0] / row.sum())} for row in weights]
 
-        rows = prompts.complete("rows.jsonl", "attention", {}, compute)  # a killed run goes on here
+        rows = prompts.complete(
+            "rows.jsonl", "attention", {}, compute
+        )  # a killed run goes on here
         frame = prompts.frame()
         frame["share"] = [rows[name]["share"] for name in frame["id"]]
         total = bootstrap.mean(frame["share"], list(frame["cluster"]))
@@ -49,13 +51,20 @@ class FirstItem(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """Drawn from the tables as read back, so that ``posbench report DIR`` draws it again."""
-        return {"first_item": (figure(tables["first_item"]), "Share of the first item, with 95 % intervals.")}
+        return {
+            "first_item": (
+                figure(tables["first_item"]),
+                "Share of the first item, with 95 % intervals.",
+            )
+        }
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Is the share above an even one?"""
         row = tables["first_item_total"].iloc[0]
         claim = "the first item gets more than its share of attention"
-        found = Finding.above(claim, "share of the attention to all items", estimate(row), row["even"])
+        found = Finding.above(
+            claim, "share of the attention to all items", estimate(row), row["even"]
+        )
         return [found.control()]  # no paper claims it
 
 

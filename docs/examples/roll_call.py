@@ -46,16 +46,23 @@ class RollCall(Task):
         """A context of its own for every question; calibration draws from another stream."""
         return [
             self._draw(f"{position}-{number}", split, position)
-            for position in gold_indices("positions", self.positions, "names", self.names)
+            for position in gold_indices(
+                "positions", self.positions, "names", self.names
+            )
             for number in range(self.limit)
         ]
 
     def _draw(self, name: str, split: Split, position: int) -> Example:
         rng = random.Random(f"roll_call {self.seed} {split} {name}")
-        people, places = rng.sample(WORDS, self.names), rng.sample(WORDS, self.names)
-        told = [f'"{who}": "{where}"' for who, where in zip(people, places, strict=True)]
+        people = rng.sample(WORDS, self.names)
+        places = rng.sample(WORDS, self.names)
+        told = [
+            f'"{who}": "{where}"' for who, where in zip(people, places, strict=True)
+        ]
         # The character span of every item lets posbench measure the attention to it.
-        prompt, spans = joined("Json data: {", told, ", ", f'}} The value of key "{people[position]}" is "')
+        prompt, spans = joined(
+            "Json data: {", told, ", ", f'}} The value of key "{people[position]}" is "'
+        )
         return Example(
             id=f"{split} {name}",
             prompt=prompt,

@@ -30,15 +30,27 @@ class Tries(Search):
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row for each strength, and the best one as ``found.yaml``."""
         examples = run.task.examples("calibration")
-        prompts, answers = [e.prompt for e in examples], [e.answers[0] for e in examples]
-        assert run.target is not None  # a search runs only for the method that it serves
+        prompts = [e.prompt for e in examples]
+        answers = [e.answers[0] for e in examples]
+        assert (
+            run.target is not None
+        )  # a search runs only for the method that it serves
         rows = []
         for strength in self.strengths:
-            with run.whole(run.target.build({"strength": strength})).applied(run.lm) as lm:
-                rows.append({"strength": strength, "loss": float(lm.answer_loss(prompts, answers).mean())})
+            with run.whole(run.target.build({"strength": strength})).applied(
+                run.lm
+            ) as lm:
+                rows.append(
+                    {
+                        "strength": strength,
+                        "loss": float(lm.answer_loss(prompts, answers).mean()),
+                    }
+                )
         write_csv(run.out.path / "search.csv", pd.DataFrame(rows))
         best = min(rows, key=lambda row: row["loss"])
-        self.write_found(run, best, f"tries of {len(rows)} strengths on {len(examples)} prompts")
+        self.write_found(
+            run, best, f"tries of {len(rows)} strengths on {len(examples)} prompts"
+        )
 
     def told(self, block: Mapping[str, Any]) -> str:
         """What was found, in one line."""
@@ -50,4 +62,6 @@ class Tries(Search):
         if table is None:
             return []
         rows = [[f"{row.strength:g}", f"{row.loss:.3f}"] for row in table.itertuples()]
-        return [Section("Search", "Answer loss by strength.", ["strength", "loss"], rows)]
+        return [
+            Section("Search", "Answer loss by strength.", ["strength", "loss"], rows)
+        ]

@@ -37,10 +37,21 @@ def check_data(args: list[str]) -> int:
     example: posbench check-data my_file.jsonl model=mistral7b
     """
     if not args or args[0].startswith("-") or re.match(r"(task|model)[.\w]*=", args[0]):
-        raise UserError("check-data", " ".join(args), "a file, then keys to set", "posbench check-data FILE")
+        raise UserError(
+            "check-data",
+            " ".join(args),
+            "a file, then keys to set",
+            "posbench check-data FILE",
+        )
     file, *given = args
-    path = file if PLAIN.fullmatch(file) else "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
-    asked = [*([] if _given(given, "task=") else ["task=own_data"]), f"task.path={path}", *given]
+    path = (
+        file if PLAIN.fullmatch(file) else "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
+    )
+    asked = [
+        *([] if _given(given, "task=") else ["task=own_data"]),
+        f"task.path={path}",
+        *given,
+    ]
     # Without a model no model's file shows in the prompts.
     model = [] if _given(given, "model") else ["model=hf"]
     task = instantiate(composed(*asked, *model).raw["task"], Task, "task")  # type: ignore[type-abstract]
@@ -49,7 +60,8 @@ def check_data(args: list[str]) -> int:
         told, fewest = _own(task)
         task = replace(task, items_per_prompt=fewest or task.items_per_prompt)
         asked += [f"task.items_per_prompt={fewest}"] if fewest else []
-    faults, made = Faults(), None
+    faults = Faults()
+    made = None
     with faults.collecting():
         made = None if model else ready(composed(*asked))
     asked += ["model=DIR_OR_HUB_ID"] if model else []
@@ -62,8 +74,14 @@ def check_data(args: list[str]) -> int:
     wanted = repr(first.answers[0]) if first.answers else "what the file does not tell"
     print(f"\nthe first prompt (before any chat template), which expects {wanted}:\n")
     cut = len(first.prompt) - 2 * EDGE
-    whole = f"{first.prompt[:EDGE]}\n[... {cut:,} characters ...]\n{first.prompt[-EDGE:]}"
-    print("\n".join(f"    {line}" for line in (whole if cut > 0 else first.prompt).splitlines()))
+    whole = (
+        f"{first.prompt[:EDGE]}\n[... {cut:,} characters ...]\n{first.prompt[-EDGE:]}"
+    )
+    print(
+        "\n".join(
+            f"    {line}" for line in (whole if cut > 0 else first.prompt).splitlines()
+        )
+    )
     faults.raise_any()
     print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked])}")
     return 0
@@ -76,7 +94,8 @@ def _given(args: Sequence[str], key: str) -> bool:
 def _own(task: OwnData) -> tuple[list[tuple[str, str]], int | None]:
     """What a file of one's own is; and how many items prompts take, where lists differ and nobody says."""
     own = task.own
-    name, sizes = own.kind.holds, own.sizes
+    name = own.kind.holds
+    sizes = own.sizes
     told = [("kind", f"{own.kind.kind}, by the field {name}")]
     told += [("unread", f"fields {', '.join(own.unread)}")] if own.unread else []
     if not own.moves:
@@ -86,7 +105,12 @@ def _own(task: OwnData) -> tuple[list[tuple[str, str]], int | None]:
         told.append(("gold", lost))
     if task.items_per_prompt or min(sizes) == max(sizes):
         return told, None
-    told.append(("lists", f"{_spread(sizes)} {name}; prompts take {min(sizes)}, the gold one among them"))
+    told.append(
+        (
+            "lists",
+            f"{_spread(sizes)} {name}; prompts take {min(sizes)}, the gold one among them",
+        )
+    )
     return told, min(sizes)
 
 
@@ -100,7 +124,9 @@ def _facts(examples: Sequence[Example]) -> list[tuple[str, str]]:
     """What the examples are, in words."""
     places = sorted({e.gold_position for e in examples if e.gold_position is not None})
     moved = (
-        f", each at gold positions {', '.join(map(str, places))}: {len(examples)} prompts" if places else ""
+        f", each at gold positions {', '.join(map(str, places))}: {len(examples)} prompts"
+        if places
+        else ""
     )
     facts = [("examples", f"{len({e.cluster or e.id for e in examples})}{moved}")]
     if names := list(dict.fromkeys(e.subset for e in examples if e.subset)):
@@ -117,17 +143,33 @@ def _facts(examples: Sequence[Example]) -> list[tuple[str, str]]:
 
 def _spread(numbers: Sequence[int]) -> str:
     """One number, or the least, the median and the most."""
-    least, most = min(numbers), max(numbers)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,} (median {median(numbers):,.0f})"
+    least = min(numbers)
+    most = max(numbers)
+    return (
+        f"{least:,}"
+        if least == most
+        else f"{least:,} to {most:,} (median {median(numbers):,.0f})"
+    )
 
 
 def _tokens(made: Ready, examples: Sequence[Example]) -> str:
     """The lengths of prompts in tokens, any chat template counted, and how many are too long, or hold tokens
     that the tokenizer does not know."""
     read: Any = made.reader
-    codes, unknown = [encode_whole(read, e).ids for e in examples], read.tokenizer.unk_token_id
-    needed = [len(ids) + room(read, made.config.task, e) for ids, e in zip(codes, examples, strict=True)]
-    over, odd = sum(n > read.context_window for n in needed), sum(unknown in ids for ids in codes)
+    codes = [encode_whole(read, e).ids for e in examples]
+    unknown = read.tokenizer.unk_token_id
+    needed = [
+        len(ids) + room(read, made.config.task, e)
+        for ids, e in zip(codes, examples, strict=True)
+    ]
+    over = sum(n > read.context_window for n in needed)
+    odd = sum(unknown in ids for ids in codes)
     told = f"{_spread([*map(len, codes)])} a prompt; the model reads {read.context_window:,}"
-    told += f"; {over} of {len(codes)} are too long with their replies: see task.truncation" if over else ""
-    return told + (f"; {odd} of {len(codes)} hold tokens that it does not know" if odd else "")
+    told += (
+        f"; {over} of {len(codes)} are too long with their replies: see task.truncation"
+        if over
+        else ""
+    )
+    return told + (
+        f"; {odd} of {len(codes)} hold tokens that it does not know" if odd else ""
+    )

@@ -56,7 +56,9 @@ def completion(args: list[str]) -> int:
     elif len(args) == 1 and args[0] in CHOICES:
         print(CHOICES[args[0]])
     else:
-        raise UserError("completion", " ".join(args), ", ".join(CHOICES), "posbench completion bash")
+        raise UserError(
+            "completion", " ".join(args), ", ".join(CHOICES), "posbench completion bash"
+        )
     return 0
 
 
@@ -65,19 +67,39 @@ def words(line: str) -> list[str]:
     *typed, word = line.split(" ")[1:] or [""]
     verb = main.verb_of(typed)
     roots = paths.config_folders(dict(itertools.pairwise(typed)).get("--config-dir"))
-    experiments = choices(paths.EXPERIMENTS, *(root / "experiment" for root in roots[1:]))
+    experiments = choices(
+        paths.EXPERIMENTS, *(root / "experiment" for root in roots[1:])
+    )
     key, value, _ = word.partition("=")
     if word.startswith("-"):
-        told = main.usage(main.find_verb(verb)) if verb else "-m --multirun --cfg --config-dir --help"
+        told = (
+            main.usage(main.find_verb(verb))
+            if verb
+            else "-m --multirun --cfg --config-dir --help"
+        )
         found = sorted(set(re.findall(r"(?<!\S)\[?(--?[a-z-]+)", told)))
     elif value:
-        names = experiments if key == "experiment" else choices(*(root / key for root in roots))
+        names = (
+            experiments
+            if key == "experiment"
+            else choices(*(root / key for root in roots))
+        )
         found = [f"{key}={name}" for name in names]
     elif verb in ("", "fetch", "validate", "figures", "submit"):
         found = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
         found += [] if typed else [verb for verb in main.VERBS if " " not in verb]
-        found += experiments if verb == "figures" else ["runtime/cluster="] if verb == "submit" else []
-        found += [f"{name}=" for name in _fields(word.partition(".")[0], typed, roots)] if "." in word else []
+        found += (
+            experiments
+            if verb == "figures"
+            else ["runtime/cluster="]
+            if verb == "submit"
+            else []
+        )
+        found += (
+            [f"{name}=" for name in _fields(word.partition(".")[0], typed, roots)]
+            if "." in word
+            else []
+        )
     else:
         listed = {"ls": "verbs", "docs": "docs", "completion": "completion"}.get(verb)
         found = [*import_module(f"posbench.cli.{listed}").CHOICES] if listed else []
@@ -93,8 +115,22 @@ def _fields(group: str, typed: Sequence[str], roots: Sequence[Path]) -> list[str
     cls: Any = {"model": ModelConfig, "runtime": Runtime}.get(group)
     if cls is None:
         listed = yaml.safe_load((paths.CONF / "config.yaml").read_text())["defaults"]
-        chosen = dict(pair for entry in listed if isinstance(entry, dict) for pair in entry.items())
+        chosen = dict(
+            pair
+            for entry in listed
+            if isinstance(entry, dict)
+            for pair in entry.items()
+        )
         chosen |= dict(arg.split("=", 1) for arg in typed if "=" in arg)
-        file = next((f for r in roots if (f := r / group / f"{chosen.get(group)}.yaml").is_file()), None)
-        cls = target(yaml.safe_load(file.read_text()), object, group)[0] if file else None
+        file = next(
+            (
+                f
+                for r in roots
+                if (f := r / group / f"{chosen.get(group)}.yaml").is_file()
+            ),
+            None,
+        )
+        cls = (
+            target(yaml.safe_load(file.read_text()), object, group)[0] if file else None
+        )
     return [f"{group}.{key}" for key in defaults(cls)] if cls else []

@@ -47,13 +47,20 @@ def docs(args: list[str]) -> int:
     out, args = option(args, "--out")
     name, *rest = args or [""]
     if name not in CHOICES or len(rest) != (name not in FROM_CODE):
-        allowed = ", ".join(name if name in FROM_CODE else f"{name} DIR" for name in CHOICES)
-        raise UserError("docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families")
-    file, images = Path(out or "gallery.md").expanduser(), dict[str, Path]()
+        allowed = ", ".join(
+            name if name in FROM_CODE else f"{name} DIR" for name in CHOICES
+        )
+        raise UserError(
+            "docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families"
+        )
+    file = Path(out or "gallery.md").expanduser()
+    images = dict[str, Path]()
     if name == "gallery":
         page, images = as_markdown(collect(Path(rest[0]).expanduser()), file.stem)
     else:
-        page = FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else FROM_CODE[name]()
+        page = (
+            FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else FROM_CODE[name]()
+        )
     if out is None:
         print(page)
         return 0
@@ -73,12 +80,15 @@ def docs(args: list[str]) -> int:
 def between_marks(file: Path, name: str, page: str) -> str:
     """A file's text with ``page`` between its marks; the two and the page for a new file."""
     old = file.read_text(encoding="utf-8") if file.is_file() else ""
-    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    first = f"<!-- {name} -->"
+    last = f"<!-- /{name} -->"
     marked = f"{first}\n\n{page}\n\n{last}"
     new, count = re.subn(f"{first}.*?{last}", lambda _: marked, old, flags=re.DOTALL)
     if old and count != 1:
         allowed = f"a new file, or one with {first} and {last} once"
-        raise UserError("--out", str(file), allowed, "put the marks where the page shall stand")
+        raise UserError(
+            "--out", str(file), allowed, "put the marks where the page shall stand"
+        )
     return new if old else f"{marked}\n"
 
 
@@ -88,39 +98,69 @@ def claims(folder: Path) -> str:
     The newest run of each study on each model counts.
     """
     newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
-    for file in sorted(folder.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime):
+    for file in sorted(
+        folder.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime
+    ):
         checked(file.parent)
         if (frame := read_csv(file)) is not None:
-            newest[file.parts[-4], str(frame["model"].iloc[0])] = frame, _made(file.parent)["command"]
+            newest[file.parts[-4], str(frame["model"].iloc[0])] = (
+                frame,
+                _made(file.parent)["command"],
+            )
     if not newest:
-        raise UserError("DIR", str(folder), "a folder of runs of studies", "posbench study=chain")
-    found = pd.concat([frame for frame, _ in newest.values()], ignore_index=True).fillna(
-        {"model": "no model"}
-    )
+        raise UserError(
+            "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
+        )
+    found = pd.concat(
+        [frame for frame, _ in newest.values()], ignore_index=True
+    ).fillna({"model": "no model"})
     # The claims of papers first, in the order of their studies, then our controls.
     found = found.sort_values("kind", key=lambda kind: kind != "paper", kind="stable")
     models = sorted(found["model"].unique())
-    rows, parts = [], []
+    rows = []
+    parts = []
     for _, part in found.groupby("claim", sort=False):
         header, lines = findings_table(part)
         told = lines[0][1]
-        rows.append([told, *(_verdict(part.loc[part["model"] == model, "verdict"]) for model in models)])
-        named = [[line[0], model, *line[2:]] for model, line in zip(part["model"], lines, strict=True)]
-        parts.append(f"## {told}\n\n{markdown(['verdict', 'model', *header[2:]], named)}")
+        rows.append(
+            [
+                told,
+                *(
+                    _verdict(part.loc[part["model"] == model, "verdict"])
+                    for model in models
+                ),
+            ]
+        )
+        named = [
+            [line[0], model, *line[2:]]
+            for model, line in zip(part["model"], lines, strict=True)
+        ]
+        parts.append(
+            f"## {told}\n\n{markdown(['verdict', 'model', *header[2:]], named)}"
+        )
     commands = "\n".join(f"    {command}" for _, command in newest.values())
     overview = markdown(["claim", *models], rows)
-    sums = "\n".join(f"- {model}: {verdicts(found[found['model'] == model])}" for model in models)
+    sums = "\n".join(
+        f"- {model}: {verdicts(found[found['model'] == model])}" for model in models
+    )
     made = f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"
     return "\n\n".join([sums, overview, *parts, made])
 
 
 def _made(folder: Path) -> dict[str, Any]:
     """The provenance of a run; of a sweep, that of one of its runs, which have its command."""
-    jobs = [job["folder"] for job in read_json(folder / "jobs.json") or () if job["folder"]]
+    jobs = [
+        job["folder"] for job in read_json(folder / "jobs.json") or () if job["folder"]
+    ]
     run = folder.parent / Path(jobs[0]).name if jobs else folder
     made: dict[str, Any] | None = read_json(run / "provenance.json")
     if made is None:
-        raise UserError("DIR", str(folder), "a run folder with its provenance.json", "repeat the run")
+        raise UserError(
+            "DIR",
+            str(folder),
+            "a run folder with its provenance.json",
+            "repeat the run",
+        )
     return made
 
 
@@ -134,7 +174,9 @@ def run(folder: Path) -> str:
     checked(folder)
     sentence, sections = read_run(folder)
     made = _made(folder)
-    versions = ", ".join(f"{name} {made['packages'][name]}" for name in ("torch", "transformers"))
+    versions = ", ".join(
+        f"{name} {made['packages'][name]}" for name in ("torch", "transformers")
+    )
     parts = [sentence]
     for section in sections:
         table = markdown(section.header, section.rows) if section.rows else ""
@@ -164,5 +206,9 @@ FROM_CODE: dict[str, Callable[[], str]] = {
     "data": data,
     "scale": scale.page,
 }
-FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run, "experiments": experiments.page}
+FROM_RUNS: dict[str, Callable[[Path], str]] = {
+    "claims": claims,
+    "run": run,
+    "experiments": experiments.page,
+}
 CHOICES = *FROM_CODE, *FROM_RUNS, "gallery"

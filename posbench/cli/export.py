@@ -64,14 +64,24 @@ def export(args: list[str]) -> int:
     outputs, rest = outputs_of(args)
     to, rest = option(rest, "--to")
     out, rest = option(rest, "--out")
-    exact, rest = "--exact" in rest, [arg for arg in rest if arg != "--exact"]
+    exact = "--exact" in rest
+    rest = [arg for arg in rest if arg != "--exact"]
     if to is None or out is None or not rest:
         raise UserError(
-            "export", " ".join(args), "a run, --to FORMAT and --out DIR", "posbench export --help"
+            "export",
+            " ".join(args),
+            "a run, --to FORMAT and --out DIR",
+            "posbench export --help",
         )
-    form, console, place = base.find(to), terminal(), Path(out).expanduser()
+    form = base.find(to)
+    console = terminal()
+    place = Path(out).expanduser()
     write.need_room(place)
-    made = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "", "", "")
+    made = (
+        _of_run(run_named(rest[0], outputs))
+        if "=" not in rest[0]
+        else (_of(rest), "", "", "")
+    )
     config, gain, known, source = made
     quiet()
     run = prepared(config, {}, (), console)
@@ -90,11 +100,16 @@ def export(args: list[str]) -> int:
         price=price,
         effects=write.effects_of(outputs, run.model.name, run.task.name, asdict(asked)),
         base=[content.fact for content in contents([config.model.checkpoint])],
-        versions={"posbench": versions.__version__, **_versions("torch", "transformers", form.package)},
+        versions={
+            "posbench": versions.__version__,
+            **_versions("torch", "transformers", form.package),
+        },
     )
     measured = write.write(form, fix, told, write.prompts_of(run), place)
     console.print(Text(measured.words), soft_wrap=True)
-    console.print(Text(f"{place}: how to load it stands in {place / write.CARD}"), soft_wrap=True)
+    console.print(
+        Text(f"{place}: how to load it stands in {place / write.CARD}"), soft_wrap=True
+    )
     return 0
 
 
@@ -112,12 +127,17 @@ def verify(args: list[str]) -> int:
     record = read_json(folder / write.RECORD)
     if record is None:
         allowed = f"a folder of posbench export (it holds {write.RECORD})"
-        raise UserError("DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR")
+        raise UserError(
+            "DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR"
+        )
     for name, wanted in record["files"].items():
         if not (folder / name).is_file() or sha256(folder / name) != wanted:
             hint = f"write it again: {record['command']}"
-            raise UserError("DIR", str(folder / name), "the file as posbench export wrote it", hint)
-    form, config = base.find(record["format"]), _checked(record["raw"])
+            raise UserError(
+                "DIR", str(folder / name), "the file as posbench export wrote it", hint
+            )
+    form = base.find(record["format"])
+    config = _checked(record["raw"])
     need_same([config.model.checkpoint], {"files": record["base"]})
     quiet()
     run = prepared(config, {}, (), terminal())
@@ -135,9 +155,16 @@ def _versions(*packages: str) -> dict[str, str]:
 def _of(overrides: list[str]) -> Config:
     """The config that overrides ask for, without a search; sizes fit the model's window."""
     for key in overrides:
-        if key.split("=")[0].split(".")[0] in ("search", "stages", "study", "experiment"):
+        if key.split("=")[0].split(".")[0] in (
+            "search",
+            "stages",
+            "study",
+            "experiment",
+        ):
             hint = "run that first, then posbench export RUN"
-            raise UserError("export", key, "keys of model, method, task and runtime", hint)
+            raise UserError(
+                "export", key, "keys of model, method, task and runtime", hint
+            )
     return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
@@ -145,12 +172,17 @@ def _of_run(folder: Path) -> tuple[Config, str, str, str]:
     """The config of a run with the constants that it applied; what its search gained, the price of what it
     found for a format, and where that comes from, in words."""
     out = checked(folder)
-    raw, found = out.config("task", "model", "method"), {}
+    raw = out.config("task", "model", "method")
+    found = {}
     if (folder / FOUND).is_file():
         found = yaml.safe_load(read_text(folder / FOUND))
     ran = read_json(folder / "method.json")
     if ran is None:
-        ran = {"parts": found} if "parts" in raw["method"] else found.get(raw["method"]["name"], {})
+        ran = (
+            {"parts": found}
+            if "parts" in raw["method"]
+            else found.get(raw["method"]["name"], {})
+        )
     raw = {**raw, "method": _node(raw["method"], ran)}
     block: dict[str, Any] = next((b for b in found.values()), {})
     gain = held_back.words(block["held_back"]) if "held_back" in block else ""
@@ -162,7 +194,9 @@ def _of_run(folder: Path) -> tuple[Config, str, str, str]:
 
 def _checked(raw: Mapping[str, Any]) -> Config:
     """The config of a run that recorded only the groups which took part in it."""
-    kept = {key: value for key, value in raw.items() if key not in ("experiment", "study")}
+    kept = {
+        key: value for key, value in raw.items() if key not in ("experiment", "study")
+    }
     return check({**composed("method=none").raw, **kept, "stages": ["evaluate"]})
 
 
@@ -170,17 +204,25 @@ def _recorded(config: Config, fix: base.Fix) -> dict[str, Any]:
     """The config with the constants that are written, and with the place of the model from wherever it is
     asked again."""
     raw = {**config.raw, "method": _node(config.raw["method"], asdict(fix.method))}
-    if config.model.checkpoint.kind == "path" and not config.model.path.startswith(paths.EMBEDDED):
+    if config.model.checkpoint.kind == "path" and not config.model.path.startswith(
+        paths.EMBEDDED
+    ):
         raw["model"] = {**raw["model"], "path": fix.files}
     return raw
 
 
 def _node(node: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
     """A method's config node with the constants that ran."""
-    out = {k: ran[k] if k in ran and k not in ("name", "_target_", "parts") else v for k, v in node.items()}
+    out = {
+        k: ran[k] if k in ran and k not in ("name", "_target_", "parts") else v
+        for k, v in node.items()
+    }
     if "parts" in node:
         parts = ran.get("parts", {})
-        out["parts"] = {name: _node(part, parts.get(name, {})) for name, part in node["parts"].items()}
+        out["parts"] = {
+            name: _node(part, parts.get(name, {}))
+            for name, part in node["parts"].items()
+        }
     return json.loads(json.dumps(out))  # type: ignore[no-any-return]
 
 
@@ -191,7 +233,9 @@ def _written(form: base.Format, run: Run, asked: Method, exact: bool) -> Method:
     twin = asked.twin()
     if exact and twin.folded(run.lm) is not None:
         allowed = f"a format that holds the method as it is; {form.name} scales the attention of all tokens"
-        raise UserError("--exact", form.name, allowed, "--to transformers, or leave --exact out")
+        raise UserError(
+            "--exact", form.name, allowed, "--to transformers, or leave --exact out"
+        )
     return twin
 
 
@@ -199,11 +243,20 @@ def _fix(run: Run, method: Method) -> base.Fix:
     """A method on the model of a run."""
     config = run.model
     if config.rope == "none":
-        allowed = "checkpoint: other engines would rotate what this setting leaves alone"
-        raise UserError("model.rope", config.rope, allowed, "take a model whose own config says it")
+        allowed = (
+            "checkpoint: other engines would rotate what this setting leaves alone"
+        )
+        raise UserError(
+            "model.rope", config.rope, allowed, "take a model whose own config says it"
+        )
     files = str(Path(sources.local(config.checkpoint)).resolve())
-    dtype = str(reader(config).facts.get_text_config().dtype or "float32").removeprefix("torch.")
-    place = {name: getattr(run.runtime, name) for name in ("device", "device_map", "max_memory")}
+    dtype = str(reader(config).facts.get_text_config().dtype or "float32").removeprefix(
+        "torch."
+    )
+    place = {
+        name: getattr(run.runtime, name)
+        for name in ("device", "device_map", "max_memory")
+    }
     hub = config.checkpoint.kind == "model"
     again = partial(load, config, **place)
     return base.Fix(run.lm, method, config.path if hub else files, again, dtype, files)

@@ -32,7 +32,11 @@ from posbench.run.progress import Work, duration, progress
 from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed
 
-COMMAND = [sys.executable, "-c", f"from posbench.cli.main import run_below; run_below({os.getpid()})"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    f"from posbench.cli.main import run_below; run_below({os.getpid()})",
+]
 PATIENCE = 30.0
 """Seconds that processes have to end by themselves when all are stopped."""
 
@@ -51,20 +55,26 @@ class Figure:
     status: int = 0
     note: str = ""  # why it is not done
     folder: Path | None = None
-    absent: list[sources.Source] = field(default_factory=list)  # what would have to be downloaded
+    absent: list[sources.Source] = field(
+        default_factory=list
+    )  # what would have to be downloaded
     began: float = 0.0  # seconds, as those of ``took``
     took: float = 0.0
 
     @property
     def command(self) -> str:
         """What runs it alone, or gets what it lacks."""
-        return shlex.join(["posbench", *["fetch"] * (self.state == "to fetch"), *self.args])
+        return shlex.join(
+            ["posbench", *["fetch"] * (self.state == "to fetch"), *self.args]
+        )
 
     @property
     def line(self) -> str:
         """What it is and what became of it."""
         took = duration(self.took) if self.took else ""
-        return f"{self.state:<15}  {self.name:<24}  {took:>9}  {self.folder or self.note}"
+        return (
+            f"{self.state:<15}  {self.name:<24}  {took:>9}  {self.folder or self.note}"
+        )
 
     @property
     def weight(self) -> float:
@@ -89,20 +99,33 @@ class Figure:
         def each(composed: Composed) -> None:
             self.multirun |= composed.multirun
             try:
-                self.configs.append(check(composed.raw, composed.typed, composed.folders))
+                self.configs.append(
+                    check(composed.raw, composed.typed, composed.folders)
+                )
                 self.overrides.append(composed.overrides)
             except UserError as error:
                 problems.append(str(error))
 
         try:
-            problems += [record["error"] for record in compose(self.args, each) if "error" in record]
+            problems += [
+                record["error"]
+                for record in compose(self.args, each)
+                if "error" in record
+            ]
             if problems:
                 self._end("refused", 2, problems[0])
                 return
-            lacking = dict.fromkeys(source for config in self.configs for source in absent(config))
-            self.absent, self.folder = list(lacking), None if lacking else self.result()
+            lacking = dict.fromkeys(
+                source for config in self.configs for source in absent(config)
+            )
+            self.absent = list(lacking)
+            self.folder = None if lacking else self.result()
             if lacking:
-                self._end("to fetch", 2, f"{len(lacking)} of its sources are not on this machine")
+                self._end(
+                    "to fetch",
+                    2,
+                    f"{len(lacking)} of its sources are not on this machine",
+                )
             elif self.folder:
                 self._end("finished before", 0, "")
         except Exception as error:
@@ -130,17 +153,24 @@ class Figure:
             self.folder = self.result() if code == 0 else None
         text = self.log(logs).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        last = next((line for line in reversed(lines) if line.startswith("posbench: ")), lines[-1])
+        last = next(
+            (line for line in reversed(lines) if line.startswith("posbench: ")),
+            lines[-1],
+        )
         if self.folder:
             self._end("done", 0, "")
         elif code == 0:
-            self._end("failed", 1, "a file that takes part changed while it ran; run it again")
+            self._end(
+                "failed", 1, "a file that takes part changed while it ran; run it again"
+            )
         else:
             how = f"stopped by signal {-code}" if code < 0 else f"exit status {code}"
             self._end("failed", code if code in (1, 2) else 3, f"{how}: {last}")
 
     def _end(self, state: str, status: int, note: str) -> None:
-        self.state, self.status, self.note = state, status, (note.splitlines() or [""])[0]
+        self.state = state
+        self.status = status
+        self.note = (note.splitlines() or [""])[0]
 
 
 def figures(args: list[str]) -> int:
@@ -165,29 +195,55 @@ def figures(args: list[str]) -> int:
     """
     count, rest = option(args, "--jobs")
     if count is not None and not (count.isdecimal() and int(count)):
-        raise UserError("--jobs", count, "a number from 1 on", "leave it out: one on each core")
+        raise UserError(
+            "--jobs", count, "a number from 1 on", "leave it out: one on each core"
+        )
     console = terminal(width=None if sys.stdout.isatty() else 10_000)
     asked = _asked(rest, console)
-    todo = sorted((f for f in asked if f.state == "waiting"), key=lambda figure: -figure.minutes)
+    todo = sorted(
+        (f for f in asked if f.state == "waiting"), key=lambda figure: -figure.minutes
+    )
     # Two large models do not fit where one does, and one has work for all cores.
     small = all(figure.embedded for figure in todo)
     jobs = int(count) if count else _cores() if small else 1
-    runtime = next((config.runtime for figure in asked for config in figure.configs), Runtime())
+    runtime = next(
+        (config.runtime for figure in asked for config in figure.configs), Runtime()
+    )
     logs = Path(runtime.outputs).expanduser() / "figures"
     if todo:
-        known, minutes = all(figure.minutes for figure in todo), sum(figure.weight for figure in todo)
-        about = f" (about {minutes:.0f} minutes of one core as they stand)" if known else ""
-        console.print(f"{len(todo)} of {len(asked)} to run{about}, {jobs} at a time; logs in {logs}")
+        known = all(figure.minutes for figure in todo)
+        minutes = sum(figure.weight for figure in todo)
+        about = (
+            f" (about {minutes:.0f} minutes of one core as they stand)" if known else ""
+        )
+        console.print(
+            f"{len(todo)} of {len(asked)} to run{about}, {jobs} at a time; logs in {logs}"
+        )
         logs.mkdir(parents=True, exist_ok=True)
-        with owned(logs), progress(console, runtime.log_every, "figures", len(todo), 0, minutes) as work:
-            _run([figure for figure in todo if not figure.timed], jobs, logs, console, work)
+        with (
+            owned(logs),
+            progress(
+                console, runtime.log_every, "figures", len(todo), 0, minutes
+            ) as work,
+        ):
+            _run(
+                [figure for figure in todo if not figure.timed],
+                jobs,
+                logs,
+                console,
+                work,
+            )
             _run([figure for figure in todo if figure.timed], 1, logs, console, work)
     return _tell(asked, logs, console)
 
 
 def _cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def _asked(args: Sequence[str], console: Console) -> list[Figure]:
@@ -199,22 +255,40 @@ def _asked(args: Sequence[str], console: Console) -> list[Figure]:
     for arg in typed:
         name = arg.removeprefix("experiment=")
         if name != arg:
-            raise UserError("experiment", name, "a name alone", f"posbench figures {name}")
+            raise UserError(
+                "experiment", name, "a name alone", f"posbench figures {name}"
+            )
         if arg.startswith("-") and arg not in ("-m", "--multirun"):
-            raise UserError("flag", arg, "--jobs N, --config-dir DIR, -m", "posbench figures --help")
-    folders = [paths.EXPERIMENTS, *(root / "experiment" for root in paths.config_folders(own)[1:])]
+            raise UserError(
+                "flag", arg, "--jobs N, --config-dir DIR, -m", "posbench figures --help"
+            )
+    folders = [
+        paths.EXPERIMENTS,
+        *(root / "experiment" for root in paths.config_folders(own)[1:]),
+    ]
     there = choices(*folders)
-    for field_, given, known in (("figures", names, there), ("paper", papers, [*PAPERS])):
+    for field_, given, known in (
+        ("figures", names, there),
+        ("paper", papers, [*PAPERS]),
+    ):
         for name in given:
             if name not in known:
-                raise UserError(field_, name, ", ".join(known), near(name, known, "posbench ls experiments"))
+                raise UserError(
+                    field_,
+                    name,
+                    ", ".join(known),
+                    near(name, known, "posbench ls experiments"),
+                )
     shared = [*(["--config-dir", own] if own else []), *typed]
     of_model = any(arg.startswith(("model=", "model.path=")) for arg in typed)
-    found, out = list[Figure](), dict[str, list[str]]()
+    found = list[Figure]()
+    out = dict[str, list[str]]()
     with console.status("looking for what is finished"):
         for name in names or there:
             facts = _facts(name, folders)
-            figure = Figure(name, [f"experiment={name}", *shared], float(facts.get("minutes") or 0))
+            figure = Figure(
+                name, [f"experiment={name}", *shared], float(facts.get("minutes") or 0)
+            )
             if papers and facts.get("paper") not in papers:
                 continue
             reason = "" if names else _reason(facts, of_model)
@@ -223,22 +297,35 @@ def _asked(args: Sequence[str], console: Console) -> list[Figure]:
                 if not names and facts.get("needs_weights") and figure.embedded:
                     reason = "needs weights"
                 elif not names and figure.state == "refused":
-                    plain = Figure(name, [arg for arg in figure.args if arg not in typed], 0)
+                    plain = Figure(
+                        name, [arg for arg in figure.args if arg not in typed], 0
+                    )
                     plain.look()
-                    reason = "" if plain.state == "refused" else figure.note  # it does not take what is typed
+                    reason = (
+                        "" if plain.state == "refused" else figure.note
+                    )  # it does not take what is typed
             out.setdefault(reason, []).append(name)
             found += [] if reason else [figure]
     for reason in filter(None, out):
         console.print(f"left out: {', '.join(out[reason])} ({reason})")
     if not found:
         hint = "name one: posbench ls experiments"
-        raise UserError("figures", shlex.join(args), "arguments that leave an experiment to run", hint)
+        raise UserError(
+            "figures",
+            shlex.join(args),
+            "arguments that leave an experiment to run",
+            hint,
+        )
     return found
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     """What the file of an experiment says of it, and whether it trains."""
-    file = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
+    file = next(
+        folder / f"{name}.yaml"
+        for folder in folders
+        if (folder / f"{name}.yaml").is_file()
+    )
     try:
         data = yaml.safe_load(file.read_text())
         return {**data["experiment"], "trains": trains(data)}
@@ -250,12 +337,19 @@ def _reason(facts: Mapping[str, Any], of_model: bool) -> str:
     """Why an experiment is not among those that run unnamed; empty where it is."""
     if facts.get("trains"):
         return "training, hours: make trainings"
-    return "needs weights: model=NAME" if facts.get("needs_weights") and not of_model else ""
+    return (
+        "needs weights: model=NAME"
+        if facts.get("needs_weights") and not of_model
+        else ""
+    )
 
 
-def _run(todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: Work) -> None:
+def _run(
+    todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: Work
+) -> None:
     """Run so many at a time, in this order; when this process is stopped so are they."""
-    waiting, running = list(todo), dict[Figure, subprocess.Popen[bytes]]()
+    waiting = list(todo)
+    running = dict[Figure, subprocess.Popen[bytes]]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -263,7 +357,9 @@ def _run(todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: 
                 running[figure] = _start(figure, logs, threads=1 if jobs > 1 else None)
             work.note = ", ".join(figure.name for figure in running)
             time.sleep(0.1)
-            for figure in [f for f, process in running.items() if process.poll() is not None]:
+            for figure in [
+                f for f, process in running.items() if process.poll() is not None
+            ]:
                 figure.ended(running.pop(figure).returncode, logs)
                 work(1, weight=figure.weight)
                 console.print(figure.line, soft_wrap=True)
@@ -286,8 +382,14 @@ def _start(figure: Figure, logs: Path, threads: int | None) -> subprocess.Popen[
     with open(figure.log(logs), "wb") as out:
         out.write(f"$ {figure.command}\n".encode(errors="replace"))
         out.flush()
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-        return subprocess.Popen([*COMMAND, *figure.args], env={**environment, **os.environ}, **streams)
+        streams: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": out,
+            "stderr": out,
+        }
+        return subprocess.Popen(
+            [*COMMAND, *figure.args], env={**environment, **os.environ}, **streams
+        )
 
 
 def _tell(asked: Sequence[Figure], logs: Path, console: Console) -> int:
@@ -306,7 +408,11 @@ def _tell(asked: Sequence[Figure], logs: Path, console: Console) -> int:
     if lacking:
         console.print("\nnot on this machine:")
         with suppress(UserError):  # the table says what could not be reached
-            sources.fetch([s for figure in lacking for s in figure.absent], dry_run=True, console=console)
+            sources.fetch(
+                [s for figure in lacking for s in figure.absent],
+                dry_run=True,
+                console=console,
+            )
         commands = "\n  ".join(figure.command for figure in lacking)
         told = f"{len(lacking)} of {len(asked)} not run: files are not on this machine; next:\n  {commands}"
         print(f"posbench: {told}", file=sys.stderr)

@@ -43,7 +43,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MODEL_KEYS = (
-    *("revision", "dtype", "attention", "rope", "chat_template", "context_window", "threads"),
+    *(
+        "revision",
+        "dtype",
+        "attention",
+        "rope",
+        "chat_template",
+        "context_window",
+        "threads",
+    ),
     "allow_partial",
 )
 RUNTIME_KEYS = ("device", "device_map", "max_memory")
@@ -58,12 +66,18 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 class Harness:
     """Settings of the harness's Hugging Face model that keep their names and meaning."""
 
-    batch_size: int | str = 1  # contexts per forward, or ``auto``: the most that fits the longest request
+    batch_size: int | str = (
+        1  # contexts per forward, or ``auto``: the most that fits the longest request
+    )
     max_batch_size: Count = 64  # where ``auto`` starts
-    max_length: Count | None = None  # tokens; longer requests lose their beginning. None: the context window
+    max_length: Count | None = (
+        None  # tokens; longer requests lose their beginning. None: the context window
+    )
     add_bos_token: bool | None = None  # None: as the tokenizer does
     prefix_token_id: int | None = None  # stands before a continuation without a context
-    logits_cache: bool = True  # whether requests with the same context share its forward
+    logits_cache: bool = (
+        True  # whether requests with the same context share its forward
+    )
     think_end_token: str | int | None = None
     enable_thinking: bool | None = None
     chat_template_args: dict[str, Any] | None = None
@@ -71,11 +85,16 @@ class Harness:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size)):
             allowed = "a whole number from 1 up, or auto"
-            raise UserError("model_args.batch_size", self.batch_size, allowed, "set batch_size=1")
+            raise UserError(
+                "model_args.batch_size", self.batch_size, allowed, "set batch_size=1"
+            )
 
 
 def configured(
-    pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None
+    pretrained: str,
+    method: str,
+    settings: Mapping[str, Any],
+    config_dir: str | None = None,
 ) -> Config:
     """The checked config of a model and a method, composed and checked as the ``posbench`` command does.
 
@@ -91,13 +110,26 @@ def configured(
     """
     folders = paths.config_folders(config_dir, "model_args.config_dir")
     # Commas separate the arguments, so a list of methods comes with plus signs.
-    asked = f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
-    named = ["model=hf", f"model.path={pretrained}", f"model.name={Path(pretrained).name}"]
+    asked = (
+        f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
+    )
+    named = [
+        "model=hf",
+        f"model.path={pretrained}",
+        f"model.name={Path(pretrained).name}",
+    ]
     listed = pretrained in choices(*(folder / "model" for folder in folders))
     args = [f"model={pretrained}"] if listed else named
-    args += [asked, "stages=[evaluate]", *(["--config-dir", config_dir] if config_dir else [])]
+    args += [
+        asked,
+        "stages=[evaluate]",
+        *(["--config-dir", config_dir] if config_dir else []),
+    ]
     groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
-    args += [f"{groups.get(key, 'method')}.{key}={_spelled(value)}" for key, value in settings.items()]
+    args += [
+        f"{groups.get(key, 'method')}.{key}={_spelled(value)}"
+        for key, value in settings.items()
+    ]
     with renamed("method.", "model_args."):
         made = composed(*args)
         return check(made.raw, made.typed, made.folders)
@@ -131,13 +163,23 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self, pretrained: str, method: str | None = "none", *, config_dir: str | None = None, **settings: Any
+        self,
+        pretrained: str,
+        method: str | None = "none",
+        *,
+        config_dir: str | None = None,
+        **settings: Any,
     ) -> None:
-        own = {f.name: settings.pop(f.name) for f in fields(Harness) if f.name in settings}
+        own = {
+            f.name: settings.pop(f.name) for f in fields(Harness) if f.name in settings
+        }
         harness = build(Harness, own, "model_args")
         # The harness reads the word none as None.
-        self.posbench = configured(str(pretrained), str(method or "none"), settings, config_dir)
-        model, runtime = self.posbench.model, self.posbench.runtime
+        self.posbench = configured(
+            str(pretrained), str(method or "none"), settings, config_dir
+        )
+        model = self.posbench.model
+        runtime = self.posbench.runtime
         if threads(self.posbench):
             torch.set_num_threads(threads(self.posbench) or 1)
         where = {name: getattr(runtime, name) for name in RUNTIME_KEYS}
@@ -145,29 +187,44 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self.method: Method = self.posbench.choice.build(hint=self.posbench.missing)
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
-            self.lm.tokenizer.chat_template = CHAT_TEMPLATES[model.chat_template].read_text().rstrip("\n")
+            self.lm.tokenizer.chat_template = (
+                CHAT_TEMPLATES[model.chat_template].read_text().rstrip("\n")
+            )
         known = self.lm.context_window if self.lm.context_window < 2**31 else None
         kept = asdict(harness) | {"max_length": harness.max_length or known}
-        super().__init__(self.lm.model, tokenizer=self.lm.tokenizer, revision=model.revision, **kept)
+        super().__init__(
+            self.lm.model, tokenizer=self.lm.tokenizer, revision=model.revision, **kept
+        )
         self._device = self.lm.device
         read = reads(self.posbench)
-        moves: dict[str, Any] = {"model": identity(self.posbench, read), "files": keys(read, "method")}
+        moves: dict[str, Any] = {
+            "model": identity(self.posbench, read),
+            "files": keys(read, "method"),
+        }
         moves["method"] = self.posbench.raw["method"]
         # A cache may go on with smaller batches: they move rounding only.
         moves |= {name: value for name, value in kept.items() if "batch" not in name}
         self.identity = digest(moves | {"lm_eval": version("lm_eval")}, 16)
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> Self:
         """The model from ``key=value,key=value``."""
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+        return cls.create_from_arg_obj(
+            simple_parse_args_string(arg_string), additional_config
+        )
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> Self:
         """The model from its arguments; they win over the harness's flags of the same name."""
-        flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        flags = {
+            key: value
+            for key, value in (additional_config or {}).items()
+            if value is not None
+        }
         if flags.get("device") == "cuda:0":
             # What the harness says when nobody said anything: the first GPU where there is one, as auto.
             del flags["device"]
@@ -179,7 +236,11 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness records of a model, and the method with its parameters."""
-        info = {"model": self.posbench.model.path, "method": self.posbench.choice.name, **asdict(self.method)}
+        info = {
+            "model": self.posbench.model.path,
+            "method": self.posbench.choice.name,
+            **asdict(self.method),
+        }
         return {**super().get_model_info(), "posbench": info}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -200,16 +261,22 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             answers[_OWNER] = self.identity
         super().set_cache_hook(cache_hook)
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
         """Generate as the harness does, under the method."""
         with self.method.applied(self.lm):
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def _model_generate(self, *args: Any, **settings: Any) -> Any:
-        call = partial(super()._model_generate, *args, **settings, logits_processor=checking())
+        call = partial(
+            super()._model_generate, *args, **settings, logits_processor=checking()
+        )
         return _generated(self.lm, call)
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """Log-likelihoods of whole texts, for methods that treat all tokens alike.
 
         Raises:
@@ -217,12 +284,17 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         """
         if self.method.needs_prompt:
             allowed = "for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike"
-            hint = "leave out tasks of output_type loglikelihood_rolling, or set last=all"
+            hint = (
+                "leave out tasks of output_type loglikelihood_rolling, or set last=all"
+            )
             raise UserError("method", self.posbench.choice.name, allowed, hint)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+        self,
+        requests: Sequence[Request],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """Log-likelihood in nats and greediness per request: a forward per context, then its continuations.
 
@@ -234,24 +306,38 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         cut = 0
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                length, allowed = f"{len(continuation)} tokens", f"1 to {self.max_length} tokens (max_length)"
-                raise UserError("continuation", length, allowed, "correct the task's choices")
+                length = f"{len(continuation)} tokens"
+                allowed = f"1 to {self.max_length} tokens (max_length)"
+                raise UserError(
+                    "continuation", length, allowed, "correct the task's choices"
+                )
             # The last token of a continuation is predicted and never read.
             kept = context[-(self.max_length + 1 - len(continuation)) :]
             cut += len(kept) < len(context)
-            asked.setdefault(tuple(kept) if self.logits_cache else number, []).append(number)
+            asked.setdefault(tuple(kept) if self.logits_cache else number, []).append(
+                number
+            )
             contexts.append(kept)
         if cut:
             said = "%d of %d requests exceed %d tokens and lost their beginning"
             log.warning(said, cut, len(requests), self.max_length)
         groups = list(asked.values())
-        lengths = [max(len(contexts[n]) + len(requests[n][2]) for n in group) for group in groups]
+        lengths = [
+            max(len(contexts[n]) + len(requests[n][2]) for n in group)
+            for group in groups
+        ]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        progress = tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests")
+        progress = tqdm(
+            total=len(requests),
+            disable=disable_tqdm,
+            desc="Running loglikelihood requests",
+        )
         with self.method.applied(self.lm), progress:
             size = override_bs or self.batch_size
             if size == "auto" and requests:
-                size = self._detect_batch_size([max(requests, key=lambda r: len(r[1]) + len(r[2]))])
+                size = self._detect_batch_size(
+                    [max(requests, key=lambda r: len(r[1]) + len(r[2]))]
+                )
             for batch in batches(lengths, int(size) if requests else 1):
                 prompts = [contexts[groups[i][0]] for i in batch]
                 tokens = [[requests[n][2] for n in groups[i]] for i in batch]
@@ -261,7 +347,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
                         found[n] = answer
                         # Windows of a rolling request have no text of their own; their sum is cached instead.
                         if requests[n][0] is not None:
-                            self.cache_hook.add_partial("loglikelihood", requests[n][0], answer)
+                            self.cache_hook.add_partial(
+                                "loglikelihood", requests[n][0], answer
+                            )
                     progress.update(len(answers))
         return found
 

@@ -27,9 +27,11 @@ def lm_eval(args: list[str]) -> int:
 
         import posbench.cli.harness  # noqa: F401
     except ModuleNotFoundError as error:
-        allowed, hint = "lm-eval 0.4.13 or newer with posbench", "pip install 'posbench[lm_eval]'"
+        allowed = "lm-eval 0.4.13 or newer with posbench"
+        hint = "pip install 'posbench[lm_eval]'"
         raise UserError("lm_eval", f"no module {error.name}", allowed, hint) from error
-    before, sys.argv = sys.argv, ["posbench lm_eval", *args]
+    before = sys.argv
+    sys.argv = ["posbench lm_eval", *args]
     try:
         cli_evaluate()
     finally:

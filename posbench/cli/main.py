@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that is no text can be told, too
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a name that is no text can be told, too
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         if args and args[0] in ("-h", "--help", "help"):
@@ -94,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = verb_of(args)
             if not name:
                 return _run(args)
-            verb, args = find_verb(name), args[len(name.split()) :]
+            verb = find_verb(name)
+            args = args[len(name.split()) :]
             if {"-h", "--help"} & set(args[:1] if name == "lm_eval" else args):
                 print(usage(verb))
                 return 0
@@ -175,7 +178,11 @@ def _need_no_verb(args: Sequence[str]) -> None:
     """Refuse a first word that is neither a verb nor ``key=value``."""
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run has none: posbench key=value"
-        hint = "leave it out" if args[0] == "run" else near(args[0], list(VERBS), "posbench --help")
+        hint = (
+            "leave it out"
+            if args[0] == "run"
+            else near(args[0], list(VERBS), "posbench --help")
+        )
         raise UserError("verb", args[0], allowed, hint)
 
 
@@ -197,7 +204,11 @@ def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
             # A defect of what they share must not stop the jobs, which do without.
             logging.exception("%d jobs share nothing", len(alike))
         else:
-            models |= {number: lm for number, config in configs.items() if lm and config in alike}
+            models |= {
+                number: lm
+                for number, config in configs.items()
+                if lm and config in alike
+            }
     return models
 
 
@@ -215,10 +226,14 @@ def _job(composed: Any, command: str, lm: LM | None = None) -> None:
         made = ready(composed)
         if cluster := made.config.runtime.cluster:
             hint = "posbench submit with the same arguments, or leave it out"
-            raise UserError("runtime/cluster", cluster.kind, "none: this runs here", hint)
+            raise UserError(
+                "runtime/cluster", cluster.kind, "none: this runs here", hint
+            )
         for line in made.said:
             terminal().print(line, soft_wrap=True, markup=False)
-        record["folder"] = str(execute(made.config, command=command, console=terminal(), lm=lm))
+        record["folder"] = str(
+            execute(made.config, command=command, console=terminal(), lm=lm)
+        )
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
@@ -247,7 +262,10 @@ def _show_config(args: list[str]) -> int:
         compose(args, lambda composed: None)
         return 0
     rest = [a for a in (*args[:at], *args[at + 2 :]) if a != "--resolve"]
-    compose(rest, lambda composed: print(yaml.safe_dump(composed.raw, sort_keys=False), end=""))
+    compose(
+        rest,
+        lambda composed: print(yaml.safe_dump(composed.raw, sort_keys=False), end=""),
+    )
     return 0
 
 

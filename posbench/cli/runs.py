@@ -36,12 +36,22 @@ def ls_runs(args: list[str]) -> int:
     filters = [arg for arg in rest if arg != "--json"]
     for arg in filters:
         if arg.startswith("-"):
-            raise UserError("flag", arg, "--outputs DIR, --json", "posbench ls runs --help")
+            raise UserError(
+                "flag", arg, "--outputs DIR, --json", "posbench ls runs --help"
+            )
     # Where nothing ran yet there is nothing to refuse.
-    found = index.records(outputs, filters) if outputs.exists() or outputs.name != "outputs" else []
+    found = (
+        index.records(outputs, filters)
+        if outputs.exists() or outputs.name != "outputs"
+        else []
+    )
     if not found:
         asked = f" that passes {' '.join(filters)}" if filters else ""
-        hint = index.nearest(filters, index.records(outputs)) if filters and outputs.is_dir() else ""
+        hint = (
+            index.nearest(filters, index.records(outputs))
+            if filters and outputs.is_dir()
+            else ""
+        )
         print(f"posbench: no run in {outputs}{asked}{hint}", file=sys.stderr)
     show_lists({index.title(found): found}, "--json" in rest, index.look)
     return 0
@@ -61,12 +71,20 @@ def compare(args: list[str]) -> int:
     """
     outputs, rest = outputs_of(args)
     out, names = option(rest, "--out")
-    as_json, names = "--json" in names, [name for name in names if name != "--json"]
+    as_json = "--json" in names
+    names = [name for name in names if name != "--json"]
     for name in names:
         if name.startswith("-"):
-            raise UserError("flag", name, "--out FOLDER, --outputs DIR, --json", "posbench compare --help")
+            raise UserError(
+                "flag",
+                name,
+                "--out FOLDER, --outputs DIR, --json",
+                "posbench compare --help",
+            )
     folders = [index.run_named(name, outputs) for name in names]
-    files, lines, said = write_comparison(folders, Path(out).expanduser() if out else None)
+    files, lines, said = write_comparison(
+        folders, Path(out).expanduser() if out else None
+    )
     title = "differences are from the first run; in % and points, [95 % interval]"
     show_lists({title: lines}, as_json, look)
     for line in (*said, *(f"{file.stem}: {file}" for file in files)):

@@ -23,7 +23,13 @@ from posbench.errors import Faults, UserError
 from posbench.pipeline import jobs as state
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config
-from posbench.pipeline.execute import execute, finished, parted, prepared_folder, recorded
+from posbench.pipeline.execute import (
+    execute,
+    finished,
+    parted,
+    prepared_folder,
+    recorded,
+)
 from posbench.pipeline.jobs import Submission
 from posbench.pipeline.ready import ready
 from posbench.pipeline.together import make_part, make_shard
@@ -79,10 +85,16 @@ def submit(args: list[str]) -> int:
 
     example: posbench submit -m method.factor=1,0,-1 runtime/cluster=slurm runtime.cluster.partition=cpu
     """
-    found, faults = list[tuple[Composed, Config]](), Faults()
+    found = list[tuple[Composed, Config]]()
+    faults = Faults()
     given, rest = option(args, "--shards")
     if not re.fullmatch("[1-9][0-9]{0,3}", given or "1"):
-        raise UserError("--shards", given, "a whole number from 1 to 9999", "leave it out for one job a run")
+        raise UserError(
+            "--shards",
+            given,
+            "a whole number from 1 to 9999",
+            "leave it out for one job a run",
+        )
     shards = int(given or 1)
 
     def each(composed: Composed) -> None:
@@ -95,8 +107,10 @@ def submit(args: list[str]) -> int:
     faults.raise_any()
     if wrong:
         return 2
-    name, command = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}", ["posbench", "submit", *args]
-    sent, rows = list[tuple[Path, Submission]](), list[dict[str, object]]()
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    command = ["posbench", "submit", *args]
+    sent = list[tuple[Path, Submission]]()
+    rows = list[dict[str, object]]()
     known = state.queue()
     for number, (composed, config) in enumerate(found):
         folder = prepared_folder(config, shlex.join(command)).absolute()
@@ -106,24 +120,41 @@ def submit(args: list[str]) -> int:
             entry = replace(entry, jobs=name, first=len(sent) * shards, shards=shards)
             sent.append((folder, entry))
         state.record(folder, entry)
-        rows.append({"run": folder.name, "state": how, "settings": " ".join(composed.overrides)})
+        rows.append(
+            {"run": folder.name, "state": how, "settings": " ".join(composed.overrides)}
+        )
     if sent:
         _send(found[0][1].runtime.cluster, name, sent)  # type: ignore[arg-type]
     show_lists({f"{len(sent)} of {len(found)} runs submitted as {name}": rows})
     outputs = shlex.quote(found[0][1].runtime.outputs)
-    print(f"next: posbench jobs {outputs}; then: posbench collect {outputs}", file=sys.stderr)
+    print(
+        f"next: posbench jobs {outputs}; then: posbench collect {outputs}",
+        file=sys.stderr,
+    )
     return 0
 
 
-def _entry(folder: Path, composed: Composed, config: Config, known: state.Queue) -> tuple[str, Submission]:
+def _entry(
+    folder: Path, composed: Composed, config: Config, known: state.Queue
+) -> tuple[str, Submission]:
     """How a run stands that is asked for, ``submitted`` where it needs a job, and what to record of it."""
     there = state.submissions(folder)
-    how = "running" if in_use(folder) else state.state(folder, known)[0] if there else ""
-    how = "done" if finished(config) else how if how in ("running", "waiting") else "submitted"
+    how = (
+        "running" if in_use(folder) else state.state(folder, known)[0] if there else ""
+    )
+    how = (
+        "done"
+        if finished(config)
+        else how
+        if how in ("running", "waiting")
+        else "submitted"
+    )
     own = str(composed.folders[-1]) if len(composed.folders) > 1 else None
     kind = config.runtime.cluster.kind if config.runtime.cluster else ""
     if there and how != "submitted":  # its jobs are those of the last time
-        return how, replace(there[-1], overrides=composed.overrides, multirun=composed.multirun)
+        return how, replace(
+            there[-1], overrides=composed.overrides, multirun=composed.multirun
+        )
     return how, Submission("", kind, composed.overrides, composed.multirun, own)
 
 
@@ -131,15 +162,29 @@ def _checked(composed: Composed, shards: int) -> Config:
     """A run that can go: all but the GPU, which this machine may lack, is here."""
     runtime = composed.raw["runtime"]
     if not isinstance(cluster := runtime.get("cluster"), dict):
-        raise UserError("runtime/cluster", cluster, "slurm, local", "add runtime/cluster=slurm")
-    asked, gpus = str(runtime["device"]), cluster.get("gpus")
+        raise UserError(
+            "runtime/cluster", cluster, "slurm, local", "add runtime/cluster=slurm"
+        )
+    asked = str(runtime["device"])
+    gpus = cluster.get("gpus")
     if asked.startswith("cuda") and not gpus:
-        raise UserError("runtime.cluster.gpus", gpus, f"1 or more with runtime.device={asked}", "set it")
+        raise UserError(
+            "runtime.cluster.gpus",
+            gpus,
+            f"1 or more with runtime.device={asked}",
+            "set it",
+        )
     device = asked if asked != "auto" else "cuda" if gpus else "cpu"
-    tried = device if cluster["kind"] == "local" else "auto"  # that of another machine cannot be tried here
-    config = ready(replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": tried}})).config
+    tried = (
+        device if cluster["kind"] == "local" else "auto"
+    )  # that of another machine cannot be tried here
+    config = ready(
+        replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": tried}})
+    ).config
     if shards > 1 and not parted(config):
-        raise UserError("--shards", shards, "1 for a study, and for a served model", "leave it out")
+        raise UserError(
+            "--shards", shards, "1 for a study, and for a served model", "leave it out"
+        )
     raw = {**config.raw, "runtime": {**config.raw["runtime"], "device": device}}
     return replace(config, runtime=replace(config.runtime, device=device), raw=raw)
 
@@ -155,7 +200,9 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
         from submitit.core.utils import FailedJobError, FailedSubmissionError
     except ImportError as error:
         hint = "python -m pip install 'posbench[cluster]'"
-        raise UserError("runtime/cluster", cluster.kind, "submitit, which is not installed", hint) from error
+        raise UserError(
+            "runtime/cluster", cluster.kind, "submitit, which is not installed", hint
+        ) from error
     logs = state.log_folder(sent[0][0].parents[2], name)
     logs.mkdir(parents=True)
     rounds = {f"{cluster.kind}_max_num_timeout": 1000 if cluster.requeue else 0}
@@ -165,15 +212,25 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
         "cpus_per_task": cluster.cpus,
         "gpus_per_node": cluster.gpus or None,
         "mem_gb": cluster.memory,
-        "slurm_additional_parameters": {**cluster.more, "requeue" if cluster.requeue else "no-requeue": True},
+        "slurm_additional_parameters": {
+            **cluster.more,
+            "requeue" if cluster.requeue else "no-requeue": True,
+        },
         "slurm_array_parallelism": cluster.at_once,
         "slurm_setup": list(cluster.setup) or None,
     }
-    given |= {f"slurm_{key}": getattr(cluster, key) for key in ("partition", "account", "qos", "constraint")}
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # local jobs outlive the terminal
+    given |= {
+        f"slurm_{key}": getattr(cluster, key)
+        for key in ("partition", "account", "qos", "constraint")
+    }
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # local jobs outlive the terminal
     try:
         executor = submitit.AutoExecutor(logs, cluster=cluster.kind, **rounds)
-        executor.update_parameters(**{key: value for key, value in given.items() if value is not None})
+        executor.update_parameters(
+            **{key: value for key, value in given.items() if value is not None}
+        )
         with _without_streams(), executor.batch():
             jobs = [
                 executor.submit(Job(str(folder), f"{shard}/{each.shards}", each.own))
@@ -193,8 +250,12 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
     if cluster.kind == "local":
         for folder, each in sent:
             assert each.first is not None, "it was sent"
-            mine = [int(job.job_id) for job in jobs[each.first : each.first + each.shards]]
-            state.record(folder, replace(each, pids=tuple((pid, started(pid)) for pid in mine)))
+            mine = [
+                int(job.job_id) for job in jobs[each.first : each.first + each.shards]
+            ]
+            state.record(
+                folder, replace(each, pids=tuple((pid, started(pid)) for pid in mine))
+            )
 
 
 @contextmanager
@@ -230,10 +291,17 @@ def resume(args: list[str]) -> int:
     shard, rest = option(rest, "--shard")
     paths.config_folders(own)
     alone = given is not None
-    part = _part("--part", given) if given is not None else _part("--shard", shard or "0/1")
+    part = (
+        _part("--part", given)
+        if given is not None
+        else _part("--shard", shard or "0/1")
+    )
     if len(rest) != 1 or rest[0].startswith("-"):
-        raise UserError("RUN", " ".join(rest), "one run folder", "posbench ls runs lists them")
-    folder, told = run_named(rest[0], Path(Runtime.outputs)), False
+        raise UserError(
+            "RUN", " ".join(rest), "one run folder", "posbench ls runs lists them"
+        )
+    folder = run_named(rest[0], Path(Runtime.outputs))
+    told = False
     while True:
         while in_use(folder) and not alone:
             if not told:
@@ -241,7 +309,8 @@ def resume(args: list[str]) -> int:
             told = True
             time.sleep(PAUSE)
         try:
-            command, config = _command(folder), recorded(folder)
+            command = _command(folder)
+            config = recorded(folder)
             if alone:
                 make_part(config, part, terminal())
             elif part.of > 1:
@@ -259,13 +328,17 @@ def resume(args: list[str]) -> int:
 
 
 def _command(folder: Path) -> str:
-    return str(opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}")
+    return str(
+        opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}"
+    )
 
 
 def _part(flag: str, text: str) -> Part:
     found = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
     if not found or int(found[1]) >= int(found[2]):
-        raise UserError(flag, text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run")
+        raise UserError(
+            flag, text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run"
+        )
     return Part(int(found[1]), int(found[2]))
 
 
@@ -288,14 +361,31 @@ def jobs(args: list[str]) -> int:
 def _states(args: Sequence[str]) -> list[dict[str, object]]:
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or any(re.match("-", name) for name in names):
-        raise UserError("DIR", " ".join(names), "one folder, --json", "posbench jobs --help")
-    place = run_named(names[0] if names else Runtime.outputs, Path(Runtime.outputs)).absolute()
-    folders, known = state.submitted(place), state.queue()
+        raise UserError(
+            "DIR", " ".join(names), "one folder, --json", "posbench jobs --help"
+        )
+    place = run_named(
+        names[0] if names else Runtime.outputs, Path(Runtime.outputs)
+    ).absolute()
+    folders = state.submitted(place)
+    known = state.queue()
     rows = list[dict[str, object]]()
     for folder in folders:
         how, said = state.state(folder, known)
-        logs = state.submissions(folder)[-1].logs(folder) if how in ("failed", "lost") else ""
-        rows.append({"run": folder.name, "state": how, "folder": folder, "said": said, "logs": logs})
+        logs = (
+            state.submissions(folder)[-1].logs(folder)
+            if how in ("failed", "lost")
+            else ""
+        )
+        rows.append(
+            {
+                "run": folder.name,
+                "state": how,
+                "folder": folder,
+                "said": said,
+                "logs": logs,
+            }
+        )
     return rows
 
 
@@ -309,7 +399,11 @@ def collect(args: list[str]) -> int:
     example: posbench collect outputs
     """
     rows = {row["folder"]: row for row in _states(args)}
-    for folder in [Path(str(folder)) for folder, row in rows.items() if row["state"] in ("failed", "lost")]:
+    for folder in [
+        Path(str(folder))
+        for folder, row in rows.items()
+        if row["state"] in ("failed", "lost")
+    ]:
         last = state.submissions(folder)[-1]
         if last.shards > 1 and not lacking(opened(folder), last.shards):
             paths.config_folders(last.own)
@@ -322,10 +416,14 @@ def collect(args: list[str]) -> int:
     summaries = dict[tuple[Path, ...], list[dict[str, Any]]]()
     for parts in state.grouped([Path(str(folder)) for folder in rows]).values():
         runs = tuple(folder for _, folder in parts)
-        whole = len(parts) == parts[0][0].runs and all(rows[folder]["state"] == "done" for folder in runs)
+        whole = len(parts) == parts[0][0].runs and all(
+            rows[folder]["state"] == "done" for folder in runs
+        )
         if whole and parts[0][0].multirun:
             facts = {"multirun": True, "status": 0}
-            summaries[runs] = [{**facts, "overrides": e.overrides, "folder": str(f)} for e, f in parts]
+            summaries[runs] = [
+                {**facts, "overrides": e.overrides, "folder": str(f)} for e, f in parts
+            ]
     for records in summaries.values():
         summarise(records, terminal())
     missing = sum(row["state"] != "done" for row in rows.values())

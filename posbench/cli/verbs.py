@@ -32,7 +32,16 @@ from posbench.report.folder import runs_of
 from posbench.report.gallery import write_gallery
 from posbench.report.index import run_named
 from posbench.report.page import render_run
-from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, runs_in
+from posbench.run.folder import (
+    CONFIG,
+    DRAWN,
+    PROVENANCE,
+    RunDir,
+    checked,
+    is_run,
+    open_run,
+    runs_in,
+)
 from posbench.run.lease import owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, target
@@ -61,9 +70,15 @@ def ls(args: list[str]) -> int:
     own, args = option(args, "--config-dir")
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or (names and names[0] not in CHOICES):
-        asked, known = " ".join(names), [*CHOICES, "runs"]
-        raise UserError("ls", asked, ", ".join(known), near(asked, known, "posbench ls models"))
-    show_lists({kind: _records(kind, own) for kind in names or CHOICES}, as_json="--json" in args)
+        asked = " ".join(names)
+        known = [*CHOICES, "runs"]
+        raise UserError(
+            "ls", asked, ", ".join(known), near(asked, known, "posbench ls models")
+        )
+    show_lists(
+        {kind: _records(kind, own) for kind in names or CHOICES},
+        as_json="--json" in args,
+    )
     return 0
 
 
@@ -71,14 +86,22 @@ def _records(kind: str, own: str | None) -> list[dict[str, object]]:
     """The choices of a kind, by column."""
     if kind == "families":
         return [
-            {"name": f.name, "model_type": ", ".join(f.model_types), "positions": f.position}
+            {
+                "name": f.name,
+                "model_type": ", ".join(f.model_types),
+                "positions": f.position,
+            }
             for f in FAMILIES
         ]
-    folders = [root / KINDS.get(kind, "experiment") for root in paths.config_folders(own)]
+    folders = [
+        root / KINDS.get(kind, "experiment") for root in paths.config_folders(own)
+    ]
     folders[0] = folders[0] if kind in KINDS else paths.EXPERIMENTS
     records = []
     for name in choices(*folders):
-        text = next(f for folder in folders if (f := folder / f"{name}.yaml").is_file()).read_text()
+        text = next(
+            f for folder in folders if (f := folder / f"{name}.yaml").is_file()
+        ).read_text()
         data = yaml.safe_load(text) or {}
         if kind == "tasks":
             cls, _ = target(data, Task, "task")  # type: ignore[type-abstract]
@@ -86,7 +109,13 @@ def _records(kind: str, own: str | None) -> list[dict[str, object]]:
         elif kind == "experiments":
             about = data.get("experiment") or {}
             facts = {"what": about.get("title"), "minutes": about.get("minutes")}
-            facts["needs"] = "training" if trains(data) else "weights" if about.get("needs_weights") else ""
+            facts["needs"] = (
+                "training"
+                if trains(data)
+                else "weights"
+                if about.get("needs_weights")
+                else ""
+            )
         else:
             facts = {"what": _about(text) or data.get("path")}
         records.append({"name": name, **facts})
@@ -96,7 +125,9 @@ def _records(kind: str, own: str | None) -> list[dict[str, object]]:
 def _about(text: str) -> str:
     """The first sentence of a YAML's first comment."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    comment = " ".join(line.lstrip("# ") for line in lines).replace("et al. ", "et al.\0")
+    comment = " ".join(line.lstrip("# ") for line in lines).replace(
+        "et al. ", "et al.\0"
+    )
     return comment.split(". ")[0].replace("\0", " ").rstrip(".")
 
 
@@ -145,14 +176,19 @@ def validate(args: list[str]) -> int:
 
     example: posbench validate model=mistral7b method=layer_scaling
     """
-    measure, args = "--measure" in args, [arg for arg in args if arg != "--measure"]
+    measure = "--measure" in args
+    args = [arg for arg in args if arg != "--measure"]
     jobs = [args] if args or measure else _every()
     status = 0
     for job in jobs:
         problems: list[UserError] = []
         made: list[Ready] = []
 
-        def look(composed: Composed, made: list[Ready] = made, problems: list[UserError] = problems) -> None:
+        def look(
+            composed: Composed,
+            made: list[Ready] = made,
+            problems: list[UserError] = problems,
+        ) -> None:
             try:
                 if args or measure:
                     made.append(ready(composed, download=False))
@@ -175,20 +211,32 @@ def validate(args: list[str]) -> int:
             if one.reader:
                 estimate.show(one.config, one.reader, measure, terminal())
             if one.config.uses_model and one.config.model.base_url:
-                terminal().print(at_server(one.config.model), soft_wrap=True, markup=False)
+                terminal().print(
+                    at_server(one.config.model), soft_wrap=True, markup=False
+                )
     return status
 
 
 def _every() -> list[list[str]]:
     """A job for every choice; with what it cannot do without."""
-    jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
+    jobs = [
+        [f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)
+    ]
     jobs = [job for job in jobs if job != ["task=own_data"]]  # nothing without a file
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
         job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
-        job += ["model.base_url=http://localhost:8000/v1"] if job == ["model=endpoint"] else []
+        job += (
+            ["model.base_url=http://localhost:8000/v1"]
+            if job == ["model=endpoint"]
+            else []
+        )
         # A model without published constants is a model to search on.
-        job += ["stages=[search]"] if job[0].startswith("model=") and job[0] != "model=endpoint" else []
+        job += (
+            ["stages=[search]"]
+            if job[0].startswith("model=") and job[0] != "model=endpoint"
+            else []
+        )
         # The settings of a search can be checked without the method that it serves.
         job += ["stages=[evaluate]"] if job[0].startswith("search=") else []
     return jobs
@@ -206,7 +254,9 @@ def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
     """A whole run with answers, and its config."""
     run = checked(_folder(verb, args))
     if not run.rows(evaluate.FILE):
-        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
+        raise UserError(
+            "DIR", str(run.path), "a run that evaluated", "add evaluate to its stages"
+        )
     return run, run.config("task")
 
 
@@ -230,7 +280,10 @@ def report(args: list[str]) -> int:
         return 0
     if out is not None:
         raise UserError(
-            "--out", out, "a folder for the gallery of many runs", "leave it out for a single run"
+            "--out",
+            out,
+            "a folder for the gallery of many runs",
+            "leave it out for a single run",
         )
     run = open_run(folder)
     with owned(run.path):
@@ -264,10 +317,18 @@ def _rescored(run: RunDir) -> None:
     with owned(run.path):
         checked(run.path, again)
         raw = run.config("task", "model", "runtime")
-        rows, torn = run.rows(evaluate.FILE), run.torn(evaluate.FILE)
+        rows = run.rows(evaluate.FILE)
+        torn = run.torn(evaluate.FILE)
         if torn or not rows or not run.done:
-            allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
-            raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
+            allowed = (
+                f"a finished run that evaluated, with whole rows (damaged here: {torn})"
+            )
+            raise UserError(
+                "DIR",
+                str(run.path),
+                allowed,
+                "repeat its command, with evaluate in the stages",
+            )
         task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same(task.files(), run.facts(PROVENANCE))
@@ -295,17 +356,26 @@ def show(args: list[str]) -> int:
     examples = Examples.of(run, raw)
     if name is not None:
         if name not in examples.rows:
-            hint = near(name, list(examples.rows), f"posbench show {run.path} lists some")
+            hint = near(
+                name, list(examples.rows), f"posbench show {run.path} lists some"
+            )
             raise UserError("--id", name, f"an id of {run.path / evaluate.FILE}", hint)
         print(examples.text(name, whole=True))
         return 0
-    wrong, every = examples.wrong(), examples.ids()
+    wrong = examples.wrong()
+    every = examples.ids()
     print(f"{len(wrong)} of {len(every)} examples are scored below 1 under some method")
     names = wrong if "--wrong" in flags else every
     some = names if "--all" in flags else few(names)
     for name in some:
         print(f"\n{examples.text(name)}")
     if some:
-        more = f"{len(names) - len(some)} more: add --all; " if len(names) > len(some) else ""
-        print(f"\n{more}one in full: posbench show {shlex.quote(str(run.path))} --id {shlex.quote(some[0])}")
+        more = (
+            f"{len(names) - len(some)} more: add --all; "
+            if len(names) > len(some)
+            else ""
+        )
+        print(
+            f"\n{more}one in full: posbench show {shlex.quote(str(run.path))} --id {shlex.quote(some[0])}"
+        )
     return 0

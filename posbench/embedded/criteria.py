@@ -26,18 +26,26 @@ from posbench.search.statistics import ChannelStatistics
 from posbench.stats.bootstrap import Array, paired, wilson
 from posbench.tasks import Example, KVRetrieval
 
-CALIBRATION_SEED, CHOOSING_SEED, EVALUATION_SEED = 0, 1, 2
+CALIBRATION_SEED = 0
+CHOOSING_SEED = 1
+EVALUATION_SEED = 2
 """Task seeds of three disjoint sets: for the search, for the choice among training seeds, to publish."""
-STRING_SETS = 10  # further sets of random strings for the search: does its choice depend on them?
+STRING_SETS = (
+    10  # further sets of random strings for the search: does its choice depend on them?
+)
 BATCH = 64  # prompts per forward
 
 
-def kv_task(name: str, seed: int, per_position: int = 64, pairs: int = 0, positions: int = 0) -> KVRetrieval:
+def kv_task(
+    name: str, seed: int, per_position: int = 64, pairs: int = 0, positions: int = 0
+) -> KVRetrieval:
     """The task of a model's file, over all gold positions or over some evenly spread ones."""
     task = KVRetrieval(**model_config(name).blocks["kv_retrieval"])
     pairs = pairs or task.pairs
     places = np.linspace(0, pairs - 1, positions or pairs).round().astype(int).tolist()
-    return replace(task, pairs=pairs, positions=tuple(places), seed=seed, limit=per_position)
+    return replace(
+        task, pairs=pairs, positions=tuple(places), seed=seed, limit=per_position
+    )
 
 
 def search_of(name: str) -> ChannelSearch:
@@ -53,7 +61,9 @@ def statistics(lm: LM, search: ChannelSearch) -> ChannelStatistics:
 def monotone_at_start(name: str, seed: int) -> int:
     """Channels that pass the search's filter before the first training step."""
     model = build_model(RECIPES[name], torch.Generator().manual_seed(2 * seed))
-    return len(statistics(load(model, tokenizer=build_tokenizer()), search_of(name)).ranking)
+    return len(
+        statistics(load(model, tokenizer=build_tokenizer()), search_of(name)).ranking
+    )
 
 
 def search_all(
@@ -66,27 +76,42 @@ def search_all(
     unmodified model (None) and of every candidate of the traversal, in nats per token.
     """
 
-    def choice(variant: ChannelSearch, measured: ChannelStatistics) -> ScaleChannel | None:
-        asked = variant.ask(measured, ranges) if measured.ranking or variant is everything else []
-        index = variant.choose([losses[c] for c in asked], losses[None]) if asked else None
+    def choice(
+        variant: ChannelSearch, measured: ChannelStatistics
+    ) -> ScaleChannel | None:
+        asked = (
+            variant.ask(measured, ranges)
+            if measured.ranking or variant is everything
+            else []
+        )
+        index = (
+            variant.choose([losses[c] for c in asked], losses[None]) if asked else None
+        )
         return None if index is None else asked[index]
 
-    first, ranges = statistics(lm, search), search.layer_ranges(lm.layers, None)
+    first = statistics(lm, search)
+    ranges = search.layer_ranges(lm.layers, None)
     everything = replace(search, candidates="all")
     candidates = everything.ask(first, ranges)
     answers = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
     groups = [answers[i : i + BATCH] for i in range(0, len(answers), BATCH)]
-    each = np.concatenate([candidate_losses(lm, group, candidates) for group in groups], axis=1)
+    each = np.concatenate(
+        [candidate_losses(lm, group, candidates) for group in groups], axis=1
+    )
     losses = dict(zip((None, *candidates), each.mean(1).tolist(), strict=True))
     chosen = {"found": choice(search, first), "best": choice(everything, first)}
     others = [replace(search, seed=search.seed + 1 + i) for i in range(STRING_SETS)]
-    same = sum(choice(other, statistics(lm, other)) == chosen["found"] for other in others)
+    same = sum(
+        choice(other, statistics(lm, other)) == chosen["found"] for other in others
+    )
     facts = {"channels_monotone": len(first.ranking), "ranking": first.ranking}
     facts |= {"string_sets": STRING_SETS, "string_sets_same": same}
     return facts, {name: method for name, method in chosen.items() if method}, losses
 
 
-def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[str, Any]:
+def measure(
+    folder: Path, name: str, seed: int, per_position: int = 64
+) -> dict[str, Any]:
     """Search on the calibration set, then measure the model and the found channel on the set of ``seed``.
 
     One question per context everywhere. Half, one and a half times and twice the pairs are scored too, as far
@@ -94,19 +119,37 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
     ``found`` is None where no channel passes the paper's filter, ``best`` is the traversal's, ``inner`` the
     mean over the inner half of the gold positions, ``gain`` has a paired 95 % interval.
     """
-    lm, task = load(folder, name=name, device="cpu"), kv_task(name, seed, per_position)
-    calibration, examples = kv_task(name, CALIBRATION_SEED).examples("calibration"), task.evaluation()
-    assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, "the sets overlap"
+    lm = load(folder, name=name, device="cpu")
+    task = kv_task(name, seed, per_position)
+    calibration = kv_task(name, CALIBRATION_SEED).examples("calibration")
+    examples = task.evaluation()
+    assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, (
+        "the sets overlap"
+    )
     facts, chosen, losses = search_all(lm, calibration, search_of(name))
     base = _scores(lm, task, examples)
-    out = {"task_seed": seed, "pairs": task.pairs, "n": len(examples), **facts, "found": None}
+    out = {
+        "task_seed": seed,
+        "pairs": task.pairs,
+        "n": len(examples),
+        **facts,
+        "found": None,
+    }
     out["base"] = _curve(base, examples)
     for key, method in chosen.items():
         scaled = _scores(lm, task, examples, method)
         gain = paired(scaled, base, [e.cluster for e in examples])
         numbers = {"loss": losses[method], "loss_unmodified": losses[None]}
-        numbers |= {"gain": gain.value, "gain_low": gain.ci_low, "gain_high": gain.ci_high}
-        where = {"channel": method.channel, "factor": method.factor, "layers": list(method.layers)}
+        numbers |= {
+            "gain": gain.value,
+            "gain_low": gain.ci_low,
+            "gain_high": gain.ci_high,
+        }
+        where = {
+            "channel": method.channel,
+            "factor": method.factor,
+            "layers": list(method.layers),
+        }
         out[key] = {**where, **_rounded(numbers), "scaled": _curve(scaled, examples)}
     method, out["lengths"] = chosen.get("found", chosen["best"]), []
     longest = max(stage.pairs[1] for stage in RECIPES[name].stages)
@@ -114,8 +157,12 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
         if pairs <= longest:
             other = kv_task(name, seed, per_position, pairs, positions=8)
             some = other.evaluation()
-            plain, after = (_curve(_scores(lm, other, some, each), some) for each in (None, method))
-            out["lengths"].append({"pairs": pairs, "n": len(some), "base": plain, "scaled": after})
+            plain, after = (
+                _curve(_scores(lm, other, some, each), some) for each in (None, method)
+            )
+            out["lengths"].append(
+                {"pairs": pairs, "n": len(some), "base": plain, "scaled": after}
+            )
     # Replies that are one word, the closing quote and the end.
     prompts = [e.prompt for e in examples[:: max(1, len(examples) // 128)]]
     replies = lm.generate(prompts, max_new_tokens=8, batch_size=BATCH)
@@ -123,12 +170,18 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
     return {**out, **_rounded({"stops": float(np.mean(stops))})}
 
 
-def _scores(lm: LM, task: KVRetrieval, examples: Sequence[Example], method: Any = None) -> Array:
+def _scores(
+    lm: LM, task: KVRetrieval, examples: Sequence[Example], method: Any = None
+) -> Array:
     """Accuracy (0 or 1) of every example under a method, [n]."""
     prompts = [e.prompt for e in examples]
     with (method or Unmodified()).applied(lm):
-        replies = lm.generate(prompts, max_new_tokens=task.max_new_tokens, batch_size=BATCH)
-    return np.array([task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)])
+        replies = lm.generate(
+            prompts, max_new_tokens=task.max_new_tokens, batch_size=BATCH
+        )
+    return np.array(
+        [task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)]
+    )
 
 
 def _rounded(numbers: dict[str, float]) -> dict[str, float]:
@@ -151,29 +204,65 @@ def _curve(values: Array, examples: Sequence[Example]) -> dict[str, Any]:
 
 def criteria(measured: dict[str, Any], name: str) -> list[Row]:
     """The criteria, from the numbers of :func:`measure`; of tiny's siblings fewer are ``required``."""
-    base, found, n, tiny = measured["base"], measured["found"], measured["n"], name == "tiny"
-    lower, mean = min(base["first"], base["last"]), (base["first"] + base["last"]) / 2
+    base = measured["base"]
+    found = measured["found"]
+    n = measured["n"]
+    tiny = name == "tiny"
+    lower = min(base["first"], base["last"])
+    mean = (base["first"] + base["last"]) / 2
     inner = base["inner"], base["inner_low"], base["inner_high"]
     rows = [
         _judged("accuracy at both ends", 0.95, (lower,), n, tiny),
         _judged("inner half below the ends", 0.25, (mean - base["inner"],), n, tiny),
-        _judged("inner half above chance", 1 / measured["pairs"], inner, n, True, above=True),
-        _judged("monotone channels", 1, (measured["channels_monotone"],), search_of(name).strings, True),
+        _judged(
+            "inner half above chance", 1 / measured["pairs"], inner, n, True, above=True
+        ),
+        _judged(
+            "monotone channels",
+            1,
+            (measured["channels_monotone"],),
+            search_of(name).strings,
+            True,
+        ),
     ]
     if found is None:
         return [*rows, _judged("gain of the found channel", 0.08, (math.nan,), n, tiny)]
-    (first, last), gain = found["layers"], (found["gain"], found["gain_low"], found["gain_high"])
+    (first, last), gain = (
+        found["layers"],
+        (found["gain"], found["gain_low"], found["gain_high"]),
+    )
     fall = (found["loss_unmodified"] - found["loss"],)
     asked = kv_task(name, CALIBRATION_SEED).calibration_examples
     title = f"gain of channel {found['channel']} x {found['factor']:g}, layers {first}-{last}"
     rows.append(_judged("calibration loss lowered", 0, fall, asked, tiny, above=True))
     rows.append(_judged(title, 0.08, gain, n, tiny))
-    return [*rows, _judged("its 95 % interval excludes zero", 0, gain, n, tiny, above=True)]
+    return [
+        *rows,
+        _judged("its 95 % interval excludes zero", 0, gain, n, tiny, above=True),
+    ]
 
 
-def _judged(name: str, bound: float, at: Sequence[float], n: int, required: bool, above: bool = False) -> Row:
+def _judged(
+    name: str,
+    bound: float,
+    at: Sequence[float],
+    n: int,
+    required: bool,
+    above: bool = False,
+) -> Row:
     """A number that must reach a bound, or lie above it with its whole interval."""
     value, low, high = (*at, math.nan, math.nan)[:3]
     passed = (value if math.isnan(low) else low) > bound if above else value >= bound
-    row = {"criterion": name, "condition": f"{'above' if above else 'at least'} {bound:.3g}", "value": value}
-    return {**row, "ci_low": low, "ci_high": high, "n": n, "passed": passed, "required": required}
+    row = {
+        "criterion": name,
+        "condition": f"{'above' if above else 'at least'} {bound:.3g}",
+        "value": value,
+    }
+    return {
+        **row,
+        "ci_low": low,
+        "ci_high": high,
+        "n": n,
+        "passed": passed,
+        "required": required,
+    }

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posbench.embedded.tokenizer import ASK, COLON, COMMA, FIRST_WORD, IS, OPEN, QUOTE, VOCAB
+from posbench.embedded.tokenizer import (
+    ASK,
+    COLON,
+    COMMA,
+    FIRST_WORD,
+    IS,
+    OPEN,
+    QUOTE,
+    VOCAB,
+)
 from posbench.late import Tensor, torch
 from posbench.tasks.kv_retrieval import WORDS
 
@@ -37,28 +46,47 @@ def end_prior(pairs: int, scale: float, mix: float) -> Tensor:
     return (1 - mix) * weight / weight.sum() + mix / pairs
 
 
-def draw_contexts(contexts: int, pairs: int, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def draw_contexts(
+    contexts: int, pairs: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Contexts, [contexts, 4 * pairs], with their keys and their values, each distinct, [contexts, pairs]."""
-    keys = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs] + FIRST_WORD
-    values = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs] + FIRST_WORD
+    keys = (
+        torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs]
+        + FIRST_WORD
+    )
+    values = (
+        torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs]
+        + FIRST_WORD
+    )
     comma, colon = (torch.full_like(keys, VOCAB[piece]) for piece in (COMMA, COLON))
     comma[:, 0] = VOCAB[OPEN]
     return torch.stack([comma, keys, colon, values], -1).flatten(1), keys, values
 
 
 def draw_batch(
-    contexts: int, pairs: int, questions: int, prior: Tensor, noise: float, rng: torch.Generator
+    contexts: int,
+    pairs: int,
+    questions: int,
+    prior: Tensor,
+    noise: float,
+    rng: torch.Generator,
 ) -> Batch:
     """A batch whose gold positions follow ``prior`` [pairs], with wrong keys at the rate ``noise``."""
     context, keys, values = draw_contexts(contexts, pairs, rng)
-    gold = torch.multinomial(prior, contexts * questions, replacement=True, generator=rng)
+    gold = torch.multinomial(
+        prior, contexts * questions, replacement=True, generator=rng
+    )
     gold = gold.view(contexts, questions)
     asked = keys.gather(1, gold)
     if noise:
         wrong = torch.rand(contexts, questions, generator=rng) < noise
-        words = torch.randint(len(WORDS), (contexts, questions), generator=rng) + FIRST_WORD
+        words = (
+            torch.randint(len(WORDS), (contexts, questions), generator=rng) + FIRST_WORD
+        )
         asked = torch.where(wrong, words, asked)
-    ask, between, quote = (torch.full_like(gold, VOCAB[piece]) for piece in (ASK, IS, QUOTE))
+    ask, between, quote = (
+        torch.full_like(gold, VOCAB[piece]) for piece in (ASK, IS, QUOTE)
+    )
     blocks = torch.stack([ask, asked, between, values.gather(1, gold), quote], -1)
     return Batch(torch.cat([context, blocks.flatten(1)], 1), gold, pairs)
 
@@ -72,4 +100,9 @@ def block_mask(context_length: int, questions: int) -> Tensor:
 
 def block_positions(context_length: int, questions: int) -> Tensor:
     """Position ids, [T]: every block continues the context at the same positions."""
-    return torch.cat([torch.arange(context_length), context_length + torch.arange(BLOCK).repeat(questions)])
+    return torch.cat(
+        [
+            torch.arange(context_length),
+            context_length + torch.arange(BLOCK).repeat(questions),
+        ]
+    )

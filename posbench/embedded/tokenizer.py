@@ -7,8 +7,14 @@ from transformers import PreTrainedTokenizerFast
 
 from posbench.tasks.kv_retrieval import WORDS
 
-OPEN, COLON, COMMA, ASK, IS, QUOTE = 'Json data: {"', '": "', '", "', '"} The value of key "', '" is "', '"'
-END, UNKNOWN = "<|end|>", "<|unk|>"
+OPEN = 'Json data: {"'
+COLON = '": "'
+COMMA = '", "'
+ASK = '"} The value of key "'
+IS = '" is "'
+QUOTE = '"'
+END = "<|end|>"
+UNKNOWN = "<|unk|>"
 PIECES: tuple[str, ...] = (OPEN, COLON, COMMA, ASK, IS, QUOTE, END, UNKNOWN)
 VOCAB: dict[str, int] = {piece: i for i, piece in enumerate((*PIECES, *WORDS))}
 FIRST_WORD = len(PIECES)
@@ -23,10 +29,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """
     # Longest first: an alternation takes the first branch that matches, and `"` begins most pieces.
     known = sorted((*PIECES[:6], *WORDS), key=len, reverse=True)
-    escaped = ["".join(c if c.isalnum() or c in '" :,' else "\\" + c for c in piece) for piece in known]
+    escaped = [
+        "".join(c if c.isalnum() or c in '" :,' else "\\" + c for c in piece)
+        for piece in known
+    ]
     tokenizer = Tokenizer(models.WordLevel(vocab=dict(VOCAB), unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*escaped, "[\\s\\S]"])), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join([*escaped, "[\\s\\S]"])), "isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     special = {"eos_token": END, "pad_token": END, "unk_token": UNKNOWN}
-    settings = {"padding_side": "left", "clean_up_tokenization_spaces": False, "model_max_length": 512}
+    settings = {
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **settings)

@@ -17,7 +17,9 @@ from posbench.model.lm import LM
 Prompts = Sequence[Sequence[int]]
 """Prompts as token ids."""
 
-EXACT, ROUGH, SHARE = 1e-4, 5e-2, 0.1
+EXACT = 1e-4
+ROUGH = 5e-2
+SHARE = 0.1
 """Largest difference of log-probabilities (nats) from the method in process that is allowed: of numbers in
 float32 or better; and of half precision and quantised weights, which round every product, or that share of
 what the method changes, if it is more."""
@@ -41,7 +43,10 @@ class Fix:
             torch.float32,
             torch.float64,
         )
-        return precise and getattr(self.lm.model.config, "quantization_config", None) is None
+        return (
+            precise
+            and getattr(self.lm.model.config, "quantization_config", None) is None
+        )
 
 
 class Format(ABC):
@@ -91,14 +96,23 @@ def find(name: str) -> Format:
         UserError: There is none, or the package that loads it is missing.
     """
     if name not in FORMATS:
-        raise UserError("--to", name, ", ".join(FORMATS), "posbench export --help says what each is for")
+        raise UserError(
+            "--to",
+            name,
+            ", ".join(FORMATS),
+            "posbench export --help says what each is for",
+        )
     made: Format = import_module(f"posbench.export.{name.replace('-', '_')}").Export()
     if made.package:
         try:
             import_module(made.package)
         except ImportError as error:
-            allowed = f"a format whose package is installed; {made.package} is not ({error})"
-            raise UserError("--to", name, allowed, "pip install 'posbench[export]'") from error
+            allowed = (
+                f"a format whose package is installed; {made.package} is not ({error})"
+            )
+            raise UserError(
+                "--to", name, allowed, "pip install 'posbench[export]'"
+            ) from error
     return made
 
 
@@ -132,7 +146,12 @@ def difference(one: Tensor, other: Tensor) -> float:
     if bool(other.isnan().all(1).any()):
         return float("inf")
     width = min(one.shape[1], other.shape[1])
-    return float((one[:, :width] - other[:, :width]).abs().nan_to_num(nan=0.0, posinf=torch.inf).max())
+    return float(
+        (one[:, :width] - other[:, :width])
+        .abs()
+        .nan_to_num(nan=0.0, posinf=torch.inf)
+        .max()
+    )
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,8 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
     """Load what a format wrote and hold it against the method."""
     with fix.method.applied(fix.lm) as lm:
         wanted = next_token(lm, prompts)
-    plain, got = next_token(fix.lm, prompts), form.read(fix, folder, prompts)
+    plain = next_token(fix.lm, prompts)
+    got = form.read(fix, folder, prompts)
     sizes: dict[str, Any] = {"prompts": len(prompts), "tokens": max(map(len, prompts))}
     far = difference(wanted, plain)
     allowed = EXACT if form.exact(fix) else max(ROUGH, SHARE * far)

@@ -23,7 +23,8 @@ class Export(Format):
     def write(self, fix: Fix, folder: Path) -> None:
         """Weights in the type of the published ones, config and tokenizer; the config alone where it
         suffices."""
-        lm, change = fix.lm, folded(fix, self.name)
+        lm = fix.lm
+        change = folded(fix, self.name)
         config = rotary_config(lm.model.config, change)
         if change.columns:
             dtype = getattr(torch, fix.dtype)

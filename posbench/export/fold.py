@@ -16,11 +16,16 @@ from posbench.model import families
 from posbench.model.lm import LM
 
 
-def columns(lm: LM, folded: Folded) -> dict[str, tuple[Tensor | None, Mapping[int, float]]]:
+def columns(
+    lm: LM, folded: Folded
+) -> dict[str, tuple[Tensor | None, Mapping[int, float]]]:
     """What to scale: by the dotted name of a projection, its rows (None: all) and factors by channel."""
     found: dict[str, tuple[Tensor | None, Mapping[int, float]]] = {}
     for layer, factors in folded.columns.items():
-        found |= {name: (rows, factors) for name, rows in families.query_key_rows(lm.model, layer).items()}
+        found |= {
+            name: (rows, factors)
+            for name, rows in families.query_key_rows(lm.model, layer).items()
+        }
     return found
 
 
@@ -31,7 +36,8 @@ def scaled_weights(lm: LM, folded: Folded) -> Iterator[None]:
     Raises:
         UserError: The weights are quantised, offloaded, or shared with a module that must not change.
     """
-    planned, kept = columns(lm, folded), list[tuple[nn.Parameter, int, Tensor]]()
+    planned = columns(lm, folded)
+    kept = list[tuple[nn.Parameter, int, Tensor]]()
     weights = {name: _weight(lm, name) for name in planned}
     _need_own(lm, weights)
     try:
@@ -56,8 +62,12 @@ def _weight(lm: LM, name: str) -> nn.Parameter:
     plain = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
     if not plain or module.weight.is_meta:
         kind = "offloaded weights" if plain else f"{type(module).__name__} weights"
-        allowed = f"weights in memory that are plain numbers; {name} of {lm.name} has {kind}"
-        raise UserError("--to", "checkpoint", allowed, "--to lora, which leaves them as they are")
+        allowed = (
+            f"weights in memory that are plain numbers; {name} of {lm.name} has {kind}"
+        )
+        raise UserError(
+            "--to", "checkpoint", allowed, "--to lora, which leaves them as they are"
+        )
     return module.weight
 
 
@@ -68,7 +78,12 @@ def _need_own(lm: LM, weights: Mapping[str, nn.Parameter]) -> None:
         name = ours.get(id(weight), "")
         if name and other != f"{name}.weight":
             allowed = f"projections of their own; {name} of {lm.name} shares its weights with {other}"
-            raise UserError("--to", "checkpoint", allowed, "--to lora, which leaves them as they are")
+            raise UserError(
+                "--to",
+                "checkpoint",
+                allowed,
+                "--to lora, which leaves them as they are",
+            )
 
 
 def column(lm: LM, name: str, channel: int) -> Tensor:
@@ -96,13 +111,21 @@ def rotary_config(config: PreTrainedConfig, folded: Folded) -> PreTrainedConfig:
     changed: Any = deepcopy(config)
     text = changed.get_text_config()
     known = dict(getattr(text, "rope_parameters", None) or {})
-    nested = any(isinstance(value, Mapping) for value in known.values())  # by kind of layer, as in Gemma 3
-    each = {kind: {**value, **folded.rope} for kind, value in known.items()} if nested else {}
+    nested = any(
+        isinstance(value, Mapping) for value in known.values()
+    )  # by kind of layer, as in Gemma 3
+    each = (
+        {kind: {**value, **folded.rope} for kind, value in known.items()}
+        if nested
+        else {}
+    )
     text.rope_parameters = each or {**known, **folded.rope}
     try:
         text.validate()
     except (ValueError, StrictDataclassError) as error:
         kind = folded.rope.get("rope_type")
-        allowed = f"a model whose config takes rope_type {kind}; {config.model_type} does not"
+        allowed = (
+            f"a model whose config takes rope_type {kind}; {config.model_type} does not"
+        )
         raise UserError("--to", "checkpoint", allowed, "--to transformers") from error
     return changed

@@ -21,7 +21,9 @@ class Architecture:
     """How llama.cpp knows a model."""
 
     name: str
-    interleaved: bool = False  # rotates neighbouring coordinates of a head, not its two halves
+    interleaved: bool = (
+        False  # rotates neighbouring coordinates of a head, not its two halves
+    )
     gemma: bool = False  # norms add 1 to their weight; llama.cpp takes GELU from a half precision table
     # its queries are scaled by the size of a head, and by hidden size / heads where it has so many layers;
     # llama.cpp reads which layers have a sliding window
@@ -43,7 +45,10 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}COUNT| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {_SPLIT.replace("COUNT", count): name for count, name in (("", "qwen2"), ("{1,3}", "llama-bpe"))}
+SPLITS = {
+    _SPLIT.replace("COUNT", count): name
+    for count, name in (("", "qwen2"), ("{1,3}", "llama-bpe"))
+}
 """How byte-level tokenizers cut a text before they merge, and llama.cpp's names for it."""
 
 
@@ -68,11 +73,22 @@ class Export(Format):
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Through xllamacpp; as texts the prompts must be the same tokens as here, too."""
-        server, tokenizer = serve(folder / "model.gguf", max(map(len, prompts)) + 8), fix.lm.tokenizer
+        server = serve(folder / "model.gguf", max(map(len, prompts)) + 8)
+        tokenizer = fix.lm.tokenizer
         for prompt in prompts:
-            text = "" if tokenizer is None else str(tokenizer.decode(prompt, skip_special_tokens=True))
-            if tokenizer is not None and tokens(server, text) != tokenizer(text)["input_ids"]:
-                refuse(fix, f"a tokenizer that llama.cpp follows, as it does not in {text[:40]!r},")
+            text = (
+                ""
+                if tokenizer is None
+                else str(tokenizer.decode(prompt, skip_special_tokens=True))
+            )
+            if (
+                tokenizer is not None
+                and tokens(server, text) != tokenizer(text)["input_ids"]
+            ):
+                refuse(
+                    fix,
+                    f"a tokenizer that llama.cpp follows, as it does not in {text[:40]!r},",
+                )
         return next_token(server, prompts, width(fix))
 
     def usage(self, fix: Fix) -> str:
@@ -97,7 +113,10 @@ def architecture(fix: Fix) -> Architecture:
     if kind not in ARCHITECTURES:
         refuse(fix, f"a model of type {', '.join(ARCHITECTURES)}, not {kind},")
     if any(p.is_meta or not p.is_floating_point() for p in fix.lm.model.parameters()):
-        refuse(fix, "weights in memory that are plain numbers, neither quantised nor offloaded,")
+        refuse(
+            fix,
+            "weights in memory that are plain numbers, neither quantised nor offloaded,",
+        )
     return ARCHITECTURES[kind]
 
 
@@ -117,21 +136,29 @@ def place(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
     there is none."""
     import gguf
 
-    kind, text = architecture(fix), families.text_config(fix.lm.model)
-    number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == kind.name)
-    found = gguf.get_tensor_name_map(number, fix.lm.layers).get_name(name, (".weight", ".bias"))
+    kind = architecture(fix)
+    text = families.text_config(fix.lm.model)
+    number = next(
+        number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == kind.name
+    )
+    found = gguf.get_tensor_name_map(number, fix.lm.layers).get_name(
+        name, (".weight", ".bias")
+    )
     if found is None:
         refuse(fix, f"a plain model of its type, without {name},")
     heads = {"q_proj": text.num_attention_heads, "k_proj": text.num_key_value_heads}
     module = name.split(".")[-2]
-    return found, interleaved(rows, heads[module]) if kind.interleaved and module in heads else rows
+    return found, interleaved(
+        rows, heads[module]
+    ) if kind.interleaved and module in heads else rows
 
 
 def write_model(fix: Fix, change: Folded, path: Path) -> None:
     """Write the model with a change, matrices in float16 where the published ones are in half precision."""
     import gguf
 
-    kind, half = architecture(fix), fix.dtype in ("float16", "bfloat16")
+    kind = architecture(fix)
+    half = fix.dtype in ("float16", "bfloat16")
     writer = gguf.GGUFWriter(path, kind.name)
     for key, value in metadata(fix, change).items():
         getattr(writer, f"add_{key}")(value)
@@ -140,11 +167,16 @@ def write_model(fix: Fix, change: Folded, path: Path) -> None:
         for name, weight in fix.lm.model.named_parameters():
             given, rows = place(fix, name, weight.detach().float().cpu())
             rows = rows + 1 if kind.gemma and name.endswith("norm.weight") else rows
-            writer.add_tensor(given, (rows.half() if half and rows.ndim > 1 else rows).numpy())
+            writer.add_tensor(
+                given, (rows.half() if half and rows.ndim > 1 else rows).numpy()
+            )
         module: Any = rope.rotary_module(fix.lm.model)
         if getattr(module, "rope_type", None) == "llama3":
-            theta, slower = module.config.rope_parameters["rope_theta"], module.inv_freq.double().cpu()
-            plain = theta ** (-torch.arange(len(slower), dtype=torch.float64) / len(slower))
+            theta = module.config.rope_parameters["rope_theta"]
+            slower = module.inv_freq.double().cpu()
+            plain = theta ** (
+                -torch.arange(len(slower), dtype=torch.float64) / len(slower)
+            )
             writer.add_tensor("rope_freqs.weight", (plain / slower).float().numpy())
         finish(writer)
 
@@ -164,23 +196,37 @@ def metadata(fix: Fix, change: Folded) -> dict[str, Any]:
     llama.cpp has no word for one."""
     import gguf
 
-    kind, text = architecture(fix), rotary_config(fix.lm.model.config, change).get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    window, context = getattr(text, "sliding_window", None), text.max_position_embeddings
+    kind = architecture(fix)
+    text = rotary_config(fix.lm.model.config, change).get_text_config()
+    head = (
+        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    )
+    window = getattr(text, "sliding_window", None)
+    context = text.max_position_embeddings
     whole = text.rope_parameters.get("full_attention", text.rope_parameters)
     local = text.rope_parameters.get("sliding_attention", {"rope_type": "default"})
     scaling = whole["rope_type"]
-    more = set(whole) - {"rope_type", "rope_theta", "factor", "original_max_position_embeddings"}
-    known = scaling in ("default", "linear", "llama3") or (scaling == "yarn" and not more)
+    more = set(whole) - {
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+    }
+    known = scaling in ("default", "linear", "llama3") or (
+        scaling == "yarn" and not more
+    )
     if not known or local["rope_type"] != "default":
         refuse(
-            fix, f"rope_type default, linear, llama3 or plain yarn, default where layers slide; not {whole}"
+            fix,
+            f"rope_type default, linear, llama3 or plain yarn, default where layers slide; not {whole}",
         )
     found = {
         "type": "model",
         "name": fix.lm.name,
         # Where llama.cpp knows no window, it is the same model up to there.
-        "context_length": min(context, window) if window and not kind.large else context,
+        "context_length": min(context, window)
+        if window and not kind.large
+        else context,
         "vocab_size": text.vocab_size,
         "embedding_length": text.hidden_size,
         "block_count": text.num_hidden_layers,
@@ -197,48 +243,100 @@ def metadata(fix: Fix, change: Folded) -> dict[str, Any]:
         "rope_freq_base_swa": local.get("rope_theta"),
     }
     if scaling in ("linear", "yarn"):
-        found |= {"rope_scaling_type": gguf.RopeScalingType(scaling), "rope_scaling_factor": whole["factor"]}
-        found["rope_scaling_orig_ctx_len"] = whole.get("original_max_position_embeddings")
+        found |= {
+            "rope_scaling_type": gguf.RopeScalingType(scaling),
+            "rope_scaling_factor": whole["factor"],
+        }
+        found["rope_scaling_orig_ctx_len"] = whole.get(
+            "original_max_position_embeddings"
+        )
     if kind.large:
         full = [name == "full_attention" for name in text.layer_types]
         period = 1 + (*full, True).index(True)
-        wide = text.hidden_size / text.num_attention_heads if len(full) == kind.large else head
-        if text.query_pre_attn_scalar != wide or full != [not i % period for i in range(1, len(full) + 1)]:
-            refuse(fix, f"full attention in every n-th layer, and query_pre_attn_scalar {wide:g}")
+        wide = (
+            text.hidden_size / text.num_attention_heads
+            if len(full) == kind.large
+            else head
+        )
+        if text.query_pre_attn_scalar != wide or full != [
+            not i % period for i in range(1, len(full) + 1)
+        ]:
+            refuse(
+                fix,
+                f"full attention in every n-th layer, and query_pre_attn_scalar {wide:g}",
+            )
         found |= {"sliding_window": window, "sliding_window_pattern": period}
-    return {key: value for key, value in (found | vocabulary(fix)).items() if value is not None}
+    return {
+        key: value
+        for key, value in (found | vocabulary(fix)).items()
+        if value is not None
+    }
 
 
 def vocabulary(fix: Fix) -> dict[str, Any]:
     """The part of :func:`metadata` that reads texts; without a tokenizer token ids alone are read."""
     from gguf import TokenType
 
-    size, tokenizer = width(fix), fix.lm.tokenizer
-    pieces, types = [f"<|{i}|>" for i in range(size)], [TokenType.UNUSED] * size
+    size = width(fix)
+    tokenizer = fix.lm.tokenizer
+    pieces = [f"<|{i}|>" for i in range(size)]
+    types = [TokenType.UNUSED] * size
     spelt: dict[str, Any] = {"model": {"type": "WordLevel"}}
     if tokenizer is not None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         spelt = json.loads(backend.to_str()) if backend else {"model": {"type": "slow"}}
         added = tokenizer.added_tokens_decoder
-        for piece, i in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])[:size]:
+        for piece, i in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])[
+            :size
+        ]:
             kind = TokenType.NORMAL if i not in added else TokenType.USER_DEFINED
-            pieces[i], types[i] = piece, TokenType.CONTROL if i in added and added[i].special else kind
+            pieces[i], types[i] = (
+                piece,
+                TokenType.CONTROL if i in added and added[i].special else kind,
+            )
     steps = (spelt.get("pre_tokenizer") or {}).get("pretokenizers", [{}])
     split = SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
-    found: dict[str, Any] = {"token_types": types, "add_eos_token": False, "add_bos_token": False}
+    found: dict[str, Any] = {
+        "token_types": types,
+        "add_eos_token": False,
+        "add_bos_token": False,
+    }
     if spelt["model"]["type"] == "WordLevel":
         # A text is cut into as few pieces as possible; a space is U+2581 in this kind of vocabulary.
-        found |= {"tokenizer_model": "t5", "token_list": [piece.replace(" ", "\u2581") for piece in pieces]}
-        found |= {"token_scores": [-1.0] * size, "add_space_prefix": False, "remove_extra_whitespaces": False}
+        found |= {
+            "tokenizer_model": "t5",
+            "token_list": [piece.replace(" ", "\u2581") for piece in pieces],
+        }
+        found |= {
+            "token_scores": [-1.0] * size,
+            "add_space_prefix": False,
+            "remove_extra_whitespaces": False,
+        }
     elif spelt["model"]["type"] == "BPE" and split:
-        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in spelt["model"]["merges"]]
-        found |= {"tokenizer_model": "gpt2", "tokenizer_pre": split, "token_list": pieces}
+        merges = [
+            pair if isinstance(pair, str) else " ".join(pair)
+            for pair in spelt["model"]["merges"]
+        ]
+        found |= {
+            "tokenizer_model": "gpt2",
+            "tokenizer_pre": split,
+            "token_list": pieces,
+        }
         found["token_merges"] = merges
     else:
-        refuse(fix, "a tokenizer of whole words, or a byte-level one of Qwen's or Llama 3's kind")
+        refuse(
+            fix,
+            "a tokenizer of whole words, or a byte-level one of Qwen's or Llama 3's kind",
+        )
     for name in ("bos", "eos", "pad", "unk"):
         found[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)
     if tokenizer is not None:
-        found["add_bos_token"] = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-        found["chat_template"] = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        found["add_bos_token"] = (
+            tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        )
+        found["chat_template"] = (
+            tokenizer.chat_template
+            if isinstance(tokenizer.chat_template, str)
+            else None
+        )
     return found

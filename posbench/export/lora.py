@@ -38,7 +38,8 @@ class Export(Format):
     def write(self, fix: Fix, folder: Path) -> None:
         """``adapter_config.json`` and ``adapter_model.safetensors``."""
         change = folded(fix, self.name)
-        tensors, modules = dict[str, Tensor](), set[str]()
+        tensors = dict[str, Tensor]()
+        modules = set[str]()
         for name, (down, up) in factors(fix.lm, change).items():
             tensors[f"{PREFIX}{name}.lora_A.weight"] = down
             tensors[f"{PREFIX}{name}.lora_B.weight"] = up
@@ -55,9 +56,13 @@ class Export(Format):
             "inference_mode": True,
             "target_modules": sorted(modules),
             "layers_to_transform": sorted(change.columns),
-            "layers_pattern": families.family_of(fix.lm.model).layers.rpartition(".")[2],
+            "layers_pattern": families.family_of(fix.lm.model).layers.rpartition(".")[
+                2
+            ],
         }
-        write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+        write_bytes(
+            folder / "adapter_model.safetensors", save(tensors, {"format": "pt"})
+        )
         write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
@@ -65,7 +70,9 @@ class Export(Format):
         from peft import PeftModel
 
         lm = fix.load()
-        with warnings.catch_warnings():  # of PEFT's own calls, which nobody here can change
+        with (
+            warnings.catch_warnings()
+        ):  # of PEFT's own calls, which nobody here can change
             warnings.simplefilter("ignore", FutureWarning)
             model = PeftModel.from_pretrained(lm.model, str(folder))
         tuned: Any = model.base_model.model
@@ -89,17 +96,21 @@ def need_columns(change: Folded, to: str) -> None:
     if change.rope or not change.columns:
         what = "rotary embeddings change" if change.rope else "nothing changes"
         hint = "--to gguf" if to == "gguf-lora" else "--to checkpoint"
-        raise UserError("--to", to, f"a format for more than weights: {what} here", hint)
+        raise UserError(
+            "--to", to, f"a format for more than weights: {what} here", hint
+        )
 
 
 def factors(lm: LM, change: Folded) -> dict[str, tuple[Tensor, Tensor]]:
     """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: for each of r
     channels a unit row of A, and in B that channel's column times its factor less one; zeros up to the r of
     the layer with most channels."""
-    width, out = families.text_config(lm.model).hidden_size, dict[str, tuple[Tensor, Tensor]]()
+    width = families.text_config(lm.model).hidden_size
+    out = dict[str, tuple[Tensor, Tensor]]()
     rank = max(map(len, change.columns.values()), default=0)
     for name, (rows, scales) in columns(lm, change).items():
-        down, ups = torch.zeros(rank, width), []
+        down = torch.zeros(rank, width)
+        ups = []
         for number, (channel, factor) in enumerate(scales.items()):
             down[number, channel] = 1
             gain = (factor - 1) * column(lm, name, channel)

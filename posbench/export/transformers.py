@@ -45,22 +45,32 @@ class Export(Format):
         if type(fix.method) not in SHIPPED:
             known = ", ".join(method.short_name() for method in SHIPPED)
             allowed = f"a format that holds {fix.method.short_name()}; this one holds {known}, one at a time"
-            raise UserError("--to", self.name, allowed, "--to checkpoint, for methods that fold")
+            raise UserError(
+                "--to", self.name, allowed, "--to checkpoint, for methods that fold"
+            )
         need_plain(fix.lm, self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
         """``config.json``, weights in the type of the published ones, tokenizer and the code."""
-        model, dtype = fix.lm.model, getattr(torch, fix.dtype)
+        model = fix.lm.model
+        dtype = getattr(torch, fix.dtype)
         code, constants = SHIPPED[type(fix.method)]
         tensors = model.state_dict() | more_weights(fix)
         weights = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in tensors.items()
         }
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with replaced(model.generation_config, "use_cache", True):
             # Under the names of the class: transformers renames by model_type, which is another one here.
-            model.save_pretrained(folder, state_dict=weights, save_original_format=False)
-        own = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+            model.save_pretrained(
+                folder, state_dict=weights, save_original_format=False
+            )
+        own = {
+            name: value
+            for name, value in model.config.to_dict().items()
+            if name != "_name_or_path"
+        }
         config = own | {
             "model_type": "posbench",
             # What `transformers serve` loads; other engines know no such name, and refuse the folder.
@@ -70,11 +80,18 @@ class Export(Format):
                 "AutoModelForCausalLM": f"{MODULE}.PosbenchForCausalLM",
             },
             "dtype": fix.dtype,
-            "posbench": {"method": code, **constants(fix.method, fix.lm), "where": places(fix.lm)},
+            "posbench": {
+                "method": code,
+                **constants(fix.method, fix.lm),
+                "where": places(fix.lm),
+            },
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         text = (CODE / f"{code}.py").read_text()
-        for stands, ours in (("LlamaConfig", type(model.config)), ("LlamaForCausalLM", type(model))):
+        for stands, ours in (
+            ("LlamaConfig", type(model.config)),
+            ("LlamaForCausalLM", type(model)),
+        ):
             text = text.replace(stands, ours.__name__)
         (folder / f"{MODULE}.py").write_text(text)
         if fix.lm.tokenizer is not None:
@@ -86,7 +103,11 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """With transformers alone."""
-        return USAGE + (PROMPTS if isinstance(fix.method, ScaleChannel) and fix.method.needs_prompt else "")
+        return USAGE + (
+            PROMPTS
+            if isinstance(fix.method, ScaleChannel) and fix.method.needs_prompt
+            else ""
+        )
 
 
 USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`, and
@@ -104,9 +125,14 @@ PROMPTS = """- The last token of a prompt is treated apart: a whole prompt goes 
 
 def places(lm: LM) -> dict[str, Any]:
     """Where the code finds what it changes."""
-    family, module = families.family_of(lm.model), rope.rotary_module(lm.model)
+    family = families.family_of(lm.model)
+    module = rope.rotary_module(lm.model)
     names = {id(found): name for name, found in lm.model.named_modules()}
-    return {"layers": family.layers, "attention": family.attention, "rotary": names.get(id(module))}
+    return {
+        "layers": family.layers,
+        "attention": family.attention,
+        "rotary": names.get(id(module)),
+    }
 
 
 def more_weights(fix: Fix) -> dict[str, Tensor]:
@@ -126,7 +152,9 @@ def need_plain(lm: LM, to: str) -> None:
     packed = getattr(lm.model, "hf_quantizer", None) is not None
     if packed or any(parameter.is_meta for parameter in lm.model.parameters()):
         kind = "quantised" if packed else "offloaded"
-        allowed = f"weights in memory that are plain numbers; those of {lm.name} are {kind}"
+        allowed = (
+            f"weights in memory that are plain numbers; those of {lm.name} are {kind}"
+        )
         hint = "export from the model that it was made of, or --to lora for a method that folds"
         raise UserError("--to", to, allowed, hint)
 
@@ -150,7 +178,9 @@ def answers(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     return rows
 
 
-def apart(command: Sequence[str], job: object, settings: Mapping[str, str], to: str) -> Any:
+def apart(
+    command: Sequence[str], job: object, settings: Mapping[str, str], to: str
+) -> Any:
     """What a process of its own saved with torch: it gets a job as JSON, the file's name, and environment
     variables.
 
@@ -171,9 +201,18 @@ def apart(command: Sequence[str], job: object, settings: Mapping[str, str], to: 
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["nothing"]
             # Progress bars may follow the error.
-            errors = [line for line in lines if re.search(r"(^|\s)[\w.]+(Error|Exception): ", line)]
+            errors = [
+                line
+                for line in lines
+                if re.search(r"(^|\s)[\w.]+(Error|Exception): ", line)
+            ]
             said = (errors or lines)[-1][:300]
-            raise MachineError("--to", to, f"files that load; the process said: {said}", "please report it")
+            raise MachineError(
+                "--to",
+                to,
+                f"files that load; the process said: {said}",
+                "please report it",
+            )
         return torch.load(out)
 
 
@@ -205,13 +244,22 @@ torch.save(rows, sys.argv[1])
 
 def _channels(method: ScaleChannel, lm: LM) -> dict[str, Any]:
     last = None if method.last == "all" else method.last
-    own = {"channels": list(method.channels), "factor": method.factor, "layers": list(method.layers)}
+    own = {
+        "channels": list(method.channels),
+        "factor": method.factor,
+        "layers": list(method.layers),
+    }
     return {**own, "last": last, "tokens": method.tokens}
 
 
 def _scales(method: LayerScaling, lm: LM) -> dict[str, Any]:
-    rotated, scales = rope.rotated_layers(lm.model), method.layer_scales(lm.layers)
-    return {"scales": [scale if layer in rotated else 1.0 for layer, scale in enumerate(scales)]}
+    rotated = rope.rotated_layers(lm.model)
+    scales = method.layer_scales(lm.layers)
+    return {
+        "scales": [
+            scale if layer in rotated else 1.0 for layer, scale in enumerate(scales)
+        ]
+    }
 
 
 def _scale(method: PositionInterpolation, lm: LM) -> dict[str, Any]:
@@ -224,20 +272,35 @@ def _buckets(method: AttentionBuckets, lm: LM) -> dict[str, Any]:
 
 def _ratios(method: MsPoE, lm: LM) -> dict[str, Any]:
     direct = "permutation" if method.variant == "official" else "rank"
-    layers = [layer for layer in rope.rotated_layers(lm.model) if layer >= method.first_layer]
+    layers = [
+        layer for layer in rope.rotated_layers(lm.model) if layer >= method.first_layer
+    ]
     own = {"indices": layers, "ratios": list(method.ratios), "alpha": method.alpha}
-    return {"method": "ms_poe", **own, "variant": method.variant, "order": method.order or direct}
+    return {
+        "method": "ms_poe",
+        **own,
+        "variant": method.variant,
+        "order": method.order or direct,
+    }
 
 
 def _mixture(method: MoICE, lm: LM) -> dict[str, Any]:
     routers = _routers(method, lm)
     width = next(iter(routers.values())).gate_1.in_features if routers else None
-    own = {"indices": rope.rotated_layers(lm.model), "bases": list(method.bases), "top_k": method.top_k}
+    own = {
+        "indices": rope.rotated_layers(lm.model),
+        "bases": list(method.bases),
+        "top_k": method.top_k,
+    }
     return {"method": "moice", **own, "router": width}
 
 
 def _routers(method: MoICE, lm: LM) -> dict[int, Any]:
-    return {} if method.weights == UNIFORM else load_routers(lm, str(method.weights), len(method.bases))
+    return (
+        {}
+        if method.weights == UNIFORM
+        else load_routers(lm, str(method.weights), len(method.bases))
+    )
 
 
 SHIPPED: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]] = {

@@ -17,7 +17,17 @@ from posbench.export.transformers import CODE, SHIPPED, apart
 from posbench.late import Tensor, torch
 from posbench.model import rope
 
-MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
+MODELS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+)
 """Values of ``model_type``, and modules of vLLM, whose layers each hold a rotary embedding."""
 PYTHON = "POSBENCH_VLLM_PYTHON"
 
@@ -33,37 +43,62 @@ class Export(Format):
         """Raise UserError for other methods, and for models that vLLM does not serve in this shape."""
         if SHIPPED.get(type(fix.method), ("",))[0] != "layer_scaling":
             allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
-            raise UserError("--to", self.name, allowed, "--to lora for what folds, else --to transformers")
+            raise UserError(
+                "--to",
+                self.name,
+                allowed,
+                "--to lora for what folds, else --to transformers",
+            )
         kind = fix.lm.model.config.model_type
-        scaled = getattr(rope.rotary_module(fix.lm.model), "rope_type", None) != "default"
+        scaled = (
+            getattr(rope.rotary_module(fix.lm.model), "rope_type", None) != "default"
+        )
         if kind not in MODELS or scaled:
             what = f"{fix.lm.name} is {kind}{', scaled' if scaled else ''}"
             allowed = f"{', '.join(MODELS)} with plain RoPE; {what}"
-            raise UserError("--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers")
+            raise UserError(
+                "--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers"
+            )
 
     def write(self, fix: Fix, folder: Path) -> None:
         """``pyproject.toml`` and a package of two modules: one that registers, one that is the model."""
-        kind, package = fix.lm.model.config.model_type, name_of(fix)
+        kind = fix.lm.model.config.model_type
+        package = name_of(fix)
         model = type(fix.lm.model).__name__
         text = (CODE / "vllm_layers.py").read_text()
-        text = text.replace("models.llama import LlamaForCausalLM", f"models.{kind} import {model}")
+        text = text.replace(
+            "models.llama import LlamaForCausalLM", f"models.{kind} import {model}"
+        )
         text = text.replace("SCALES = (1.0,)", f"SCALES = {scales_of(fix)}")
         (folder / package).mkdir()
         (folder / package / "model.py").write_text(text)
-        for file, source in ((f"{package}/__init__.py", REGISTER), ("pyproject.toml", PROJECT)):
-            (folder / file).write_text(source.replace("PACKAGE", package).replace("MODEL", name_in_vllm(fix)))
+        for file, source in (
+            (f"{package}/__init__.py", REGISTER),
+            ("pyproject.toml", PROJECT),
+        ):
+            (folder / file).write_text(
+                source.replace("PACKAGE", package).replace("MODEL", name_in_vllm(fix))
+            )
 
     def missing(self) -> str:
         """See :class:`Format`."""
         look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
         there = subprocess.run([python(), "-c", look], check=False).returncode == 0
-        return "" if there else f"vLLM is not installed here; set {PYTHON} to a Python that has it"
+        return (
+            ""
+            if there
+            else f"vLLM is not installed here; set {PYTHON} to a Python that has it"
+        )
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Through vLLM in a process of its own."""
         model = str(Path(fix.files).resolve()) if fix.files else fix.base
         dtype = str(fix.lm.model.dtype).removeprefix("torch.")
-        call = {"model": model, "dtype": dtype, "hf_overrides": {"architectures": [name_in_vllm(fix)]}}
+        call = {
+            "model": model,
+            "dtype": dtype,
+            "hf_overrides": {"architectures": [name_in_vllm(fix)]},
+        }
         return answers(call, prompts, package=str(folder.resolve() / name_of(fix)))
 
     def usage(self, fix: Fix) -> str:
@@ -108,7 +143,10 @@ packages = ["PACKAGE"]
 
 def scales_of(fix: Fix) -> tuple[float, ...]:
     """The scale of each layer."""
-    return tuple(float(scale) for scale in SHIPPED[type(fix.method)][1](fix.method, fix.lm)["scales"])
+    return tuple(
+        float(scale)
+        for scale in SHIPPED[type(fix.method)][1](fix.method, fix.lm)["scales"]
+    )
 
 
 def name_of(fix: Fix) -> str:
@@ -127,7 +165,9 @@ def python() -> str:
     return os.environ.get(PYTHON, sys.executable)
 
 
-def answers(call: Mapping[str, Any], prompts: Prompts, *, package: str = "", adapter: str = "") -> Tensor:
+def answers(
+    call: Mapping[str, Any], prompts: Prompts, *, package: str = "", adapter: str = ""
+) -> Tensor:
     """Log-probabilities [N, V] from vLLM.
 
     Args:
@@ -141,15 +181,26 @@ def answers(call: Mapping[str, Any], prompts: Prompts, *, package: str = "", ada
         MachineError: It ended with an error.
     """
     if missing := Export().missing():
-        raise UserError("vllm", python(), missing, f"{PYTHON}=/path/to/python posbench verify DIR")
-    job = {"call": call, "prompts": [list(prompt) for prompt in prompts], "package": package}
+        raise UserError(
+            "vllm", python(), missing, f"{PYTHON}=/path/to/python posbench verify DIR"
+        )
+    job = {
+        "call": call,
+        "prompts": [list(prompt) for prompt in prompts],
+        "package": package,
+    }
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
-        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        settings |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
     if package:
         # For the processes that vLLM starts, too.
         settings["PYTHONPATH"] = str(Path(package).parent)
-    rows: Tensor = apart([python(), "-c", ASK], {**job, "adapter": adapter}, settings, "vllm-plugin")
+    rows: Tensor = apart(
+        [python(), "-c", ASK], {**job, "adapter": adapter}, settings, "vllm-plugin"
+    )
     return rows
 
 

@@ -28,10 +28,16 @@ def canonical(data: Any) -> Any:
     if isinstance(data, float):
         return int(data) if data.is_integer() else data
     if data is None or isinstance(data, str | int):
-        return data  # most of it: asking whether it is a mapping takes ten times as long
+        return (
+            data  # most of it: asking whether it is a mapping takes ten times as long
+        )
     if isinstance(data, list | tuple):
         return [canonical(value) for value in data]
-    return {key: canonical(value) for key, value in data.items()} if isinstance(data, Mapping) else data
+    return (
+        {key: canonical(value) for key, value in data.items()}
+        if isinstance(data, Mapping)
+        else data
+    )
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -69,7 +75,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
     """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
-    write_text(path, frame.to_csv(index=False, float_format="%.9g", lineterminator="\n"))
+    write_text(
+        path, frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
+    )
 
 
 def rounded(values: Any, digits: int = 6) -> Any:

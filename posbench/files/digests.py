@@ -47,8 +47,15 @@ class Content:
     @property
     def fact(self) -> dict[str, str]:
         """For the record of a run."""
-        place, kind = (str(self.file), "sha256") if self.file else (self.source.id, "commit")
-        return {"field": self.source.field, "name": self.name, "file": place, kind: self.held}
+        place, kind = (
+            (str(self.file), "sha256") if self.file else (self.source.id, "commit")
+        )
+        return {
+            "field": self.source.field,
+            "name": self.name,
+            "file": place,
+            kind: self.held,
+        }
 
 
 def contents(wanted: Iterable[Source]) -> list[Content]:
@@ -63,7 +70,9 @@ def contents(wanted: Iterable[Source]) -> list[Content]:
             jobs += [(source, *each) for each in _files(source)]
         except OSError as error:
             hint = f"check the path ({error.strerror or error})"
-            raise UserError(source.field, source.id, "a file or folder on this machine", hint) from error
+            raise UserError(
+                source.field, source.id, "a file or folder on this machine", hint
+            ) from error
     # Hashing lets other threads run: the shards of a checkpoint are hashed side by side.
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         return list(pool.map(lambda job: _content(*job), jobs))
@@ -76,7 +85,8 @@ def keys(found: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
 
 def in_place(raw: Mapping[str, Any], found: Iterable[Content]) -> dict[str, Any]:
     """A config in which what a local file holds stands in place of its path."""
-    data, held = deepcopy(dict(raw)), dict[Source, list[Any]]()
+    data = deepcopy(dict(raw))
+    held = dict[Source, list[Any]]()
     for content in found:
         held.setdefault(content.source, []).append(content.key)
     for source in held:
@@ -84,7 +94,11 @@ def in_place(raw: Mapping[str, Any], found: Iterable[Content]) -> dict[str, Any]
         node: Any = data
         for group in groups:
             node = node.get(group, {}) if isinstance(node, dict) else {}
-        if isinstance(node, dict) and source.kind == "path" and node.get(last) == source.id:
+        if (
+            isinstance(node, dict)
+            and source.kind == "path"
+            and node.get(last) == source.id
+        ):
             node[last] = f"sha256:{digest(held[source], 12)}"
     return data
 
@@ -93,7 +107,11 @@ def changed(found: Iterable[Content]) -> Content | None:
     """The first file that no longer holds what it held; one that was only touched does."""
     for content in found:
         try:
-            if content.file and stamp(content.file) != content.stamp and sha256(content.file) != content.held:
+            if (
+                content.file
+                and stamp(content.file) != content.stamp
+                and sha256(content.file) != content.held
+            ):
                 return content
         except OSError:
             return content
@@ -118,7 +136,11 @@ def sha256(file: Path) -> str:
     if note and stamp(file) == before and time.time_ns() - max(before[1:3]) > SETTLED:
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
-            write_text(note, json.dumps({"file": str(file), "stamp": before, "sha256": found}) + "\n")
+            write_text(
+                note,
+                json.dumps({"file": str(file), "stamp": before, "sha256": found})
+                + "\n",
+            )
         except OSError:
             # Nowhere to remember it: it is hashed again the next time.
             pass
@@ -127,7 +149,8 @@ def sha256(file: Path) -> str:
 
 def _note(file: Path) -> Path | None:
     """Where the hash of a file is remembered: a file each, so that two processes never write the same."""
-    cache, name = sources.cache_folder(), hashlib.sha256(str(file).encode(errors="surrogateescape"))
+    cache = sources.cache_folder()
+    name = hashlib.sha256(str(file).encode(errors="surrogateescape"))
     return cache / "sha256" / f"{name.hexdigest()[:24]}.json" if cache else None
 
 
@@ -148,7 +171,9 @@ def _content(source: Source, name: str, file: Path | None) -> Content:
         return Content(source, name, file.resolve(), sha256(file), before)
     except OSError as error:
         hint = f"check its permissions ({error.strerror or error})"
-        raise MachineError(source.field, str(file), "a file that can be read", hint) from error
+        raise MachineError(
+            source.field, str(file), "a file that can be read", hint
+        ) from error
 
 
 def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
@@ -156,20 +181,34 @@ def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
     if source.kind in ("model", "dataset"):
         yield sources.commit(source), None
         return
-    place = sources.local(source) if source.kind == "url" else Path(paths.model_path(source.id))
+    place = (
+        sources.local(source)
+        if source.kind == "url"
+        else Path(paths.model_path(source.id))
+    )
     if not sources.there(place):
-        allowed = "a file or folder on this machine" if source.files else "a file on this machine"
+        allowed = (
+            "a file or folder on this machine"
+            if source.files
+            else "a file on this machine"
+        )
         raise UserError(source.field, source.id, allowed, "check the path")
     if source.files == CHECKPOINT and place.is_dir():
         named = set(sources.shards(place))
-        for file in sorted(p for p in place.iterdir() if p.is_file() and not p.name.startswith(".")):
+        for file in sorted(
+            p for p in place.iterdir() if p.is_file() and not p.name.startswith(".")
+        ):
             adapter = file.name.startswith("adapter") and file.suffix == ".safetensors"
             if file.suffix not in UNREAD or file.name in named or adapter:
                 yield file.name, file
     elif place.is_dir() and source.files:
-        found = {p for pattern in source.files for p in place.glob(pattern) if p.is_file()}
+        found = {
+            p for pattern in source.files for p in place.glob(pattern) if p.is_file()
+        }
         yield from sorted((p.relative_to(place).as_posix(), p) for p in found)
     elif place.is_file():
         yield place.suffix, place
     else:
-        raise UserError(source.field, source.id, "a file on this machine", "check the path")
+        raise UserError(
+            source.field, source.id, "a file on this machine", "check the path"
+        )

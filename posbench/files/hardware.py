@@ -19,7 +19,11 @@ def hardware() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        lines = [
+            line
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         name = lines[0].split(":", 1)[1].strip() if lines else name
     threads = torch.get_num_threads()
     instructions = torch.backends.cpu.get_cpu_capability()
@@ -41,5 +45,7 @@ def peak_memory() -> dict[str, int]:
         unit = 1 if sys.platform == "darwin" else 1024
         found["resident"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if torch.cuda.is_initialized():
-        found["cuda"] = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+        found["cuda"] = sum(
+            map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        )
     return found

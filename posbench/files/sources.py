@@ -29,7 +29,15 @@ CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS)
 """What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.* stay on the hub."""
 
 A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
-TOKENIZER = ("tokenizer*", "special_*", "added_*", "vocab*", "merges*", "chat_template*", "*.model")
+TOKENIZER = (
+    "tokenizer*",
+    "special_*",
+    "added_*",
+    "vocab*",
+    "merges*",
+    "chat_template*",
+    "*.model",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +75,13 @@ def there(path: Path) -> bool:
 def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
-    local = there(Path(resolved)) or resolved.startswith("/") or path.startswith((".", "~"))
+    local = (
+        there(Path(resolved)) or resolved.startswith("/") or path.startswith((".", "~"))
+    )
     kind: Any = "path" if local else "model"
-    return Source(kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision)
+    return Source(
+        kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision
+    )
 
 
 def local(source: Source) -> Path:
@@ -82,7 +94,10 @@ def local(source: Source) -> Path:
     if here is None:
         listing(source)
         here = _download(source)
-    if source.sha256 and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256:
+    if (
+        source.sha256
+        and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256
+    ):
         allowed = f"the content of {source.id} with sha256 {source.sha256[:12]}"
         hint = f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own"
         raise UserError(source.field, f"{here} with sha256 {found[:12]}", allowed, hint)
@@ -103,7 +118,11 @@ def cached(source: Source) -> Path | None:
     if source.kind == "url":
         return _url_file(source.id) if _url_file(source.id).is_file() else None
     try:
-        folder = Path(huggingface_hub.snapshot_download(source.id, local_files_only=True, **_wanted(source)))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                source.id, local_files_only=True, **_wanted(source)
+            )
+        )
     except hub_errors.LocalEntryNotFoundError:
         return None
     except ValueError as error:
@@ -111,7 +130,11 @@ def cached(source: Source) -> Path | None:
     # A cache filled by other programs has no list of files: look at what loading needs.
     if source.kind == "model":
         gone = lacking(folder)
-        return None if gone and (WEIGHTS in source.files or not gone.endswith(".safetensors")) else folder
+        return (
+            None
+            if gone and (WEIGHTS in source.files or not gone.endswith(".safetensors"))
+            else folder
+        )
     return folder if all((folder / name).is_file() for name in source.files) else None
 
 
@@ -122,7 +145,9 @@ def lacking(folder: Path) -> str:
     if not any(folder.glob("tokenizer*")):
         return "tokenizer files"
     try:
-        return next((shard for shard in shards(folder) if not (folder / shard).is_file()), "")
+        return next(
+            (shard for shard in shards(folder) if not (folder / shard).is_file()), ""
+        )
     except UserError as error:
         return error.allowed
 
@@ -130,7 +155,11 @@ def lacking(folder: Path) -> str:
 def facts(source: Source) -> dict[str, Any]:
     """What a checkpoint on this machine says in its config.json; empty where that cannot be read."""
     try:
-        known = json.loads((Path(paths.model_path(source.id)) / "config.json").read_text(encoding="utf-8"))
+        known = json.loads(
+            (Path(paths.model_path(source.id)) / "config.json").read_text(
+                encoding="utf-8"
+            )
+        )
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
@@ -142,12 +171,17 @@ def shards(folder: Path) -> list[str]:
     Raises:
         UserError: The index is malformed, or names files elsewhere or that are no safetensors.
     """
-    whole, index = "model.safetensors", folder / "model.safetensors.index.json"
+    whole = "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if (folder / whole).is_file() or not index.is_file():
         return [whole]
     try:
-        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in named if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
+        named = sorted(
+            set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        )
+        outside = [
+            name for name in named if not re.fullmatch(r"[^/\\]+\.safetensors", name)
+        ]
         if named and not outside:
             return named
         hint = f"get the checkpoint again: its index names {', '.join(outside[:1]) or 'no file'}"
@@ -171,13 +205,22 @@ def listing(source: Source) -> tuple[str, list[File]]:
                 return "", _on_disk(source, _url_file(source.id))
             with urlopen(Request(source.id, method="HEAD"), timeout=30) as answer:
                 size = answer.headers.get("Content-Length")
-            return "", [File(_url_file(source.id).name, int(size) if size else None, False)]
+            return "", [
+                File(_url_file(source.id).name, int(size) if size else None, False)
+            ]
         # Without the timeout the client would retry for half a minute where there is no network.
-        asked: dict[str, Any] = {"repo_type": source.kind, "revision": source.revision, "timeout": 10}
-        info = huggingface_hub.HfApi().repo_info(source.id, files_metadata=True, **asked)
+        asked: dict[str, Any] = {
+            "repo_type": source.kind,
+            "revision": source.revision,
+            "timeout": 10,
+        }
+        info = huggingface_hub.HfApi().repo_info(
+            source.id, files_metadata=True, **asked
+        )
     except _failures() as error:
         raise _refused(source, error) from error
-    sha, files = str(info.sha), []
+    sha = str(info.sha)
+    files = []
     for entry in getattr(info, "siblings", None) or ():
         if _matches(source, entry.rfilename):
             here = huggingface_hub.try_to_load_from_cache(
@@ -187,7 +230,11 @@ def listing(source: Source) -> tuple[str, list[File]]:
     names = {file.name for file in files}
     whole = ("config.json", *(part for part in source.files if part == WEIGHTS))
     wanted = source.files if source.kind == "dataset" else whole
-    gone = [pattern for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
+    gone = [
+        pattern
+        for pattern in wanted
+        if not any(fnmatch(name, pattern) for name in names)
+    ]
     if gone:
         allowed = f"a repository with {gone[0]} (commit {sha[:12]} has none)"
         hint = "name a revision that has it (some keep safetensors under refs/pr/N), or another repository"
@@ -202,9 +249,13 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         UserError: A file is missing on this machine, or a source cannot be reached and is not in the cache.
     """
     sources = list(dict.fromkeys(sources))
-    table = Table("what", "from", "file", "size", "state", "about", box=None, pad_edge=False)
+    table = Table(
+        "what", "from", "file", "size", "state", "about", box=None, pad_edge=False
+    )
     commits: dict[Source, str] = {}
-    wanted, problems, every = [], [], []
+    wanted = []
+    problems = []
+    every = []
     for source in sources:
         try:
             sha, files = listing(source)
@@ -213,18 +264,36 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             here = cached(source) if source.kind != "path" and error.__cause__ else None
             if here is None:
                 problems.append(error)
-                table.add_row(source.field.partition(".")[0], source.id, "", "", "missing", source.about)
+                table.add_row(
+                    source.field.partition(".")[0],
+                    source.id,
+                    "",
+                    "",
+                    "missing",
+                    source.about,
+                )
                 continue
             reason = type(error.__cause__).__name__
-            said = f"{source.id}: not reachable ({reason}), but a complete copy is cached"
+            said = (
+                f"{source.id}: not reachable ({reason}), but a complete copy is cached"
+            )
             console.print(said, soft_wrap=True)
-            sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
+            sha = "" if source.kind == "url" else here.name
+            files = _on_disk(source, here)
         if sha:
             commits[source] = sha
         for file in files:
-            tokenizer = source.files == CHECKPOINT and any(fnmatch(file.name, part) for part in TOKENIZER)
+            tokenizer = source.files == CHECKPOINT and any(
+                fnmatch(file.name, part) for part in TOKENIZER
+            )
             what = "tokenizer" if tokenizer else source.field.partition(".")[0]
-            state = "missing" if not file.here else "here" if source.kind == "path" else "cached"
+            state = (
+                "missing"
+                if not file.here
+                else "here"
+                if source.kind == "path"
+                else "cached"
+            )
             size = "?" if file.size is None else decimal(file.size)
             about = source.about if file == files[0] else ""
             table.add_row(what, source.id, file.name, size, state, about)
@@ -235,12 +304,19 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
     if table.row_count:
         console.print(table)
     if every and not problems:
-        total, absent = (sum(f.size or 0 for f in every if not (f.here and new)) for new in (False, True))
-        console.print(f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}")
+        total, absent = (
+            sum(f.size or 0 for f in every if not (f.here and new))
+            for new in (False, True)
+        )
+        console.print(
+            f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}"
+        )
     if problems:
         raise problems[0]
     if not wanted:
-        console.print("nothing to download: everything this config needs is on this machine")
+        console.print(
+            "nothing to download: everything this config needs is on this machine"
+        )
     elif dry_run:
         console.print("nothing was downloaded")
     else:
@@ -249,7 +325,9 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         console.print("downloaded: runs of this config need no network now")
     for source, sha in commits.items():
         pin = f"{source.field.partition('.')[0]}.revision={sha}"
-        console.print(f"{source.id} is at commit {sha}; to stay there: {pin}", soft_wrap=True)
+        console.print(
+            f"{source.id} is at commit {sha}; to stay there: {pin}", soft_wrap=True
+        )
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -259,7 +337,11 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _wanted(source: Source) -> dict[str, Any]:
     """Arguments that select the files of a repository in the hub's client, where * also matches a slash."""
-    wanted = {"repo_type": source.kind, "revision": source.revision, "allow_patterns": list(source.files)}
+    wanted = {
+        "repo_type": source.kind,
+        "revision": source.revision,
+        "allow_patterns": list(source.files),
+    }
     return wanted | {"ignore_patterns": ["*/*"] if source.kind == "model" else None}
 
 
@@ -275,8 +357,13 @@ def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     if there(path) and path.is_dir() and source.files == CHECKPOINT and lacking(path):
         raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
     if there(path) and path.is_dir() and source.files:
-        found = [p for pattern in source.files for p in path.glob(pattern) if p.is_file()]
-        return [File(p.relative_to(path).as_posix(), p.stat().st_size, True) for p in sorted(set(found))]
+        found = [
+            p for pattern in source.files for p in path.glob(pattern) if p.is_file()
+        ]
+        return [
+            File(p.relative_to(path).as_posix(), p.stat().st_size, True)
+            for p in sorted(set(found))
+        ]
     if there(path) and path.is_file() and source.files != CHECKPOINT:
         return [File(path.name, path.stat().st_size, True)]
     what = "directory" if source.files == CHECKPOINT else "file or folder"
@@ -310,18 +397,28 @@ def _url_file(url: str) -> Path:
     cache = cache_folder()
     if cache is None:
         allowed = "a folder for downloads, where there is no home folder"
-        raise MachineError("POSBENCH_CACHE", None, allowed, "set that environment variable")
+        raise MachineError(
+            "POSBENCH_CACHE", None, allowed, "set that environment variable"
+        )
     name = url.rstrip("/").rpartition("/")[2] or "index"
     return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / name
 
 
 def _refused(source: Source, error: Exception) -> UserError:
     """The failure of a source as one line with the next step."""
-    field, value, whole = source.field, source.id, source.files == CHECKPOINT
+    field = source.field
+    value = source.id
+    whole = source.files == CHECKPOINT
     named = {"dataset": "a reachable data set of the hub", "url": "a reachable URL"}
-    allowed = A_CHECKPOINT if whole else named.get(source.kind, "a file on this machine")
+    allowed = (
+        A_CHECKPOINT if whole else named.get(source.kind, "a file on this machine")
+    )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    own = f"set {field}=DIR to a local checkpoint" if whole else f"set {field} to a copy on this machine"
+    own = (
+        f"set {field}=DIR to a local checkpoint"
+        if whole
+        else f"set {field} to a copy on this machine"
+    )
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
     if isinstance(error, hub_errors.GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
@@ -329,8 +426,10 @@ def _refused(source: Source, error: Exception) -> UserError:
         login = "a private or gated repository needs `hf auth login` (or HF_TOKEN)"
         hint = f"check the spelling; {login}; or {own}"
     elif isinstance(error, hub_errors.RevisionNotFoundError):
-        field, value = field.replace(".path", ".revision"), source.revision or "main"
-        allowed, hint = f"a branch, tag or commit of {source.id}", f"see {page}/commits"
+        field = field.replace(".path", ".revision")
+        value = source.revision or "main"
+        allowed = f"a branch, tag or commit of {source.id}"
+        hint = f"see {page}/commits"
     elif isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled) or isinstance(
         error, hub_errors.OfflineModeIsEnabled
     ):

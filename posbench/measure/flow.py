@@ -38,33 +38,45 @@ def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array
         ``by_head`` and ``by_entry`` [tokens], of the prompt's first tokens: see :mod:`posbench.theory.masks`;
         not there for a shorter prompt.
     """
-    length, seen = len(ids), np.arange(tokens, 0, -1)
+    length = len(ids)
+    seen = np.arange(tokens, 0, -1)
     own = torch.tensor(list(KINDS.values()), dtype=torch.float64).view(-1, 1, 1)
     leaving = torch.zeros(len(KINDS), length, parts, dtype=torch.float64)
     for part, rows in enumerate(np.array_split(np.arange(length), parts)):
         leaving[:, rows, part] = 1
-    entering, current = leaving, -1
+    entering = leaving
+    current = -1
     last, heads, entries = (dict[int, Array]() for _ in range(3))
 
     def reduce(layer: int, blocks: Iterable[tuple[int, Tensor]]) -> None:
         nonlocal entering, leaving, current
         if layer != current:
-            entering, current = leaving, layer
-        mixed, sums, above = [], 0.0, 0.0
+            entering = leaving
+            current = layer
+        mixed = []
+        sums = 0.0
+        above = 0.0
         for start, weights in blocks:
             entering = entering.to(weights.device)
             mixed.append(weights.mean(1).double()[:, None] @ entering)
             early = weights[:, :, : max(tokens - start, 0), :tokens].double()
-            sums, above = sums + early.sum(2), above + (early > masks.ENTRY).double().sum(2)
+            sums = sums + early.sum(2)
+            above = above + (early > masks.ENTRY).double().sum(2)
         share = own.to(entering.device)
         leaving = share * entering + (1 - share) * torch.cat(mixed, dim=2)
-        last[layer] = leaving[..., -1, :].reshape(-1, len(KINDS), parts).mean(0).cpu().numpy()
+        last[layer] = (
+            leaving[..., -1, :].reshape(-1, len(KINDS), parts).mean(0).cpu().numpy()
+        )
         if length >= tokens:
             # [rows of the prompt, H, tokens], over the queries that see each of the tokens.
-            heads[layer] = (torch.as_tensor(sums).cpu().numpy() / seen > masks.HEAD).mean((0, 1))
+            heads[layer] = (
+                torch.as_tensor(sums).cpu().numpy() / seen > masks.HEAD
+            ).mean((0, 1))
             entries[layer] = torch.as_tensor(above).cpu().numpy().mean((0, 1)) / seen
 
-    def read(module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **rest: Any) -> Any:
+    def read(
+        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **rest: Any
+    ) -> Any:
         following = rest.pop("following")
         reduce(module.layer_idx, attention_rows(query, key, mask, **rest))
         return following(module, query, key, value, mask, **rest)
@@ -83,7 +95,9 @@ def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array
     found = {"rollout": np.stack([last[layer] for layer in sorted(last)], axis=1)}
     # Layers have equally many heads and queries.
     sinks = {"by_head": heads, "by_entry": entries} if heads else {}
-    return found | {name: np.mean(list(each.values()), axis=0) for name, each in sinks.items()}
+    return found | {
+        name: np.mean(list(each.values()), axis=0) for name, each in sinks.items()
+    }
 
 
 def attention_rows(
@@ -100,4 +114,9 @@ def attention_rows(
     )
     step = max(ENTRIES // (query.shape[0] * query.shape[1] * keys.shape[2]), 1)
     for start in range(0, query.shape[2], step):
-        yield start, attention_weights(query, keys, mask, slice(start, start + step), **settings)
+        yield (
+            start,
+            attention_weights(
+                query, keys, mask, slice(start, start + step), **settings
+            ),
+        )

@@ -48,13 +48,20 @@ def attention_to_items(
     with lm.last_attention() as weights:
         finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         # A method may run a prompt as several rows next to each other, which are averaged as heads are.
-        rows = [weights[layer].unflatten(0, (len(examples), -1)).mean(1) for layer in range(lm.layers)]
-        kept = [(row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows]
+        rows = [
+            weights[layer].unflatten(0, (len(examples), -1)).mean(1)
+            for layer in range(lm.layers)
+        ]
+        kept = [
+            (row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows
+        ]
     found = pooled(kept, pool)
     return found if heads else found[:, :, 0]
 
 
-def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: int) -> Tensor:
+def item_pool(
+    encoded: Sequence[Encoded], examples: Sequence[Example], width: int
+) -> Tensor:
     """1 / (an item's tokens) at its tokens, else 0, [B, N, width]; prompts are padded on the left."""
     pool = torch.zeros(len(examples), len(examples[0].items), width)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
@@ -87,7 +94,17 @@ def attention_to_thirds(
             finite(lm.model(**given, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows, which are averaged as heads are.
-            rows = weights[layer].unflatten(0, (len(batch), -1)).flatten(1, 2).mean(1).double().cpu().numpy()
+            rows = (
+                weights[layer]
+                .unflatten(0, (len(batch), -1))
+                .flatten(1, 2)
+                .mean(1)
+                .double()
+                .cpu()
+                .numpy()
+            )
             for row, i in zip(rows, batch, strict=True):
-                found[i, layer] = [part.sum() for part in np.array_split(row[-len(prompts[i]) :], 3)]
+                found[i, layer] = [
+                    part.sum() for part in np.array_split(row[-len(prompts[i]) :], 3)
+                ]
     return found

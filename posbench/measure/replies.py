@@ -17,7 +17,10 @@ def room(encoder: Encoder, task: Task, example: Example) -> int:
     """Tokens of the window that an example's answer may take."""
     tokenizer = encoder.tokenizer
     if example.choices and tokenizer:
-        return max(len(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
+        return max(
+            len(tokenizer(c, add_special_tokens=False)["input_ids"])
+            for c in example.choices
+        )
     return example.max_new_tokens or task.max_new_tokens
 
 
@@ -39,7 +42,12 @@ def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
 def encode_whole(encoder: Encoder, example: Example) -> Encoded:
     """An example's prompt as tokens, however long it is."""
     wide: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
-    return wide.encode(example.prompt, chat=example.chat, system=example.system, prefill=example.prefill)
+    return wide.encode(
+        example.prompt,
+        chat=example.chat,
+        system=example.system,
+        prefill=example.prefill,
+    )
 
 
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
@@ -49,7 +57,11 @@ def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
 
 
 def plan(
-    task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], size: int, tokens: int | None
+    task: Task,
+    examples: Sequence[Example],
+    encoded: Mapping[str, Encoded],
+    size: int,
+    tokens: int | None,
 ) -> list[list[Example]]:
     """Batches of examples that are decoded alike, the largest first; ``encoded`` has their prompts by id.
 
@@ -57,7 +69,12 @@ def plan(
     """
     alike: dict[tuple[Any, ...], list[Example]] = {}
     for e in examples:
-        kind = bool(e.choices), e.max_new_tokens or task.max_new_tokens, e.min_new_tokens, e.stop
+        kind = (
+            bool(e.choices),
+            e.max_new_tokens or task.max_new_tokens,
+            e.min_new_tokens,
+            e.stop,
+        )
         alike.setdefault(kind, []).append(e)
     out = []
     for (chosen, new, *_), members in alike.items():
@@ -67,18 +84,30 @@ def plan(
 
 
 def replies(
-    lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded], prefix: Prefix | None = None
+    lm: LM,
+    task: Task,
+    batch: Sequence[Example],
+    encoded: Mapping[str, Encoded],
+    prefix: Prefix | None = None,
 ) -> list[dict[str, Any]]:
     """``output`` of each example of a batch, and ``loglikelihoods`` (nats) of its choices, if any; on a
     prefix that holds all tokens of these prompts but the last."""
-    tokens, first = [encoded[e.id].ids for e in batch], batch[0]
+    tokens = [encoded[e.id].ids for e in batch]
+    first = batch[0]
     if first.choices:
-        asked = [[lm.continuation_ids(encoded[e.id], choice) for choice in e.choices] for e in batch]
+        asked = [
+            [lm.continuation_ids(encoded[e.id], choice) for choice in e.choices]
+            for e in batch
+        ]
         found = lm.continuations(tokens, asked, batch_size=len(batch), prefix=prefix)
         nats = [[total for total, _ in row] for row in found]
-        best = [e.choices[row.index(max(row))].strip() for e, row in zip(batch, nats, strict=True)]
+        best = [
+            e.choices[row.index(max(row))].strip()
+            for e, row in zip(batch, nats, strict=True)
+        ]
         return [
-            {"output": text, "loglikelihoods": rounded(row, 8)} for text, row in zip(best, nats, strict=True)
+            {"output": text, "loglikelihoods": rounded(row, 8)}
+            for text, row in zip(best, nats, strict=True)
         ]
     texts = lm.generate(
         tokens,

@@ -31,15 +31,21 @@ class MeanMap:
 
     def add(self, query: Tensor, key: Tensor, factor: float = 1.0) -> None:
         """Add samples: queries and keys [B, H, n, d], and the factor of their products."""
-        query, key = query.float() * factor, key.float()
+        query = query.float() * factor
+        key = key.float()
         count, heads, tokens, _ = query.shape
         half = (torch.arange(count) + len(self.each)) % 2
         for number in (0, 1):
             # Summed over samples and heads at once: one product of [n, B H d] matrices.
             rows = (half == number).to(query.device)
-            left, right = (x[rows].permute(2, 0, 1, 3).reshape(tokens, -1) for x in (query, key))
+            left, right = (
+                x[rows].permute(2, 0, 1, 3).reshape(tokens, -1) for x in (query, key)
+            )
             self._halves[number] += (left @ right.T).double().cpu() / heads
-        told = [(query * (weights @ key)).sum((2, 3)).mean(1) for weights in contrasts(tokens, query.device)]
+        told = [
+            (query * (weights @ key)).sum((2, 3)).mean(1)
+            for weights in contrasts(tokens, query.device)
+        ]
         self.each += torch.stack(told, dim=1).tolist()
 
     @property
@@ -51,7 +57,9 @@ class MeanMap:
     def halves(self) -> tuple[Array, Array]:
         """The means over every other sample."""
         count = len(self.each)
-        return _lower(self._halves[0], (count + 1) // 2), _lower(self._halves[1], count // 2)
+        return _lower(self._halves[0], (count + 1) // 2), _lower(
+            self._halves[1], count // 2
+        )
 
     def facts(self) -> dict[str, Any]:
         """What the map says in numbers, token 1 left out throughout.
@@ -67,8 +75,12 @@ class MeanMap:
         lower = np.tril_indices(len(self.mean) - 1, -1)
         one, other = (each[1:, 1:] for each in self.halves)
         raw = np.cov(one[lower], other[lower])
-        left = np.cov(diagonal_normalised(one)[lower], diagonal_normalised(other)[lower])
-        row["score_low"], row["score_high"] = np.quantile(self.mean[1:, 1:][lower], [0.01, 0.99])
+        left = np.cov(
+            diagonal_normalised(one)[lower], diagonal_normalised(other)[lower]
+        )
+        row["score_low"], row["score_high"] = np.quantile(
+            self.mean[1:, 1:][lower], [0.01, 0.99]
+        )
         row["repeat"] = raw[0, 1] / np.sqrt(raw[0, 0] * raw[1, 1])
         row["beyond"] = max(left[0, 1], 0) / raw[0, 1] if raw[0, 1] > 0 else np.nan
         return {**row, "n": len(self.each)}
@@ -87,7 +99,8 @@ def contrasts(tokens: int, device: torch.device) -> Tensor:
     keys or more. ``shift``: for each distance the earlier half of its pairs minus the later half, mean over
     distances; scores that depend on i - j alone give 0.
     """
-    near, shift = torch.zeros(tokens, tokens), torch.zeros(tokens, tokens)
+    near = torch.zeros(tokens, tokens)
+    shift = torch.zeros(tokens, tokens)
     for i in range(5, tokens):
         width = (i - 1) // 4
         near[i, i - width : i], near[i, 1 : 1 + width] = 1 / width, -1 / width
@@ -102,7 +115,9 @@ def contrasts(tokens: int, device: torch.device) -> Tensor:
 @guarded
 @inference_mode
 def score_maps(
-    lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
+    lm: LM,
+    plan: Sequence[Sequence[Sequence[int]]],
+    advance: Callable[[int], None] = lambda n: None,
 ) -> list[MeanMap]:
     """Mean score of every pair of tokens, a map for each layer; see :func:`read_scores`.
 
@@ -117,7 +132,9 @@ def score_maps(
 
 @guarded
 def read_scores(
-    lm: LM, batch: Sequence[Sequence[int]], add: Callable[[int, Tensor, Tensor, float], None]
+    lm: LM,
+    batch: Sequence[Sequence[int]],
+    add: Callable[[int, Tensor, Tensor, float], None],
 ) -> None:
     """Run token rows of one length; add each layer, its queries and keys [B, H, n, d] and the scores' factor.
 
@@ -132,13 +149,19 @@ def read_scores(
             add(layer, *found)
         pending.clear()
 
-    def read(module: Any, query: Tensor, key: Tensor, *args: Any, following: Any, **rest: Any) -> Any:
+    def read(
+        module: Any, query: Tensor, key: Tensor, *args: Any, following: Any, **rest: Any
+    ) -> Any:
         # A method may attend several times in a layer: the last one replaces those before it.
         if module.layer_idx not in pending:
             give()
         factor = rest.get("scaling") or query.shape[-1] ** -0.5
         keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1])
-        pending[module.layer_idx] = (by_sample(query, len(batch)), by_sample(keys, len(batch)), factor)
+        pending[module.layer_idx] = (
+            by_sample(query, len(batch)),
+            by_sample(keys, len(batch)),
+            factor,
+        )
         return following(module, query, key, *args, **rest)
 
     with attending(lm.model, read):
@@ -155,5 +178,7 @@ def check_interface(lm: LM) -> None:
     """Raise UserError unless a model's attention runs through the library's functions."""
     family = families.family_of(lm.model)
     if not family.interface:
-        allowed = f"a family whose attention runs through the library; {family.name} does not"
+        allowed = (
+            f"a family whose attention runs through the library; {family.name} does not"
+        )
         raise UserError("model", lm.name, allowed, "take another model")

@@ -23,23 +23,30 @@ def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
     if task.repetition_penalty != 1:
         allowed = "1.0: the API of a server has no such setting"
         hint = "set task.repetition_penalty=1"
-        raise UserError("task.repetition_penalty", task.repetition_penalty, allowed, hint)
-    examples, chat = task.evaluation(), model.api == "chat"
+        raise UserError(
+            "task.repetition_penalty", task.repetition_penalty, allowed, hint
+        )
+    examples = task.evaluation()
+    chat = model.api == "chat"
     if chat and any(e.prefill for e in examples):
         allowed = f"completions: {task.name} begins the reply, which messages cannot do alike on all servers"
         raise UserError("model.api", model.api, allowed, "set model.api=completions")
     encode_longest(encoder, task)
     template = "for a chat template set model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"
-    bare, least = not all(e.chat for e in examples), any(e.min_new_tokens for e in examples)
+    bare = not all(e.chat for e in examples)
+    least = any(e.min_new_tokens for e in examples)
     said = {
         f"prompts are sent as plain text; {template}": not (chat or model.path or bare),
-        f"{task.name} asks without a chat template, model.api=chat adds one": chat and bare,
+        f"{task.name} asks without a chat template, model.api=chat adds one": chat
+        and bare,
         f"{task.name} asks for a token at least, and a server may reply nothing": least,
     }
     return tuple(words for words, holds in said.items() if holds)
 
 
-def reply(endpoint: Endpoint, encoder: Encoder, task: Task, e: Example, encoded: Encoded) -> dict[str, Any]:
+def reply(
+    endpoint: Endpoint, encoder: Encoder, task: Task, e: Example, encoded: Encoded
+) -> dict[str, Any]:
     """``output`` of an example, and what the server tells of it: tokens as it counts, why the reply ended
     (``finish``), its model; of a choice ``by`` which way it was read, with ``loglikelihoods`` (nats); and a
     ``note`` where the model did not get to read the prompt."""
@@ -47,7 +54,9 @@ def reply(endpoint: Endpoint, encoder: Encoder, task: Task, e: Example, encoded:
     if e.choices:
         found = endpoint.choose(prompt, e.choices)
     else:
-        found = endpoint.generate(prompt, e.max_new_tokens or task.max_new_tokens, e.stop)
+        found = endpoint.generate(
+            prompt, e.max_new_tokens or task.max_new_tokens, e.stop
+        )
     facts = {
         "output": found.text if e.choices else cut(found.text, e.stop),
         "loglikelihoods": list(found.nats),
@@ -58,4 +67,8 @@ def reply(endpoint: Endpoint, encoder: Encoder, task: Task, e: Example, encoded:
         "server": found.server,
         "note": found.note,
     }
-    return {name: value for name, value in facts.items() if name == "output" or value not in ("", [])}
+    return {
+        name: value
+        for name, value in facts.items()
+        if name == "output" or value not in ("", [])
+    }

@@ -46,16 +46,20 @@ class Strings:
         if self.length > lm.context_window:
             allowed = f"at most {lm.context_window} (context window of {lm.name})"
             raise UserError("search.length", self.length, allowed, "shorten it")
-        rng, tokenizer = random.Random(f"posbench random strings {self.seed}"), lm.need_tokenizer()
+        rng = random.Random(f"posbench random strings {self.seed}")
+        tokenizer = lm.need_tokenizer()
         if self.alphabet == "tokens":
             special = set(tokenizer.all_special_ids)
             usable = [i for i in range(len(tokenizer)) if i not in special]
             return [rng.choices(usable, k=self.length) for _ in range(self.count)]
         rows = list[list[int]]()
         for _ in range(self.count):
-            ids, letters = list[int](), self.length * 4
+            ids = list[int]()
+            letters = self.length * 4
             while len(ids) < self.length:
-                text = "".join(rng.choices(string.ascii_letters + string.digits, k=letters))
+                text = "".join(
+                    rng.choices(string.ascii_letters + string.digits, k=letters)
+                )
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                 letters *= 2
             rows.append(ids[: self.length])
@@ -89,33 +93,54 @@ def average_states(
         ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
         embedding, block outputs, the last after the final norm, as in transformers' ``hidden_states``.
     """
-    rows, state = strings.draw(lm), start or Sums()
+    rows = strings.draw(lm)
+    state = start or Sums()
     captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
 
     def add(site: Site) -> Callable[[int, Tensor], None]:
-        return lambda layer, hidden: captured[site].update({layer: hidden.float().sum(0)})
+        return lambda layer, hidden: captured[site].update(
+            {layer: hidden.float().sum(0)}
+        )
 
     saved_at = state.count
-    with reading(lm, "attention_input", add("attention_input")), reading(lm, "residual", add("residual")):
+    with (
+        reading(lm, "attention_input", add("attention_input")),
+        reading(lm, "residual", add("residual")),
+    ):
         for first in range(state.count, len(rows), strings.batch_size):
-            batch = torch.tensor(rows[first : first + strings.batch_size], device=lm.device)
+            batch = torch.tensor(
+                rows[first : first + strings.batch_size], device=lm.device
+            )
             out = lm.model.base_model(input_ids=batch, use_cache=False)
-            captured["residual"][lm.layers] = finite(out.last_hidden_state).float().sum(0)
+            captured["residual"][lm.layers] = (
+                finite(out.last_hidden_state).float().sum(0)
+            )
             for site, parts in captured.items():
                 total = torch.stack([parts[i].to(lm.device) for i in sorted(parts)])
-                state.sums[site] = state.sums[site] + total if site in state.sums else total
+                state.sums[site] = (
+                    state.sums[site] + total if site in state.sums else total
+                )
             state.count += len(batch)
             advance(len(batch))
             if state.count - saved_at >= SAVE_EVERY:
                 keep(state)
                 saved_at = state.count
-    return {name: (value / state.count).cpu().numpy() for name, value in state.sums.items()}
+    return {
+        name: (value / state.count).cpu().numpy() for name, value in state.sums.items()
+    }
 
 
-def reading(lm: LM, site: Site, see: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+def reading(
+    lm: LM, site: Site, see: Callable[[int, Tensor], None]
+) -> AbstractContextManager[None]:
     """Show a function every layer and its input [B, T, D], in each forward inside the block."""
-    modules, given = families.site_modules(lm.model, site), families.attention_input
-    return before_each(modules, None, lambda layer: lambda _, args, kwargs: see(layer, given(args, kwargs)))
+    modules = families.site_modules(lm.model, site)
+    given = families.attention_input
+    return before_each(
+        modules,
+        None,
+        lambda layer: lambda _, args, kwargs: see(layer, given(args, kwargs)),
+    )
 
 
 @contextmanager
@@ -127,7 +152,11 @@ def channel_input(
     Outer blocks have changed them already.
     """
     found: dict[int, Tensor] = {}
-    with reading(lm, site, lambda layer, hidden: found.update({layer: hidden[..., list(channels)]})):
+    with reading(
+        lm,
+        site,
+        lambda layer, hidden: found.update({layer: hidden[..., list(channels)]}),
+    ):
         yield found
 
 
@@ -136,7 +165,9 @@ def stacked(found: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
 
     A method may run a prompt as several rows next to each other: these are averaged.
     """
-    every = np.stack([found[layer].double().cpu().numpy() for layer in sorted(found)], axis=1)
+    every = np.stack(
+        [found[layer].double().cpu().numpy() for layer in sorted(found)], axis=1
+    )
     return every.reshape(prompts, -1, *every.shape[1:]).mean(1)
 
 
@@ -154,22 +185,32 @@ class Moments(NamedTuple):
 @guarded
 @inference_mode
 def moments(
-    lm: LM, strings: Strings, site: Site, channels: Sequence[int], skip: int, advance: Callable[[int], None]
+    lm: LM,
+    strings: Strings,
+    site: Site,
+    channels: Sequence[int],
+    skip: int,
+    advance: Callable[[int], None],
 ) -> Moments:
     """Run random strings and keep sums alone: memory is linear in the length of a string.
 
     At the site ``residual`` the states are block outputs, the last after the final norm. ``channels`` have
     their groups and variance kept; the first ``skip`` positions are not shuffled, nor in the variance.
     """
-    rows, rng = strings.draw(lm), np.random.default_rng(strings.seed)
-    n, width, shape = len(rows), families.text_config(lm.model).hidden_size, (lm.layers, strings.length)
+    rows = strings.draw(lm)
+    rng = np.random.default_rng(strings.seed)
+    n = len(rows)
+    width = families.text_config(lm.model).hidden_size
+    shape = (lm.layers, strings.length)
     mean, shuffled = torch.zeros(2, *shape, width, device=lm.device)
     squares = torch.zeros(*shape, len(channels), device=lm.device)
     groups = torch.zeros(GROUPS, *shape, len(channels), device=lm.device)
     order = group = torch.empty(0)
 
     def see(layer: int, hidden: Tensor) -> None:
-        layer -= site == "residual"  # the output of a block is the input of the next one
+        layer -= (
+            site == "residual"
+        )  # the output of a block is the input of the next one
         if layer < 0:
             return
         states = hidden.float().to(lm.device)
@@ -177,7 +218,9 @@ def moments(
         mean[layer] += states.sum(0)
         squares[layer] += (part**2).sum(0)
         groups[:, layer].index_add_(0, group, part)
-        shuffled[layer] += states[torch.arange(len(states), device=lm.device)[:, None], order].sum(0)
+        shuffled[layer] += states[
+            torch.arange(len(states), device=lm.device)[:, None], order
+        ].sum(0)
 
     with reading(lm, site, see):
         for start in range(0, n, strings.batch_size):
@@ -186,18 +229,23 @@ def moments(
             places[:, skip:] = rng.permuted(places[:, skip:], axis=1)
             order = torch.tensor(places, device=lm.device)
             group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
-            out = lm.model.base_model(input_ids=torch.tensor(ids, device=lm.device), use_cache=False)
+            out = lm.model.base_model(
+                input_ids=torch.tensor(ids, device=lm.device), use_cache=False
+            )
             finite(out.last_hidden_state)
             if site == "residual":
                 see(lm.layers, out.last_hidden_state)
             advance(len(ids))
     sizes = np.bincount(np.arange(n) % GROUPS, minlength=GROUPS).astype(np.float64)
-    kept, squared = (part.cpu().numpy().astype(np.float64) for part in (groups, squares))
+    kept, squared = (
+        part.cpu().numpy().astype(np.float64) for part in (groups, squares)
+    )
     return Moments(
         mean=(mean / n).cpu().numpy(),
         shuffled=(shuffled / n).cpu().numpy(),
         groups=kept / sizes[:, None, None, None],
         sizes=sizes,
-        variance=(squared[:, skip:] / n).mean(1) - (kept.sum(0)[:, skip:] / n).mean(1) ** 2,
+        variance=(squared[:, skip:] / n).mean(1)
+        - (kept.sum(0)[:, skip:] / n).mean(1) ** 2,
         strings=n,
     )

@@ -80,30 +80,51 @@ class AttentionBuckets(Method):
     def changed(self, lm: LM) -> Iterator[None]:
         """See :meth:`Method.changed`."""
         model, forward, count = lm.model, lm.model.forward, len(self.bases)
-        signature, running, alone = inspect.signature(forward), self.bases, not listeners(model)
+        signature = inspect.signature(forward)
+        running = self.bases
+        alone = not listeners(model)
 
         @wraps(forward)
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal running
             bound = signature.bind(*args, **kwargs).arguments
-            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
-            labels, as_dict = call.pop("labels", None), call.pop("return_dict", None)
+            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get(
+                "kwargs", {}
+            )
+            labels = call.pop("labels", None)
+            as_dict = call.pop("return_dict", None)
             cache = call.pop("past_key_values", None)
-            tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+            tokens = (
+                call["input_ids"]
+                if call.get("input_ids") is not None
+                else call["inputs_embeds"]
+            )
             rows = tokens.shape[0]
             _refuse(call, cache, rows * count)
             # An inner method stands in front of this forward or has hooks of its own, as a listener has.
-            unseen = alone and model.forward is mixed_forward and listeners(model) == own
+            unseen = (
+                alone and model.forward is mixed_forward and listeners(model) == own
+            )
             size = count
             if self.batch_tokens and unseen and _may_be_joined(cache):
                 size = min(count, max(1, self.batch_tokens // tokens.shape[:2].numel()))
-            logits, joined = list[torch.Tensor](), _Joined(rows, count)
+            logits = list[torch.Tensor]()
+            joined = _Joined(rows, count)
             with ExitStack() as stack:
-                for child in families.attention_modules(model)[0].children() if size < count else ():
-                    stack.enter_context(replaced(child, "forward", _once(child.forward)))
+                for child in (
+                    families.attention_modules(model)[0].children()
+                    if size < count
+                    else ()
+                ):
+                    stack.enter_context(
+                        replaced(child, "forward", _once(child.forward))
+                    )
                 for start in range(0, count, size):
                     running = self.bases[start : start + size]
-                    repeated = {name: _repeated(value, rows, len(running)) for name, value in call.items()}
+                    repeated = {
+                        name: _repeated(value, rows, len(running))
+                        for name, value in call.items()
+                    }
                     fresh = cache if size == count else copy.deepcopy(cache)
                     out = forward(past_key_values=fresh, **repeated)
                     logits.append(out.logits.unflatten(0, (rows, -1)))
@@ -114,7 +135,9 @@ class AttentionBuckets(Method):
                 out.past_key_values = joined.in_place_of(cache, out.past_key_values)
             if labels is not None:
                 vocabulary = families.text_config(model).vocab_size
-                out.loss = model.loss_function(logits=out.logits, labels=labels, vocab_size=vocabulary)
+                out.loss = model.loss_function(
+                    logits=out.logits, labels=labels, vocab_size=vocabulary
+                )
             return out.to_tuple() if as_dict is False else out
 
         def with_bases(call: rope.Call) -> rope.Call:
@@ -128,15 +151,22 @@ class AttentionBuckets(Method):
 
 def _may_be_joined(cache: Any) -> bool:
     """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
-    growing = (transformers.cache_utils.DynamicLayer, transformers.cache_utils.DynamicSlidingWindowLayer)
-    return cache is None or (all(type(x) in growing for x in cache.layers) and cache.get_seq_length() == 0)
+    growing = (
+        transformers.cache_utils.DynamicLayer,
+        transformers.cache_utils.DynamicSlidingWindowLayer,
+    )
+    return cache is None or (
+        all(type(x) in growing for x in cache.layers) and cache.get_seq_length() == 0
+    )
 
 
 class _Joined:
     """One cache of B * N rows out of those of the bases, each of which is let go once it is copied."""
 
     def __init__(self, rows: int, count: int) -> None:
-        self.rows, self.count, self.filled = rows, count, 0
+        self.rows = rows
+        self.count = count
+        self.filled = 0
         self.parts: dict[tuple[int, str], Tensor] = {}
 
     def add(self, cache: Any) -> None:
@@ -145,8 +175,12 @@ class _Joined:
             for name in ("keys", "values"):
                 part = getattr(layer, name).unflatten(0, (self.rows, -1))
                 if not self.filled:
-                    self.parts[number, name] = part.new_empty(self.rows, self.count, *part.shape[2:])
-                self.parts[number, name][:, self.filled : self.filled + part.shape[1]] = part
+                    self.parts[number, name] = part.new_empty(
+                        self.rows, self.count, *part.shape[2:]
+                    )
+                self.parts[number, name][
+                    :, self.filled : self.filled + part.shape[1]
+                ] = part
                 setattr(layer, name, None)
         self.filled += part.shape[1]
 
@@ -185,8 +219,14 @@ def _refuse(call: dict[str, Any], cache: Any, rows: int) -> None:
     """Raise ValueError for outputs that have no mixture, and for a cache of other rows."""
     for name in ("output_attentions", "output_hidden_states"):
         if call.get(name):
-            raise ValueError(f"{name} is not available under attention_buckets: every base has its own")
-    held = rows if cache is None or cache.get_seq_length() == 0 else cache.layers[0].keys.shape[0]
+            raise ValueError(
+                f"{name} is not available under attention_buckets: every base has its own"
+            )
+    held = (
+        rows
+        if cache is None or cache.get_seq_length() == 0
+        else cache.layers[0].keys.shape[0]
+    )
     if held != rows:
         needs = f"this cache holds {held} rows where attention_buckets needs {rows}"
         raise ValueError(f"{needs}: run the prompt inside the block, without beams")

@@ -23,13 +23,17 @@ class MethodChoice:
     name: str  # what tables call it
     cls: type[Method]  # its class
     values: dict[str, Any]  # its parameters; None marks what a search must find
-    typed: frozenset[str] = frozenset()  # keys of these that the user typed; a search leaves them alone
+    typed: frozenset[str] = (
+        frozenset()
+    )  # keys of these that the user typed; a search leaves them alone
     where: str = "method"  # dotted name of its config node
     # in a list of methods, the choices by name, the outermost first
     parts: dict[str, MethodChoice] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], typed: Iterable[str] = (), where: str = "method") -> MethodChoice:
+    def of(
+        cls, data: Mapping[str, Any], typed: Iterable[str] = (), where: str = "method"
+    ) -> MethodChoice:
         """The choice that a config node with the dotted name ``where`` describes; ``typed`` are dotted keys.
 
         Raises:
@@ -37,8 +41,13 @@ class MethodChoice:
         """
         kind, values = target(data, Method, where)  # type: ignore[type-abstract]
         name = str(values.pop("name", kind.short_name()))
-        typed, parts = list(typed), dict[str, MethodChoice]()
-        own = frozenset(key.removeprefix(f"{where}.") for key in typed if key.startswith(f"{where}."))
+        typed = list(typed)
+        parts = dict[str, MethodChoice]()
+        own = frozenset(
+            key.removeprefix(f"{where}.")
+            for key in typed
+            if key.startswith(f"{where}.")
+        )
         if issubclass(kind, Composed):
             given = values.pop("parts", None)
             nodes = given.values() if isinstance(given, Mapping) else ()
@@ -47,10 +56,16 @@ class MethodChoice:
                 raise UserError(f"{where}.parts", given, "methods by name", hint)
             for key, value in values.items():
                 hint = f"name the part: {where}.parts.NAME.{key}=..."
-                raise UserError(f"{where}.{key}", value, f"keys of {', '.join(given)}", hint)
+                raise UserError(
+                    f"{where}.{key}", value, f"keys of {', '.join(given)}", hint
+                )
             for key, part in given.items():
-                parts[str(key)] = cls.of({**part, "name": key}, typed, f"{where}.parts.{key}")
-        return cls(name=name, cls=kind, values=values, typed=own, where=where, parts=parts)
+                parts[str(key)] = cls.of(
+                    {**part, "name": key}, typed, f"{where}.parts.{key}"
+                )
+        return cls(
+            name=name, cls=kind, values=values, typed=own, where=where, parts=parts
+        )
 
     @property
     def classes(self) -> list[type[Method]]:
@@ -59,7 +74,10 @@ class MethodChoice:
 
     def files(self) -> tuple[Source, ...]:
         """The files that the method's parameters name, and those of its parts."""
-        own = (replace(f, field=f"{self.where}.{f.field}") for f in self.cls.files(self.values))
+        own = (
+            replace(f, field=f"{self.where}.{f.field}")
+            for f in self.cls.files(self.values)
+        )
         return (*own, *(file for part in self.parts.values() for file in part.files()))
 
     @property
@@ -68,7 +86,10 @@ class MethodChoice:
         return {key: value for key, value in self.values.items() if key in self.typed}
 
     def build(
-        self, found: Mapping[str, Any] | None = None, part: MethodChoice | None = None, hint: str = ""
+        self,
+        found: Mapping[str, Any] | None = None,
+        part: MethodChoice | None = None,
+        hint: str = "",
     ) -> Method:
         """Make the method; what a search found fills every parameter that the user did not type.
 
@@ -82,12 +103,23 @@ class MethodChoice:
         """
         if self.parts:
             each = self.parts.items()
-            made = {name: choice.build(found if choice is part else None, hint=hint) for name, choice in each}
+            made = {
+                name: choice.build(found if choice is part else None, hint=hint)
+                for name, choice in each
+            }
             return build(self.cls, {**self.values, "parts": made}, self.where)
-        fresh = {k: v for k, v in (found or {}).items() if k in self.values and k not in self.typed}
+        fresh = {
+            k: v
+            for k, v in (found or {}).items()
+            if k in self.values and k not in self.typed
+        }
         values = self.values | fresh
         with renamed("method.", f"{self.where}."):
-            missing = [f"method.{k}" for k, v in values.items() if v is None and k in required(self.cls)]
+            missing = [
+                f"method.{k}"
+                for k, v in values.items()
+                if v is None and k in required(self.cls)
+            ]
             if missing:
                 allowed = f"a value (the model has no {self.name} block with it)"
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
@@ -95,13 +127,21 @@ class MethodChoice:
             return build(self.cls, values, "method")
 
 
-def every(folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]) -> dict[str, MethodChoice]:
+def every(
+    folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]
+) -> dict[str, MethodChoice]:
     """Every method of config folders by its file's name, valued as in the file and the model's block."""
-    files = {file.stem: file for folder in reversed(folders) for file in (folder / "method").glob("*.yaml")}
+    files = {
+        file.stem: file
+        for folder in reversed(folders)
+        for file in (folder / "method").glob("*.yaml")
+    }
     found = {}
     for name, file in sorted(files.items()):
         cls, given = target(yaml.safe_load(file.read_text()), Method, "method")  # type: ignore[type-abstract]
         values = defaults(cls)
-        values |= {k: v for k, v in (given | blocks.get(name, {})).items() if k in values}
+        values |= {
+            k: v for k, v in (given | blocks.get(name, {})).items() if k in values
+        }
         found[name] = MethodChoice(name=name, cls=cls, values=values)
     return found

@@ -35,36 +35,50 @@ class Composed(Method):
 
     def neutral(self) -> Self:
         """Every part neutral."""
-        return replace(self, parts={name: part.neutral() for name, part in self.parts.items()})
+        return replace(
+            self, parts={name: part.neutral() for name, part in self.parts.items()}
+        )
 
     def prefill(self) -> Method | None:
         """What its parts are prefilled under, one inside the other."""
         found = {name: part.prefill() for name, part in self.parts.items()}
         if None in found.values():
             return None
-        kept = {name: part for name, part in found.items() if part and not isinstance(part, Unmodified)}
+        kept = {
+            name: part
+            for name, part in found.items()
+            if part and not isinstance(part, Unmodified)
+        }
         return Composed(parts=kept) if kept else Unmodified()
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
         """What all its parts need."""
         told = [part.records() for part in self.parts.values()]
-        channels, layers = ({each for one in side for each in one} for side in zip(*told, strict=True))
+        channels, layers = (
+            {each for one in side for each in one} for side in zip(*told, strict=True)
+        )
         return sorted(channels), sorted(layers)
 
     def twin(self) -> Self:
         """Every part's."""
-        return replace(self, parts={name: part.twin() for name, part in self.parts.items()})
+        return replace(
+            self, parts={name: part.twin() for name, part in self.parts.items()}
+        )
 
     def folded(self, lm: LM) -> Folded | None:
         """What the parts change together; None where two of them change the rotary embeddings."""
-        columns, rope = dict[int, dict[int, float]](), dict[str, object]()
+        columns = dict[int, dict[int, float]]()
+        rope = dict[str, object]()
         for each in [part.folded(lm) for part in self.parts.values()]:
             if each is None or (rope and each.rope):
                 return None
             rope |= each.rope
             for layer, factors in each.columns.items():
                 known = columns.setdefault(layer, {})
-                known |= {channel: factor * known.get(channel, 1.0) for channel, factor in factors.items()}
+                known |= {
+                    channel: factor * known.get(channel, 1.0)
+                    for channel, factor in factors.items()
+                }
         return Folded(columns, rope)
 
     @contextmanager

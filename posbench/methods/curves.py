@@ -16,7 +16,9 @@ Points = Sequence[tuple[float, float]]
 Array = NDArray[np.float64]
 
 
-def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") -> list[float]:
+def layer_scales(
+    curve: str, points: Points, layers: int, x: str = "stretched"
+) -> list[float]:
     """Read one scaling factor per layer off a curve.
 
     Args:
@@ -37,17 +39,28 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
 
     Source: LPES, Eq. 4-8 (Bezier curve, layer positions, bisection), Table 6 (linear, step), Appendix D.
     """
-    if curve not in CURVES or x not in ("stretched", "absolute") or not points or layers < 1:
-        raise ValueError(f"no curve {curve!r} with x={x!r} through {len(points)} points over {layers} layers")
+    if (
+        curve not in CURVES
+        or x not in ("stretched", "absolute")
+        or not points
+        or layers < 1
+    ):
+        raise ValueError(
+            f"no curve {curve!r} with x={x!r} through {len(points)} points over {layers} layers"
+        )
     if curve != "bezier":
         points = sorted(points, key=lambda point: point[0])
-    first, last = points[0][0], points[-1][0]
+    first = points[0][0]
+    last = points[-1][0]
     h = np.arange(layers)
     if x == "stretched":
         at = first + (last - first) * h / max(layers - 1, 1)
-        begun, ended = h == 0, (h == layers - 1) & (h > 0)
+        begun = h == 0
+        ended = (h == layers - 1) & (h > 0)
     else:
-        at, begun, ended = np.clip(h, first, last).astype(float), h <= first, h >= last
+        at = np.clip(h, first, last).astype(float)
+        begun = h <= first
+        ended = h >= last
     scales = _values(curve, points, at)
     # The ends are set, not computed: rounding must not move them.
     scales[begun] = points[0][1]
@@ -60,7 +73,9 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
     """Raise UserError unless x rises strictly within 0..L-1 and y lies in 1..2: LPES, Eq. 9-10."""
     given = [list(point) for point in points]
     hint = "give them from left to right, such as [[0,1.2],[1,1.5]]"
-    if not given or any(len(point) != 2 or not all(isfinite(v) for v in point) for point in given):
+    if not given or any(
+        len(point) != 2 or not all(isfinite(v) for v in point) for point in given
+    ):
         raise UserError(field, given, "at least one pair [x, y] of numbers", hint)
     xs = [x for x, _ in given]
     if any(a >= b for a, b in pairwise(xs)) or xs[0] < 0 or xs[-1] > layers - 1:
@@ -72,7 +87,9 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
 
 def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
     """One coordinate of a Bezier curve at t in 0..1: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k]."""
-    d, power, total = len(values) - 1, np.ones_like(t), values[0] * np.ones_like(t)
+    d = len(values) - 1
+    power = np.ones_like(t)
+    total = values[0] * np.ones_like(t)
     # Horner's scheme in 1 - t: general powers of an array are slow, and bisection asks for thousands.
     for k in range(1, d + 1):
         power = power * t
@@ -88,11 +105,13 @@ def _values(curve: str, points: Points, at: Array) -> Array:
     if curve == "step":
         return ys[np.searchsorted(xs, at, side="right") - 1]
     # t with x(t) = each of ``at``, by bisection: x(t) rises where the control points do (Appendix D).
-    low, high = np.zeros(len(at)), np.ones(len(at))
+    low = np.zeros(len(at))
+    high = np.ones(len(at))
     falling = xs[-1] < xs[0]
     # 52 halvings leave the spacing of doubles near 1.
     for _ in range(52):
         middle = (low + high) / 2
         right = (bernstein(xs, middle) < at) != falling
-        low, high = np.where(right, middle, low), np.where(right, high, middle)
+        low = np.where(right, middle, low)
+        high = np.where(right, high, middle)
     return bernstein(ys, (low + high) / 2)

@@ -45,7 +45,9 @@ class LayerScaling(Method):
     def example(cls, lm: LM) -> Self:
         """A curve of four points over the layers."""
         last = lm.layers - 1
-        return cls(points=((0.0, 1.2), (last / 3, 1.8), (last / 1.5, 1.4), (float(last), 1.6)))
+        return cls(
+            points=((0.0, 1.2), (last / 3, 1.8), (last / 1.5, 1.4), (float(last), 1.6))
+        )
 
     def layer_scales(self, layers: int) -> list[float]:
         """The scale of each of the model's layers."""
@@ -78,4 +80,6 @@ class LayerScaling(Method):
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
         scales = self.layer_scales(lm.layers)
-        return rope.tables(lm.model, rope.scaled({i: scales[i] for i in rope.rotated_layers(lm.model)}))
+        return rope.tables(
+            lm.model, rope.scaled({i: scales[i] for i in rope.rotated_layers(lm.model)})
+        )

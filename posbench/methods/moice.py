@@ -51,7 +51,9 @@ def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
     constant N, its gradient is zero, and it says nothing to the router.
     """
     experts = logits.shape[-1]
-    share = F.one_hot(logits.topk(top_k, dim=-1).indices, experts).float().mean(0).sum(0)
+    share = (
+        F.one_hot(logits.topk(top_k, dim=-1).indices, experts).float().mean(0).sum(0)
+    )
     return experts * (logits.float().softmax(-1).mean(0) * share).sum()
 
 
@@ -77,30 +79,46 @@ def mixing(
         if latest is not r.call:
             latest = r.call
             made.clear()
-        count, same = r.key.shape[2], r.query.shape[2] == r.key.shape[2]
+        count = r.key.shape[2]
+        same = r.query.shape[2] == r.key.shape[2]
         if count not in made:
             for_keys = [r.call.table(r.key_positions, base) for base in bases]
-            for_queries = for_keys if same else [r.call.table(r.query_positions, base) for base in bases]
+            for_queries = (
+                for_keys
+                if same
+                else [r.call.table(r.query_positions, base) for base in bases]
+            )
             made[count] = for_queries, for_keys
         return made[count]
 
     def attend(r: HandRotation) -> Tensor:
         mixed: Tensor | None = None
         for_queries, for_keys = tables(r)
-        pairs = zip(r.rotate_by_each(r.query, for_queries), r.rotate_by_each(r.key, for_keys), strict=True)
+        pairs = zip(
+            r.rotate_by_each(r.query, for_queries),
+            r.rotate_by_each(r.key, for_keys),
+            strict=True,
+        )
         for number, (query, key) in enumerate(pairs):
             if mixed is None:
                 weights = weigh(r.layer, query)
             # The output comes as [B, T, H, d]; weights in float32 keep their sum 1.
-            weight, out = weights[..., number].transpose(1, 2)[..., None], r.attend(query, key)
-            mixed = weight * out if mixed is None else mixed.addcmul_(weight, out.to(mixed.dtype))
+            weight = weights[..., number].transpose(1, 2)[..., None]
+            out = r.attend(query, key)
+            mixed = (
+                weight * out
+                if mixed is None
+                else mixed.addcmul_(weight, out.to(mixed.dtype))
+            )
         assert mixed is not None, "check() asks for one base or more"
         return mixed.to(r.query.dtype)
 
     def weigh(layer: int, query: Tensor) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
         if routers is None:
-            return query.new_full((*query.shape[:3], len(bases)), 1 / len(bases), dtype=exact)
+            return query.new_full(
+                (*query.shape[:3], len(bases)), 1 / len(bases), dtype=exact
+            )
         logits = routers[layer].to(query.device, exact)(query.to(exact))
         listen(layer, logits)
         return mixture(logits, top_k)
@@ -139,7 +157,11 @@ class MoICE(Method):
     def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
         """See :meth:`Method.files`: the router."""
         path = values.get("weights")
-        return () if path in (None, UNIFORM) else (Source(kind="path", id=str(path), field="weights"),)
+        return (
+            ()
+            if path in (None, UNIFORM)
+            else (Source(kind="path", id=str(path), field="weights"),)
+        )
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`; a router has to be there, and to fit the model."""
@@ -152,7 +174,9 @@ class MoICE(Method):
         if self.top_k > count or (self.weights == UNIFORM and self.top_k < count):
             even = f"{count} with method.weights={UNIFORM}, as no base is preferred"
             allowed = even if self.weights == UNIFORM else f"1 to {count}, the bases"
-            raise UserError("method.top_k", self.top_k, allowed, f"set method.top_k={count}")
+            raise UserError(
+                "method.top_k", self.top_k, allowed, f"set method.top_k={count}"
+            )
         if self.weights != UNIFORM:
             load_routers(lm, self.weights, count)
 
@@ -167,7 +191,11 @@ class MoICE(Method):
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
-        routers = None if self.weights == UNIFORM else load_routers(lm, str(self.weights), len(self.bases))
+        routers = (
+            None
+            if self.weights == UNIFORM
+            else load_routers(lm, str(self.weights), len(self.bases))
+        )
         return mixing(lm.model, routers, self.bases, self.top_k)
 
 
@@ -176,7 +204,10 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
     from posbench.methods.router import Router
 
     config = families.text_config(model)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = (
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
     routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
     for router in routers.values():
         for parameter in router.parameters():
@@ -184,12 +215,17 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
     return routers
 
 
-def save_routers(routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]) -> None:
+def save_routers(
+    routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]
+) -> None:
     """Write routers under the tensor names of the released program, with metadata as one JSON text."""
     from safetensors.torch import save_file
 
     tensors = {
-        f"model.layers.{layer}.self_attn.{name}": value.detach().float().cpu().contiguous()
+        f"model.layers.{layer}.self_attn.{name}": value.detach()
+        .float()
+        .cpu()
+        .contiguous()
         for layer, router in routers.items()
         for name, value in router.state_dict().items()
     }
@@ -208,19 +244,28 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
     def refuse(allowed: str) -> UserError:
         return UserError("method.weights", path, allowed, _TRAIN.format(lm.name))
 
-    file, found = Path(paths.model_path(path)), dict[int, dict[str, torch.Tensor]]()
+    file = Path(paths.model_path(path))
+    found = dict[int, dict[str, torch.Tensor]]()
     try:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no mapping
                 if match := _NAME.search(name):
-                    found.setdefault(int(match[1]), {})[match[2]] = tensors.get_tensor(name)
+                    found.setdefault(int(match[1]), {})[match[2]] = tensors.get_tensor(
+                        name
+                    )
     except (OSError, SafetensorError) as error:
         raise refuse(f"a readable safetensors file ({error})") from error
     routers = new_routers(lm.model, experts)
     for layer, router in routers.items():
-        wanted = {name: tuple(value.shape) for name, value in router.state_dict().items()}
-        given = {name: tuple(value.shape) for name, value in found.get(layer, {}).items()}
+        wanted = {
+            name: tuple(value.shape) for name, value in router.state_dict().items()
+        }
+        given = {
+            name: tuple(value.shape) for name, value in found.get(layer, {}).items()
+        }
         if wanted != given:
-            raise refuse(f"gates of layer {layer} with shapes {wanted}; the file has {given}")
+            raise refuse(
+                f"gates of layer {layer} with shapes {wanted}; the file has {given}"
+            )
         router.load_state_dict(found[layer])
     return routers

@@ -64,11 +64,21 @@ class MsPoE(Method):
         super().check(lm)
         given = list(self.ratios)
         if given[0] > given[1]:
-            raise UserError("method.ratios", given, "[smallest, largest]", "set method.ratios=[1.2,1.8]")
+            raise UserError(
+                "method.ratios",
+                given,
+                "[smallest, largest]",
+                "set method.ratios=[1.2,1.8]",
+            )
         last = rope.rotated_layers(lm.model)[-1]
         if self.first_layer > last:
             allowed = f"0 to {last}, the last layer of {lm.name} with RoPE"
-            raise UserError("method.first_layer", self.first_layer, allowed, "set method.first_layer=2, or 0")
+            raise UserError(
+                "method.first_layer",
+                self.first_layer,
+                allowed,
+                "set method.first_layer=2, or 0",
+            )
 
     def neutral(self) -> Self:
         """Ratio 1 in every head."""
@@ -76,17 +86,25 @@ class MsPoE(Method):
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
-        layers = [layer for layer in rope.rotated_layers(lm.model) if layer >= self.first_layer]
+        layers = [
+            layer
+            for layer in rope.rotated_layers(lm.model)
+            if layer >= self.first_layer
+        ]
         return rope.by_hand(lm.model, dict.fromkeys(layers, self._attend))
 
     def head_ratios(self, outlying: Tensor) -> Tensor:
         """The ratio of each head, [B, H] in float32, from its number of outlying keys, [B, H]."""
         heads = outlying.shape[1]
         if self.order == "reversed":
-            number = torch.arange(heads - 1, -1, -1, device=outlying.device).expand(outlying.shape)
+            number = torch.arange(heads - 1, -1, -1, device=outlying.device).expand(
+                outlying.shape
+            )
         else:
             ranked = outlying.argsort(dim=1, descending=True, stable=True)
-            direct = self.order == "permutation" or (self.order is None and self.variant == "official")
+            direct = self.order == "permutation" or (
+                self.order is None and self.variant == "official"
+            )
             number = ranked if direct else ranked.argsort(dim=1)
         steps = heads if self.variant == "official" else max(heads - 1, 1)
         low, high = self.ratios
@@ -94,18 +112,25 @@ class MsPoE(Method):
 
     def outlying(self, rotation: HandRotation) -> Tensor:
         """Per head, how many keys the last token attends to with an outlying weight, [B, H]."""
-        query, key = rotation.query[:, :, -1:], rotation.key
+        query = rotation.query[:, :, -1:]
+        key = rotation.key
         if self.variant == "paper":
             cos, sin = rotation.call.table()
-            query, key = rotation.rotate(query, (cos[:, -1:], sin[:, -1:])), rotation.rotate(key, (cos, sin))
+            query = rotation.rotate(query, (cos[:, -1:], sin[:, -1:]))
+            key = rotation.rotate(key, (cos, sin))
         weights = rotation.last_row(query, key)
         # Equal scores give the mean to every key that the row may see, and nothing to padding.
         mean = rotation.last_row(torch.zeros_like(query), key)
-        above = weights >= self.alpha * mean if self.variant == "paper" else weights > self.alpha * mean
+        above = (
+            weights >= self.alpha * mean
+            if self.variant == "paper"
+            else weights > self.alpha * mean
+        )
         return (above & (mean > 0)).sum(-1)
 
     def _attend(self, rotation: HandRotation) -> Tensor:
-        memory, groups = rotation.memory, rotation.query.shape[1] // rotation.key.shape[1]
+        memory = rotation.memory
+        groups = rotation.query.shape[1] // rotation.key.shape[1]
         if "ratios" not in memory:
             memory["ratios"] = self.head_ratios(self.outlying(rotation))
         # The keys of a group once, or once for each of its query heads.
@@ -119,7 +144,11 @@ class MsPoE(Method):
 
         # Ratios stay as they are, so keys that were rotated at an earlier step are good for this one.
         rotated = memory.get("keys") if rotation.unchanged else None
-        known = rotation.key.shape[2] - rotation.query.shape[2] if rotated is not None else 0
+        known = (
+            rotation.key.shape[2] - rotation.query.shape[2]
+            if rotated is not None
+            else 0
+        )
         new = sdpa.repeat_kv(rotation.key[:, :, known:], copies)
         tables = table(rotation.key_positions[:, known:], every)
         key = rotation.rotate(new, tables)

@@ -39,25 +39,37 @@ DYNAMIC = (
 _MARK = "posbench_scaled_in"
 
 
-def scaled(prefix: Prefix, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
+def scaled(
+    prefix: Prefix, model: PreTrainedModel, method: ScaleChannel
+) -> DynamicCache:
     """A fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it."""
     cache = fork(prefix.cache)
-    for index in method.layer_indices if prefix.inputs and method.tokens != "last" else ():
+    for index in (
+        method.layer_indices if prefix.inputs and method.tokens != "last" else ()
+    ):
         layer = cache.layers[index]
         # A sliding-window layer keeps the newest tokens only.
         newest = slice(-layer.keys.shape[-2], None)
         if families.keys_are_linear(model, index):
             part = _key_part(prefix, model, index, method.channels)[..., newest, :]
-            keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
+            keys = torch.add(
+                layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1
+            )
         else:
-            projected = families.project_keys(model, index, method.scale(prefix.inputs[index]))
-            finished = families.finish_keys(model, index, projected, prefix.rotary[index])
+            projected = families.project_keys(
+                model, index, method.scale(prefix.inputs[index])
+            )
+            finished = families.finish_keys(
+                model, index, projected, prefix.rotary[index]
+            )
             keys = _as_cached(finished[..., newest, :], layer.keys)
         layer.keys = keys.to(layer.keys.dtype)
     return cache
 
 
-def _key_part(prefix: Prefix, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
+def _key_part(
+    prefix: Prefix, model: PreTrainedModel, layer: int, channels: tuple[int, ...]
+) -> Tensor:
     """What the channels add to rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
     key = channels, layer
     if key not in prefix.parts:
@@ -67,8 +79,13 @@ def _key_part(prefix: Prefix, model: PreTrainedModel, layer: int, channels: tupl
         inputs = prefix.inputs[layer]
         exact = torch.promote_types(inputs.dtype, torch.float32)
         columns = families.key_columns(model, layer, channels).to(exact)
-        part = inputs[..., [prefix.channels.index(c) for c in channels]].to(exact) @ columns
-        prefix.parts[key] = families.finish_keys(model, layer, part, prefix.rotary[layer])
+        part = (
+            inputs[..., [prefix.channels.index(c) for c in channels]].to(exact)
+            @ columns
+        )
+        prefix.parts[key] = families.finish_keys(
+            model, layer, part, prefix.rotary[layer]
+        )
     return prefix.parts[key]
 
 
@@ -92,7 +109,11 @@ def prefill(
     Records the channels of the attention input of some layers, and fills ``past_key_values`` or a new cache.
     Gives the prefix and the output.
     """
-    cache = transformers.DynamicCache(config=model.config) if past_key_values is None else past_key_values
+    cache = (
+        transformers.DynamicCache(config=model.config)
+        if past_key_values is None
+        else past_key_values
+    )
     prefix = Prefix(cache)
     with recording(model, prefix, channels, layers):
         return prefix, forward(past_key_values=cache, use_cache=True, **inputs)
@@ -147,7 +168,11 @@ class ScaleChannel(Method):
     @property
     def channels(self) -> tuple[int, ...]:
         """The scaled channels, always as a tuple."""
-        return tuple(self.channel) if isinstance(self.channel, Iterable) else (int(self.channel),)
+        return (
+            tuple(self.channel)
+            if isinstance(self.channel, Iterable)
+            else (int(self.channel),)
+        )
 
     @property
     def needs_prompt(self) -> bool:
@@ -169,7 +194,9 @@ class ScaleChannel(Method):
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
         """Its channels in its layers, where keys are scaled."""
-        return ((), ()) if self.tokens == "last" else (self.channels, self.layer_indices)
+        return (
+            ((), ()) if self.tokens == "last" else (self.channels, self.layer_indices)
+        )
 
     def twin(self) -> Self:
         """All tokens scaled, as in the paper's Table 6: earlier queries then need no other keys than later
@@ -180,7 +207,11 @@ class ScaleChannel(Method):
         """Scaled columns of the projections of the chosen layers, where all tokens are scaled."""
         if self.needs_prompt or self.tokens != "both":
             return None
-        return Folded(columns=dict.fromkeys(self.layer_indices, dict.fromkeys(self.channels, self.factor)))
+        return Folded(
+            columns=dict.fromkeys(
+                self.layer_indices, dict.fromkeys(self.channels, self.factor)
+            )
+        )
 
     def scale(self, hidden: Tensor) -> Tensor:
         """A copy of the attention input [B, T, D] with the channels scaled."""
@@ -193,7 +224,9 @@ class ScaleChannel(Method):
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
-        parameters = getattr(families.text_config(lm.model), "rope_parameters", None) or {}
+        parameters = (
+            getattr(families.text_config(lm.model), "rope_parameters", None) or {}
+        )
         if parameters.get("rope_type") == "dynamic":
             log.warning(DYNAMIC, lm.name)
 
@@ -208,7 +241,9 @@ class ScaleChannel(Method):
         @wraps(forward)
         def scaled_forward(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs).arguments
-            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
+            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get(
+                "kwargs", {}
+            )
             cache = call.pop("past_key_values", None)
             if cache is not None and cache.get_seq_length() > 0:
                 shared = vars(cache).pop(READ, None)
@@ -222,10 +257,15 @@ class ScaleChannel(Method):
             return self._prompt(model, forward, cache, block, call)
 
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
-        with replaced(model, "forward", scaled_forward), replaced(model.generation_config, "use_cache", True):
+        with (
+            replaced(model, "forward", scaled_forward),
+            replaced(model.generation_config, "use_cache", True),
+        ):
             yield
 
-    def continue_with(self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any) -> Any:
+    def continue_with(
+        self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any
+    ) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
         with ExitStack() as stack:
             for layer in self.layer_indices if self.tokens != "earlier" else ():
@@ -243,34 +283,64 @@ class ScaleChannel(Method):
     ) -> Any:
         """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled."""
         if call.get("output_attentions"):
-            raise ValueError("output_attentions is not available inside the block: use lm.last_attention()")
-        keep, labels = call.pop("logits_to_keep", 0), call.pop("labels", None)
-        use_cache, as_dict = call.pop("use_cache", None), call.pop("return_dict", None)
-        cache = transformers.DynamicCache(config=model.config) if cache is None else cache
-        if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in cache.layers):
+            raise ValueError(
+                "output_attentions is not available inside the block: use lm.last_attention()"
+            )
+        keep = call.pop("logits_to_keep", 0)
+        labels = call.pop("labels", None)
+        use_cache = call.pop("use_cache", None)
+        as_dict = call.pop("return_dict", None)
+        cache = (
+            transformers.DynamicCache(config=model.config) if cache is None else cache
+        )
+        if not all(
+            isinstance(layer, transformers.cache_utils.DynamicLayer)
+            for layer in cache.layers
+        ):
             kind = type(cache).__name__
-            raise ValueError(f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation")
-        tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
-        total, mask = tokens.shape[1], call.get("attention_mask")
-        end = mask[:, -self.last :] if isinstance(self.last, int) and getattr(mask, "ndim", 0) == 2 else None  # type: ignore[index]
-        if end is not None and not end.any(dim=1).all():
-            raise ValueError("scale_channel needs prompts that are padded on the left, not on the right")
+            raise ValueError(
+                f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation"
+            )
+        tokens = (
+            call["input_ids"]
+            if call.get("input_ids") is not None
+            else call["inputs_embeds"]
+        )
+        total = tokens.shape[1]
+        mask: Any = call.get("attention_mask")
+        if isinstance(self.last, int) and torch.is_tensor(mask) and mask.ndim == 2:
+            read = mask[:, -self.last :].any(dim=1)
+            if not read.all():
+                raise ValueError(
+                    "scale_channel needs prompts that are padded on the left, not on the right"
+                )
         rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
         head = total - rows
         outputs = []
         if head:
             part = {k: _rows(k, v, slice(0, head), total) for k, v in call.items()}
             # Row counts below 1 cannot be asked for: the one spare row is dropped again below.
-            part["logits_to_keep"] = max(keep - rows, 1) if isinstance(keep, int) and keep else 0
+            part["logits_to_keep"] = (
+                max(keep - rows, 1) if isinstance(keep, int) and keep else 0
+            )
             layers = self.layer_indices
-            prefix, out = prefill(model, forward, self.channels, layers, past_key_values=cache, **part)
+            prefix, out = prefill(
+                model, forward, self.channels, layers, past_key_values=cache, **part
+            )
             cache.layers = scaled(prefix, model, self).layers
             outputs.append(out)
         part = {k: _rows(k, v, slice(head, total), total) for k, v in call.items()}
-        part |= {"use_cache": True, "logits_to_keep": min(keep, rows) if isinstance(keep, int) else 0}
-        outputs.append(self.continue_with(model, forward, past_key_values=cache, **part))
+        part |= {
+            "use_cache": True,
+            "logits_to_keep": min(keep, rows) if isinstance(keep, int) else 0,
+        }
+        outputs.append(
+            self.continue_with(model, forward, past_key_values=cache, **part)
+        )
         setattr(cache, _MARK, block)
-        logits, hidden, loss = torch.cat([out.logits for out in outputs], dim=1), None, None
+        logits = torch.cat([out.logits for out in outputs], dim=1)
+        hidden = None
+        loss = None
         # The last rows, or those of a tensor; -0 takes all.
         logits = logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
         if outputs[-1].hidden_states is not None:
@@ -278,7 +348,9 @@ class ScaleChannel(Method):
             hidden = tuple(torch.cat(parts, dim=1) for parts in states)
         config = families.text_config(model)
         if labels is not None:
-            loss = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
+            loss = model.loss_function(
+                logits=logits, labels=labels, vocab_size=config.vocab_size
+            )
         kept = cache if (config.use_cache if use_cache is None else use_cache) else None
         out = transformers.modeling_outputs.CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=kept, hidden_states=hidden
@@ -289,24 +361,34 @@ class ScaleChannel(Method):
 def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
     """The part of a forward argument that belongs to the tokens ``rows`` of a prompt of ``total`` tokens."""
     if name == "attention_mask" and isinstance(value, torch.Tensor):
-        return value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
+        return (
+            value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
+        )
     if name == "attention_mask" and value is not None:
         raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
     if name == "position_ids" and value is not None:
         return value[..., rows]
-    along = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == total
+    along = (
+        isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == total
+    )
     return value[:, rows] if along else value
 
 
 def share(published: tuple[int, int], count: int) -> tuple[int, int]:
     """A paper's first and last layer of 32, or the same share of a model of another depth."""
-    return round(count * published[0] / 32), min(round(count * published[1] / 32), count - 1)
+    return round(count * published[0] / 32), min(
+        round(count * published[1] / 32), count - 1
+    )
 
 
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
     """Raise UserError unless every channel lies inside the model's hidden size."""
     width = families.text_config(lm.model).hidden_size
-    if not channels or any(not 0 <= c < width for c in channels) or len(set(channels)) != len(channels):
+    if (
+        not channels
+        or any(not 0 <= c < width for c in channels)
+        or len(set(channels)) != len(channels)
+    ):
         allowed = f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})"
         hint = f"find one with: posbench stages=[search] model={lm.name} method=scale_channel"
         raise UserError(name, list(channels), allowed, hint)
@@ -315,6 +397,8 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
 def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     """Raise UserError unless [first, last], inclusive, lies inside the model; None is a caller's default."""
     count = lm.layers
-    if layers is not None and (len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count):
+    if layers is not None and (
+        len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count
+    ):
         allowed = f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})"
         raise UserError(name, list(layers), allowed, "layers are 0-based and inclusive")

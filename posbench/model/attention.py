@@ -7,7 +7,9 @@ from typing import Any
 from posbench.late import Tensor, sdpa, torch
 
 
-def last_row(query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any) -> Tensor:
+def last_row(
+    query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any
+) -> Tensor:
     """Attention weights of the last query, [B, H, T]; the arguments of :func:`attention_weights`."""
     return attention_weights(query, key, mask, slice(-1, None), **settings)[:, :, 0]
 
@@ -38,13 +40,22 @@ def attention_weights(
     """
     exact = torch.promote_types(query.dtype, torch.float32)
     keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
-    scores = query[:, :, rows].to(exact) @ keys.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
+    scores = (
+        query[:, :, rows].to(exact)
+        @ keys.transpose(-1, -2)
+        * (scaling or query.shape[-1] ** -0.5)
+    )
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    total, shut = scores.shape[-1], float("-inf")
+    total = scores.shape[-1]
+    shut = float("-inf")
     if mask is not None and mask.ndim == 4:
         part = mask[:, :, rows, :total]
-        scores = scores.masked_fill(~part, shut) if part.dtype == torch.bool else scores + part
+        scores = (
+            scores.masked_fill(~part, shut)
+            if part.dtype == torch.bool
+            else scores + part
+        )
     else:
         at = torch.arange(total, device=query.device)
         distance = at[total - query.shape[2] :][rows, None] - at

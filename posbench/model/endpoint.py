@@ -14,9 +14,13 @@ from posbench.errors import UserError
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.load import ModelConfig, reader
 
-OVERFLOW, REFUSED = "context overflow", "refused"
+OVERFLOW = "context overflow"
+REFUSED = "refused"
 """Notes of a reply that has no text: the prompt is over the server's window; its content filter took it."""
-ECHO, FIRST, LETTER, NONE = "log-likelihoods", "first token", "letter", "none in the reply"
+ECHO = "log-likelihoods"
+FIRST = "first token"
+LETTER = "letter"
+NONE = "none in the reply"
 """How the choice of a model is read: from the log-likelihoods of all choices, from those of the likeliest
 first tokens of a reply, or from what the reply says; it may say none."""
 SPOKEN = 32
@@ -80,7 +84,9 @@ def text_encoder(config: ModelConfig) -> Encoder:
     """
     if not config.path:
         return Untokenized(config.name)
-    return reader(config if config.api == "completions" else replace(config, chat_template="none"))
+    return reader(
+        config if config.api == "completions" else replace(config, chat_template="none")
+    )
 
 
 class Endpoint:
@@ -92,19 +98,30 @@ class Endpoint:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config, self._way, self._lock = config, "", threading.RLock()
+        self._config = config
+        self._way = ""
+        self._lock = threading.RLock()
         self.read = self.written = 0
         self._key = os.environ.get(config.key_env, "")
         if not self._key and config.key_env != "OPENAI_API_KEY":
             hint = f"export {config.key_env}=... (it is never recorded)"
-            raise UserError("model.key_env", config.key_env, "an environment variable that is set", hint)
+            raise UserError(
+                "model.key_env",
+                config.key_env,
+                "an environment variable that is set",
+                hint,
+            )
         try:
             import openai
         except ImportError as error:
             hint = "pip install 'posbench[endpoint]'"
-            raise UserError("model.base_url", config.base_url, "null without openai", hint) from error
+            raise UserError(
+                "model.base_url", config.base_url, "null without openai", hint
+            ) from error
         settings: Any = {"max_retries": config.retries, "timeout": config.timeout}
-        self._client = openai.OpenAI(base_url=config.base_url, api_key=self._key or "none", **settings)
+        self._client = openai.OpenAI(
+            base_url=config.base_url, api_key=self._key or "none", **settings
+        )
 
     def models(self) -> list[str]:
         """The models that the server lists; empty where it has no such list.
@@ -116,7 +133,9 @@ class Endpoint:
 
         # Not every server has a list; one that cannot be read stops nothing.
         with suppress(openai.OpenAIError, AttributeError, TypeError, ValueError):
-            client = self._client.with_options(max_retries=0, timeout=min(self._config.timeout, 5))
+            client = self._client.with_options(
+                max_retries=0, timeout=min(self._config.timeout, 5)
+            )
             with self._reached():
                 return [str(model.id) for model in client.models.list().data or ()]
         return []
@@ -127,7 +146,11 @@ class Endpoint:
         Raises:
             UserError: It cannot be reached, does not know the model, or takes no such request.
         """
-        prompt: Prompt = PROBE if self._config.api == "completions" else [{"role": "user", "content": PROBE}]
+        prompt: Prompt = (
+            PROBE
+            if self._config.api == "completions"
+            else [{"role": "user", "content": PROBE}]
+        )
         with self._lock:
             if self._way:
                 return
@@ -136,24 +159,32 @@ class Endpoint:
                 self.generate(prompt, 1)
                 self._way = self._find_way(prompt) if choosing else LETTER
             except Failed as error:
-                allowed, hint = f"a server that answers ({error})", "see its log, or try the other model.api"
-                raise UserError("model.base_url", self._config.base_url, allowed, hint) from error
+                allowed = f"a server that answers ({error})"
+                hint = "see its log, or try the other model.api"
+                raise UserError(
+                    "model.base_url", self._config.base_url, allowed, hint
+                ) from error
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
         """What to send for a prompt, so that the model reads what ``encoded`` says."""
         if self._config.api == "chat":
             front = [{"role": "system", "content": system}] if system else []
             return [*front, {"role": "user", "content": encoded.prompt}]
-        start, tokenizer = getattr(encoder.tokenizer, "bos_token", None), encoder.tokenizer
+        start = getattr(encoder.tokenizer, "bos_token", None)
+        tokenizer = encoder.tokenizer
         if not start or tokenizer is None or not encoded.text.startswith(start):
             return encoded.text
         bare = encoded.text.removeprefix(start)
-        with (
-            self._lock
-        ):  # the server's tokenizer adds a beginning of sequence that the template wrote already
-            return bare if list(tokenizer(bare)["input_ids"]) == encoded.ids else encoded.text
+        with self._lock:  # the server's tokenizer adds a beginning of sequence that the template wrote already
+            return (
+                bare
+                if list(tokenizer(bare)["input_ids"]) == encoded.ids
+                else encoded.text
+            )
 
-    def generate(self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()) -> Reply:
+    def generate(
+        self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Reply:
         """The greedy reply to a prompt; OpenAI's API takes four stop texts, so the caller cuts, too.
 
         Raises:
@@ -161,7 +192,9 @@ class Endpoint:
             UserError: Nothing answers there any more, the key is wrong, or there is no such model.
         """
         asked: dict[str, Any] = {"stop": [*stop[:4]]} if stop else {}
-        return _read(lambda: self._reply(self._ask(prompt, max_tokens=max_tokens, **asked)))
+        return _read(
+            lambda: self._reply(self._ask(prompt, max_tokens=max_tokens, **asked))
+        )
 
     def choose(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """The choice that follows a prompt, by the best way that the server allows; for errors see
@@ -174,7 +207,11 @@ class Endpoint:
                 return reply
         reply = self.generate(prompt, SPOKEN)
         found = spoken(reply.text, choices)
-        return reply if reply.note else replace(reply, text=found or reply.text, by=LETTER if found else NONE)
+        return (
+            reply
+            if reply.note
+            else replace(reply, text=found or reply.text, by=LETTER if found else NONE)
+        )
 
     # One request
 
@@ -186,9 +223,14 @@ class Endpoint:
         try:
             with self._reached():
                 if isinstance(prompt, str):
-                    raw = self._client.completions.with_raw_response.create(prompt=prompt, **asked)
+                    raw = self._client.completions.with_raw_response.create(
+                        prompt=prompt, **asked
+                    )
                 else:
-                    raw = self._client.chat.completions.with_raw_response.create(messages=prompt, **asked)  # type: ignore[arg-type]
+                    messages: Any = prompt
+                    raw = self._client.chat.completions.with_raw_response.create(
+                        messages=messages, **asked
+                    )
             answer = raw.http_response.json()
         except openai.APIConnectionError as error:
             raise Failed(self._said(error.__cause__ or error)) from error
@@ -197,7 +239,11 @@ class Endpoint:
         except ValueError as error:
             raise Failed(f"the answer is no JSON: {self._said(error)}") from error
         listed = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
+        if (
+            not isinstance(listed, list)
+            or not listed
+            or not isinstance(listed[0], dict)
+        ):
             raise Failed(f"an answer without choices: {self._said(answer)}")
         usage = answer.get("usage") or {}
         with self._lock:
@@ -206,8 +252,10 @@ class Endpoint:
         return answer
 
     def _reply(self, answer: Mapping[str, Any]) -> Reply:
-        first, usage = answer["choices"][0], answer.get("usage") or {}
-        message, finish = first.get("message") or {}, str(first.get("finish_reason") or "")
+        first = answer["choices"][0]
+        usage = answer.get("usage") or {}
+        message = first.get("message") or {}
+        finish = str(first.get("finish_reason") or "")
         text = first.get("text") if "text" in first else message.get("content")
         if not isinstance(text, str | None):
             raise TypeError(f"text is {type(text).__name__}")
@@ -218,19 +266,38 @@ class Endpoint:
             finish=finish,
             prompt_tokens=usage.get("prompt_tokens"),
             reply_tokens=usage.get("completion_tokens"),
-            server=" ".join(str(n) for n in (answer.get("model"), answer.get("system_fingerprint")) if n),
+            server=" ".join(
+                str(n)
+                for n in (answer.get("model"), answer.get("system_fingerprint"))
+                if n
+            ),
         )
 
     def _refusal(self, error: Any) -> Exception:
         """What an HTTP status of the server means."""
-        config, status, said = self._config, error.status_code, self._said(error.response.text)
-        if status in (400, 413, 422) and (FILTERED.search(said) or TOO_LONG.search(said)):
+        config = self._config
+        status = error.status_code
+        said = self._said(error.response.text)
+        if status in (400, 413, 422) and (
+            FILTERED.search(said) or TOO_LONG.search(said)
+        ):
             return _Unread(REFUSED if FILTERED.search(said) else OVERFLOW)
         if status in (401, 403):
             hint = f"export {config.key_env}=KEY, or name another with model.key_env ({status}: {said})"
-            return UserError("model.key_env", config.key_env, "a variable with a key of that server", hint)
-        if status == 404 or (status == 400 and config.server_name in said):  # vLLM; transformers
-            listed = f", which lists {', '.join(there[:8])}" if (there := self.models()) else ""
+            return UserError(
+                "model.key_env",
+                config.key_env,
+                "a variable with a key of that server",
+                hint,
+            )
+        if status == 404 or (
+            status == 400 and config.server_name in said
+        ):  # vLLM; transformers
+            listed = (
+                f", which lists {', '.join(there[:8])}"
+                if (there := self.models())
+                else ""
+            )
             allowed = f"a model of {config.base_url}{listed} ({status}: {said})"
             hint = "set model.served=ID, or where the server lacks /completions model.api=chat"
             if not str(config.base_url).rstrip("/").endswith("/v1"):
@@ -248,9 +315,15 @@ class Endpoint:
         except openai.APIConnectionError as error:
             if type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout"):
                 raise
-            allowed = f"the address of a server that runs ({self._said(error.__cause__)})"
-            hint = "start it, or correct the address; then repeat the command: it goes on"
-            raise UserError("model.base_url", self._config.base_url, allowed, hint) from error
+            allowed = (
+                f"the address of a server that runs ({self._said(error.__cause__)})"
+            )
+            hint = (
+                "start it, or correct the address; then repeat the command: it goes on"
+            )
+            raise UserError(
+                "model.base_url", self._config.base_url, allowed, hint
+            ) from error
 
     def _said(self, what: object) -> str:
         """What a server or a library said, short, and without the key that it may repeat."""
@@ -273,25 +346,40 @@ class Endpoint:
         """Every token of a prompt and a choice, with its log-likelihood."""
         answer = self._ask(prompt + choice, max_tokens=0, echo=True, logprobs=1)
         told = answer["choices"][0].get("logprobs") or {}
-        tokens, nats = told.get("tokens") or [], told.get("token_logprobs") or []
+        tokens = told.get("tokens") or []
+        nats = told.get("token_logprobs") or []
         if len(tokens) != len(nats) or len(tokens) < 2 or None in nats[1:]:
             raise Failed("no log-likelihoods of the prompt")
         return self._reply(answer), list(zip(tokens, nats, strict=True))
 
     def _by_echo(self, prompt: str, choices: Sequence[str]) -> Reply:
         """By the log-likelihoods of the choices, without the tokens with which all of them begin."""
-        replies, rows = zip(*(self._echoed(prompt, choice) for choice in choices), strict=True)
+        replies, rows = zip(
+            *(self._echoed(prompt, choice) for choice in choices), strict=True
+        )
         begin = 0
-        while all(len(row) > begin for row in rows) and len({row[begin][0] for row in rows}) == 1:
+        while (
+            all(len(row) > begin for row in rows)
+            and len({row[begin][0] for row in rows}) == 1
+        ):
             begin += 1
         nats = tuple(sum(value or 0.0 for _, value in row[begin:]) for row in rows)
         read = sum(reply.prompt_tokens or 0 for reply in replies)
         text = choices[nats.index(max(nats))].strip()
-        return replace(replies[0], text=text, nats=nats, by=ECHO, finish="", prompt_tokens=read)
+        return replace(
+            replies[0], text=text, nats=nats, by=ECHO, finish="", prompt_tokens=read
+        )
 
     def _likeliest(self, prompt: Prompt) -> Mapping[str, Any]:
-        chat = {"logprobs": True, "top_logprobs": 20}  # at most, as the 5 of completions
-        return self._ask(prompt, max_tokens=1, **({"logprobs": 5} if isinstance(prompt, str) else chat))
+        chat = {
+            "logprobs": True,
+            "top_logprobs": 20,
+        }  # at most, as the 5 of completions
+        return self._ask(
+            prompt,
+            max_tokens=1,
+            **({"logprobs": 5} if isinstance(prompt, str) else chat),
+        )
 
     def _by_first_token(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """By the likeliest first tokens, where these tell the choices apart; ``nats`` are None elsewhere."""
@@ -309,7 +397,9 @@ def _read(ask: Callable[[], Reply]) -> Reply:
     except _Unread as unread:
         return Reply(note=str(unread))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Failed(f"an answer of another form ({type(error).__name__}: {error})") from error
+        raise Failed(
+            f"an answer of another form ({type(error).__name__}: {error})"
+        ) from error
 
 
 def first_nats(top: Mapping[str, float], choices: Sequence[str]) -> list[float | None]:
@@ -320,7 +410,11 @@ def first_nats(top: Mapping[str, float], choices: Sequence[str]) -> list[float |
         names = [choice.strip() if plain else choice for choice in choices]
         for token, nats in top.items():
             own = token.strip() if plain else token
-            begun = [i for i, name in enumerate(names) if own.strip() and name.startswith(own)]
+            begun = [
+                i
+                for i, name in enumerate(names)
+                if own.strip() and name.startswith(own)
+            ]
             if len(begun) == 1:
                 known = found[begun[0]]
                 found[begun[0]] = nats if known is None else max(known, nats)
@@ -343,7 +437,10 @@ def _top(answer: Mapping[str, Any]) -> dict[str, float]:
     if first := next(iter(told.get("top_logprobs") or ()), None):
         return {str(token): float(nats) for token, nats in first.items()}
     content = next(iter(told.get("content") or ()), None) or {}
-    return {str(each["token"]): float(each["logprob"]) for each in content.get("top_logprobs") or ()}
+    return {
+        str(each["token"]): float(each["logprob"])
+        for each in content.get("top_logprobs") or ()
+    }
 
 
 def look(config: ModelConfig) -> str:

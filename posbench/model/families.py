@@ -19,7 +19,9 @@ class Family:
     """Where one model family keeps its attention, and what happens to a key between projection and cache."""
 
     name: str  # name shown to users
-    model_types: tuple[str, ...]  # values of ``config.model_type`` that belong to the family
+    model_types: tuple[
+        str, ...
+    ]  # values of ``config.model_type`` that belong to the family
     traits: str = ""  # what sets it apart, in a few words for the support table
     layers: str = "model.layers"  # dotted path from the causal-LM object to its list of decoder layers
     # attribute of a decoder layer that holds the attention module, whose attributes follow
@@ -32,14 +34,18 @@ class Family:
     key_norm: str | None = None  # normalises keys before the rotation
     # what that norm sees at once: one ``head``, or the whole ``projection``
     norm_over: Literal["head", "projection"] = "head"
-    clip: str | None = None  # the bound to which the projection's output is clamped; None or 0 means no bound
+    clip: str | None = (
+        None  # the bound to which the projection's output is clamped; None or 0 means no bound
+    )
     # None or 0 in layers without rotary embedding; None where all layers are alike
     rope_if: str | None = None
     position: str = "RoPE"  # how the model knows positions, beside its causal mask
     # whether attention runs through the library's functions, which posbench can listen to
     interface: bool = True
     output: str = "o_proj"  # projects the heads' outputs; read without ``interface``
-    shut_is_true: bool = False  # whether its masks of booleans are true where a key is shut
+    shut_is_true: bool = (
+        False  # whether its masks of booleans are true where a key is shut
+    )
     # whether its mask holds the ALiBi bias, which eager attention then adds a second time
     mask_has_bias: bool = False
 
@@ -126,7 +132,14 @@ def support_table() -> tuple[list[str], list[list[str]]]:
         keys = "projected again" if f.key_norm else keys
         types = ", ".join(f"`{t}`" for t in f.model_types)
         rows.append([f.name, types, f.position, projection, keys, f.traits])
-    return ["family", "`model_type`", "positions", "queries and keys", "prefilled keys", "also covered"], rows
+    return [
+        "family",
+        "`model_type`",
+        "positions",
+        "queries and keys",
+        "prefilled keys",
+        "also covered",
+    ], rows
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -154,7 +167,11 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 def context_window(config: PreTrainedConfig) -> int:
     """Tokens a checkpoint reads by its own config, 2^31 where the config sets no limit."""
     text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or 2**31
+    return (
+        getattr(text, "max_position_embeddings", None)
+        or getattr(text, "max_seq_len", None)
+        or 2**31
+    )
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -186,7 +203,9 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """(cos, sin) that a call of attention rotates with, each [B or 1, T, up to d]; None where it does not."""
     # Falcon gives both and rotates only without ALiBi.
-    return None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
+    return (
+        None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
+    )
 
 
 def on_query_key_input(
@@ -197,11 +216,15 @@ def on_query_key_input(
     ``change`` maps the attention input [B, T, D], without writing to it, to what they are projected from. The
     layer is as before once all the hooks are removed.
     """
-    family, attention = family_of(model), attention_modules(model)[layer]
-    query, key = getattr(attention, family.query), getattr(attention, family.key)
+    family = family_of(model)
+    attention = attention_modules(model)[layer]
+    query = getattr(attention, family.query)
+    key = getattr(attention, family.key)
     if family.fused is None:
         before = lambda module, args: (change(args[0]), *args[1:])  # noqa: E731
-        return [projection.register_forward_pre_hook(before) for projection in (query, key)]
+        return [
+            projection.register_forward_pre_hook(before) for projection in (query, key)
+        ]
 
     def twice(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         # forward(), not a call of the module: that would come back here.
@@ -215,12 +238,15 @@ def on_query_key_input(
 def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | None]:
     """The projections of a layer that make queries and keys, by their dotted names in the model, each with
     the output rows that do; None: all of them."""
-    family, attention = family_of(model), attention_modules(model)[layer]
+    family = family_of(model)
+    attention = attention_modules(model)[layer]
     place = next(name for name, module in model.named_modules() if module is attention)
     if family.fused is None:
         return dict.fromkeys((f"{place}.{family.query}", f"{place}.{family.key}"))
     # What it gives, not its weight, which may be packed.
-    zeros = torch.zeros(1, text_config(model).hidden_size, dtype=model.dtype, device=model.device)
+    zeros = torch.zeros(
+        1, text_config(model).hidden_size, dtype=model.dtype, device=model.device
+    )
     width = getattr(attention, family.key)(zeros).shape[-1]
     return {f"{place}.{family.key}": torch.cat(_fused_rows(model, layer, width))}
 
@@ -230,12 +256,17 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
 
     Not so behind a norm or a clamp, and not for quantised, adapted or offloaded projections.
     """
-    family, attention = family_of(model), attention_modules(model)[layer]
+    family = family_of(model)
+    attention = attention_modules(model)[layer]
     key = getattr(attention, family.key)
     # Subclasses are quantised or adapted, but for this one, which only orders the sum its own way.
     plain = type(key) is nn.Linear or type(key).__name__ == "FalconLinear"
     # Without a hook, a model without any weights is an outline.
-    if not plain or family.key_norm or (key.weight.is_meta and hasattr(key, "_hf_hook")):
+    if (
+        not plain
+        or family.key_norm
+        or (key.weight.is_meta and hasattr(key, "_hf_hook"))
+    ):
         return False
     return not (family.clip and getattr(attention, family.clip))
 
@@ -253,11 +284,15 @@ def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
 
 
 def finish_keys(
-    model: PreTrainedModel, layer: int, projected: Tensor, rotary: tuple[Tensor, Tensor] | None
+    model: PreTrainedModel,
+    layer: int,
+    projected: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """What the layer does to projected keys [B, T, G * d] before it caches them as [B, G, T, d]: clamp,
     normalise, split in heads, rotate; ``rotary`` as :func:`rotary_of` gives it."""
-    family, attention = family_of(model), attention_modules(model)[layer]
+    family = family_of(model)
+    attention = attention_modules(model)[layer]
     norm = getattr(attention, family.key_norm) if family.key_norm else None
     bound = getattr(attention, family.clip) if family.clip else None
     if bound:
@@ -270,14 +305,18 @@ def finish_keys(
     return rotate(model, layer, keys.transpose(1, 2), rotary)
 
 
-def rotate(model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def rotate(
+    model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Apply the layer's own rotary embedding, where it has one, to queries or keys [B, G, T, d]."""
-    family, attention = family_of(model), attention_modules(model)[layer]
+    family = family_of(model)
+    attention = attention_modules(model)[layer]
     if rotary is None or (family.rope_if and not getattr(attention, family.rope_if)):
         return x
     apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     # Some families rotate the first coordinates of each head only.
-    turned, rest = x[..., : rotary[0].shape[-1]], x[..., rotary[0].shape[-1] :]
+    turned = x[..., : rotary[0].shape[-1]]
+    rest = x[..., rotary[0].shape[-1] :]
     # The functions rotate queries and keys: no queries here.
     turned = apply(turned[:, :0], turned, *rotary)[1]
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
@@ -285,12 +324,17 @@ def rotate(model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, 
 
 def _heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
     """Query heads and key heads of a layer."""
-    config, attention = text_config(model), attention_modules(model)[layer]
-    groups = getattr(attention, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None)
+    config = text_config(model)
+    attention = attention_modules(model)[layer]
+    groups = getattr(attention, "num_kv_heads", None) or getattr(
+        config, "num_key_value_heads", None
+    )
     return config.num_attention_heads, groups or config.num_attention_heads
 
 
-def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor, Tensor]:
+def _fused_rows(
+    model: PreTrainedModel, layer: int, width: int
+) -> tuple[Tensor, Tensor]:
     """Output rows of a fused projection of ``width`` rows that are queries, and those that are keys."""
     heads, groups = _heads(model, layer)
     d = width // (heads + 2 * groups)
@@ -304,7 +348,9 @@ def _keys_among(model: PreTrainedModel, layer: int, projected: Tensor) -> Tensor
     """The keys in the output [..., rows] of a projection that may be fused."""
     if family_of(model).fused is None:
         return projected
-    return projected[..., _fused_rows(model, layer, projected.shape[-1])[1].to(projected.device)]
+    return projected[
+        ..., _fused_rows(model, layer, projected.shape[-1])[1].to(projected.device)
+    ]
 
 
 def remove_rope(model: PreTrainedModel) -> None:
@@ -319,5 +365,7 @@ def remove_rope(model: PreTrainedModel) -> None:
         allowed = f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)"
         raise UserError("model.rope", "none", allowed, "set model.rope=checkpoint")
     # A hook keeps the shape, dtype and device of whatever the family's own module returns.
-    rotary.register_forward_hook(lambda _, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
+    rotary.register_forward_hook(
+        lambda _, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1]))
+    )
     setattr(rotary, REMOVED, True)

@@ -39,7 +39,9 @@ _entering = threading.Lock()
 
 
 @contextmanager
-def alone(lm: Any, name: str, change: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+def alone(
+    lm: Any, name: str, change: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
     """Keep other threads out of a model for the duration of a block, and change it if asked.
 
     Blocks of one thread nest. One that is left before a block inside it is undone after that one.
@@ -60,7 +62,8 @@ def alone(lm: Any, name: str, change: AbstractContextManager[Any] | None = None)
             entry.undo.enter_context(change)
         yield
     finally:
-        entry.left, behind = True, stack[-1].name
+        entry.left = True
+        behind = stack[-1].name
         crossed = stack[-1] is not entry
         while stack and stack[-1].left:
             # Undone before it is gone: then another thread may come in.
@@ -70,7 +73,9 @@ def alone(lm: Any, name: str, change: AbstractContextManager[Any] | None = None)
                 stack.pop()
         if crossed:
             told = f"{name} was left before {behind}, which began inside it: leave the inner block first"
-            raise RuntimeError(f"{told}; {lm.name} is itself again once all blocks are left")
+            raise RuntimeError(
+                f"{told}; {lm.name} is itself again once all blocks are left"
+            )
 
 
 def finite(logits: Tensor, asked: Tensor | None = None) -> Tensor:
@@ -82,7 +87,10 @@ def finite(logits: Tensor, asked: Tensor | None = None) -> Tensor:
     low, high = torch.aminmax(logits.detach(), dim=-1)
     for bad, told in (
         (~torch.isfinite(high), "its head gives NaN or infinity"),
-        (low == high, "all logits of a token are equal, as hidden states too large for it make them"),
+        (
+            low == high,
+            "all logits of a token are equal, as hidden states too large for it make them",
+        ),
     ):
         if bool((bad if asked is None else bad & asked).any()):
             raise NotFinite(told)
@@ -126,11 +134,15 @@ def _looking(lm: Any) -> Iterator[None]:
         look("its embedding", families.attention_input(args, kwargs))
 
     def behind(layer: int) -> Callable[..., None]:
-        return lambda _, args, out: look(f"layer {layer}", out[0] if isinstance(out, tuple) else out)
+        return lambda _, args, out: look(
+            f"layer {layer}", out[0] if isinstance(out, tuple) else out
+        )
 
     layers = families.blocks(lm.model)
     with ExitStack() as stack:
-        stack.enter_context(layers[0].register_forward_pre_hook(before, with_kwargs=True))
+        stack.enter_context(
+            layers[0].register_forward_pre_hook(before, with_kwargs=True)
+        )
         for number, layer in enumerate(layers):
             stack.enter_context(layer.register_forward_hook(behind(number)))
         yield
@@ -150,12 +162,16 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
 
     def look(module: Any, *states: Any, following: Any, **settings: Any) -> Any:
         if not all(bool(torch.isfinite(each).all()) for each in states[:3]):
-            raise refusal(lm, f"the attention of layer {module.layer_idx} gets NaN or infinity")
+            raise refusal(
+                lm, f"the attention of layer {module.layer_idx} gets NaN or infinity"
+            )
         return following(module, *states, **settings)
 
     listening = families.family_of(lm.model).interface
     with attending(lm.model, look) if listening else nullcontext():
-        finite(lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits[:, -1])
+        finite(
+            lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits[:, -1]
+        )
 
 
 @guarded
@@ -167,10 +183,20 @@ def forward(lm: Any, **inputs: Tensor) -> None:
 def refusal(lm: Any, what: str) -> UserError:
     """What is no number in a model's dtype, and what to change."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
-    wider = {"float16": "bfloat16 or model.dtype=float32", "bfloat16": "float32"}.get(dtype)
+    wider = {"float16": "bfloat16 or model.dtype=float32", "bfloat16": "float32"}.get(
+        dtype
+    )
     methods = [each.name for each in _inside.get(lm.model, []) if each.changes]
-    milder = f"give {' and '.join(methods)} milder values" if methods else "take milder values in the command"
-    hint = f"set model.dtype={wider}, or {milder}" if wider else f"{milder}, or get the checkpoint again"
+    milder = (
+        f"give {' and '.join(methods)} milder values"
+        if methods
+        else "take milder values in the command"
+    )
+    hint = (
+        f"set model.dtype={wider}, or {milder}"
+        if wider
+        else f"{milder}, or get the checkpoint again"
+    )
     return UserError("model", lm.name, f"finite numbers; in {dtype} {what}", hint)
 
 

@@ -29,7 +29,8 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 
     An attribute that lived on the class alone is deleted again, so that ``vars(target)`` ends as it began.
     """
-    had, before = name in vars(target), vars(target).get(name)
+    had = name in vars(target)
+    before = vars(target).get(name)
     setattr(target, name, value)
     try:
         yield
@@ -42,7 +43,9 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def before_each(
-    modules: Sequence[nn.Module], layers: Collection[int] | None, hook: Callable[[int], Callable[..., Any]]
+    modules: Sequence[nn.Module],
+    layers: Collection[int] | None,
+    hook: Callable[[int], Callable[..., Any]],
 ) -> Iterator[None]:
     """Run hooks before the modules of some layers (None: all) for the duration of a block.
 
@@ -50,7 +53,9 @@ def before_each(
     """
     with ExitStack() as stack:
         for layer in range(len(modules)) if layers is None else layers:
-            stack.enter_context(modules[layer].register_forward_pre_hook(hook(layer), with_kwargs=True))
+            stack.enter_context(
+                modules[layer].register_forward_pre_hook(hook(layer), with_kwargs=True)
+            )
         yield
 
 
@@ -79,7 +84,9 @@ class Room:
 
     whole: Tensor
     used: int  # tokens that all of them hold
-    layers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that hold more, or add some
+    layers: weakref.WeakSet[Any] = field(
+        default_factory=weakref.WeakSet
+    )  # that hold more, or add some
 
     def part(self, tokens: int) -> Tensor:
         """The first so many tokens, marked as of this room."""
@@ -101,7 +108,10 @@ def held(states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE) -> Dynamic
     for keys, values in states:
         layer = _growing()()
         layer.lazy_initialization(keys, values)
-        layer.rooms = {name: room_of(each, spare) for name, each in (("keys", keys), ("values", values))}
+        layer.rooms = {
+            name: room_of(each, spare)
+            for name, each in (("keys", keys), ("values", values))
+        }
         for name, room in layer.rooms.items():
             setattr(layer, name, room.part(room.used))
         cache.layers.append(layer)
@@ -125,8 +135,10 @@ def _growing() -> type:
             self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
         ) -> tuple[Tensor, Tensor]:
             for name, new in (("keys", key_states), ("values", value_states)):
-                known, room = getattr(self, name), self.rooms[name]
-                size, end = known.shape[-2], known.shape[-2] + new.shape[-2]
+                known = getattr(self, name)
+                room = self.rooms[name]
+                size = known.shape[-2]
+                end = known.shape[-2] + new.shape[-2]
                 # A method may have put other keys in the place of those in the room.
                 if not room.serves(self, known, end):
                     room = self.rooms[name] = room_of(known, max(SPARE, new.shape[-2]))
@@ -151,9 +163,12 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
     before = config._attn_implementation
     if not stack:
         # Without a mask function under the same name transformers would give no mask at all.
-        transformers.AttentionInterface.register(f"posbench_{before}", _dispatch(before))
+        transformers.AttentionInterface.register(
+            f"posbench_{before}", _dispatch(before)
+        )
         transformers.masking_utils.AttentionMaskInterface.register(
-            f"posbench_{before}", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[before]
+            f"posbench_{before}",
+            transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[before],
         )
         model.set_attn_implementation(f"posbench_{before}")
     stack.append(function)
@@ -168,14 +183,19 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
 
 def listeners(model: PreTrainedModel) -> int:
     """How many hooks of its modules, and functions in front of its kernel, look into a model's forward."""
-    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    hooks = sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for module in model.modules()
+    )
     return hooks + len(_functions.get(id(model.config.get_text_config()), []))
 
 
 def _dispatch(kernel_name: str) -> Attend:
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        kernel = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(kernel_name, eager)
+        kernel = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
+            kernel_name, eager
+        )
         stack = _functions.get(id(module.config), [])
 
         def call(index: int) -> Attend:

@@ -52,7 +52,9 @@ class LM(Encoder):
         """Device of the embedding, where inputs go."""
         embedding = self.model.get_input_embeddings()
         # accelerate keeps an offloaded weight on "meta" and brings it to the execution device for each call.
-        hook = getattr(embedding, "_hf_hook", None) if embedding.weight.is_meta else None
+        hook = (
+            getattr(embedding, "_hf_hook", None) if embedding.weight.is_meta else None
+        )
         return torch.device(hook.execution_device) if hook else embedding.weight.device
 
     @property
@@ -60,22 +62,35 @@ class LM(Encoder):
         """Number of decoder layers."""
         return int(families.text_config(self.model).num_hidden_layers)
 
-    def pad(self, rows: Sequence[Sequence[int]], prefix: Prefix | None = None) -> dict[str, Any]:
+    def pad(
+        self, rows: Sequence[Sequence[int]], prefix: Prefix | None = None
+    ) -> dict[str, Any]:
         """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T].
 
         With a prefix, which holds all tokens of these rows but the last ones, ``input_ids`` and
         ``position_ids`` are those of the last ones, and ``past_key_values`` is a fork of its cache.
         """
-        width, fill = max(len(row) for row in rows), self._pad_id()
+        width = max(len(row) for row in rows)
+        fill = self._pad_id()
         cut = prefix.tokens if prefix else 0
         self.read += sum(len(row) - max(len(row) - width + cut, 0) for row in rows)
-        ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
+        ids = torch.tensor(
+            [[fill] * (width - len(row)) + list(row) for row in rows],
+            device=self.device,
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(row)) + [1] * len(row) for row in rows],
+            device=self.device,
+        )
         # A bare forward counts positions from the first column, padding included; generate() from the mask.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         if prefix is None:
             return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        later = {"input_ids": ids[:, cut:], "attention_mask": mask, "position_ids": positions[:, cut:]}
+        later = {
+            "input_ids": ids[:, cut:],
+            "attention_mask": mask,
+            "position_ids": positions[:, cut:],
+        }
         return {**later, "past_key_values": fork(prefix.cache)}
 
     @guarded
@@ -106,14 +121,28 @@ class LM(Encoder):
             prefix: All but the last tokens of the rows, which then are one batch, in their order.
         """
         if isinstance(rows, str):
-            raise TypeError("generate takes a list of prompts, got one text: pass [text]")
+            raise TypeError(
+                "generate takes a list of prompts, got one text: pass [text]"
+            )
         tokenizer = self.need_tokenizer()
-        encoded = [self.encode(row).ids if isinstance(row, str) else list(row) for row in rows]
-        last = {text: tokenizer(text, add_special_tokens=False)["input_ids"][-1:] for text in stop}
-        single = {text: ids[0] for text, ids in last.items() if ids and tokenizer.decode(ids) == text}
+        encoded = [
+            self.encode(row).ids if isinstance(row, str) else list(row) for row in rows
+        ]
+        last = {
+            text: tokenizer(text, add_special_tokens=False)["input_ids"][-1:]
+            for text in stop
+        }
+        single = {
+            text: ids[0]
+            for text, ids in last.items()
+            if ids and tokenizer.decode(ids) == text
+        }
         several = [text for text in stop if text not in single]
         ends = self.model.generation_config.eos_token_id or tokenizer.eos_token_id
-        ends = [*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *single.values()]
+        ends = [
+            *(ends if isinstance(ends, list) else [] if ends is None else [ends]),
+            *single.values(),
+        ]
         settings = transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -125,9 +154,13 @@ class LM(Encoder):
         )
         replies = [""] * len(encoded)
         for batch in (
-            [[*range(len(encoded))]] if prefix else batches([len(row) for row in encoded], batch_size)
+            [[*range(len(encoded))]]
+            if prefix
+            else batches([len(row) for row in encoded], batch_size)
         ):
-            texts = self._generate_batch([encoded[i] for i in batch], settings, several, prefix)
+            texts = self._generate_batch(
+                [encoded[i] for i in batch], settings, several, prefix
+            )
             for index, reply in zip(batch, texts, strict=True):
                 reply = cut(reply, several)
                 for text in single:
@@ -136,9 +169,14 @@ class LM(Encoder):
         return replies
 
     def _generate_batch(
-        self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str], prefix: Prefix | None
+        self,
+        rows: list[list[int]],
+        settings: GenerationConfig,
+        stop: Sequence[str],
+        prefix: Prefix | None,
     ) -> list[str]:
-        tokenizer, inputs = self.need_tokenizer(), self.pad(rows)
+        tokenizer = self.need_tokenizer()
+        inputs = self.pad(rows)
         inputs.pop("position_ids")
         if prefix:
             # generate() takes whole prompts and cuts off what the cache holds.
@@ -148,14 +186,24 @@ class LM(Encoder):
 
         def said(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
             replies = tokenizer.batch_decode(ids[:, width:])
-            return torch.tensor([any(text in reply for text in stop) for reply in replies], device=ids.device)
+            return torch.tensor(
+                [any(text in reply for text in stop) for reply in replies],
+                device=ids.device,
+            )
 
         # The library's own stop_strings fails on tokenizers that do not spell every text.
         criteria = transformers.StoppingCriteriaList([said] if stop else [])
         with replaced(self.model, "generation_config", settings):
-            out = self.model.generate(**inputs, stopping_criteria=criteria, logits_processor=checking())
-        self.written += _length(out[:, width:], settings.eos_token_id or [], self._pad_id())
-        return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
+            out = self.model.generate(
+                **inputs, stopping_criteria=criteria, logits_processor=checking()
+            )
+        self.written += _length(
+            out[:, width:], settings.eos_token_id or [], self._pad_id()
+        )
+        return [
+            str(text)
+            for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+        ]
 
     @guarded
     @inference_mode
@@ -163,7 +211,9 @@ class LM(Encoder):
         """Next-token logits of every row, [B, T, V], for token ids [B, T] and a left-padding mask [B, T]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
+        logits = self.model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions
+        ).logits
         return finite(logits, mask.bool())
 
     @guarded
@@ -185,17 +235,25 @@ class LM(Encoder):
         """
         found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
         for batch in (
-            [[*range(len(prompts))]] if prefix else batches([len(row) for row in prompts], batch_size)
+            [[*range(len(prompts))]]
+            if prefix
+            else batches([len(row) for row in prompts], batch_size)
         ):
             inputs = self.pad([prompts[i] for i in batch], prefix)
             out = self.model(**inputs, use_cache=True, logits_to_keep=1)
             for number in range(max(len(choices[i]) for i in batch)):
-                rows = [list(choices[i][number]) if number < len(choices[i]) else [0] for i in batch]
+                rows = [
+                    list(choices[i][number]) if number < len(choices[i]) else [0]
+                    for i in batch
+                ]
                 targets = self._targets(rows)
                 logits = [out.logits[:, -1:].float()]
                 if targets.shape[1] > 1:
-                    later, cache = self._following(inputs, targets), fork(out.past_key_values)
-                    logits.append(self.model(**later, past_key_values=cache).logits.float())
+                    later = self._following(inputs, targets)
+                    cache = fork(out.past_key_values)
+                    logits.append(
+                        self.model(**later, past_key_values=cache).logits.float()
+                    )
                 scores = finite(torch.cat(logits, dim=1), targets >= 0)
                 nats = _nats(scores, targets).double().sum(1)
                 greedy = ((scores.argmax(-1) == targets) | (targets < 0)).all(1)
@@ -206,7 +264,9 @@ class LM(Encoder):
 
     @guarded
     @inference_mode
-    def answer_loss(self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8) -> Tensor:
+    def answer_loss(
+        self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8
+    ) -> Tensor:
         """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
 
         The prompt runs first and the answer is fed on its cache, so that a method that treats the last prompt
@@ -220,12 +280,21 @@ class LM(Encoder):
             mask = inputs.pop("attention_mask")
             prompt = {name: value[:, :start] for name, value in inputs.items()}
             answer = {name: value[:, start:] for name, value in inputs.items()}
-            out = self.model(**prompt, attention_mask=mask[:, :start], use_cache=True, logits_to_keep=1)
+            out = self.model(
+                **prompt,
+                attention_mask=mask[:, :start],
+                use_cache=True,
+                logits_to_keep=1,
+            )
             logits = [out.logits[:, -1:]]
             if targets.shape[1] > 1:
-                later = self.model(**answer, attention_mask=mask, past_key_values=out.past_key_values)
+                later = self.model(
+                    **answer, attention_mask=mask, past_key_values=out.past_key_values
+                )
                 logits.append(later.logits)
-            losses[list(batch)] = self.answer_nats(torch.cat(logits, dim=1), targets).cpu()
+            losses[list(batch)] = self.answer_nats(
+                torch.cat(logits, dim=1), targets
+            ).cpu()
         return losses
 
     def pad_with_answers(
@@ -236,7 +305,8 @@ class LM(Encoder):
         From B prompts and answers as token ids, of at most T and A tokens: the forward's inputs, each [B, T +
         A - 1], and the answer tokens [B, A], -100 where an answer has ended.
         """
-        inputs, targets = self.pad([prompt for prompt, _ in pairs]), self._targets([row for _, row in pairs])
+        inputs = self.pad([prompt for prompt, _ in pairs])
+        targets = self._targets([row for _, row in pairs])
         later = self._following(inputs, targets, self._pad_id())
         for name in ("input_ids", "position_ids"):
             later[name] = torch.cat([inputs[name], later[name]], dim=1)
@@ -245,15 +315,21 @@ class LM(Encoder):
     def _targets(self, rows: Sequence[list[int]]) -> Tensor:
         """Token rows padded on the right with -100, [B, A]."""
         width = max(map(len, rows))
-        return torch.tensor([row + [-100] * (width - len(row)) for row in rows], device=self.device)
+        return torch.tensor(
+            [row + [-100] * (width - len(row)) for row in rows], device=self.device
+        )
 
-    def _following(self, inputs: dict[str, Tensor], targets: Tensor, fill: int = 0) -> dict[str, Tensor]:
+    def _following(
+        self, inputs: dict[str, Tensor], targets: Tensor, fill: int = 0
+    ) -> dict[str, Tensor]:
         """Inputs of a forward over the answer tokens [B, A] but the last, behind a prompt in the cache."""
         given = targets[:, :-1]
         steps = torch.arange(1, targets.shape[1], device=self.device)
         return {
             "input_ids": given.where(given >= 0, fill),
-            "attention_mask": torch.cat([inputs["attention_mask"], (given >= 0).long()], dim=1),
+            "attention_mask": torch.cat(
+                [inputs["attention_mask"], (given >= 0).long()], dim=1
+            ),
             "position_ids": inputs["position_ids"][:, -1:] + steps,
         }
 
@@ -263,7 +339,9 @@ class LM(Encoder):
         Raises:
             NotFinite: Some is no number; :func:`posbench.model.guard.guarded` names the layer.
         """
-        nats = _nats(finite(logits, targets >= 0).float(), targets).sum(1) / (targets >= 0).sum(1)
+        nats = _nats(finite(logits, targets >= 0).float(), targets).sum(1) / (
+            targets >= 0
+        ).sum(1)
         if not bool(torch.isfinite(nats.detach()).all()):
             raise NotFinite("the loss of an answer is NaN or infinite")
         return nats
@@ -301,22 +379,36 @@ class LM(Encoder):
     def eager(self) -> Iterator[None]:
         """Make families outside the library's attention functions compute, and return, all their weights."""
 
-        def without_bias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def without_bias(
+            _: nn.Module, args: Any, kwargs: dict[str, Any]
+        ) -> tuple[Any, Any]:
             return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
 
-        config, family = self.model.config, families.family_of(self.model)
+        config = self.model.config
+        family = families.family_of(self.model)
         with ExitStack() as stack:
-            if family.mask_has_bias and config.alibi and config._attn_implementation != "eager":
+            if (
+                family.mask_has_bias
+                and config.alibi
+                and config._attn_implementation != "eager"
+            ):
                 modules = families.attention_modules(self.model)
                 stack.enter_context(before_each(modules, None, lambda _: without_bias))
-            stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))
+            stack.enter_context(
+                replaced(config, "_attn_implementation_internal", "eager")
+            )
             yield
 
     def _pad_id(self) -> int:
-        known = [getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+        known = [
+            getattr(self.tokenizer, name, None)
+            for name in ("pad_token_id", "eos_token_id")
+        ]
         rows = self.model.get_input_embeddings().weight.shape[0]
         # Some tokenizers pad with a token that their model does not know; a padded place is never read.
-        return next((int(token) for token in known if token is not None and token < rows), 0)
+        return next(
+            (int(token) for token in known if token is not None and token < rows), 0
+        )
 
 
 def checking() -> LogitsProcessorList:
@@ -326,16 +418,22 @@ def checking() -> LogitsProcessorList:
 
 def _length(replies: Tensor, ends: list[int], fill: int) -> int:
     """Tokens of replies [B, T], their ends counted, and not what fills them up."""
-    end = torch.isin(replies, torch.tensor(ends, dtype=replies.dtype, device=replies.device))
+    end = torch.isin(
+        replies, torch.tensor(ends, dtype=replies.dtype, device=replies.device)
+    )
     return int(((end.cumsum(1) - end.int() == 0) & (end | (replies != fill))).sum())
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of each target token, [B, A], from logits [B, A, V]; 0 where an answer has ended."""
-    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+    return F.cross_entropy(
+        logits.transpose(1, 2), targets, reduction="none", ignore_index=-100
+    )
 
 
-def batches(lengths: Sequence[int], size: int, tokens: int | None = None) -> list[list[int]]:
+def batches(
+    lengths: Sequence[int], size: int, tokens: int | None = None
+) -> list[list[int]]:
     """Group prompts of similar length, longest first: little padding is needed, and memory errors come early.
 
     Depends on the ``lengths`` alone (tokens, those to come included): a resumed run forms the same batches
@@ -344,7 +442,11 @@ def batches(lengths: Sequence[int], size: int, tokens: int | None = None) -> lis
     """
     out: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        most = min(size, max((tokens or 0) // lengths[out[-1][0]], 1) if tokens else size) if out else 0
+        most = (
+            min(size, max((tokens or 0) // lengths[out[-1][0]], 1) if tokens else size)
+            if out
+            else 0
+        )
         if not out or len(out[-1]) >= most:
             out.append([])
         out[-1].append(index)

@@ -16,7 +16,13 @@ from safetensors import SafetensorError, safe_open
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
-from posbench.late import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, torch, transformers
+from posbench.late import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    torch,
+    transformers,
+)
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
@@ -62,7 +68,11 @@ class ModelConfig:
     # runs a checkpoint that lacks tensors, or has others, with random ones in their place, the same at every
     # load; its name then ends in ``-partial`` in every table
     allow_partial: bool = False
-    stages: tuple[str, ...] = ("intervene", "evaluate", "report")  # stages that run when the user names none
+    stages: tuple[str, ...] = (
+        "intervene",
+        "evaluate",
+        "report",
+    )  # stages that run when the user names none
     source: str = ""  # where the facts of this file come from
     # of the published weights, about: parameters times bytes of their type
     gigabytes: Positive | None = None
@@ -73,8 +83,12 @@ class ModelConfig:
     # server's own template surrounds them
     api: Literal["completions", "chat"] = "completions"
     concurrency: Annotated[int, Ge(1), Le(256)] = 8  # requests at a time
-    retries: Annotated[int, Ge(0), Le(20)] = 5  # of a request that failed, each after a longer pause
-    timeout: Annotated[float, Gt(0), Le(86400)] = 600.0  # seconds that a request may take
+    retries: Annotated[int, Ge(0), Le(20)] = (
+        5  # of a request that failed, each after a longer pause
+    )
+    timeout: Annotated[float, Gt(0), Le(86400)] = (
+        600.0  # seconds that a request may take
+    )
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key, where the server asks for one
     # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
@@ -84,7 +98,9 @@ class ModelConfig:
         names = ("auto", "none", *CHAT_TEMPLATES)
         if self.chat_template not in names:
             hint = "set model.chat_template=auto"
-            raise UserError("model.chat_template", self.chat_template, " | ".join(names), hint)
+            raise UserError(
+                "model.chat_template", self.chat_template, " | ".join(names), hint
+            )
         if self.allow_partial and not self.name.endswith(PARTIAL):
             object.__setattr__(self, "name", self.name + PARTIAL)
         self._check_server()
@@ -95,19 +111,31 @@ class ModelConfig:
             for f in fields(self):
                 if f.name in SERVER and (value := getattr(self, f.name)) != f.default:
                     allowed = f"{f.default} without a server"
-                    raise UserError(f"model.{f.name}", value, allowed, "set model.base_url=URL")
+                    raise UserError(
+                        f"model.{f.name}", value, allowed, "set model.base_url=URL"
+                    )
             return
         try:
-            url, _ = urlsplit(self.base_url), urlsplit(self.base_url).port
+            url = urlsplit(self.base_url)
+            _ = urlsplit(self.base_url).port
         except ValueError:
             url = urlsplit("")
         if url.username or url.password or url.query:
-            allowed = "an address without user, password and query: run folders record it"
+            allowed = (
+                "an address without user, password and query: run folders record it"
+            )
             hint = f"put the key into the environment variable {self.key_env}"
-            raise UserError("model.base_url", f"{url.scheme}://***@{url.hostname}", allowed, hint)
+            raise UserError(
+                "model.base_url", f"{url.scheme}://***@{url.hostname}", allowed, hint
+            )
         if url.scheme not in ("http", "https") or not url.hostname:
             hint = "set model.base_url=http://localhost:8000/v1"
-            raise UserError("model.base_url", self.base_url, "http://HOST:PORT/v1 or https://...", hint)
+            raise UserError(
+                "model.base_url",
+                self.base_url,
+                "http://HOST:PORT/v1 or https://...",
+                hint,
+            )
         object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
 
     @property
@@ -161,7 +189,13 @@ def load(
         _kernel(source.config, families.text_config(source)._attn_implementation)
         window = families.context_window(source.config)
         guard.check_parameters(source, name or "model")
-        return LM(source.eval(), tokenizer, name or "model", window, values.get("chat_template", "auto"))
+        return LM(
+            source.eval(),
+            tokenizer,
+            name or "model",
+            window,
+            values.get("chat_template", "auto"),
+        )
     if not isinstance(source, ModelConfig):
         source = model_config(str(source), **({"name": name} if name else {}), **values)
     return _load_checkpoint(source, device, device_map, max_memory)
@@ -185,7 +219,11 @@ def reader(config: ModelConfig) -> Reader:
         UserError: Unknown architecture; config or tokenizer are missing or cannot be read.
     """
     source = config.checkpoint
-    path = str(sources.local(replace(source, files=WORDS) if source.kind == "model" else source))
+    path = str(
+        sources.local(
+            replace(source, files=WORDS) if source.kind == "model" else source
+        )
+    )
     with _explained(config, config.path):
         # Read as plain data first: transformers would not name the families for a type that it does not know.
         known, _ = transformers.PreTrainedConfig.get_config_dict(path, **ORIGIN)
@@ -209,7 +247,9 @@ def model_config(source: str, **values: Any) -> ModelConfig:
 def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
     """A model's node with its blocks gathered under ``blocks``."""
     known = {f.name for f in fields(ModelConfig)}
-    blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
+    blocks = {
+        k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)
+    }
     own = {k: v for k, v in data.items() if k not in blocks}
     return own | {"blocks": blocks | dict(data.get("blocks") or {})}
 
@@ -222,7 +262,12 @@ def _load_checkpoint(
 ) -> LM:
     if config.base_url:
         allowed = "null: what is behind a server is not loaded here"
-        raise UserError("model.base_url", config.base_url, allowed, "leave it out, or run posbench with it")
+        raise UserError(
+            "model.base_url",
+            config.base_url,
+            allowed,
+            "leave it out, or run posbench with it",
+        )
     where = torch_device(device)
     # From here on there is a folder on this machine, and nothing touches the network.
     sources.local(config.checkpoint)
@@ -253,7 +298,11 @@ def _load_checkpoint(
 
 def _dtype(config: ModelConfig, where: torch.device) -> str:
     """The weight type to load with; ``auto`` is the checkpoint's own."""
-    return config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
+    return (
+        config.dtype
+        if config.dtype != "auto"
+        else ("float32" if where.type == "cpu" else "auto")
+    )
 
 
 def outline(config: ModelConfig, read: Reader, device: str) -> LM:
@@ -262,30 +311,41 @@ def outline(config: ModelConfig, read: Reader, device: str) -> LM:
     Raises:
         UserError: Device, kernel or tokenizer do not fit.
     """
-    where, folder = torch_device(device), sources.cached(config.checkpoint)
+    where = torch_device(device)
+    folder = sources.cached(config.checkpoint)
     with _explained(config, where), torch.device("meta"):
-        for file in [folder / name for name in sources.shards(folder)] if folder else []:
+        for file in (
+            [folder / name for name in sources.shards(folder)] if folder else []
+        ):
             with safe_open(file, "pt"):
                 pass  # its header tells whether all of it is there
         kernel = _kernel(read.facts, config.attention)
         dtype = _dtype(config, where)
         given = {} if dtype == "auto" else {"dtype": dtype}
-        model = transformers.AutoModelForCausalLM.from_config(read.facts, attn_implementation=kernel, **given)
+        model = transformers.AutoModelForCausalLM.from_config(
+            read.facts, attn_implementation=kernel, **given
+        )
     return _with_reader(config, read, model)
 
 
 def _with_reader(config: ModelConfig, read: Reader, model: PreTrainedModel) -> LM:
     """A model and its tokenizer; UserError unless they fit."""
     tokenizer = read.need_tokenizer()
-    known, spelt = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
+    known = model.get_input_embeddings().weight.shape[0]
+    spelt = tokenizer.vocab_size
     if spelt > known:
-        allowed = (
-            f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
+        allowed = f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
+        raise UserError(
+            "model.path",
+            config.path,
+            allowed,
+            "take the tokenizer that belongs to the weights",
         )
-        raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
     if config.rope == "none":
         families.remove_rope(model)
-    return LM(model.eval(), tokenizer, config.name, read.context_window, config.chat_template)
+    return LM(
+        model.eval(), tokenizer, config.name, read.context_window, config.chat_template
+    )
 
 
 @contextmanager
@@ -302,24 +362,36 @@ def _explained(config: ModelConfig, where: torch.device | str) -> Iterator[None]
     # Whatever the libraries make of these files, it is the files that are wrong.
     except Exception as error:
         if "does not support an attention implementation" in str(error):
-            allowed, hint = "auto or eager for this family", "set model.attention=auto"
-            raise UserError("model.attention", config.attention, allowed, hint) from error
+            allowed = "auto or eager for this family"
+            hint = "set model.attention=auto"
+            raise UserError(
+                "model.attention", config.attention, allowed, hint
+            ) from error
         known = isinstance(error, OSError | ValueError | SafetensorError)
-        reason = ("" if known else f"{type(error).__name__}: ") + " ".join(str(error).split())[:200]
+        reason = ("" if known else f"{type(error).__name__}: ") + " ".join(
+            str(error).split()
+        )[:200]
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
-        raise UserError("model.path", config.path, sources.A_CHECKPOINT, hint) from error
+        raise UserError(
+            "model.path", config.path, sources.A_CHECKPOINT, hint
+        ) from error
 
 
 def _need_complete(config: ModelConfig, told: Mapping[str, Any]) -> None:
     """Refuse weights that are not the model's, by what transformers tells of loading; it leaves out tied
     tensors, and those that it knows may be missing or left over."""
-    kinds = {"missing": told["missing_keys"], "of another shape": {key[0] for key in told["mismatched_keys"]}}
+    kinds = {
+        "missing": told["missing_keys"],
+        "of another shape": {key[0] for key in told["mismatched_keys"]},
+    }
     kinds["not of this model"] = told["unexpected_keys"]
-    faults = [f"{len(names)} {kind}, the first {min(names)}" for kind, names in kinds.items() if names]
+    faults = [
+        f"{len(names)} {kind}, the first {min(names)}"
+        for kind, names in kinds.items()
+        if names
+    ]
     if faults and not config.allow_partial:
-        allowed = (
-            f"weights with every tensor that its config.json asks for and no other ({'; '.join(faults)})"
-        )
+        allowed = f"weights with every tensor that its config.json asks for and no other ({'; '.join(faults)})"
         hint = "get the checkpoint again, or set model.allow_partial=true to run with random tensors in place"
         raise UserError("model.path", config.path, allowed, hint)
     if config.allow_partial and not faults:
@@ -331,7 +403,10 @@ def _kernel(config: PreTrainedConfig, asked: str | None) -> str | None:
     """The kernel to load with; sdpa is refused where attention scores are soft-capped (Gemma 2), and what is
     not installed."""
     asked = None if asked == "auto" else asked
-    if asked == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
+    if (
+        asked == "flash_attention_2"
+        and not transformers.utils.is_flash_attn_2_available()
+    ):
         allowed = "sdpa or eager on this machine (flash-attn is not installed)"
         hint = "set model.attention=sdpa, or install the extra posbench[flash]"
         raise UserError("model.attention", asked, allowed, hint)
@@ -353,7 +428,11 @@ def torch_device(device: str) -> torch.device:
         where = torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
-        there = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
+        there = (
+            f"{torch.cuda.device_count()} CUDA devices"
+            if torch.cuda.is_available()
+            else "no CUDA device"
+        )
         allowed = f"auto, cpu, or a CUDA device of this machine (it has {there})"
         hint = "set runtime.device=auto, or leave out runtime=gpu"
         raise UserError("runtime.device", device, allowed, hint) from error

@@ -41,12 +41,17 @@ class Prefix:
 
 @contextmanager
 def recording(
-    model: PreTrainedModel, prefix: Prefix, channels: Sequence[int], layers: Collection[int]
+    model: PreTrainedModel,
+    prefix: Prefix,
+    channels: Sequence[int],
+    layers: Collection[int],
 ) -> Iterator[None]:
     """Record some channels of the attention input, and the rotation, of some layers in the next forward."""
 
     def record(layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             hidden = families.attention_input(args, kwargs)
             linear = families.keys_are_linear(model, layer)
             prefix.inputs[layer] = hidden[..., list(channels)] if linear else hidden

@@ -33,24 +33,38 @@ class Call:
     # bases theta that the rows of the batch take in turn, None or empty for the model's own
     bases: tuple[float | None, ...] = ()
 
-    def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
+    def table(
+        self, positions: Tensor | None = None, base: float | None = None
+    ) -> Table:
         """The tables at other positions [B, T] (or of each head, [B * H, T]), or with another base theta."""
         at = self.positions if positions is None else positions.to(self.hidden.device)
         if base is None and self.bases:
-            rows, alone = self.hidden.shape[0], replace(self, bases=())
+            rows = self.hidden.shape[0]
+            alone = replace(self, bases=())
             # Positions that all rows share come as a single row.
-            at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(0, (rows, -1))
+            at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(
+                0, (rows, -1)
+            )
             count = len(self.bases)
-            parts = [alone.table(at[i::count].flatten(0, 1), base) for i, base in enumerate(self.bases)]
+            parts = [
+                alone.table(at[i::count].flatten(0, 1), base)
+                for i, base in enumerate(self.bases)
+            ]
             kinds = zip(*parts, strict=True)
-            split = ([part.unflatten(0, (-1, at.shape[1])) for part in kind] for kind in kinds)
+            split = (
+                [part.unflatten(0, (-1, at.shape[1])) for part in kind]
+                for kind in kinds
+            )
             cos, sin = (torch.stack(kind, dim=1).flatten(0, 2) for kind in split)
             return cos, sin
         if base is None:
             with steady(self.module):
                 return self.module.forward(self.hidden, at, **self.options)
-        buffers, count = self.module._buffers, self.module.inv_freq.numel()
-        powers = torch.arange(count, device=self.hidden.device, dtype=torch.float32) / count
+        buffers = self.module._buffers
+        count = self.module.inv_freq.numel()
+        powers = (
+            torch.arange(count, device=self.hidden.device, dtype=torch.float32) / count
+        )
         before, buffers["inv_freq"] = buffers["inv_freq"], base**-powers
         try:
             return self.module.forward(self.hidden, at, **self.options)
@@ -70,7 +84,11 @@ def steady(module: nn.Module) -> AbstractContextManager[None]:
     Scaled positions would choose others, in each layer or head anew: the length of the prompt decides, once.
     """
     kind = getattr(module, "rope_type", "default")
-    return replaced(module, "rope_type", dict.fromkeys(kind, "kept") if isinstance(kind, dict) else "kept")
+    return replaced(
+        module,
+        "rope_type",
+        dict.fromkeys(kind, "kept") if isinstance(kind, dict) else "kept",
+    )
 
 
 class _Tables(tuple[Any, Any]):
@@ -87,7 +105,9 @@ class _Tables(tuple[Any, Any]):
         return made
 
 
-def _given(kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int) -> Call:
+def _given(
+    kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int
+) -> Call:
     """The call that an attention module's tables were made for, as the methods of outer blocks left it."""
     return getattr(kwargs["position_embeddings"], "call", None) or call_of(layer)
 
@@ -96,9 +116,13 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     """The model's rotary embedding; None in models that have none, or have removed it."""
     base = model.base_model
     # Gemma 3 with vision keeps its decoder one step further down.
-    decoder = base if hasattr(base, "rotary_emb") else getattr(base, "language_model", None)
+    decoder = (
+        base if hasattr(base, "rotary_emb") else getattr(base, "language_model", None)
+    )
     module = getattr(decoder, "rotary_emb", None)
-    unused = getattr(model.config, "alibi", False) or getattr(module, families.REMOVED, False)
+    unused = getattr(model.config, "alibi", False) or getattr(
+        module, families.REMOVED, False
+    )
     return None if unused else module
 
 
@@ -106,8 +130,13 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
     """The layers that rotate queries and keys."""
     if rotary_module(model) is None:
         return []
-    flag, modules = families.family_of(model).rope_if, families.attention_modules(model)
-    return [layer for layer, module in enumerate(modules) if not flag or getattr(module, flag)]
+    flag = families.family_of(model).rope_if
+    modules = families.attention_modules(model)
+    return [
+        layer
+        for layer, module in enumerate(modules)
+        if not flag or getattr(module, flag)
+    ]
 
 
 def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
@@ -116,21 +145,30 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
     A method that sets the base needs ``plain`` rotary embeddings, whose angles are not rescaled; one that
     rotates ``by_hand`` needs attention through the library's functions.
     """
-    family, module = families.family_of(lm.model), rotary_module(lm.model)
+    family = families.family_of(lm.model)
+    module = rotary_module(lm.model)
 
-    def refuse(allowed: str, hint: str = "method=scale_channel needs no rotary embedding") -> None:
+    def refuse(
+        allowed: str, hint: str = "method=scale_channel needs no rotary embedding"
+    ) -> None:
         raise UserError("method", method, allowed, hint)
 
     if not rotated_layers(lm.model):
-        refuse(f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none")
+        refuse(
+            f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none"
+        )
     if plain and getattr(module, "rope_type", "default") != "default":
-        refuse(f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}")
+        refuse(
+            f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
+        )
     # One that rotates by hand would rotate what the other has rotated.
     if getattr(module, _BUSY, None) == "by hand":
         inside = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
         refuse(inside, "put that one last")
     if by_hand and not family.interface:
-        refuse(f"a family whose attention runs through the library's functions; {family.name} does not")
+        refuse(
+            f"a family whose attention runs through the library's functions; {family.name} does not"
+        )
 
 
 @contextmanager
@@ -141,10 +179,20 @@ def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
     latest: dict[Any, Call] = {}
     kinds: Any = getattr(families.text_config(model), "layer_types", None)
 
-    def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Table) -> None:
-        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        options = {"layer_type": given["layer_type"]} if given.get("layer_type") is not None else {}
-        latest[given.get("layer_type")] = Call(module, given["x"], given["position_ids"], options)
+    def remember(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Table
+    ) -> None:
+        given = (
+            dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        )
+        options = (
+            {"layer_type": given["layer_type"]}
+            if given.get("layer_type") is not None
+            else {}
+        )
+        latest[given.get("layer_type")] = Call(
+            module, given["x"], given["position_ids"], options
+        )
 
     with module.register_forward_hook(remember, with_kwargs=True):
         yield lambda layer: latest[None] if None in latest else latest[kinds[layer]]
@@ -168,7 +216,9 @@ def tables(
         def hook_of(layer: int) -> Callable[..., Any]:
             change = layers[layer]
 
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            def hook(
+                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            ) -> tuple[Any, Any]:
                 if kwargs.get("position_embeddings") is None:
                     return args, kwargs
                 call = _given(kwargs, call_of, layer)
@@ -176,14 +226,19 @@ def tables(
                 if key not in made or made[key][0] is not call:
                     changed = change(call)
                     made[key] = call, _Tables(make(changed), changed)
-                found, where = made[key][1], kwargs["position_embeddings"][0].device
+                found = made[key][1]
+                where = kwargs["position_embeddings"][0].device
                 if found[0].device != where:
-                    found = _Tables((found[0].to(where), found[1].to(where)), found.call)
+                    found = _Tables(
+                        (found[0].to(where), found[1].to(where)), found.call
+                    )
                 return args, kwargs | {"position_embeddings": found}
 
             return hook
 
-        stack.enter_context(before_each(families.attention_modules(model), layers, hook_of))
+        stack.enter_context(
+            before_each(families.attention_modules(model), layers, hook_of)
+        )
         yield
 
 
@@ -192,7 +247,11 @@ def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
 
     def divide(scale: float) -> Callable[[Call], Call]:
         # Angles of fractional positions need float32: positions are whole numbers otherwise.
-        return lambda call: call if scale == 1 else replace(call, positions=call.positions.float() / scale)
+        return lambda call: (
+            call
+            if scale == 1
+            else replace(call, positions=call.positions.float() / scale)
+        )
 
     by_scale = {scale: divide(scale) for scale in set(scales.values())}
     return {layer: by_scale[scale] for layer, scale in scales.items()}
@@ -231,7 +290,9 @@ class HandRotation:
             return families.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
         flat = cos.flatten(0, 1), sin.flatten(0, 1)
-        return families.rotate(self.model, self.layer, x.flatten(0, 1).unsqueeze(1), flat).reshape(x.shape)
+        return families.rotate(
+            self.model, self.layer, x.flatten(0, 1).unsqueeze(1), flat
+        ).reshape(x.shape)
 
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
         """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
@@ -242,8 +303,11 @@ class HandRotation:
         for table in tables:
             cos, sin = (t.to(x.device) for t in table)
             if turned is None:
-                turned = self.rotate(x, (torch.zeros_like(cos), torch.ones_like(sin)))[..., : cos.shape[-1]]
-                part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+                turned = self.rotate(x, (torch.zeros_like(cos), torch.ones_like(sin)))[
+                    ..., : cos.shape[-1]
+                ]
+                part = x[..., : cos.shape[-1]]
+                rest = x[..., cos.shape[-1] :]
             rotated = (part * cos[:, None]).addcmul_(turned, sin[:, None])
             yield torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
@@ -264,10 +328,14 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
     """Keep keys un-rotated in the cache of some layers; functions rotate queries and keys at every step."""
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
-        stack.enter_context(tables(model, dict.fromkeys(layers, lambda call: call), Call.identity))
+        stack.enter_context(
+            tables(model, dict.fromkeys(layers, lambda call: call), Call.identity)
+        )
         stack.enter_context(replaced(rotary_module(model), _BUSY, "by hand"))
         hands = _Hands(model, layers, call_of, {})
-        stack.enter_context(before_each(families.attention_modules(model), layers, hands.hold))
+        stack.enter_context(
+            before_each(families.attention_modules(model), layers, hands.hold)
+        )
         stack.enter_context(attending(model, hands.attend))
         yield
 
@@ -286,21 +354,30 @@ class _Hands:
             # GPT-NeoX has another name for it.
             cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
             call = _given(kwargs, self.call_of, layer)
-            now = call.positions.expand(families.attention_input(args, kwargs).shape[0], -1)
+            now = call.positions.expand(
+                families.attention_input(args, kwargs).shape[0], -1
+            )
             past = cache.get_seq_length(layer) if cache is not None else 0
             if cache is None or not past:
                 self.held[layer] = _Held(call, now, cache, {}, unchanged=False)
                 return
-            before = getattr(cache, _POSITIONS, {}).get(layer, now[:, :0])[:, :past].to(now.device)
+            before = (
+                getattr(cache, _POSITIONS, {})
+                .get(layer, now[:, :0])[:, :past]
+                .to(now.device)
+            )
             keys, memory = getattr(cache, _MEMORY, {}).get(layer, (None, {}))
             unchanged = keys is not None and cache.layers[layer].keys is keys
-            self.held[layer] = _Held(call, torch.cat([before, now], dim=1), cache, dict(memory), unchanged)
+            self.held[layer] = _Held(
+                call, torch.cat([before, now], dim=1), cache, dict(memory), unchanged
+            )
 
         return hook
 
     def attend(self, module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
         query, key, value, mask = given
-        layer, others = module.layer_idx, None
+        layer = module.layer_idx
+        others = None
         if layer not in self.layers:
             return following(module, *given, **rest)
         now = self.held[layer]
@@ -311,8 +388,14 @@ class _Hands:
         def kernel(q: Tensor, k: Tensor) -> Tensor:
             nonlocal others
             groups = k.shape[1] // value.shape[1]
-            with replaced(module, "num_key_value_groups", 1) if groups > 1 else nullcontext():
-                out, others = following(module, q, k, sdpa.repeat_kv(value, groups), mask, **rest)
+            with (
+                replaced(module, "num_key_value_groups", 1)
+                if groups > 1
+                else nullcontext()
+            ):
+                out, others = following(
+                    module, q, k, sdpa.repeat_kv(value, groups), mask, **rest
+                )
             return out
 
         positions = now.positions.to(query.device)
@@ -320,11 +403,16 @@ class _Hands:
         kernels = kernel, lambda q, k: last_row(q, k, mask, **rest)
         past = now.memory, now.unchanged
         out = self.layers[layer](
-            HandRotation(layer, query, key, *places, now.call, *kernels, *past, self.model)
+            HandRotation(
+                layer, query, key, *places, now.call, *kernels, *past, self.model
+            )
         )
         if now.cache is not None:
             # A copy of a cache shares its attributes: replace, never change.
-            kept = {_POSITIONS: now.positions, _MEMORY: (now.cache.layers[layer].keys, now.memory)}
+            kept = {
+                _POSITIONS: now.positions,
+                _MEMORY: (now.cache.layers[layer].keys, now.memory),
+            }
             for name, fresh in kept.items():
                 setattr(now.cache, name, {**getattr(now.cache, name, {}), layer: fresh})
         return out, others

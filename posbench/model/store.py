@@ -52,9 +52,13 @@ def in_order(rows: Rows) -> list[int]:
 
 def layout(rows: Rows) -> Layout:
     """What of each prompt to compute, so that each beginning which prompts have in common is there once."""
-    slots, stretches, size = [np.zeros(0, np.int64)] * len(rows), list[Stretch](), 0
+    slots = [np.zeros(0, np.int64)] * len(rows)
+    stretches = list[Stretch]()
+    size = 0
     # Of the prompt before: its tokens, the starts and levels of its stretches, its number.
-    before, own, last = np.zeros(0, np.int64), list[tuple[int, int]](), 0
+    before = np.zeros(0, np.int64)
+    own = list[tuple[int, int]]()
+    last = 0
     for row in in_order(rows):
         ids = np.asarray(rows[row], np.int64)
         start, own = _common(before, ids, own)
@@ -64,7 +68,9 @@ def layout(rows: Rows) -> Layout:
             stretches.append(Stretch(row, start, level))
         new = np.arange(size, size + len(ids) - start)
         slots[row] = np.concatenate([slots[last][:start], new])
-        size, before, last = size + len(new), ids, row
+        size = size + len(new)
+        before = ids
+        last = row
     return Layout(slots, stretches, size)
 
 
@@ -75,7 +81,9 @@ def _alike(before: Slots, ids: Slots) -> int:
     return int(unlike[0]) if len(unlike) else size
 
 
-def _common(before: Slots, ids: Slots, own: list[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+def _common(
+    before: Slots, ids: Slots, own: list[tuple[int, int]]
+) -> tuple[int, list[tuple[int, int]]]:
     """How many tokens to take from the prompt before, and the stretches (start, level) that these are of."""
     start = _alike(before, ids)
     own = [each for each in own if each[0] < start]
@@ -88,7 +96,8 @@ def _common(before: Slots, ids: Slots, own: list[tuple[int, int]]) -> tuple[int,
 def grouped(rows: Rows, capacity: int) -> list[list[int]]:
     """Numbers of the prompts of each group whose tokens, those in common counted once, number at most
     ``capacity``; a longer prompt is a group of its own."""
-    groups, size = list[list[int]](), 0
+    groups = list[list[int]]()
+    size = 0
     before = np.zeros(0, np.int64)
     for row in in_order(rows):
         ids = np.asarray(rows[row], np.int64)
@@ -96,9 +105,11 @@ def grouped(rows: Rows, capacity: int) -> list[list[int]]:
         new = len(ids) - max(_alike(before, ids) - LEAST, 0)
         if not groups or size + new > capacity:
             groups.append([])
-            size, new = 0, len(ids)
+            size = 0
+            new = len(ids)
         groups[-1].append(row)
-        size, before = size + new, ids
+        size = size + new
+        before = ids
     return groups
 
 
@@ -125,7 +136,11 @@ def token_bytes(lm: LM) -> int:
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     with recording(lm.model, here, [0], range(lm.layers)):
         lm.model(input_ids=ids, past_key_values=here.cache, use_cache=True)
-    kept = [each[0, :, 0] for layer in here.cache.layers for each in (layer.keys, layer.values)]
+    kept = [
+        each[0, :, 0]
+        for layer in here.cache.layers
+        for each in (layer.keys, layer.values)
+    ]
     kept += [each[0, 0] for each in here.inputs.values()]
     rotations = {id(each[0]): each for each in here.rotary.values() if each}
     kept += [each[0, 0] for both in rotations.values() for each in both]
@@ -145,7 +160,9 @@ class Store:
     layout: Layout = field(init=False)
     # by what it is and by layer, the tensors of all places: [N, G, d], [N, C] or [N, d]
     _kept: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
-    _rotated: dict[int, int | None] = field(default_factory=dict)  # layer -> one that is rotated alike
+    _rotated: dict[int, int | None] = field(
+        default_factory=dict
+    )  # layer -> one that is rotated alike
 
     def __post_init__(self) -> None:
         self.layout = layout(self.rows)
@@ -164,14 +181,18 @@ class Store:
     def _gathered(self, lm: LM, slots: Sequence[Slots], spare: int = SPARE) -> Prefix:
         width = max(map(len, slots))
         # Padding may hold any numbers: the mask shuts it.
-        index = torch.from_numpy(np.stack([np.pad(each, (width - len(each), 0)) for each in slots]))
+        index = torch.from_numpy(
+            np.stack([np.pad(each, (width - len(each), 0)) for each in slots])
+        )
 
         def read(what: str, layer: int) -> Tensor:
             kept = self._kept[what, layer]
             return kept[index.to(kept.device)]
 
         def states(layer: int) -> tuple[Tensor, Tensor]:
-            return read("keys", layer).transpose(1, 2), read("values", layer).transpose(1, 2)
+            return read("keys", layer).transpose(1, 2), read("values", layer).transpose(
+                1, 2
+            )
 
         cache = transformers.DynamicCache()
         if width:
@@ -182,7 +203,9 @@ class Store:
             return prefix
 
         same = {
-            layer: (read("cos", layer), read("sin", layer)) for what, layer in self._kept if what == "cos"
+            layer: (read("cos", layer), read("sin", layer))
+            for what, layer in self._kept
+            if what == "cos"
         }
         for layer in self.layers:
             prefix.inputs[layer] = read("inputs", layer)
@@ -194,7 +217,9 @@ class Store:
         """Put values [N, ...] of some tokens at their places."""
         kept = self._kept.get((what, layer))
         if kept is None:
-            kept = self._kept[what, layer] = values.new_zeros(self.layout.size, *values.shape[1:])
+            kept = self._kept[what, layer] = values.new_zeros(
+                self.layout.size, *values.shape[1:]
+            )
         kept[places.to(kept.device)] = values
 
 
@@ -203,16 +228,22 @@ def batches(
 ) -> Iterator[list[Stretch]]:
     """Stretches that are computed together, those of a level, and of about one length, longest first."""
     own = {each.row: len(rows[each.row]) - each.start for each in stretches}
-    batch, longest = list[Stretch](), 0
-    for each in sorted(stretches, key=lambda each: (each.level, -own[each.row], each.row)):
+    batch = list[Stretch]()
+    longest = 0
+    for each in sorted(
+        stretches, key=lambda each: (each.level, -own[each.row], each.row)
+    ):
         longest = max(longest, len(rows[each.row]))
         if batch:
             first = own[batch[0].row]
             alike = own[each.row] >= ALIKE * first or first - own[each.row] < LEAST
-            full = len(batch) == size or (tokens is not None and (len(batch) + 1) * longest > tokens)
+            full = len(batch) == size or (
+                tokens is not None and (len(batch) + 1) * longest > tokens
+            )
             if full or not alike or each.level != batch[0].level:
                 yield batch
-                batch, longest = [], len(rows[each.row])
+                batch = []
+                longest = len(rows[each.row])
         batch.append(each)
     if batch:
         yield batch
@@ -223,7 +254,9 @@ def fed(rows: Rows, batch: Sequence[Stretch]) -> list[tuple[int, int]]:
     width = max(len(rows[each.row]) - each.start for each in batch)
     # Every row feeds as many tokens, if need be some before its own: then no row has a gap, which sliding
     # windows and ALiBi would count.
-    return [(max(len(rows[each.row]) - width, 0), len(rows[each.row])) for each in batch]
+    return [
+        (max(len(rows[each.row]) - width, 0), len(rows[each.row])) for each in batch
+    ]
 
 
 @guarded
@@ -232,28 +265,51 @@ def _compute(lm: LM, store: Store, batch: Sequence[Stretch]) -> None:
     """Run stretches of one level and keep what they give."""
     starts, ends = zip(*fed(store.rows, batch), strict=True)
     width = max(end - each.start for each, end in zip(batch, ends, strict=True))
-    slots = [store.layout.slots[each.row][:start] for each, start in zip(batch, starts, strict=True)]
-    given = lm.pad([store.rows[each.row][start:] for each, start in zip(batch, starts, strict=True)])
+    slots = [
+        store.layout.slots[each.row][:start]
+        for each, start in zip(batch, starts, strict=True)
+    ]
+    given = lm.pad(
+        [
+            store.rows[each.row][start:]
+            for each, start in zip(batch, starts, strict=True)
+        ]
+    )
     before = store._gathered(lm, slots, width)
     cache = before.cache
     known = torch.tensor([len(each) for each in slots], device=lm.device)[:, None]
     if before.tokens:
         shut = torch.arange(before.tokens, device=lm.device) < before.tokens - known
-        given["attention_mask"] = torch.cat([(~shut).long(), given["attention_mask"]], dim=1)
+        given["attention_mask"] = torch.cat(
+            [(~shut).long(), given["attention_mask"]], dim=1
+        )
     given["position_ids"] = given["position_ids"] + known
-    past, here = before.tokens, Prefix(cache)
+    past = before.tokens
+    here = Prefix(cache)
     with recording(lm.model, here, store.channels, store.layers):
-        finite(lm.model(**given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+        finite(
+            lm.model(
+                **given, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).logits
+        )
     own = [end - each.start for each, end in zip(batch, ends, strict=True)]
     line = torch.from_numpy(np.repeat(np.arange(len(batch)), own))
-    column = torch.from_numpy(np.concatenate([np.arange(width - count, width) for count in own]))
+    column = torch.from_numpy(
+        np.concatenate([np.arange(width - count, width) for count in own])
+    )
     own_slots = [store.layout.slots[each.row][each.start :] for each in batch]
     places = torch.from_numpy(np.concatenate(own_slots))
 
     def keep(what: str, layer: int, values: Tensor, offset: int = 0) -> None:
         # Rotations may be the same for all rows.
-        rows = line.to(values.device) if values.shape[0] > 1 else torch.zeros_like(line, device=values.device)
-        store._keep(what, layer, places, values[rows, offset + column.to(values.device)])
+        rows = (
+            line.to(values.device)
+            if values.shape[0] > 1
+            else torch.zeros_like(line, device=values.device)
+        )
+        store._keep(
+            what, layer, places, values[rows, offset + column.to(values.device)]
+        )
 
     for layer in range(lm.layers):
         there = cache.layers[layer]

@@ -42,7 +42,9 @@ def for_rows(values: Tensor, hidden: Tensor) -> Tensor:
     """Values [B, ...] for a call whose batch may hold every prompt several times in a row; on its device."""
     times, rest = divmod(hidden.shape[0], len(values))
     if rest:
-        raise ValueError(f"a batch of {hidden.shape[0]} rows inside a block for {len(values)} prompts")
+        raise ValueError(
+            f"a batch of {hidden.shape[0]} rows inside a block for {len(values)} prompts"
+        )
     return values.to(hidden.device).repeat_interleave(times, 0)
 
 
@@ -64,4 +66,6 @@ def need_own_mask(lm: LM, what: str) -> None:
     """Raise UserError for FlashAttention, which takes no mask of ours."""
     if "flash" in str(families.text_config(lm.model)._attn_implementation):
         allowed = f"sdpa or eager: {what} needs a mask of its own"
-        raise UserError("model.attention", "flash_attention_2", allowed, "set model.attention=sdpa")
+        raise UserError(
+            "model.attention", "flash_attention_2", allowed, "set model.attention=sdpa"
+        )

@@ -15,7 +15,12 @@ from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask,
 
 @contextmanager
 def crop_mask(
-    lm: LM, lengths: Sequence[int], spans: Spans, layers: Collection[int], *, keep_first: bool = True
+    lm: LM,
+    lengths: Sequence[int],
+    spans: Spans,
+    layers: Collection[int],
+    *,
+    keep_first: bool = True,
 ) -> Iterator[None]:
     """Let the tokens of a span attend, causally, to the span alone and, with ``keep_first``, to the sink.
 
@@ -41,7 +46,8 @@ def crop_mask(
         seen = (keys >= start) & (keys < stop)
         if keep_first:
             seen |= keys == first
-        cropping, seen = for_rows(cropping, hidden), for_rows(seen, hidden)
+        cropping = for_rows(cropping, hidden)
+        seen = for_rows(seen, hidden)
         shut = cropping[:, None, :, None] & ~seen[:, None, None, :]
         if mask is None:
             return ~shut & (keys <= rows[:, None]).to(shut.device)
@@ -51,8 +57,14 @@ def crop_mask(
 
     with past(lm.model) as held:
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            mask = crop(held(), families.attention_input(args, kwargs), kwargs.get("attention_mask"))
+        def hook(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, Any]:
+            mask = crop(
+                held(),
+                families.attention_input(args, kwargs),
+                kwargs.get("attention_mask"),
+            )
             return args, kwargs | {"attention_mask": mask}
 
         with before_each(families.attention_modules(lm.model), layers, lambda _: hook):

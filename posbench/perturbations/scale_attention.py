@@ -47,15 +47,22 @@ def scale_attention(
     change = _Change(tokens, factor - 1, layers, renormalise, generated)
     output = families.family_of(lm.model).output
 
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], out: tuple[Any, ...]) -> tuple[Any, ...]:
+    def hook(
+        module: nn.Module, args: Any, kwargs: dict[str, Any], out: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
         if cache is None:
-            raise ValueError("this family's values are read from its cache: run it with use_cache=True")
+            raise ValueError(
+                "this family's values are read from its cache: run it with use_cache=True"
+            )
         layer: Any = module.layer_idx
-        more = change.gain(layer, out[1][:, :, -1], cache.layers[layer].values, out[0].shape[1])
+        more = change.gain(
+            layer, out[1][:, :, -1], cache.layers[layer].values, out[0].shape[1]
+        )
         if more is None:
             return out
-        project, moved = getattr(module, output), out[0].clone()
+        project = getattr(module, output)
+        moved = out[0].clone()
         added = more.flatten(1).to(moved)
         moved[:, -1] += project(added) - project(torch.zeros_like(added))
         return (moved, *out[1:])
@@ -66,7 +73,9 @@ def scale_attention(
         else:
             stack.enter_context(lm.eager())
             for module in families.attention_modules(lm.model):
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_hook(hook, with_kwargs=True).remove
+                )
         yield change.weights
 
 
@@ -82,7 +91,9 @@ class _Change:
     weights: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
 
-    def gain(self, layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
+    def gain(
+        self, layer: int, row: Tensor, value: Tensor, queries: int
+    ) -> Tensor | None:
         """The gain [B, H, d], from the row's weights [B, H, T'] and values [B, G, T', d]; None: no change."""
         self.seen[layer] = self.seen.get(layer, 0) + queries
         behind = self.seen[layer] - self.tokens.shape[1]
@@ -96,7 +107,8 @@ class _Change:
         # A method may run a prompt as several rows next to each other.
         part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
         values = sdpa.repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
-        before, more = row[:, :, None] @ values, self.extra * (row * part)[:, :, None] @ values
+        before = row[:, :, None] @ values
+        more = self.extra * (row * part)[:, :, None] @ values
         total = torch.ones_like(row[..., :1])
         if self.renormalise:
             total = 1 + self.extra * (row * part).sum(-1, keepdim=True)
@@ -107,7 +119,9 @@ class _Change:
         """The library's attention function, and the gain."""
         query, key, value, mask = given
         out, *others = following(module, *given, **rest)
-        more = self.gain(module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2])
+        more = self.gain(
+            module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2]
+        )
         if more is not None:
             out = out.clone()
             out[:, -1] += more.to(out)

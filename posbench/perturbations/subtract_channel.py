@@ -37,14 +37,18 @@ def subtract_channel(
     with past(lm.model) as held:
 
         def subtract(layer: int) -> Callable[..., Any]:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            def hook(
+                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            ) -> tuple[Any, Any]:
                 hidden = families.attention_input(args, kwargs)
                 at = held() + torch.arange(hidden.shape[1])
                 inside = (at >= start) & (at < stop)
                 if not inside.any():
                     return args, kwargs
                 changed = hidden.clone()
-                changed[..., channel] -= values[layer] * for_rows(inside, hidden).to(hidden.dtype)
+                changed[..., channel] -= values[layer] * for_rows(inside, hidden).to(
+                    hidden.dtype
+                )
                 if "hidden_states" in kwargs:
                     return args, kwargs | {"hidden_states": changed}
                 return (changed, *args[1:]), kwargs

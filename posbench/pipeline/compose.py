@@ -29,8 +29,22 @@ from omegaconf.errors import OmegaConfBaseException
 from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.model.load import ModelConfig
-from posbench.pipeline.arguments import GROUPS, Request, model_name, read_flags, requested
-from posbench.pipeline.multirun import directly, hydra_at, launched, leave, records, search_path, spelled
+from posbench.pipeline.arguments import (
+    GROUPS,
+    Request,
+    model_name,
+    read_flags,
+    requested,
+)
+from posbench.pipeline.multirun import (
+    directly,
+    hydra_at,
+    launched,
+    leave,
+    records,
+    search_path,
+    spelled,
+)
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import defaults, target
 
@@ -39,13 +53,17 @@ from posbench.schema import defaults, target
 class Composed:
     """One composed config."""
 
-    raw: dict[str, Any]  # the config as plain data, every default filled in, nothing left to resolve
+    raw: dict[
+        str, Any
+    ]  # the config as plain data, every default filled in, nothing left to resolve
     typed: tuple[str, ...]  # dotted keys that the user set
     overrides: tuple[str, ...]  # the arguments of this job as typed
     folders: tuple[Path, ...]  # posbench's config folder, and the user's own
     number: int = 0  # number of the job in a sweep
     multirun: bool = False  # whether it is one of a sweep
-    records: Path = field(default=Path(), compare=False)  # folder that takes what :func:`leave` leaves
+    records: Path = field(
+        default=Path(), compare=False
+    )  # folder that takes what :func:`leave` leaves
 
 
 def compose(
@@ -84,7 +102,9 @@ def compose(
             if composed := made(config, folder):
                 each(composed)
 
-        hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=request.config)(job)()
+        hydra.main(
+            version_base="1.3", config_path=str(paths.CONF), config_name=request.config
+        )(job)()
 
     found = list[dict[str, Any]]()
     with (
@@ -125,7 +145,8 @@ def _for_hydra(args: Sequence[str], known: Any, request: Request) -> list[str]:
     if request.multirun and not (known.multirun or known.cfg or known.info):
         flags.append("-m")
     # Its parser refuses an override that follows a flag and its value: overrides go last.
-    first, others = request.searched[:1], request.searched[1:]
+    first = request.searched[:1]
+    others = request.searched[1:]
     flags += [*(f"--config-dir={folder}" for folder in first), *search_path(others)]
     return [*flags, *request.overrides]
 
@@ -157,17 +178,23 @@ def _complaining(args: Sequence[str], folders: Sequence[Path]) -> Iterator[None]
         raise _complaint(error, read_flags(args).overrides, folders[-1]) from error
     except SystemExit as end:
         if end.code:
-            raise UserError("flag", " ".join(args), "Hydra's flags", "posbench --help") from end
+            raise UserError(
+                "flag", " ".join(args), "Hydra's flags", "posbench --help"
+            ) from end
 
 
-def _composed(config: DictConfig, request: Request, folders: Sequence[Path], folder: Path) -> Composed:
+def _composed(
+    config: DictConfig, request: Request, folders: Sequence[Path], folder: Path
+) -> Composed:
     """A job as Hydra composed it; one that is wrong leaves a record in the folder."""
     now = HydraConfig.get()
     typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
     number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
     multirun = now.mode == RunMode.MULTIRUN
     try:
-        made = _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
+        made = _filled(
+            config, dict(now.runtime.choices), typed, request, folders, number, multirun
+        )
     except UserError as error:
         facts = {"overrides": typed, "multirun": multirun, "folder": None}
         leave(folder, number, {**facts, "status": 2, "error": str(error)})
@@ -201,7 +228,9 @@ def _filled(
         raw[group] = {"name": chosen.get(group), **raw[group]}
         if group == "model":
             raw[group] = {**known, **raw[group]}
-            if raw[group]["name"] == "hf" and isinstance(path := raw[group]["path"], str):
+            if raw[group]["name"] == "hf" and isinstance(
+                path := raw[group]["path"], str
+            ):
                 raw[group]["name"] = model_name(path)
             if raw[group]["base_url"] and "/" in str(raw[group]["name"]):
                 raw[group]["served"] = raw[group]["served"] or raw[group]["name"]
@@ -212,14 +241,21 @@ def _filled(
     for key, value in _of_model(raw).items():
         if f"task.{key}" not in keys:
             raw["task"][key] = value
-    return Composed(_resolved(raw), keys, spelled(request, typed), tuple(folders), number, multirun)
+    return Composed(
+        _resolved(raw), keys, spelled(request, typed), tuple(folders), number, multirun
+    )
 
 
 def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the task that the paper of an experiment set for this model alone."""
-    reference, task = _mapping(raw, "experiment", "reference"), _mapping(raw, "task")
+    reference = _mapping(raw, "experiment", "reference")
+    task = _mapping(raw, "task")
     measured = str(reference.get("task")).partition("/")[0] == task.get("name")
-    return _mapping(reference, "settings", str(_mapping(raw, "model").get("name"))) if measured else {}
+    return (
+        _mapping(reference, "settings", str(_mapping(raw, "model").get("name")))
+        if measured
+        else {}
+    )
 
 
 def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:
@@ -238,31 +274,56 @@ def _blocks(
         UserError: A block is of no method, task or study, or a typed key of it is none of these.
     """
     fields = defaults(ModelConfig)
-    blocks = {k: dict(v) for k, v in model.items() if k not in fields and isinstance(v, Mapping)}
+    blocks = {
+        k: dict(v)
+        for k, v in model.items()
+        if k not in fields and isinstance(v, Mapping)
+    }
     groups = "method", "task", "search", "study"
-    there = list(itertools.chain(*(choices(*(folder / g for folder in folders)) for g in groups)))
+    there = list(
+        itertools.chain(*(choices(*(folder / g for folder in folders)) for g in groups))
+    )
     for name in blocks:
         if name not in there:
             allowed = "the name of a method, task, search or study"
-            raise UserError(f"model.{name}", "a block", allowed, near(name, there, "remove it"))
+            raise UserError(
+                f"model.{name}", "a block", allowed, near(name, there, "remove it")
+            )
     for key in typed:
         _, name, *rest = [*key.split("."), "", ""]
         if key.startswith("model.") and name in blocks and rest[0]:
-            file = next(f for g in groups for r in folders if (f := r / g / f"{name}.yaml").is_file())
-            known = defaults(target(yaml.safe_load(file.read_text()), object, "model")[0])
+            file = next(
+                f
+                for g in groups
+                for r in folders
+                if (f := r / g / f"{name}.yaml").is_file()
+            )
+            known = defaults(
+                target(yaml.safe_load(file.read_text()), object, "model")[0]
+            )
             if rest[0] not in (*known, "source"):
                 hint = near(rest[0], list(known), "remove it")
-                raise UserError(key, blocks[name].get(rest[0]), f"keys {', '.join(known)}", hint)
+                raise UserError(
+                    key, blocks[name].get(rest[0]), f"keys {', '.join(known)}", hint
+                )
     return blocks
 
 
-def _need_taken(raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]) -> None:
+def _need_taken(
+    raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]
+) -> None:
     """Refuse a typed key of a block that nothing in the config takes; studies read those of methods, too."""
     taken = set(choices(paths.CONF / "method")) if raw.get("study") else set()
 
     def look(node: Any, name: str) -> None:
         if isinstance(node, Mapping):
-            taken.update({name, str(node.get("name")), str(node.get("_target_")).split(".")[-2:][0]})
+            taken.update(
+                {
+                    name,
+                    str(node.get("name")),
+                    str(node.get("_target_")).split(".")[-2:][0],
+                }
+            )
             for key, part in node.items():
                 look(part, str(key))
 
@@ -273,27 +334,47 @@ def _need_taken(raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequen
         if group == "model" and rest[:-1] and name in blocks and name not in taken:
             used = ", ".join(block for block in blocks if block in taken) or "none"
             hint = f"leave it out, or choose {name}"
-            raise UserError(key, blocks[name].get(rest[0]), f"a block that this run uses: {used}", hint)
+            raise UserError(
+                key,
+                blocks[name].get(rest[0]),
+                f"a block that this run uses: {used}",
+                hint,
+            )
 
 
-def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, Any]], kept: set[str]) -> None:
+def _fill(
+    node: dict[str, Any],
+    where: str,
+    blocks: Mapping[str, Mapping[str, Any]],
+    kept: set[str],
+) -> None:
     """Lay a node over the model's block of its name, and that over its class's defaults; so inside it."""
     if "_target_" not in node:
         return
     cls, given = target(node, object, where)
     # Choices of one class share its module's block: an exhaustive search takes that of the channel search.
-    names = str(given.get("name") or where.rpartition(".")[2]), cls.__module__.rpartition(".")[2]
+    names = (
+        str(given.get("name") or where.rpartition(".")[2]),
+        cls.__module__.rpartition(".")[2],
+    )
     block = next((blocks[name] for name in names if name in blocks), {})
     fields = defaults(cls)
     for key, value in block.items():
         # Keys of an earlier release come along to be refused by name.
-        if key in (*fields, *getattr(cls, "renamed", ())) and f"{where}.{key}" not in kept:
+        if (
+            key in (*fields, *getattr(cls, "renamed", ()))
+            and f"{where}.{key}" not in kept
+        ):
             node[key] = value
     for key, value in fields.items():
         node.setdefault(key, value)
     for key, value in node.items():
         nested = isinstance(value, dict) and "_target_" not in value
-        inside = {f"{key}.{name}": part for name, part in value.items()} if nested else {key: value}
+        inside = (
+            {f"{key}.{name}": part for name, part in value.items()}
+            if nested
+            else {key: value}
+        )
         for name, part in inside.items():
             if isinstance(part, dict):
                 _fill(part, f"{where}.{name}", blocks, kept)
@@ -303,7 +384,9 @@ def _resolved(raw: dict[str, Any]) -> dict[str, Any]:
     if not re.search(r"\$\{|\?\?\?", json.dumps(raw, default=str)):
         return raw  # as most are: OmegaConf takes longer to resolve nothing than to read the files
     try:
-        return OmegaConf.to_container(OmegaConf.create(dict(raw)), resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+        return OmegaConf.to_container(
+            OmegaConf.create(dict(raw)), resolve=True, throw_on_missing=True
+        )  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
         reason = str(error).strip().splitlines()[0]
@@ -315,10 +398,23 @@ def _complaint(error: Exception, overrides: Sequence[str], folder: Path) -> User
     text = " ".join(str(error).split()) or type(error).__name__
     reason = text if len(text) <= 160 else f"{text[:160]} ..."
     if isinstance(error, yaml.YAMLError):
-        return UserError("config file", str(folder), "valid YAML", f"correct it ({reason})")
+        return UserError(
+            "config file", str(folder), "valid YAML", f"correct it ({reason})"
+        )
     key = str(getattr(error, "full_key", None) or "config")
     if missing := re.search(
-        r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config", text
+        r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config",
+        text,
     ):
-        return UserError(missing[1], missing[2], missing[3].replace(" ", ", "), f"leave {missing[1]} out")
-    return UserError(key, " ".join(overrides), "what conf/ holds", f"see posbench --cfg job ({reason})")
+        return UserError(
+            missing[1],
+            missing[2],
+            missing[3].replace(" ", ", "),
+            f"leave {missing[1]} out",
+        )
+    return UserError(
+        key,
+        " ".join(overrides),
+        "what conf/ holds",
+        f"see posbench --cfg job ({reason})",
+    )

@@ -37,10 +37,16 @@ class Experiment:
     name: str  # file name in ``experiments/``, and the folder under the outputs
     title: str  # what it shows, with paper, table or figure
     paper: Literal["", "yu2025", "lpes", "wu2025", "behind_rope"] = ""
-    covers: tuple[str, ...] = ()  # the paper's tables and figures that it regenerates, as ``Table 1``
-    grid: dict[str, list[Any]] = field(default_factory=dict)  # swept unless the user types the key
+    covers: tuple[
+        str, ...
+    ] = ()  # the paper's tables and figures that it regenerates, as ``Table 1``
+    grid: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # swept unless the user types the key
     reference: Reference | None = None  # the paper's numbers
-    claims: tuple[str, ...] = ()  # what the paper reads off the figure, where it prints no numbers
+    claims: tuple[
+        str, ...
+    ] = ()  # what the paper reads off the figure, where it prints no numbers
     needs_weights: bool = False  # whether it says nothing without a real checkpoint
     minutes: Positive | None = None  # of one core that it takes as it stands, about
 
@@ -115,14 +121,19 @@ def check(
     Raises:
         UserError: What is wrong, all of it.
     """
-    data, faults, made = dict(raw), Faults(), dict[str, Any]()
+    data = dict(raw)
+    faults = Faults()
+    made = dict[str, Any]()
     for key in sorted(set(data) - {*TOP, "typed"}):
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
     _need_text(data, "")
     if not isinstance(asked := data.get("stages"), list | tuple | None):
         hint = f"set stages=[{asked if asked in STAGES else 'evaluate,report'}]"
         raise UserError(
-            "stages", asked, f"a list [...] of {', '.join(STAGES)}, each once, in this order", hint
+            "stages",
+            asked,
+            f"a list [...] of {', '.join(STAGES)}, each once, in this order",
+            hint,
         )
     typed = [*typed, *data.pop("typed", ())]
     given: Any = data.get
@@ -134,7 +145,9 @@ def check(
         "choice": lambda: _method(data, made, typed),
         "runtime": lambda: _runtime(given("runtime") or {}),
         "experiment": lambda: (
-            build(Experiment, given("experiment"), "experiment") if given("experiment") else None
+            build(Experiment, given("experiment"), "experiment")
+            if given("experiment")
+            else None
         ),
     }
     for name, make in parts.items():
@@ -142,12 +155,16 @@ def check(
             made[name] = make()
     _look_at_files(made, faults if obstacles is None else obstacles)
     config = None
-    if {"study", "model", "choice", "search"} <= set(made):  # the study sets stages and method
+    if {"study", "model", "choice", "search"} <= set(
+        made
+    ):  # the study sets stages and method
         with faults.collecting():
             stages, target = _stages(data, made, typed)
             made = {**dict.fromkeys(parts), **made}
             record = _record(data, made, stages, typed)
-            config = Config(**made, stages=stages, target=target, raw=record, typed=frozenset(typed))
+            config = Config(
+                **made, stages=stages, target=target, raw=record, typed=frozenset(typed)
+            )
             if config.study and config.study.all_methods:
                 config = replace(config, every=every(folders, config.model.blocks))
             trial(config)
@@ -205,21 +222,26 @@ def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
     Raises:
         UserError: The model, the task or the search is wrong.
     """
-    model, task = _model(raw.get("model")), instantiate(raw.get("task"), Task, "task")  # type: ignore[type-abstract,arg-type]
+    model = _model(raw.get("model"))
+    task = instantiate(raw.get("task"), Task, "task")  # type: ignore[type-abstract,arg-type]
     found = _search(raw["search"]).files() if raw.get("search") else ()
     return (*model.files, *data_of(task), *found)
 
 
 def data_of(task: Task) -> list[Source]:
     """The files of a task, with what is known of them where their server is not reached."""
-    return [replace(source, about=f"{task.size}; {task.licence}") for source in task.files()]
+    return [
+        replace(source, about=f"{task.size}; {task.licence}") for source in task.files()
+    ]
 
 
 def _search(data: Any) -> Search:
     side = data.get("side_task") if isinstance(data, Mapping) else None
     if isinstance(side, Mapping) and "_target_" not in side:
         hint = "choose one: search.side_task=mmlu"
-        raise UserError("search.side_task", dict(side), "keys of a task that is chosen", hint)
+        raise UserError(
+            "search.side_task", dict(side), "keys of a task that is chosen", hint
+        )
     with renamed("task.", "search.side_task."):
         return instantiate(data, Search, "search")  # type: ignore[type-abstract]
 
@@ -233,7 +255,12 @@ def _runtime(data: Mapping[str, Any]) -> Runtime:
 
 def _model(data: Any) -> ModelConfig:
     if not isinstance(data, Mapping):
-        raise UserError("model", data, "a choice of that group", "posbench ls models shows the choices")
+        raise UserError(
+            "model",
+            data,
+            "a choice of that group",
+            "posbench ls models shows the choices",
+        )
     if data.get("path") is None and data.get("base_url"):
         data = {**data, "path": ""}
     if data.get("path") is None:
@@ -247,38 +274,58 @@ def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
     stages = data.get("stages") or []
     if data.get("study") is None:
         if "study" in stages:
-            raise UserError("study", None, "a study", "posbench ls studies shows the choices")
+            raise UserError(
+                "study", None, "a study", "posbench ls studies shows the choices"
+            )
         return None
     study: Study = instantiate(data["study"], Study, "study")  # type: ignore[type-abstract]
     if "study" not in stages:
         if "stages" in typed and stages:
-            raise UserError("stages", list(stages), "stages with study in them", "set stages=[study,report]")
+            raise UserError(
+                "stages",
+                list(stages),
+                "stages with study in them",
+                "set stages=[study,report]",
+            )
         data["stages"] = ["study", "report"]
-    unused = [g for g, used in (("model", study.needs_model), ("task", study.needs_task)) if not used]
+    unused = [
+        g
+        for g, used in (("model", study.needs_model), ("task", study.needs_task))
+        if not used
+    ]
     unused += ["method"] if not study.needs_model or study.all_methods else []
     given = [key for key in typed if key.split(".")[0] in unused]
     if given:
-        group, name = given[0].split(".")[0], data["study"].get("name")
+        group = given[0].split(".")[0]
+        name = data["study"].get("name")
         allowed = f"no {given[0]}: study {name} looks at none"
         raise UserError(group, data[group].get("name", group), allowed, "leave it out")
-    if not study.uses_method and not any(key.split(".")[0] == "method" for key in typed):
+    if not study.uses_method and not any(
+        key.split(".")[0] == "method" for key in typed
+    ):
         data["method"] = dict(NONE)
     return study
 
 
-def _method(data: dict[str, Any], made: Mapping[str, Any], typed: Sequence[str]) -> MethodChoice:
+def _method(
+    data: dict[str, Any], made: Mapping[str, Any], typed: Sequence[str]
+) -> MethodChoice:
     """The method of a config; none instead of the default where constants are missing that nothing can find:
     on a task without calibration questions."""
     choice = MethodChoice.of(data["method"], typed)
     if (model := made.get("model")) and model.base_url:
-        asked = any(key.split(".")[0] == "method" for key in typed) or data.get("experiment")
+        asked = any(key.split(".")[0] == "method" for key in typed) or data.get(
+            "experiment"
+        )
         if asked and choice.name != NONE["name"]:
             allowed = f"none: posbench cannot reach into the server of {model.name}"
             hint = "serve a model that has the method in it (posbench export), and leave method out"
             raise UserError("method", choice.name, allowed, hint)
         data["method"] = dict(NONE)
         return MethodChoice.of(data["method"])
-    searched = isinstance(made.get("task"), EvaluationOnly) and data.get("study") is None
+    searched = (
+        isinstance(made.get("task"), EvaluationOnly) and data.get("study") is None
+    )
     chosen = data.get("experiment") or any(
         key.split(".")[0] in ("method", "search", "stages") for key in typed
     )
@@ -292,7 +339,8 @@ def _stages(
     data: Mapping[str, Any], made: Mapping[str, Any], typed: Sequence[str]
 ) -> tuple[tuple[Stage, ...], MethodChoice | None]:
     """The stages to run, and what the search would find the parameters of."""
-    choice, search = made["choice"], made["search"]
+    choice = made["choice"]
+    search = made["search"]
     target = search.target(choice)
     given = data.get("stages")
     if given is None:
@@ -305,14 +353,19 @@ def _stages(
         _need_servable(data, stages, typed)
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
-            of_part = any(issubclass(part.cls, search.serves) for part in choice.parts.values())
-            name, serves = data["search"].get("name"), search.serves.short_name()
+            of_part = any(
+                issubclass(part.cls, search.serves) for part in choice.parts.values()
+            )
+            name = data["search"].get("name")
+            serves = search.serves.short_name()
             allowed = f"no search for method {choice.name} by {name}, which serves {serves} {search.place}"
             hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
             if of_part:
                 hint = "search that method alone, then type here what it finds, with stages=[evaluate,report]"
             field_ = "stages" if "stages" in typed else "search"
-            raise UserError(field_, list(stages) if field_ == "stages" else name, allowed, hint)
+            raise UserError(
+                field_, list(stages) if field_ == "stages" else name, allowed, hint
+            )
         stages = tuple(stage for stage in stages if stage != "search")
     if stages == ("report",):
         hint = "posbench report DIR redraws a run"
@@ -320,20 +373,39 @@ def _stages(
     return stages, target  # type: ignore[return-value]
 
 
-def _need_servable(data: Mapping[str, Any], stages: Sequence[str], typed: Sequence[str]) -> None:
+def _need_servable(
+    data: Mapping[str, Any], stages: Sequence[str], typed: Sequence[str]
+) -> None:
     """Refuse for a served model what looks inside a model."""
-    inside = [group for group in ("search", "study") if any(key.split(".")[0] == group for key in typed)]
+    inside = [
+        group
+        for group in ("search", "study")
+        if any(key.split(".")[0] == group for key in typed)
+    ]
     inside += ["stages"] * (not set(stages) <= {"evaluate", "report"})
     for group in inside:
         name = data["model"]["name"]
         value = list(stages) if group == "stages" else data[group].get("name")
         allowed = f"evaluate and report alone: nothing can be seen inside the server of {name}"
-        hint = "set stages=[evaluate,report]" if group == "stages" else f"leave {group} out"
-        raise UserError(group, value, allowed, f"{hint}, or run the model here, without model.base_url")
+        hint = (
+            "set stages=[evaluate,report]"
+            if group == "stages"
+            else f"leave {group} out"
+        )
+        raise UserError(
+            group,
+            value,
+            allowed,
+            f"{hint}, or run the model here, without model.base_url",
+        )
 
 
 def _default_stages(
-    model: ModelConfig, task: Task | None, search: Search, choice: MethodChoice, target: MethodChoice | None
+    model: ModelConfig,
+    task: Task | None,
+    search: Search,
+    choice: MethodChoice,
+    target: MethodChoice | None,
 ) -> Sequence[str]:
     """The stages of the model's file; with the search first where the method lacks what it finds, and without
     it where the task has no calibration questions."""
@@ -342,12 +414,18 @@ def _default_stages(
     rest = [stage for stage in model.stages if stage != "search"]
     if isinstance(task, EvaluationOnly):
         return rest
-    free = {k: v for k, v in search.finds.items() if target.values.get(k) is None} if target else {}
+    free = (
+        {k: v for k, v in search.finds.items() if target.values.get(k) is None}
+        if target
+        else {}
+    )
     lacks = target and not _builds(choice, {}, target) and _builds(choice, free, target)
     return ["search", *rest] if lacks else model.stages
 
 
-def _builds(choice: MethodChoice, found: Mapping[str, Any], target: MethodChoice) -> bool:
+def _builds(
+    choice: MethodChoice, found: Mapping[str, Any], target: MethodChoice
+) -> bool:
     """Whether a method can be made with what a search would find."""
     try:
         choice.build(found, target)
@@ -357,7 +435,10 @@ def _builds(choice: MethodChoice, found: Mapping[str, Any], target: MethodChoice
 
 
 def _record(
-    data: Mapping[str, Any], made: Mapping[str, Any], stages: Sequence[str], typed: Sequence[str]
+    data: Mapping[str, Any],
+    made: Mapping[str, Any],
+    stages: Sequence[str],
+    typed: Sequence[str],
 ) -> dict[str, Any]:
     """The groups that take part in a run."""
     study = made["study"]
@@ -365,7 +446,11 @@ def _record(
     used |= {"search"} if "search" in stages else set()
     used |= {"model", "method"} if study is None or study.needs_model else set()
     used |= {"task"} if study is None or study.needs_task else set()
-    kept = {key: data[key] for key in (*GROUPS, "experiment") if key in used and data.get(key) is not None}
+    kept = {
+        key: data[key]
+        for key in (*GROUPS, "experiment")
+        if key in used and data.get(key) is not None
+    }
     if "model" in kept:
         kept["model"] = {**data["model"], "name": made["model"].name}
     pinned = sorted(key for key in typed if key.split(".")[0] == "method")
@@ -374,7 +459,11 @@ def _record(
 
 def _names(config: Config) -> None:
     """Refuse names that are no folder names."""
-    names = {"model": config.model.name, "task": config.task.name, "method": config.choice.name}
+    names = {
+        "model": config.model.name,
+        "task": config.task.name,
+        "method": config.choice.name,
+    }
     for where, text in {**names, "study": config.study_name or "none"}.items():
         # Three of them and a hash make the name of a folder, which has at most 255 bytes.
         if not re.fullmatch(r"\w[\w.-]*", str(text)) or len(str(text).encode()) > 80:

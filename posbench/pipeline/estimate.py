@@ -31,20 +31,25 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
 
-BATCHES, STEPS = 3, 8
+BATCHES = 3
+STEPS = 8
 """Batches that are timed, and tokens that each of them generates."""
 LOOK = 500_000
 
 
 def show(config: Config, reader: Reader, measure: bool, console: Console) -> None:
     """Print what a run would take; with ``measure`` the time, too, from a few batches."""
-    stages, served = [stage for stage in config.stages if stage != "report"], config.model.base_url
+    stages = [stage for stage in config.stages if stage != "report"]
+    served = config.model.base_url
     run = prepared(config, {}, (), Console(quiet=True))
     run.lm = reader if served else outline(config.model, reader, config.runtime.device)  # type: ignore[assignment]
-    works, measure = work(config, run), measure and not served
+    works = work(config, run)
+    measure = measure and not served
     token, step = _seconds(config, console) if measure and works else (0.0, 0.0)
     spent = [w.computed * token + w.steps * step for w in works]
-    header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"] + ["about"] * measure
+    header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"] + [
+        "about"
+    ] * measure
     rows = [
         [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.computed:,}", f"{w.steps:,}"]
         + [duration(seconds)] * measure
@@ -63,8 +68,12 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         memory += f"; {what} {decimal(max(sizes))}" if any(sizes) else ""
     console.print(memory, soft_wrap=True)
     if works:
-        console.print(f"about {sum(map(shape.flops, works)):.1e} operations, without what a method adds")
-    untold = " and ".join(f"the {stage}" for stage in stages if stage not in {w.stage for w in works})
+        console.print(
+            f"about {sum(map(shape.flops, works)):.1e} operations, without what a method adds"
+        )
+    untold = " and ".join(
+        f"the {stage}" for stage in stages if stage not in {w.stage for w in works}
+    )
     if measure and works:
         without = untold and f" without {untold}, which cannot be told before"
         told = f"at most about {duration(sum(spent))}{without}, from {BATCHES} batches on this machine"
@@ -76,20 +85,37 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         console.print("time: posbench validate --measure runs a few batches")
 
 
-def work(config: Config, run: Run, methods: Mapping[str, Method] | None = None) -> list[Work]:
+def work(
+    config: Config, run: Run, methods: Mapping[str, Method] | None = None
+) -> list[Work]:
     """What each stage asks of the model; some studies cannot tell before. The methods are the run's, unless
     those of several runs that share prefills are given."""
-    task, stages, found = config.task, config.stages, list[Work]()
-    own = {UNMODIFIED: Unmodified()} | ({} if isinstance(trial(config), Unmodified) else {"": trial(config)})
+    task = config.task
+    stages = config.stages
+    found = list[Work]()
+    own = {UNMODIFIED: Unmodified()} | (
+        {} if isinstance(trial(config), Unmodified) else {"": trial(config)}
+    )
     subjects = [Subject(run, name, method) for name, method in (methods or own).items()]
     if "search" in stages:
-        asked, text = task.examples("calibration"), families.text_config(run.lm.model)
+        asked = task.examples("calibration")
+        text = families.text_config(run.lm.model)
         answer = len(run.encoder.need_tokenizer()(asked[0].answers[0])["input_ids"])
-        if told := config.search.asks(len(asked), answer, text.num_hidden_layers, text.hidden_size):
+        if told := config.search.asks(
+            len(asked), answer, text.num_hidden_layers, text.hidden_size
+        ):
             found.append(_read(run, "search", task, asked, told))
         if beside := config.search.beside():
             side, prompts, times = beside
-            found.append(_read(run, f"search: {side.name}", side, prompts, Reads(times * len(prompts))))
+            found.append(
+                _read(
+                    run,
+                    f"search: {side.name}",
+                    side,
+                    prompts,
+                    Reads(times * len(prompts)),
+                )
+            )
     if "study" in stages and config.study:
         for seen in config.study.reads(run):
             found += (
@@ -97,7 +123,9 @@ def work(config: Config, run: Run, methods: Mapping[str, Method] | None = None) 
                 if isinstance(seen, Reads)
                 else _looked(run, seen, trial(config))
             )
-    if "intervene" in stages and (examples := placed(task.evaluation(), run.runtime.intervene_examples)):
+    if "intervene" in stages and (
+        examples := placed(task.evaluation(), run.runtime.intervene_examples)
+    ):
         found.append(_asked(subjects, "intervene", examples))
     if "evaluate" in stages and (examples := task.evaluation()):
         found.append(_asked(subjects, "evaluate", examples))
@@ -106,7 +134,8 @@ def work(config: Config, run: Run, methods: Mapping[str, Method] | None = None) 
 
 def _some(examples: Sequence[Example]) -> tuple[list[Example], float]:
     """The first questions at all their places, and how many times as many characters all have."""
-    questions, size = dict[str, list[Example]](), 0
+    questions = dict[str, list[Example]]()
+    size = 0
     for e in examples:
         questions.setdefault(e.cluster or e.id, []).append(e)
     taken = list[Example]()
@@ -117,7 +146,9 @@ def _some(examples: Sequence[Example]) -> tuple[list[Example], float]:
     return taken, sum(len(e.prompt) for e in examples) / max(size, 1)
 
 
-def _asked(subjects: Sequence[Subject], stage: str, examples: Sequence[Example]) -> Work:
+def _asked(
+    subjects: Sequence[Subject], stage: str, examples: Sequence[Example]
+) -> Work:
     """Examples under methods, as the run will plan them."""
     run = subjects[0].run
     run.evaluation, factor = _some(examples)
@@ -132,48 +163,75 @@ def _looked(run: Run, seen: Looks, method: Method) -> list[Work]:
     share = run.runtime.share if seen.shared and method.prefill() == method else None
     asker = replace(run, runtime=replace(run.runtime, share=share))
     asker.lm, (asker.evaluation, factor) = run.lm, _some(seen.examples)
-    asks, _ = answers.planned([Subject(asker, "", Unmodified())], run.encode(asker.evaluation))
+    asks, _ = answers.planned(
+        [Subject(asker, "", Unmodified())], run.encode(asker.evaluation)
+    )
     looks = asks.work("study", answered=False).times(factor * seen.times)
     replies = asks.work("study: replies", answered=True).times(factor * seen.replies)
     return [each for each in (looks, replies) if each.prompts]
 
 
-def _read(run: Run, stage: str, task: Task, examples: Sequence[Example], reads: Reads) -> Work:
+def _read(
+    run: Run, stage: str, task: Task, examples: Sequence[Example], reads: Reads
+) -> Work:
     """What is counted in prompts of about one length."""
     some, _ = _some(examples)
     lengths = [len(code.ids) for code in run.encode(some, task).values()] or [0]
-    prompt, pairs = np.mean(lengths), np.mean([n * (n + 1) / 2 for n in lengths])
-    texts, new = reads.texts * reads.length, task.max_new_tokens
+    prompt = np.mean(lengths)
+    pairs = np.mean([n * (n + 1) / 2 for n in lengths])
+    texts = reads.texts * reads.length
+    new = task.max_new_tokens
     asked = round(reads.prompts * prompt + reads.answers + texts)
-    fed, later, each = reads.replies * (new - 1), prompt + new / 2, max(*lengths, reads.length) + new
+    fed = reads.replies * (new - 1)
+    later = prompt + new / 2
+    each = max(*lengths, reads.length) + new
     return Work(
         stage,
         prompts=reads.prompts,
         tokens=asked,
         computed=asked,
-        pairs=round(reads.prompts * pairs + reads.answers * prompt + texts * (reads.length + 1) / 2),
+        pairs=round(
+            reads.prompts * pairs
+            + reads.answers * prompt
+            + texts * (reads.length + 1) / 2
+        ),
         steps=reads.batches * new,
         fed=fed,
         later=round(fed * later),
-        batch=max(min(run.runtime.batch_size * each, run.runtime.batch_tokens or 2**62), each),
+        batch=max(
+            min(run.runtime.batch_size * each, run.runtime.batch_tokens or 2**62), each
+        ),
     )
 
 
 def _seconds(config: Config, console: Console) -> tuple[float, float]:
     """Seconds per token read, and per step of generation, under the method."""
     run = prepared(config, {}, (), console)
-    examples = run.examples("evaluation" if {"intervene", "evaluate"} & set(config.stages) else "calibration")
+    examples = run.examples(
+        "evaluation"
+        if {"intervene", "evaluate"} & set(config.stages)
+        else "calibration"
+    )
     encoded = run.encode(examples)
     plan = run.plan(examples, encoded)
     chosen = plan[:: max(len(plan) // BATCHES, 1)][:BATCHES]
-    tokens, reading, writing = 0, 0.0, 0.0
+    tokens = 0
+    reading = 0.0
+    writing = 0.0
     with run.trial().applied(run.lm) as lm:
         for number, batch in enumerate([chosen[0], *chosen]):
-            rows, started = [encoded[e.id].ids for e in batch], time.perf_counter()
+            rows = [encoded[e.id].ids for e in batch]
+            started = time.perf_counter()
             lm.generate(rows, max_new_tokens=1, batch_size=len(rows))
             read = time.perf_counter() - started
-            lm.generate(rows, max_new_tokens=1 + STEPS, min_new_tokens=1 + STEPS, batch_size=len(rows))
+            lm.generate(
+                rows,
+                max_new_tokens=1 + STEPS,
+                min_new_tokens=1 + STEPS,
+                batch_size=len(rows),
+            )
             if number:  # the first one warms up
-                tokens, reading = tokens + sum(map(len, rows)), reading + read
+                tokens = tokens + sum(map(len, rows))
+                reading = reading + read
                 writing += time.perf_counter() - started - 2 * read
     return reading / tokens, max(writing, 0.0) / (STEPS * len(chosen))

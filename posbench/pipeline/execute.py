@@ -21,7 +21,15 @@ from posbench.model.guard import probe
 from posbench.model.lm import LM
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
-from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
+from posbench.pipeline.identity import (
+    files,
+    identity,
+    provenance,
+    reads,
+    run_name,
+    threads,
+    version_key,
+)
 from posbench.pipeline.ready import longest, need_words, prepared, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
@@ -44,7 +52,9 @@ MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
 
 
-def execute(config: Config, *, command: str, console: Console, lm: LM | None = None) -> Path:
+def execute(
+    config: Config, *, command: str, console: Console, lm: LM | None = None
+) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
     Args:
@@ -68,13 +78,19 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
             report.show(out.path, console)
             return out.path
         if damaged:
-            console.print(f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept")
+            console.print(
+                f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept"
+            )
         earlier = out.hardware()
         out.resume(config.stages, config.raw, facts)
         if earlier and out.hardware() != earlier:
-            machines = f"begun on {' and '.join(earlier)}, continued on {facts['hardware']}"
+            machines = (
+                f"begun on {' and '.join(earlier)}, continued on {facts['hardware']}"
+            )
             console.print(
-                f"{machines}: their rows agree up to rounding, not to the byte", soft_wrap=True, markup=False
+                f"{machines}: their rows agree up to rounding, not to the byte",
+                soft_wrap=True,
+                markup=False,
             )
         try:
             with _helped(config, run):
@@ -89,7 +105,11 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
             state = MIXED if out.status()["state"] == MIXED else state
             with suppress(OSError):  # a full disk, of which the error itself tells
-                out.finish(state, f"{type(error).__name__}: {error}", time.monotonic() - started)
+                out.finish(
+                    state,
+                    f"{type(error).__name__}: {error}",
+                    time.monotonic() - started,
+                )
             raise
         out.finish("done", seconds=time.monotonic() - started)
         if "report" not in config.stages:
@@ -128,7 +148,11 @@ def set_threads(config: Config) -> None:
 
 def parted(config: Config) -> bool:
     """Whether processes can share out a run's rows: not those of a study, nor of a served model."""
-    return bool(not config.study and not config.model.base_url and set(ROWS) & set(config.stages))
+    return bool(
+        not config.study
+        and not config.model.base_url
+        and set(ROWS) & set(config.stages)
+    )
 
 
 class Opened(NamedTuple):
@@ -140,7 +164,9 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def opened(config: Config, command: str, console: Console, lm: LM | None = None) -> Iterator[Opened]:
+def opened(
+    config: Config, command: str, console: Console, lm: LM | None = None
+) -> Iterator[Opened]:
     """Claim the folder of a run.
 
     Raises:
@@ -152,19 +178,31 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
     quiet()
     set_threads(config)
     subject = config.study_name or config.task.name
-    parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    place, run = place_of(config, who, read), prepared(config, who, read, console)
+    parts = (
+        [config.model.name, subject, config.choice.name]
+        if config.uses_model
+        else [subject]
+    )
+    place = place_of(config, who, read)
+    run = prepared(config, who, read, console)
     if lm:
         run.lm = lm
     folder = find(*place)
-    if folder is None or RunDir(folder, run_id(*place[2:])).status()["stages"].keys() <= {"config"}:
+    if folder is None or RunDir(folder, run_id(*place[2:])).status()[
+        "stages"
+    ].keys() <= {"config"}:
         preflight(config, run)
     console.rule(Text("  ".join(parts), style="bold"))
     facts = provenance(config, command, who, read)
     with claim(*place, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:
-            raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
+            raise UserError(
+                "run folder",
+                str(out.path),
+                "rows from one content of each file",
+                "remove it",
+            )
         yield Opened(run, read, facts)
 
 
@@ -196,7 +234,9 @@ def recorded(folder: Path) -> Config:
     raw = run.config("runtime")
     runtime = {**raw["runtime"], "outputs": str(run.path.parents[2])}
     # Groups that take no part are not recorded: whatever they are, they are not looked at.
-    config = check({**composed().raw, "study": None, "experiment": None, **raw, "runtime": runtime})
+    config = check(
+        {**composed().raw, "study": None, "experiment": None, **raw, "runtime": runtime}
+    )
     read = reads(config)
     found = find(*place_of(config, identity(config, read), read))
     if found is None or not found.samefile(folder):
@@ -227,14 +267,22 @@ def absent(config: Config) -> list[Source]:
         UserError: Model and task do not go together.
     """
     need_words(config)
-    return [source for source in files(config) if source.kind != "path" and cached(source) is None]
+    return [
+        source
+        for source in files(config)
+        if source.kind != "path" and cached(source) is None
+    ]
 
 
 def place_of(
     config: Config, who: Mapping[str, Any], read: Sequence[Content]
 ) -> tuple[Path, str, dict[str, Any], str]:
     """Outputs, suite, version key and name: what :func:`posbench.run.claim.find` asks for."""
-    suite = config.experiment.name if config.experiment else config.study_name or config.task.name
+    suite = (
+        config.experiment.name
+        if config.experiment
+        else config.study_name or config.task.name
+    )
     outputs = Path(config.runtime.outputs).expanduser()
     return outputs, suite, version_key(), run_name(config, who, read)
 
@@ -259,7 +307,9 @@ def preflight(config: Config, run: Run) -> None:
             run.console.print(said, soft_wrap=True, markup=False)
         return
     if config.uses_model:
-        few = min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)
+        few = min(
+            64, run.lm.context_window, families.text_config(run.lm.model).vocab_size
+        )
         for ids in (range(few), *longest(run, config.stages)):
             with suppress(torch.OutOfMemoryError), run.trial().applied(run.lm) as lm:
                 probe(lm, ids)

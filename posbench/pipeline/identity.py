@@ -24,7 +24,9 @@ from posbench.late import torch
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, data_of
 
-NUMBERS = "tasks stats theory model methods perturbations measure run search studies embedded"
+NUMBERS = (
+    "tasks stats theory model methods perturbations measure run search studies embedded"
+)
 NUMBERS += " pipeline/stages schema.py files/atomic.py"
 """Parts of the package that can move a number: a changed figure, page or message starts no new version."""
 READ = (".py", ".json", ".yaml", ".jinja")
@@ -45,7 +47,11 @@ def files(config: Config) -> list[sources.Source]:
         # Verdicts rest on the papers' tables.
         tables = paths.EXPERIMENTS / "reference"
         asked += config.study.files()
-        asked.append(sources.Source(kind="path", id=str(tables), field="study.reference", files=("*.csv",)))
+        asked.append(
+            sources.Source(
+                kind="path", id=str(tables), field="study.reference", files=("*.csv",)
+            )
+        )
     return asked
 
 
@@ -61,27 +67,48 @@ def reads(config: Config) -> list[Content]:
 def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     """What, apart from method and settings of the task, can move a number: code, libraries, weights, data,
     kernel, precision, device kind; ``read`` as :func:`reads` gives it."""
-    model, runtime = config.model, config.runtime
-    found: dict[str, Any] = {"code": source_digest(_own(config)), "data": digest(keys(read, "task"), 16)}
+    model = config.model
+    runtime = config.runtime
+    found: dict[str, Any] = {
+        "code": source_digest(_own(config)),
+        "data": digest(keys(read, "task"), 16),
+    }
     found |= {name: version(name) for name in ("torch", "transformers")}
     if config.uses_model and model.base_url:
         # What the server computes with is not known: its address and the model's name there stand for it.
         asked = ("base_url", "server_name", "api", "chat_template", "context_window")
-        return found | {"tokenizer": fingerprint(read), **{name: getattr(model, name) for name in asked}}
+        return found | {
+            "tokenizer": fingerprint(read),
+            **{name: getattr(model, name) for name in asked},
+        }
     # A login node may lack what its jobs have.
     device = torch_device if runtime.device == "auto" else torch.device
     found["device"] = device(runtime.device).type
-    found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens", "share")}
+    found |= {
+        name: getattr(runtime, name) for name in ("batch_size", "batch_tokens", "share")
+    }
     found["threads"] = threads(config)
     if config.uses_model:
-        kept = ("dtype", "attention", "rope", "chat_template", "context_window", "allow_partial")
-        found |= {"weights": fingerprint(read), **{name: getattr(model, name) for name in kept}}
+        kept = (
+            "dtype",
+            "attention",
+            "rope",
+            "chat_template",
+            "context_window",
+            "allow_partial",
+        )
+        found |= {
+            "weights": fingerprint(read),
+            **{name: getattr(model, name) for name in kept},
+        }
     return found
 
 
 def threads(config: Config) -> int | None:
     """CPU threads of a run: the user's, else those of the model's file where the run looks at it."""
-    return config.runtime.threads or (config.model.threads if config.uses_model else None)
+    return config.runtime.threads or (
+        config.model.threads if config.uses_model else None
+    )
 
 
 def version_key() -> dict[str, Any]:
@@ -92,10 +119,13 @@ def version_key() -> dict[str, Any]:
 
 def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) -> str:
     """Folder of a run: what it is, and a hash of what moves its numbers."""
-    runtime, raw = config.runtime, in_place(config.raw, read)
+    runtime = config.runtime
+    raw = in_place(config.raw, read)
     measured = [runtime.intervene_examples, runtime.resamples]
     moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
-    moves |= {key: raw[key] for key in ("task", "method", "study", "search") if key in raw}
+    moves |= {
+        key: raw[key] for key in ("task", "method", "study", "search") if key in raw
+    }
     if config.every:
         moves["every"] = {name: choice.values for name, choice in config.every.items()}
     moves["files"] = keys(read, "method", "search", "study")
@@ -108,22 +138,39 @@ def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) ->
 def fingerprint(read: Sequence[Content]) -> str:
     """Identity of the checkpoint: hub id and commit, or a hash of all that it is loaded from."""
     files = [content for content in read if content.source.field == "model.path"]
-    hub = [f"{content.source.id}@{content.held}" for content in files if content.file is None]
+    hub = [
+        f"{content.source.id}@{content.held}"
+        for content in files
+        if content.file is None
+    ]
     return hub[0] if hub else digest(keys(files, "model"), 16)
 
 
 def _own(config: Config) -> set[Path]:
     """The files of the classes that take part, the user's own among them."""
     searching = "search" in config.stages
-    parts = [*[config.task] * config.uses_task, *[config.search] * searching, *filter(None, [config.study])]
-    classes = [*config.choice.classes, *(choice.cls for choice in config.every.values()), *map(type, parts)]
-    return {Path(file).resolve() for file in map(inspect.getsourcefile, classes) if file}
+    parts = [
+        *[config.task] * config.uses_task,
+        *[config.search] * searching,
+        *filter(None, [config.study]),
+    ]
+    classes = [
+        *config.choice.classes,
+        *(choice.cls for choice in config.every.values()),
+        *map(type, parts),
+    ]
+    return {
+        Path(file).resolve() for file in map(inspect.getsourcefile, classes) if file
+    }
 
 
 def source_digest(own: Iterable[Path] = ()) -> str:
     """Hash of the code that can move a number, and of ``own`` files: two codes never meet in one folder."""
-    total, users = hashlib.sha256(), [file for file in own if not file.is_relative_to(paths.PACKAGE)]
-    for name, code in sorted([*_shipped(), *((file.name, _numeric(file)) for file in users)]):
+    total = hashlib.sha256()
+    users = [file for file in own if not file.is_relative_to(paths.PACKAGE)]
+    for name, code in sorted(
+        [*_shipped(), *((file.name, _numeric(file)) for file in users)]
+    ):
         total.update(name.encode() + code)
     return total.hexdigest()[:12]
 
@@ -138,9 +185,16 @@ def _shipped() -> list[tuple[str, bytes]]:
     """posbench's own code that can move a number, as it was when this process first looked."""
     files = set[Path]()
     for part in (paths.PACKAGE / name for name in NUMBERS.split()):
-        inside = (f for suffix in READ for f in part.rglob(f"*{suffix}") if paths.MODELS not in f.parents)
+        inside = (
+            f
+            for suffix in READ
+            for f in part.rglob(f"*{suffix}")
+            if paths.MODELS not in f.parents
+        )
         files |= {part} if part.is_file() else set(inside)
-    return [(file.relative_to(paths.PACKAGE).as_posix(), _numeric(file)) for file in files]
+    return [
+        (file.relative_to(paths.PACKAGE).as_posix(), _numeric(file)) for file in files
+    ]
 
 
 def provenance(
@@ -163,7 +217,10 @@ def provenance(
         kept += ["base_url", "server_name", "api"] if config.model.base_url else []
         facts["model"] = {name: getattr(config.model, name) for name in kept}
     if config.uses_task:
-        facts["task"] = {name: getattr(config.task, name) for name in ("version", "source", "licence")}
+        facts["task"] = {
+            name: getattr(config.task, name)
+            for name in ("version", "source", "licence")
+        }
     return facts
 
 
@@ -179,15 +236,30 @@ def need_same(wanted: Sequence[sources.Source], facts: Mapping[str, Any]) -> Non
     for content in contents(wanted) if entries else ():
         before = was.get(content.key[:2], "not read")
         if before != content.held:
-            allowed = f"what the run read ({before[:12]}; now it holds {content.held[:12]})"
+            allowed = (
+                f"what the run read ({before[:12]}; now it holds {content.held[:12]})"
+            )
             hint = "bring that file back, or run the new one: posbench with the same arguments"
-            raise UserError(content.source.field, str(content.file or content.source.id), allowed, hint)
+            raise UserError(
+                content.source.field,
+                str(content.file or content.source.id),
+                allowed,
+                hint,
+            )
 
 
 def _git() -> str | None:
     """Commit of the checkout this runs from, marked when it has changes; None for an installed wheel."""
     if not (paths.PACKAGE.parent / ".git").exists():
         return None
-    ask = ["git", "-C", str(paths.PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    ask = [
+        "git",
+        "-C",
+        str(paths.PACKAGE.parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+    ]
     answer = subprocess.run(ask, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or None

@@ -55,7 +55,10 @@ def submissions(folder: Path) -> list[Submission]:
     """
     found = RunDir(folder).read_json(SUBMITTED)
     keys = "overrides", "pids"
-    return [Submission(**{**each, **{key: tuple(map(_frozen, each[key])) for key in keys}}) for each in found]
+    return [
+        Submission(**{**each, **{key: tuple(map(_frozen, each[key])) for key in keys}})
+        for each in found
+    ]
 
 
 def _frozen(value: object) -> object:
@@ -64,7 +67,13 @@ def _frozen(value: object) -> object:
 
 def record(folder: Path, submission: Submission) -> None:
     """Add a submission to those of a run; one of the same id is replaced."""
-    _write(folder, [*(each for each in submissions(folder) if each.id != submission.id), submission])
+    _write(
+        folder,
+        [
+            *(each for each in submissions(folder) if each.id != submission.id),
+            submission,
+        ],
+    )
 
 
 def forget(folder: Path, name: str) -> None:
@@ -76,7 +85,10 @@ def forget(folder: Path, name: str) -> None:
 
 
 def _write(folder: Path, every: Sequence[Submission]) -> None:
-    write_text(folder / SUBMITTED, json.dumps([asdict(each) for each in every], indent=2) + "\n")
+    write_text(
+        folder / SUBMITTED,
+        json.dumps([asdict(each) for each in every], indent=2) + "\n",
+    )
 
 
 def submitted(place: Path) -> list[Path]:
@@ -85,11 +97,26 @@ def submitted(place: Path) -> list[Path]:
     Raises:
         UserError: There is no such folder, or nothing in it was submitted.
     """
-    there = [place] if (place / CONFIG).is_file() else runs_in(place) if place.is_dir() else []
+    there = (
+        [place]
+        if (place / CONFIG).is_file()
+        else runs_in(place)
+        if place.is_dir()
+        else []
+    )
     found = [folder for folder in there if (folder / SUBMITTED).is_file()]
     if not found:
-        hint = "posbench submit ... runtime/cluster=slurm" if place.is_dir() else "no such folder"
-        raise UserError("DIR", str(place), "an outputs folder or a run that jobs were submitted for", hint)
+        hint = (
+            "posbench submit ... runtime/cluster=slurm"
+            if place.is_dir()
+            else "no such folder"
+        )
+        raise UserError(
+            "DIR",
+            str(place),
+            "an outputs folder or a run that jobs were submitted for",
+            hint,
+        )
     return found
 
 
@@ -101,13 +128,25 @@ def queue() -> Queue:
     """This user's jobs that Slurm has: waiting, running, or ending."""
     if not shutil.which("squeue"):
         return None
-    ask = ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%j %K"]
+    ask = [
+        "squeue",
+        "--noheader",
+        "--array",
+        f"--user={getpass.getuser()}",
+        "--format=%j %K",
+    ]
     try:
-        answer = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=20)
+        answer = subprocess.run(
+            ask, capture_output=True, text=True, check=False, timeout=20
+        )
     except subprocess.TimeoutExpired:
         return None  # as it does where its controller is away
     lines = [line.split() for line in answer.stdout.splitlines()]
-    told = {(line[0], int(line[1]) if line[1].isdigit() else 0) for line in lines if len(line) == 2}
+    told = {
+        (line[0], int(line[1]) if line[1].isdigit() else 0)
+        for line in lines
+        if len(line) == 2
+    }
     return told if answer.returncode == 0 else None
 
 
@@ -117,19 +156,33 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
     done, damaged; running (a process owns it or a part); waiting (in the queue); failed; lost (no job
     of it is left); unknown (not done, and the queue cannot be asked).
     """
-    run, last = opened(folder), submissions(folder)[-1]
+    run = opened(folder)
+    last = submissions(folder)[-1]
     if run.done:
         return ("damaged", ", ".join(run.damaged())) if run.damaged() else ("done", "")
     missing = lacking(run, last.shards) if last.shards > 1 else [0]
-    parts = f"{last.shards - len(missing)} of {last.shards} shards are made" if last.shards > 1 else ""
+    parts = (
+        f"{last.shards - len(missing)} of {last.shards} shards are made"
+        if last.shards > 1
+        else ""
+    )
     if in_use(folder) or being_made(folder):
         return "running", parts
-    numbers = range(last.first, last.first + last.shards) if last.first is not None else range(0)
+    numbers = (
+        range(last.first, last.first + last.shards)
+        if last.first is not None
+        else range(0)
+    )
     if last.kind == "local":
         waits: bool | None = any(runs(pid, start) for pid, start in last.pids)
     else:
-        waits = None if known is None else any((last.jobs, number) in known for number in numbers)
-    status, said = run.status(), "; ".join(filter(None, [parts, last_line(folder, last, missing)]))
+        waits = (
+            None
+            if known is None
+            else any((last.jobs, number) in known for number in numbers)
+        )
+    status = run.status()
+    said = "; ".join(filter(None, [parts, last_line(folder, last, missing)]))
     if waits:
         return "waiting", parts
     if status["state"] in ENDED:
@@ -141,15 +194,32 @@ def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> st
     """What the jobs of some shards of a run said last on their error stream."""
     if submission.first is None:
         return ""
-    logs, files = submission.logs(folder), list[Path]()
+    logs = submission.logs(folder)
+    files = list[Path]()
     for shard in shards:
         files += logs.glob(f"*_{submission.first + shard}_0_log.err")
-        files += [logs / f"{pid}_0_log.err" for pid, _ in submission.pids[shard : shard + 1]]
-    files += [file for file in logs.glob("*_0_log.err") if file.name.count("_") == 2 and not submission.pids]
-    files = sorted({file for file in files if file.is_file()}, key=lambda file: file.stat().st_mtime)
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+        files += [
+            logs / f"{pid}_0_log.err" for pid, _ in submission.pids[shard : shard + 1]
+        ]
+    files += [
+        file
+        for file in logs.glob("*_0_log.err")
+        if file.name.count("_") == 2 and not submission.pids
+    ]
+    files = sorted(
+        {file for file in files if file.is_file()},
+        key=lambda file: file.stat().st_mtime,
+    )
+    lines = [
+        line
+        for file in files
+        for line in file.read_text(errors="replace").splitlines()
+        if line.strip()
+    ]
     # What submitit says of itself; srun adds that its task failed.
-    own = [line for line in lines if not line.startswith(("srun:", "submitit ", "INFO "))]
+    own = [
+        line for line in lines if not line.startswith(("srun:", "submitit ", "INFO "))
+    ]
     return (own or [""])[-1]
 
 
@@ -159,4 +229,7 @@ def grouped(folders: Sequence[Path]) -> dict[str, list[tuple[Submission, Path]]]
     for folder in folders:
         for each in submissions(folder):
             found.setdefault(each.id, []).append((each, folder))
-    return {name: sorted(parts, key=lambda part: part[0].number) for name, parts in sorted(found.items())}
+    return {
+        name: sorted(parts, key=lambda part: part[0].number)
+        for name, parts in sorted(found.items())
+    }

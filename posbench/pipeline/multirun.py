@@ -28,9 +28,11 @@ from posbench.files.atomic import write_text
 from posbench.pipeline.arguments import Request
 from posbench.run.runtime import Runtime
 
-BASIC = {"hydra/launcher": "basic", "hydra/sweeper": "basic", "hydra/callbacks": None} | dict.fromkeys(
-    ("hydra/job_logging", "hydra/hydra_logging"), "none"
-)
+BASIC = {
+    "hydra/launcher": "basic",
+    "hydra/sweeper": "basic",
+    "hydra/callbacks": None,
+} | dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "none")
 """What a config chooses of Hydra's own unless it says so; see :func:`directly`."""
 SWEEP = "POSBENCH_SWEEP"
 """Environment variable with a sweep's folder, Hydra's ``sweep.dir``: a launcher keeps its files there."""
@@ -41,29 +43,54 @@ def directly(known: Any, request: Request) -> list[DictConfig] | None:
     composes every job twice. None where only ``hydra.main`` serves: for its flags, and where a launcher, a
     sweeper or another part of Hydra's own config is chosen.
     """
-    own = [override for override in known.overrides if override.lstrip("+~").startswith("hydra")]
-    if own or known.cfg or known.info or known.help or known.hydra_help or known.shell_completion:
+    own = [
+        override
+        for override in known.overrides
+        if override.lstrip("+~").startswith("hydra")
+    ]
+    if (
+        own
+        or known.cfg
+        or known.info
+        or known.help
+        or known.hydra_help
+        or known.shell_completion
+    ):
         return None
     multirun = bool(known.multirun or request.multirun)
     with _hydra_of(request) as (parser, path):
         parsed = parser.parse_overrides(list(request.overrides))
-        jobs = BasicSweeper.split_arguments(parsed, None)[0] if multirun else [[*request.overrides]]
-        configs, chosen = list[DictConfig](), dict[tuple[str, ...], DictConfig]()
+        jobs = (
+            BasicSweeper.split_arguments(parsed, None)[0]
+            if multirun
+            else [[*request.overrides]]
+        )
+        configs = list[DictConfig]()
+        chosen = dict[tuple[str, ...], DictConfig]()
         for number, job in enumerate(jobs):
             # Hydra lays values over what the choices make, in their order: jobs of the same choices share it.
             values = [override for override in job if override.startswith("++")]
             choices = tuple(override for override in job if override not in values)
             if choices not in chosen:
-                chosen[choices] = hydra.compose(request.config, [*path, *choices], return_hydra_config=True)
+                chosen[choices] = hydra.compose(
+                    request.config, [*path, *choices], return_hydra_config=True
+                )
             config = copy.deepcopy(chosen[choices])
             for override in parser.parse_overrides(values):
-                OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+                OmegaConf.update(
+                    config, override.key_or_group, override.value(), force_add=True
+                )
             node = config.hydra
-            if BASIC.items() - node.runtime.choices.items() or node.mode or node.sweeper.params:
+            if (
+                BASIC.items() - node.runtime.choices.items()
+                or node.mode
+                or node.sweeper.params
+            ):
                 return None
             with open_dict(config):
                 node.mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-                node.job.num, node.overrides.task = number, job
+                node.job.num = number
+                node.overrides.task = job
             configs.append(config)
     return configs
 
@@ -71,8 +98,14 @@ def directly(known: Any, request: Request) -> list[DictConfig] | None:
 @contextmanager
 def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
     """Hydra's Compose API on the folders of a request: its parser, and the override that names the others."""
-    named = request.config != "config"  # it stands in the first of the folders, that of its experiment
-    primary, others = (request.searched[0], request.searched[1:]) if named else (paths.CONF, request.searched)
+    named = (
+        request.config != "config"
+    )  # it stands in the first of the folders, that of its experiment
+    primary, others = (
+        (request.searched[0], request.searched[1:])
+        if named
+        else (paths.CONF, request.searched)
+    )
     with hydra.initialize_config_dir(str(primary), "posbench", version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         yield parser, search_path([*[paths.CONF] * named, *others])
@@ -80,7 +113,11 @@ def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
 
 def search_path(folders: Sequence[Path]) -> list[str]:
     """The override that lets Hydra search these folders after the first."""
-    return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
+    return (
+        [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"]
+        if folders
+        else []
+    )
 
 
 def leave(records: Path, number: int, record: Mapping[str, Any]) -> None:
@@ -108,10 +145,16 @@ def launched(request: Request, run: Callable[[Path], None]) -> list[dict[str, An
     job whose process died has a record that says so.
     """
     with _hydra_of(request) as (parser, path):
-        jobs = BasicSweeper.split_arguments(parser.parse_overrides(list(request.overrides)), None)[0]
-        jobs = [[o for o in job if not o.lstrip("+~").startswith("hydra")] for job in jobs]
+        jobs = BasicSweeper.split_arguments(
+            parser.parse_overrides(list(request.overrides)), None
+        )[0]
+        jobs = [
+            [o for o in job if not o.lstrip("+~").startswith("hydra")] for job in jobs
+        ]
         shown = [spelled(request, job) for job in jobs]
-        outputs = OmegaConf.select(hydra.compose(request.config, [*path, *jobs[0]]), "runtime.outputs")
+        outputs = OmegaConf.select(
+            hydra.compose(request.config, [*path, *jobs[0]]), "runtime.outputs"
+        )
     place = Path(outputs or Runtime.outputs).expanduser().absolute()
     folder = place / ".sweeps" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     folder.mkdir(parents=True)
@@ -139,7 +182,9 @@ def launched(request: Request, run: Callable[[Path], None]) -> list[dict[str, An
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides with their keys as typed."""
     parts = [override.partition("=") for override in overrides]
-    return tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
+    return tuple(
+        request.spelled.get(key, key) + sign + value for key, sign, value in parts
+    )
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -156,4 +201,6 @@ def _set(**names: str) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(
+                name, value
+            )

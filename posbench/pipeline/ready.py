@@ -33,7 +33,8 @@ from posbench.tasks import Example, Task
 from posbench.tasks.base import EvaluationOnly
 from posbench.tasks.items import Placed
 
-LONGEST, DRAWN = 16, 8
+LONGEST = 16
+DRAWN = 8
 """Prompts whose tokens are counted, the longest; of so many per gold position, where the task draws them."""
 SLACK = 5.0
 """Standard deviations of their lengths that stay free: another prompt may be longer."""
@@ -62,7 +63,8 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     Raises:
         UserError: What stands in the way, all of it.
     """
-    faults, config = Faults(), None
+    faults = Faults()
+    config = None
     with faults.collecting():
         config = check(composed.raw, composed.typed, composed.folders, faults)
     if config is None:
@@ -72,7 +74,11 @@ def ready(composed: Composed, download: bool = True) -> Ready:
         need_words(config)
     taken = {fault.field.partition(".")[0] for fault in faults.found}
     for source in files(config):
-        if source.kind != "path" and source.field.partition(".")[0] not in taken and cached(source) is None:
+        if (
+            source.kind != "path"
+            and source.field.partition(".")[0] not in taken
+            and cached(source) is None
+        ):
             with faults.collecting():
                 if download:
                     listing(source)  # whether it can be downloaded
@@ -86,14 +92,23 @@ def ready(composed: Composed, download: bool = True) -> Ready:
         _compare(config, None, faults)
         return Ready(config)
     quiet()
-    read: Any = text_encoder(config.model) if config.model.base_url else reader(config.model)
-    fit, told = _Fit(config, read), tuple[str, ...]()
+    read: Any = (
+        text_encoder(config.model) if config.model.base_url else reader(config.model)
+    )
+    fit = _Fit(config, read)
+    told = tuple[str, ...]()
     asked = composed.raw["method"]["name"]
-    if config.choice.name == "none" != asked and config.study is None and not config.model.base_url:
-        why = (
-            f"no constants of {config.model.name} are known, and {config.task.name} has nothing to search on"
+    if (
+        config.choice.name == "none" != asked
+        and config.study is None
+        and not config.model.base_url
+    ):
+        why = f"no constants of {config.model.name} are known, and {config.task.name} has nothing to search on"
+        fit.said["method"] = (
+            asked,
+            "none",
+            f"{why} (posbench model={config.model.path} finds them)",
         )
-        fit.said["method"] = asked, "none", f"{why} (posbench model={config.model.path} finds them)"
     for group in ("task", "search") if read.tokenizer else ("whole",):
         with faults.collecting():
             getattr(fit, group)()
@@ -102,7 +117,9 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     with faults.collecting():
         told = served.check(config.model, fit.config.task, read)
     faults.raise_any()
-    said = (f"{key}: {was} -> {now}, {why}" for key, (was, now, why) in fit.said.items())
+    said = (
+        f"{key}: {was} -> {now}, {why}" for key, (was, now, why) in fit.said.items()
+    )
     return Ready(fit.config, (*said, *told), read if isinstance(read, Reader) else None)
 
 
@@ -112,9 +129,22 @@ def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console) -> Run:
+def prepared(
+    config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console
+) -> Run:
     """The run that stages receive, without its folder."""
-    same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins", "every")
+    same = (
+        "model",
+        "task",
+        "choice",
+        "target",
+        "runtime",
+        "raw",
+        "stages",
+        "missing",
+        "standins",
+        "every",
+    )
     given: dict[str, Any] = {name: getattr(config, name) for name in same}
     given["raw"] = in_place(config.raw, read)
     return Run(**given, reference=config.reference()[0], console=console, identity=who)
@@ -152,10 +182,15 @@ def longest(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
         yield run.lm.encode(asked.prompt).ids
     if {"intervene", "evaluate"} & set(stages):
         example, encoded = encode_longest(run.lm, run.task)
-        told = {tuple(run.lm.continuation_ids(encoded, choice)) for choice in example.choices}
+        told = {
+            tuple(run.lm.continuation_ids(encoded, choice))
+            for choice in example.choices
+        }
         if len(told) < len(example.choices):
             shown = ", ".join(map(repr, example.choices))
-            allowed = f"a tokenizer that tells the choices of {run.task.name} apart: {shown}"
+            allowed = (
+                f"a tokenizer that tells the choices of {run.task.name} apart: {shown}"
+            )
             hint = "take a model that reads this text; the embedded ones know the words of kv_retrieval only"
             raise UserError("model", run.lm.name, allowed, hint)
         yield encoded.ids
@@ -163,13 +198,19 @@ def longest(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
 
 def need_words(config: Config) -> None:
     """Refuse, before anything is downloaded, texts of a benchmark for a model that knows few words."""
-    task, path = config.task, config.model.path
+    task = config.task
+    path = config.model.path
     texts = isinstance(task, EvaluationOnly) and task.path is None
-    if texts and config.uses_model and config.uses_task and path.startswith(paths.EMBEDDED):
-        allowed = (
-            f"kv_retrieval with model {config.model.name}, which knows its words only and reads short prompts"
+    if (
+        texts
+        and config.uses_model
+        and config.uses_task
+        and path.startswith(paths.EMBEDDED)
+    ):
+        allowed = f"kv_retrieval with model {config.model.name}, which knows its words only and reads short prompts"
+        hint = (
+            f"take a model that reads text: posbench task={task.name} model=mistral7b"
         )
-        hint = f"take a model that reads text: posbench task={task.name} model=mistral7b"
         raise UserError("task", task.name, allowed, hint)
 
 
@@ -183,7 +224,9 @@ class _Fit:
 
     @property
     def _window(self) -> str:
-        return f"the window of {self.reader.name} is {self.reader.context_window} tokens"
+        return (
+            f"the window of {self.reader.name} is {self.reader.context_window} tokens"
+        )
 
     @property
     def _items(self) -> list[str]:
@@ -194,33 +237,56 @@ class _Fit:
 
     def _change(self, group: str, wanted: Mapping[str, Any], why: str) -> None:
         """Set fields of a group; UserError for those that are kept."""
-        faults, thing, said = Faults(), getattr(self.config, group), dict(self.said)
+        faults = Faults()
+        thing = getattr(self.config, group)
+        said = dict(self.said)
         for name, value in wanted.items():
-            key, was = f"{group}.{name}", getattr(thing, name)
+            key = f"{group}.{name}"
+            was = getattr(thing, name)
             if self._kept(key):
                 most = "at most " if isinstance(value, int) else ""
-                cut = ", or cut prompts: task.truncation=middle" if key in self._items else ""
-                faults.found.append(UserError(key, was, f"{most}{value}: {why}", f"set {key}={value}{cut}"))
+                cut = (
+                    ", or cut prompts: task.truncation=middle"
+                    if key in self._items
+                    else ""
+                )
+                faults.found.append(
+                    UserError(
+                        key, was, f"{most}{value}: {why}", f"set {key}={value}{cut}"
+                    )
+                )
             said[key] = said.get(key, (was,))[0], value, why
         faults.raise_any()
         raw = {**self.config.raw, group: {**self.config.raw[group], **wanted}}
         changed: Any = {group: replace(thing, **wanted), "raw": raw}
-        self.config, self.said = replace(self.config, **changed), said
+        self.config = replace(self.config, **changed)
+        self.said = said
 
     def search(self) -> None:
         """Shorter random strings, of tokens where letters cannot be spelt."""
         if "search" in self.config.stages:
-            model, layers = self.reader.name, self.reader.facts.get_text_config().num_hidden_layers
+            model = self.reader.name
+            layers = self.reader.facts.get_text_config().num_hidden_layers
             spells = _unknown(self.reader, "The quick brown fox 0123456789") < UNKNOWN
-            why = {"alphabet": f"the tokenizer of {model} does not spell letters and digits"}
-            why["points"] = f"{model} has {layers} layers, and they lie search.step_x apart"
-            wanted = self.config.search.fitted(self.reader.context_window, spells, layers)
+            why = {
+                "alphabet": f"the tokenizer of {model} does not spell letters and digits"
+            }
+            why["points"] = (
+                f"{model} has {layers} layers, and they lie search.step_x apart"
+            )
+            wanted = self.config.search.fitted(
+                self.reader.context_window, spells, layers
+            )
             for name, value in wanted.items():
                 self._change("search", {name: value}, why.get(name, self._window))
 
     def task(self) -> None:
         """Shorter replies, and fewer items in a prompt."""
-        config, stages, window = self.config, set(self.config.stages), self.reader.context_window
+        config, stages, window = (
+            self.config,
+            set(self.config.stages),
+            self.reader.context_window,
+        )
         task = config.task
         asked = bool({"study", "intervene", "evaluate"} & stages)
         if not config.uses_task or not (asked or "search" in stages):
@@ -231,7 +297,8 @@ class _Fit:
         if not placed and stages <= {"study", "report"}:
             return  # studies choose among such prompts
         examples = _some(task)
-        most, least = window // 2 if task.truncation == "refuse" else window - 1, window // 4
+        most = window // 2 if task.truncation == "refuse" else window - 1
+        least = window // 4
         if self._kept("task.max_new_tokens"):
             most = least = max(most, window - max(map(self._tokens, examples)))
         if task.max_new_tokens > most:
@@ -244,8 +311,13 @@ class _Fit:
     def whole(self) -> None:
         """Prompts that cannot be counted go as they are."""
         wanted = {"truncation": "refuse", "max_prompt_tokens": None}
-        task, why = self.config.task, "without a tokenizer nothing can be cut (model.path=DIR_OR_HUB_ID)"
-        self._change("task", {key: v for key, v in wanted.items() if getattr(task, key) != v}, why)
+        task = self.config.task
+        why = "without a tokenizer nothing can be cut (model.path=DIR_OR_HUB_ID)"
+        self._change(
+            "task",
+            {key: v for key, v in wanted.items() if getattr(task, key) != v},
+            why,
+        )
 
     def _tokens(self, example: Example) -> int:
         return len(encode_whole(self.reader, example).ids)
@@ -254,11 +326,10 @@ class _Fit:
         worst = max(examples, key=lambda example: _unknown(self.reader, example.prompt))
         share = _unknown(self.reader, worst.prompt)
         if share >= UNKNOWN:
-            name, words = self.reader.name, _unknown_words(self.reader, worst.prompt)
+            name = self.reader.name
+            words = _unknown_words(self.reader, worst.prompt)
             some = f", such as {', '.join(map(repr, words[:5]))}" if words else ""
-            allowed = (
-                f"text that the tokenizer of {name} spells; {share:.0%} of these tokens are unknown to it"
-            )
+            allowed = f"text that the tokenizer of {name} spells; {share:.0%} of these tokens are unknown to it"
             hint = "write others (docs/own_data.md lists those of the embedded models), or take another model"
             place = f"{self.config.task.name}, question {worst.id}"
             raise UserError("task", place, f"{allowed}{some}", hint)
@@ -270,8 +341,16 @@ class _Fit:
         fits = self._items_that_fit(task, examples) if spelt else 0
         simpler = {k: v for k, v in task.simpler.items() if getattr(task, k) != v}
         few = fits < min(ITEMS, task.items) and task.truncation == "refuse"
-        if (few or not spelt) and simpler and not any(self._kept(f"task.{key}") for key in simpler):
-            why = self._window if spelt else f"the tokenizer of {self.reader.name} spells no others"
+        if (
+            (few or not spelt)
+            and simpler
+            and not any(self._kept(f"task.{key}") for key in simpler)
+        ):
+            why = (
+                self._window
+                if spelt
+                else f"the tokenizer of {self.reader.name} spells no others"
+            )
             self._change("task", simpler, why)
             self._reply_with_one_item()
             return self._spell_and_fit(_some(self.config.task))
@@ -286,40 +365,74 @@ class _Fit:
         """Replies as long as the longest answer: of so few words a long reply holds the right one by luck."""
         examples = self.config.task.evaluation()
         code = encode_whole(self.reader, examples[0])
-        longest = max(len(self.reader.continuation_ids(code, a)) for a in {e.answers[0] for e in examples})
+        longest = max(
+            len(self.reader.continuation_ids(code, a))
+            for a in {e.answers[0] for e in examples}
+        )
         if not self._kept("task.max_new_tokens"):
-            self._change("task", {"max_new_tokens": longest}, "the tokens of the longest word")
+            self._change(
+                "task", {"max_new_tokens": longest}, "the tokens of the longest word"
+            )
 
     def _fewer_items(self, task: Placed, fits: int) -> None:
         stages = set(self.config.stages)
         if fits < 2:
-            allowed = f"a model whose window holds two items of {task.name}: {self._window}"
-            raise UserError("model", self.reader.name, allowed, "take another task, or another model")
+            allowed = (
+                f"a model whose window holds two items of {task.name}: {self._window}"
+            )
+            raise UserError(
+                "model",
+                self.reader.name,
+                allowed,
+                "take another task, or another model",
+            )
         used = [task.sizes[0]] if {"study", "intervene", "evaluate"} & stages else []
         used += [task.sizes[1]] if "search" in stages else []
-        wanted = {name: fits for name in dict.fromkeys(used) if getattr(task, name) > fits}
+        wanted = {
+            name: fits for name in dict.fromkeys(used) if getattr(task, name) > fits
+        }
         self._change("task", wanted, self._window)
         now: Any = self.config.task
         if len(places := now.gold_positions) < len(now.positions):
             what = f"{len(places)} different ones"
-            self.said["task.positions"] = len(now.positions), what, f"with {now.items} {task.sizes[0]}"
+            self.said["task.positions"] = (
+                len(now.positions),
+                what,
+                f"with {now.items} {task.sizes[0]}",
+            )
 
     def _items_that_fit(self, task: Placed, examples: Sequence[Example]) -> int:
         """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
-        codes, n = [encode_whole(self.reader, e) for e in examples], len(examples[0].items)
-        budget = self.reader.context_window - max(room(self.reader, task, e) for e in examples)
-        total, around = [len(code.ids) for code in codes], []
+        codes = [encode_whole(self.reader, e) for e in examples]
+        n = len(examples[0].items)
+        budget = self.reader.context_window - max(
+            room(self.reader, task, e) for e in examples
+        )
+        total = [len(code.ids) for code in codes]
+        around = []
         for e, code in zip(examples, codes, strict=True):
-            first, last = e.items[min(1, n - 1)][0], e.items[-1][0]
-            inner = sum(first <= start < last for start, _ in code.offsets) / max(n - 2, 1)
+            first = e.items[min(1, n - 1)][0]
+            last = e.items[-1][0]
+            inner = sum(first <= start < last for start, _ in code.offsets) / max(
+                n - 2, 1
+            )
             # A slow tokenizer tells no places, and two items have nothing between them.
-            each = inner or len(code.ids) * (e.items[-1][1] - e.items[0][0]) / len(code.text) / n
+            each = (
+                inner
+                or len(code.ids) * (e.items[-1][1] - e.items[0][0]) / len(code.text) / n
+            )
             around.append(len(code.ids) - n * each)
-        outside, mean, spread = max(around), statistics.fmean(total), statistics.pstdev(total)
+        outside = max(around)
+        mean = statistics.fmean(total)
+        spread = statistics.pstdev(total)
 
         def needed(k: int) -> float:
             # Where the size is kept, what is tight but fits must go on to run.
-            slack = 0 if self._kept(f"task.{task.sizes[0]}") else SLACK * spread * math.sqrt(k / n)
+            slack = (
+                0
+                if self._kept(f"task.{task.sizes[0]}")
+                else SLACK * spread * math.sqrt(k / n)
+            )
             return outside + (mean - outside) * k / n + slack
 
         most = max(getattr(task, name) for name in task.sizes)
@@ -329,7 +442,9 @@ class _Fit:
 def _some(task: Task) -> list[Example]:
     """The longest prompts of a task, in characters; of a few, where it draws them."""
     drawn = isinstance(task, Placed) and not task.files()
-    examples = (replace(task, limit=min(task.limit or DRAWN, DRAWN)) if drawn else task).evaluation()
+    examples = (
+        replace(task, limit=min(task.limit or DRAWN, DRAWN)) if drawn else task
+    ).evaluation()
     return sorted(examples, key=lambda e: len(e.prompt))[-LONGEST:]
 
 
@@ -344,7 +459,9 @@ def _unknown_words(reader: Encoder, text: str) -> list[str]:
     for (start, end), unknown in zip(found["offset_mapping"], shut, strict=True):
         marked[start:end] = [unknown] * (end - start)
     spans = re.finditer("1+", "".join(str(int(mark)) for mark in marked))
-    return list(dict.fromkeys(word for s in spans if (word := text[slice(*s.span())].strip())))
+    return list(
+        dict.fromkeys(word for s in spans if (word := text[slice(*s.span())].strip()))
+    )
 
 
 def _unknown(reader: Encoder, text: str) -> float:

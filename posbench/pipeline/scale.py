@@ -30,7 +30,9 @@ from posbench.tasks.base import Split
 from posbench.tasks.items import Placed, joined
 
 GIVEN = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text())
-NAMES, MODEL, MANY = tuple(GIVEN["models"]), "model=vicuna_7b_16k", 8
+NAMES = tuple(GIVEN["models"])
+MODEL = "model=vicuna_7b_16k"
+MANY = 8
 SHARDED = ("intervene", "evaluate")
 """Stages whose prompts processes share out; another stage of a job is one process."""
 FEW = 6
@@ -46,11 +48,15 @@ class Outline(LM):
         """What gives tokens and spells nothing."""
         return lambda text, **_: {"input_ids": tokens(text, self.rate)}
 
-    def encode(self, prompt: str, *, reserve: int = 0, most: int | None = None, **_: Any) -> Encoded:  # type: ignore[override]
+    def encode(
+        self, prompt: str, *, reserve: int = 0, most: int | None = None, **_: Any
+    ) -> Encoded:  # type: ignore[override]
         """The prompt, cut in the middle to what fits."""
         ids = tokens(prompt, self.rate)
         size = min(len(ids), most or len(ids), self.context_window - reserve)
-        return Encoded([*ids[: size - size // 2], *ids[len(ids) - size // 2 :]], [], prompt)
+        return Encoded(
+            [*ids[: size - size // 2], *ids[len(ids) - size // 2 :]], [], prompt
+        )
 
 
 @lru_cache(128)
@@ -70,34 +76,52 @@ class StandIn(Task):
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`."""
-        form, asked = self.form, self.asked
+        form = self.form
+        asked = self.asked
         if "item" not in form:
             each = form["questions"] // form.get("groups", form["questions"])
             return [
                 self._example(
-                    f"{n}", letters(n // each, form.get("common", 0)) + letters(f"own {n}", form["own"])
+                    f"{n}",
+                    letters(n // each, form.get("common", 0))
+                    + letters(f"own {n}", form["own"]),
                 )
                 for n in range(form["questions"])
             ]
-        count, places = asked.limit, asked.gold_positions
+        count = asked.limit
+        places = asked.gold_positions
         if split == "calibration":
-            count, places = asked.calibration_examples, places[:1]
+            count = asked.calibration_examples
+            places = places[:1]
         found = []
         for n in range(count):
-            first, *others = [letters((split, n, i), form["item"]) for i in range(asked.documents)]
+            first, *others = [
+                letters((split, n, i), form["item"]) for i in range(asked.documents)
+            ]
             for place in places:
                 every = [*others[:place], first, *others[place:]]
                 prompt, items = joined(
-                    letters(0, form["common"]), every, "\n", letters(("own", n), form["own"])
+                    letters(0, form["common"]),
+                    every,
+                    "\n",
+                    letters(("own", n), form["own"]),
                 )
                 found.append(
-                    self._example(f"{n}-{place}", prompt, gold_position=place, items=items, cluster=f"{n}")
+                    self._example(
+                        f"{n}-{place}",
+                        prompt,
+                        gold_position=place,
+                        items=items,
+                        cluster=f"{n}",
+                    )
                 )
         return found
 
     def _example(self, name: str, prompt: str, **more: Any) -> Example:
         choices = tuple("ABCD") if self.form.get("choices") else ()
-        return Example(id=name, prompt=prompt, answers=("answer",), choices=choices, **more)
+        return Example(
+            id=name, prompt=prompt, answers=("answer",), choices=choices, **more
+        )
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """Nothing."""
@@ -113,10 +137,15 @@ def letters(seed: object, count: int) -> str:
 @cache
 def outline(name: str, rate: float) -> Outline:
     """A model of the page without its weights."""
-    given = {"max_position_embeddings": GIVEN["window"], **GIVEN["models"][name]["shape"]}
+    given = {
+        "max_position_embeddings": GIVEN["window"],
+        **GIVEN["models"][name]["shape"],
+    }
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model("llama", **given)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        )
     lm = Outline(model.eval(), None, name, GIVEN["window"])
     lm.rate = rate
     return lm
@@ -131,13 +160,20 @@ def costs(name: str) -> Costs:
 @cache
 def configs(experiment: str) -> list[Config]:
     """The jobs of an experiment with the paper's settings, their prompts such as are here, few of them."""
-    jobs, found = list[Composed](), []
-    compose([f"experiment={experiment}", MODEL, *GIVEN["experiments"][experiment]], jobs.append)
+    jobs = list[Composed]()
+    found = []
+    compose(
+        [f"experiment={experiment}", MODEL, *GIVEN["experiments"][experiment]],
+        jobs.append,
+    )
     for job in jobs:
         config = check(job.raw, job.typed, job.folders)
         task: Any = config.task
         if isinstance(task, Placed):
-            task = replace(task, limit=min(getattr(config.study, "examples", None) or FEW, task.limit))
+            task = replace(
+                task,
+                limit=min(getattr(config.study, "examples", None) or FEW, task.limit),
+            )
         if form := GIVEN["prompts"].get(task.name):
             same = {f.name: getattr(task, f.name) for f in fields(Task)}
             new = form.get("new", task.max_new_tokens)
@@ -148,16 +184,27 @@ def configs(experiment: str) -> list[Config]:
 
 def works(experiment: str, model: str) -> list[Work]:
     """What an experiment asks of a model, of jobs that differ in their method in one pass."""
-    jobs, found = configs(experiment), list[Work]()
+    jobs = configs(experiment)
+    found = list[Work]()
     grid = jobs[0].experiment.grid if jobs[0].experiment else {}
-    alike = len(jobs) > 1 and all(key.startswith("method") for key in grid if key != "model")
+    alike = len(jobs) > 1 and all(
+        key.startswith("method") for key in grid if key != "model"
+    )
     for config in jobs[:1] if alike else jobs:
-        text = GIVEN["prompts"].get(config.task.name, {"text": "uuid"}).get("text", "english")
-        config = replace(config, runtime=replace(config.runtime, **GIVEN["models"][model]["runtime"]))
+        text = (
+            GIVEN["prompts"]
+            .get(config.task.name, {"text": "uuid"})
+            .get("text", "english")
+        )
+        config = replace(
+            config, runtime=replace(config.runtime, **GIVEN["models"][model]["runtime"])
+        )
         run = prepared(config, {}, (), Console(quiet=True))
         run.lm = outline(model, GIVEN["tokens"][text])
         methods = {str(n): trial(job) for n, job in enumerate(jobs)} if alike else {}
-        for each in work(config, run, {UNMODIFIED: Unmodified(), **methods} if alike else None):
+        for each in work(
+            config, run, {UNMODIFIED: Unmodified(), **methods} if alike else None
+        ):
             found.append(each.times(_many(config, each.stage) if each.prompts else 1))
     return found
 
@@ -168,25 +215,36 @@ def _many(config: Config, stage: str) -> float:
     if not isinstance(asked, Placed) or stage not in SHARDED:
         return 1
     whole: int = config.raw["task"]["limit"]
-    return (min(whole, config.runtime.intervene_examples) if stage == "intervene" else whole) / asked.limit
+    return (
+        min(whole, config.runtime.intervene_examples) if stage == "intervene" else whole
+    ) / asked.limit
 
 
 def row(experiment: str) -> list[str]:
     """Name, tokens asked, and by model tokens computed, operations, memory, hours on one and on eight."""
     cells = [f"[`{experiment}`](../experiments/{experiment}.yaml)"]
     for name in NAMES:
-        every, shape = works(experiment, name), costs(name)
+        every = works(experiment, name)
+        shape = costs(name)
         devices = max(shape.devices(w) for w in every)
         hours = sum(shape.seconds(w) for w in every) / 3600
         alone = sum(shape.seconds(w) for w in every if w.stage not in SHARDED) / 3600
-        processes, jobs = MANY // devices, len(configs(experiment))
+        processes = MANY // devices
+        jobs = len(configs(experiment))
         eight = (hours - alone) / processes + alone / jobs * -(-jobs // processes)
         if name == NAMES[0]:
-            cells += [f"{sum(w.prompts for w in every):,}", f"{sum(w.tokens for w in every) / 1e6:,.1f}"]
+            cells += [
+                f"{sum(w.prompts for w in every):,}",
+                f"{sum(w.tokens for w in every) / 1e6:,.1f}",
+            ]
         size = max(map(shape.bytes, every)) / 1e9
         flops = sum(map(shape.flops, every)) / 1e15
-        cells.append(f"{sum(w.computed for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB")
-        cells.append(f"{_hours(hours) if devices == 1 else f'no ({devices})'} / {_hours(eight)}")
+        cells.append(
+            f"{sum(w.computed for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB"
+        )
+        cells.append(
+            f"{_hours(hours) if devices == 1 else f'no ({devices})'} / {_hours(eight)}"
+        )
     return cells
 
 

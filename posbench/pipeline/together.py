@@ -37,10 +37,13 @@ def together(configs: Sequence[Config], *, command: str, console: Console) -> LM
     """Search for runs that differ in their methods alone, then make the rows of all of them in one pass over
     the prompts; each run then finds its own. What one cannot do here is left to it. Returns the model."""
     with ExitStack() as stack:
-        runs, lm = list[Opened](), None
+        runs = list[Opened]()
+        lm = None
         for config in configs:
             try:
-                one = stack.enter_context(opened(config, command, Console(quiet=True), lm))
+                one = stack.enter_context(
+                    opened(config, command, Console(quiet=True), lm)
+                )
                 if not one.run.out.damaged():
                     one.run.out.resume(config.stages, config.raw, one.facts)
                     lm = one.run.lm
@@ -53,7 +56,11 @@ def together(configs: Sequence[Config], *, command: str, console: Console) -> LM
         if len(runs) > 1:
             first = runs[0].run
             first.console = console
-            console.rule(Text(f"{len(runs)} runs that differ in their methods alone", style="bold"))
+            console.rule(
+                Text(
+                    f"{len(runs)} runs that differ in their methods alone", style="bold"
+                )
+            )
             for name, module in ROWS.items():
                 if name in configs[0].stages:
                     with first.measured(name):
@@ -69,10 +76,24 @@ def sharing(configs: Sequence[Config]) -> list[list[Config]]:
     methods alone, where a prompt's prefill is of use to others."""
     alike = dict[str, list[Config]]()
     for config in configs:
-        stages, runtime = set(config.stages), config.runtime
-        here = config.uses_model and not config.model.base_url and runtime.share and runtime.workers == 1
-        if here and stages & ROWS.keys() and stages <= ROWS.keys() | {"search", "report"}:
-            rest = {key: part for key, part in config.raw.items() if key not in ("method", "typed")}
+        stages = set(config.stages)
+        runtime = config.runtime
+        here = (
+            config.uses_model
+            and not config.model.base_url
+            and runtime.share
+            and runtime.workers == 1
+        )
+        if (
+            here
+            and stages & ROWS.keys()
+            and stages <= ROWS.keys() | {"search", "report"}
+        ):
+            rest = {
+                key: part
+                for key, part in config.raw.items()
+                if key not in ("method", "typed")
+            }
             with suppress(UserError):  # its own run tells
                 if trial(config).prefill() and not finished(config):
                     alike.setdefault(digest([rest, config.stages]), []).append(config)
@@ -92,11 +113,13 @@ def make_part(config: Config, part: Part, console: Console) -> tuple[RunDir, LM 
     who = identity(config, read)
     quiet()
     set_threads(config)
-    place, run = place_of(config, who, read), prepared(config, who, read, console)
+    place = place_of(config, who, read)
+    run = prepared(config, who, read, console)
     folder = find(*place)
     assert folder, "its folder was made before"
     run.main = RunDir(folder, run_id(*place[2:]))
-    run.out, run.part = part.place(run.main), part
+    run.out = part.place(run.main)
+    run.part = part
     run.out.path.mkdir(parents=True, exist_ok=True)
     with owned(run.out.path):
         run.found = run.main.read_json(f"{PARTS}/{FOUND}") or None

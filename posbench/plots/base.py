@@ -19,32 +19,50 @@ from posbench.files.atomic import write_bytes
 from posbench.late import Axes, Figure, matplotlib, pd, within
 from posbench.stats.findings import columns
 
-BLACK, BLUE, GOLD, CONTROL, PAPER = "#000000", "#0072B2", "#E69F00", "#CC79A7", "#882255"
+BLACK = "#000000"
+BLUE = "#0072B2"
+GOLD = "#E69F00"
+CONTROL = "#CC79A7"
+PAPER = "#882255"
 """The unmodified model; the method, or what a study changes; the gold item; controls; the paper's values."""
 COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
 (layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
-SHADE, GUIDE = "0.9", "0.5"
+SHADE = "0.9"
+GUIDE = "0.5"
 """A shaded range, and lines that help to read (chance, zero): greys stand for no measurement."""
 DASHED = (0, (4, 2))
 LEVEL: dict[str, Any] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
 """Style of a straight line that stands for the unmodified model."""
-ON_TOP: dict[str, Any] = {"color": CONTROL, "linestyle": ":", "marker": "x", "linewidth": 1.5, "zorder": 4}
+ON_TOP: dict[str, Any] = {
+    "color": CONTROL,
+    "linestyle": ":",
+    "marker": "x",
+    "linewidth": 1.5,
+    "zorder": 4,
+}
 """Style of a control, which often lies on the unmodified model's dashes."""
 OPEN_DIAMOND: dict[str, Any] = {
     **{"color": PAPER, "marker": "D", "linestyle": "none", "markerfacecolor": "white"},
     **{"markersize": 4, "zorder": 4, "label": "paper"},
 }
 """Style of the paper's values."""
-COLUMN, PAGE = 3.4, 7.0  # figure widths in inches: one column, two columns
+COLUMN = 3.4
+PAGE = 7.0  # figure widths in inches: one column, two columns
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("axes.labelsize", "axes.titlesize", "font.size"), 7.5),
     **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 7),
-    **{"lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.linewidth": 0.6, "legend.frameon": False},
+    **{
+        "lines.linewidth": 1.2,
+        "lines.markersize": 3.5,
+        "axes.linewidth": 0.6,
+        "legend.frameon": False,
+    },
     **{"axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42},
 }
 MARKERS = "os^vPp*h"
-ITEM, TOKEN = "item (0 is the first)", "token\n(0 is the first)"
+ITEM = "item (0 is the first)"
+TOKEN = "token\n(0 is the first)"
 """Axes that count as every table does; tokens of a formula are counted from 1, and their axes say so."""
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
@@ -66,7 +84,9 @@ Counts = Iterable[float] | str
 """Observations behind the points of a figure; or what it rests on in place of a model, as ``exact``."""
 
 
-def new_figure(width: float, height: float, *shape: int, n: Counts = (), **grid: Any) -> tuple[Figure, Any]:
+def new_figure(
+    width: float, height: float, *shape: int, n: Counts = (), **grid: Any
+) -> tuple[Figure, Any]:
     """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`;
     :func:`sign` tells ``n``."""
     from matplotlib.figure import Figure
@@ -76,11 +96,15 @@ def new_figure(width: float, height: float, *shape: int, n: Counts = (), **grid:
     return figure, figure.subplots(*shape, **grid)
 
 
-def new_panels(count: int, across: int, height: float, **grid: Any) -> tuple[Figure, list[Axes]]:
+def new_panels(
+    count: int, across: int, height: float, **grid: Any
+) -> tuple[Figure, list[Axes]]:
     """A page of that many axes, so many in a row of that height in inches; see :func:`new_figure`."""
     across = min(across, count)
     lines = -(-count // across)
-    figure, panels = new_figure(PAGE, 0.5 + height * lines, lines, across, squeeze=False, **grid)
+    figure, panels = new_figure(
+        PAGE, 0.5 + height * lines, lines, across, squeeze=False, **grid
+    )
     for axes in panels.flat[count:]:
         axes.remove()
     return figure, list(panels.flat[:count])
@@ -96,17 +120,29 @@ def counted(n: Counts) -> str:
     if isinstance(n, str):
         return n
     known = [int(each) for each in n if not np.isnan(each)]
-    return f"n = {' to '.join(map(str, sorted({min(known), max(known)})))}" if known else ""
+    return (
+        f"n = {' to '.join(map(str, sorted({min(known), max(known)})))}"
+        if known
+        else ""
+    )
 
 
 def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:
     """Line style number `index`; with `of` > 0, a step of an ordered scale of that many values."""
     marker = MARKERS[index % len(MARKERS)]
     if unmodified:
-        return dict(color=BLACK, linestyle=DASHED, marker=marker, markerfacecolor="white", zorder=3)
+        return dict(
+            color=BLACK,
+            linestyle=DASHED,
+            marker=marker,
+            markerfacecolor="white",
+            zorder=3,
+        )
     if of:
         return dict(
-            color=matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1)), linestyle="-", marker=marker
+            color=matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1)),
+            linestyle="-",
+            marker=marker,
         )
     # Colours come a second time as dashed lines.
     dashes = "--" if index >= len(COLOURS) else "-"
@@ -132,11 +168,17 @@ def band(
     axes.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def percent_bars(axes: Axes, at: Any, rows: pd.DataFrame, upright: bool = True, **style: Any) -> None:
+def percent_bars(
+    axes: Axes, at: Any, rows: pd.DataFrame, upright: bool = True, **style: Any
+) -> None:
     """A point in % with its 95 % interval for each row; on its side, ``at`` is the place on the y axis."""
-    value, low, high = (100 * rows[column].to_numpy(dtype=float) for column in columns())
+    value, low, high = (
+        100 * rows[column].to_numpy(dtype=float) for column in columns()
+    )
     error = np.clip([value - low, high - value], 0, None)
-    place = dict(x=at, y=value, yerr=error) if upright else dict(x=value, y=at, xerr=error)
+    place = (
+        dict(x=at, y=value, yerr=error) if upright else dict(x=value, y=at, xerr=error)
+    )
     axes.errorbar(**place, elinewidth=0.8, **style)
 
 
@@ -154,10 +196,18 @@ def bands(
     """A line with its band (:func:`band`) for each labelled value of a column, in the order of the labels;
     ``none`` is the unmodified model, a label with "gold item" the gold item, with "control" a control;
     ``ordered`` values are steps of a scale."""
-    steps, first = len(labels) if ordered else 0, int("none" in labels)
+    steps = len(labels) if ordered else 0
+    first = int("none" in labels)
     for index, (value, label) in enumerate(labels.items()):
-        rows, style = table[table[by] == value], line_style(max(index - first, 0), value == "none", steps)
-        style |= {"color": GOLD} if "gold item" in label else ON_TOP if "control" in label else {}
+        rows = table[table[by] == value]
+        style = line_style(max(index - first, 0), value == "none", steps)
+        style |= (
+            {"color": GOLD}
+            if "gold item" in label
+            else ON_TOP
+            if "control" in label
+            else {}
+        )
         if len(rows):
             band(axes, rows, style, x=x, name=name, scale=scale, label=label)
 
@@ -168,14 +218,20 @@ def few_ticks(place: Callable[..., Any], names: Sequence[Any], most: int = 8) ->
     place(range(0, len(names), step), [str(name) for name in names[::step]])
 
 
-def percent_axes(axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_LABEL) -> None:
+def percent_axes(
+    axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_LABEL
+) -> None:
     """Label axes of a score in percent over the gold position, from 0 to 100."""
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(-3, 103), yticks=range(0, 101, 20))
 
 
 def layer_title(layers: Sequence[int], chosen: bool) -> str:
     """Which layers a panel averages, and that posbench chose them where it did."""
-    short = f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})" if len(layers) > 7 else ""
+    short = (
+        f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+        if len(layers) > 7
+        else ""
+    )
     listed = short or ", ".join(map(str, layers))
     name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
     return f"{name} (strongest when unmodified)" if chosen else name
@@ -207,13 +263,20 @@ def legend_below(figure: Figure) -> None:
     """Legend of all panels under them, in as many columns as the longest label allows."""
     handles, labels = entries(figure)
     room = figure.get_figwidth() / (0.06 * max(map(len, labels)) + 0.45)
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(5, len(labels), int(room))))
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(5, len(labels), int(room))),
+    )
 
 
 def sign(figure: Figure, models: Sequence[str]) -> None:
     """Write above a figure, small, models and n that it rests on: it may leave its page. A title stays."""
     n = str(figure.get_label())
-    words = n if n and not n.startswith("n = ") else ", ".join(filter(None, [*models, n]))
+    words = (
+        n if n and not n.startswith("n = ") else ", ".join(filter(None, [*models, n]))
+    )
     if words:
         size = STYLE["axes.titlesize"] if figure.get_suptitle() else 6
         title = " | ".join(filter(None, [figure.get_suptitle(), words]))

@@ -29,8 +29,12 @@ from posbench.stats.frames import UNMODIFIED, at_positions, overall, shown
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Task
 
-NAME, LABEL = "comparison.csv", 48  # the table's file; letters of a label
-PARTS = {"score": ("", "difference"), "position_bias": ("position_bias", "position_bias_difference")}
+NAME = "comparison.csv"
+LABEL = 48  # the table's file; letters of a label
+PARTS = {
+    "score": ("", "difference"),
+    "position_bias": ("position_bias", "position_bias_difference"),
+}
 """What is compared: the metric that holds it, and that which holds a paired difference of it."""
 
 
@@ -40,7 +44,9 @@ class Compared:
 
     run: RunDir
     listed: Listed
-    metrics: pd.DataFrame  # of the method under test, or of the unmodified model where it ran alone
+    metrics: (
+        pd.DataFrame
+    )  # of the method under test, or of the unmodified model where it ran alone
     unmodified: pd.DataFrame
     label: str = ""
 
@@ -54,7 +60,12 @@ class Compared:
             hint = "choose another: posbench ls runs state=done"
             raise UserError("RUN", str(folder), "a finished run with scores", hint)
         plain = metrics["method"] == UNMODIFIED
-        return cls(run, Listed.of(run.path), metrics[plain if plain.all() else ~plain], metrics[plain])
+        return cls(
+            run,
+            Listed.of(run.path),
+            metrics[plain if plain.all() else ~plain],
+            metrics[plain],
+        )
 
     @property
     def names(self) -> tuple[str, str]:
@@ -65,9 +76,17 @@ class Compared:
     def prompts(self) -> dict[tuple[Any, ...], Row]:
         """Scored answers of the method by what was asked: question, gold position and the prompt itself."""
         # Rows of an older version do not say what their prompt was; then all of the run's prompts tell.
-        every = self.run.read_json("prompts.json").get("questions") or str(self.run.path)
-        rows = [r for r in self.run.rows(FILE) if r["method"] == self.names[1] and r.get("scores")]
-        return {(r["id"], r["gold_position"], r.get("prompt") or every): r for r in rows}
+        every = self.run.read_json("prompts.json").get("questions") or str(
+            self.run.path
+        )
+        rows = [
+            r
+            for r in self.run.rows(FILE)
+            if r["method"] == self.names[1] and r.get("scores")
+        ]
+        return {
+            (r["id"], r["gold_position"], r.get("prompt") or every): r for r in rows
+        }
 
 
 def write_comparison(
@@ -82,14 +101,21 @@ def write_comparison(
     """
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         value = " ".join(map(str, folders))
-        raise UserError("RUN", value, "two runs or more, each once", "posbench ls runs lists them")
+        raise UserError(
+            "RUN", value, "two runs or more, each once", "posbench ls runs lists them"
+        )
     runs = labelled([Compared.of(folder) for folder in folders])
     first = runs[0]
     task = first.listed.name("task")
     for run in runs:
         if (other := run.listed.name("task")) != task:
             hint = f"runs of {task}: posbench ls runs task={task}"
-            raise UserError("RUN", f"{run.run.path} (task {other})", f"runs of one task, {task}", hint)
+            raise UserError(
+                "RUN",
+                f"{run.run.path} (task {other})",
+                f"runs of one task, {task}",
+                hint,
+            )
     out = (out or _place(runs)).absolute()
     need_place(out, (out / NAME).is_file(), "comparison")
     found = [differences(first, run) if run is not first else {} for run in runs]
@@ -99,7 +125,9 @@ def write_comparison(
         write_csv(made / NAME, pd.DataFrame(lines))
         if figure:
             save(figure, made / "accuracy")
-    said = [said_of(first, run, more) for run, more in zip(runs, found, strict=True) if more]
+    said = [
+        said_of(first, run, more) for run, more in zip(runs, found, strict=True) if more
+    ]
     files = [out / NAME, *([out / "accuracy.png"] if figure else [])]
     return files, list(lines), [*filter(None, said)]
 
@@ -108,8 +136,16 @@ def _place(runs: Sequence[Compared]) -> Path:
     """A folder for a comparison, the same for the same runs."""
     names = [run.listed.hash for run in runs]
     folder = runs[0].run.path.resolve()
-    top = folder.parents[2] if re.fullmatch("v[0-9]+", folder.parent.name) else folder.parent
-    few = "_".join(names) if len(names) < 5 else f"{names[0]}_and_{len(names) - 1}_{digest(names)}"
+    top = (
+        folder.parents[2]
+        if re.fullmatch("v[0-9]+", folder.parent.name)
+        else folder.parent
+    )
+    few = (
+        "_".join(names)
+        if len(names) < 5
+        else f"{names[0]}_and_{len(names) - 1}_{digest(names)}"
+    )
     return top / "compare" / few
 
 
@@ -117,17 +153,23 @@ def labelled(runs: Sequence[Compared]) -> list[Compared]:
     """The runs with labels of what tells them apart: model, method, settings, else the hash."""
     kept = [i for i in (0, 1) if len({run.names[i] for run in runs}) > 1]
     labels = []
-    for run, settings in zip(runs, differing([run.listed for run in runs]), strict=True):
+    for run, settings in zip(
+        runs, differing([run.listed for run in runs]), strict=True
+    ):
         # A name apart tells a served twin well enough.
         told = {
-            k: v for k, v in settings.items() if 1 not in kept or k not in ("model.base_url", "model.served")
+            k: v
+            for k, v in settings.items()
+            if 1 not in kept or k not in ("model.base_url", "model.served")
         }
         varied = [f"{key.partition('.')[2]}={value}" for key, value in told.items()]
         text = ", ".join([*(shown(run.names[i]) for i in kept), *varied])
         labels.append(text if len(text) <= LABEL else f"{text[: LABEL - 3]}...")
     twice = {label for label in labels if not label or labels.count(label) > 1}
     return [
-        replace(run, label=f"{label} {run.listed.hash}".strip() if label in twice else label)
+        replace(
+            run, label=f"{label} {run.listed.hash}".strip() if label in twice else label
+        )
         for run, label in zip(runs, labels, strict=True)
     ]
 
@@ -135,7 +177,10 @@ def labelled(runs: Sequence[Compared]) -> list[Compared]:
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
     """A number over all gold positions; None where there is none."""
     rows = overall(metrics, metric).dropna(subset="value")
-    return next((Estimate(r.value, r.ci_low, r.ci_high, int(r.n)) for r in rows.itertuples()), None)
+    return next(
+        (Estimate(r.value, r.ci_low, r.ci_high, int(r.n)) for r in rows.itertuples()),
+        None,
+    )
 
 
 def differences(first: Compared, other: Compared) -> dict[str, Any]:
@@ -151,11 +196,20 @@ def differences(first: Compared, other: Compared) -> dict[str, Any]:
         return found
     config = first.run.config("task", "runtime")
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
-    draws = {"resamples": config["runtime"]["resamples"], "seed": getattr(task, "seed", 0)}
+    draws = {
+        "resamples": config["runtime"]["resamples"],
+        "seed": getattr(task, "seed", 0),
+    }
     both = {UNMODIFIED: first, "other": other}
-    rows = [{**run.prompts[key], "method": name} for name, run in both.items() for key in shared]
+    rows = [
+        {**run.prompts[key], "method": name}
+        for name, run in both.items()
+        for key in shared
+    ]
     table = Tabulator(task=task, model="", unmodified=UNMODIFIED, **draws).metrics(rows)
-    return {"pairs": len(shared)} | {part: _estimate(table, metric) for part, (_, metric) in PARTS.items()}
+    return {"pairs": len(shared)} | {
+        part: _estimate(table, metric) for part, (_, metric) in PARTS.items()
+    }
 
 
 def said_of(first: Compared, run: Compared, found: Row) -> str:
@@ -172,10 +226,23 @@ def said_of(first: Compared, run: Compared, found: Row) -> str:
 def _row(run: Compared, found: Row) -> Row:
     """A run's row of the file."""
     model, method = run.names
-    front = {"run": run.listed.hash, "label": run.label, "model": model, "method": method}
-    line: Row = {**front, "folder": str(run.run.path), "n": len(run.prompts), "pairs": found.get("pairs")}
+    front = {
+        "run": run.listed.hash,
+        "label": run.label,
+        "model": model,
+        "method": method,
+    }
+    line: Row = {
+        **front,
+        "folder": str(run.run.path),
+        "n": len(run.prompts),
+        "pairs": found.get("pairs"),
+    }
     for part, (metric, _) in PARTS.items():
-        for name, at in ((part, _estimate(run.metrics, metric)), (f"{part}_difference", found.get(part))):
+        for name, at in (
+            (part, _estimate(run.metrics, metric)),
+            (f"{part}_difference", found.get(part)),
+        ):
             line |= dict.fromkeys(columns(name)) | (ends(at, name) if at else {})
     return line
 
@@ -185,8 +252,13 @@ def look(lines: Sequence[Record]) -> list[dict[str, str]]:
 
     def seen(at: Any) -> dict[str, str]:
         names = [name for part in PARTS for name in (part, f"{part}_difference")]
-        told = {name.replace("_", " "): number(at, name, "+" * ("difference" in name)) for name in names}
-        label = f" {at['label']}".removesuffix(f" {at['run']}").strip().replace(", ", "\n")
+        told = {
+            name.replace("_", " "): number(at, name, "+" * ("difference" in name))
+            for name in names
+        }
+        label = (
+            f" {at['label']}".removesuffix(f" {at['run']}").strip().replace(", ", "\n")
+        )
         return {"run": f"{at['run']}\n{label}".strip(), **told, "n": str(at["n"])}
 
     return [seen(line) for line in lines]
@@ -195,21 +267,36 @@ def look(lines: Sequence[Record]) -> list[dict[str, str]]:
 def _figure(runs: Sequence[Compared]) -> Figure | None:
     """Scores over the gold position, or over subsets where prompts have none: a line for each run, and the
     unmodified model's where it is the same for all."""
-    names = [UNMODIFIED if run.label == shown(UNMODIFIED) else run.label for run in runs]
+    names = [
+        UNMODIFIED if run.label == shown(UNMODIFIED) else run.label for run in runs
+    ]
     tables = [run.metrics for run in runs]
-    plain = [at_positions(run.unmodified)[["gold_position", "value"]].to_numpy().tolist() for run in runs]
+    plain = [
+        at_positions(run.unmodified)[["gold_position", "value"]].to_numpy().tolist()
+        for run in runs
+    ]
     if UNMODIFIED not in names and plain[0] and all(each == plain[0] for each in plain):
-        names, tables = [*names, UNMODIFIED], [*tables, runs[0].unmodified]
-    frames = [t.assign(method=name, model="", seed=0) for t, name in zip(tables, names, strict=True)]
+        names = [*names, UNMODIFIED]
+        tables = [*tables, runs[0].unmodified]
+    frames = [
+        t.assign(method=name, model="", seed=0)
+        for t, name in zip(tables, names, strict=True)
+    ]
     frame = pd.concat(frames, ignore_index=True)
     if len(at_positions(frame)):
         figure = accuracy_by_position(frame)
         for under, over in itertools.combinations(figure.axes[0].lines, 2):
-            if np.array_equal(under.get_ydata(), over.get_ydata()):  # else it would not be seen
+            if np.array_equal(
+                under.get_ydata(), over.get_ydata()
+            ):  # else it would not be seen
                 under.set(linewidth=3, markersize=6.5)
     else:
         found = [(run, read_csv(run.run.path / "subsets.csv")) for run in runs]
-        tables = [t[t["method"] == r.names[1]].assign(method=r.label) for r, t in found if t is not None]
+        tables = [
+            t[t["method"] == r.names[1]].assign(method=r.label)
+            for r, t in found
+            if t is not None
+        ]
         if len(tables) < len(runs):
             return None
         figure = by_subset(pd.concat(tables).assign(model=""))

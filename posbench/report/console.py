@@ -43,7 +43,13 @@ def show_lists(
     console = terminal()
     if as_json:
         data = {title: list(map(dict, records)) for title, records in lists.items()}
-        print(json.dumps(data if len(data) > 1 else next(iter(data.values())), indent=2, default=str))
+        print(
+            json.dumps(
+                data if len(data) > 1 else next(iter(data.values())),
+                indent=2,
+                default=str,
+            )
+        )
     elif console.is_terminal:
         for title, records in lists.items():
             seen = look(records) if look else [*map(_cells, records)]
@@ -51,8 +57,12 @@ def show_lists(
     else:
         parts = []
         for title, records in lists.items():
-            lines = [f"# {title}"] * (len(lists) > 1) + ["\t".join(r) for r in records[:1]]
-            parts.append("\n".join([*lines, *("\t".join(_cells(r).values()) for r in records)]))
+            lines = [f"# {title}"] * (len(lists) > 1) + [
+                "\t".join(r) for r in records[:1]
+            ]
+            parts.append(
+                "\n".join([*lines, *("\t".join(_cells(r).values()) for r in records)])
+            )
         print("\n\n".join(parts))
 
 
@@ -64,13 +74,24 @@ def _cells(record: Record) -> dict[str, str]:
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{key}={part}" for key, part in value.items())
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return (
+        ""
+        if value is None
+        else f"{value:.6g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
-    told = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
-    most = {name: max(len(line) for row in rows for line in row[name].split("\n")) for name in told}
+    told = [
+        name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)
+    ]
+    most = {
+        name: max(len(line) for row in rows for line in row[name].split("\n"))
+        for name in told
+    }
     fits = sum(min(letters, NARROW) + 2 for letters in most.values()) <= width + 2
     for name in told:
         whole = most[name] <= NARROW if fits else name == told[0]

@@ -30,19 +30,32 @@ TRAINED = "training: hours ([results](results/wu2025/README.md))"
 
 def captions() -> pd.DataFrame:
     """Every table and figure of the papers: paper, item, what it shows, and why there is no experiment."""
-    return pd.read_csv(paths.EXPERIMENTS / "captions.csv", keep_default_na=False, dtype=str)
+    return pd.read_csv(
+        paths.EXPERIMENTS / "captions.csv", keep_default_na=False, dtype=str
+    )
 
 
 def experiments() -> dict[str, Mapping[str, Any]]:
     """The configs of posbench's experiments, by name."""
-    files = {name: paths.EXPERIMENTS / f"{name}.yaml" for name in choices(paths.EXPERIMENTS)}
-    return {name: yaml.safe_load(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    files = {
+        name: paths.EXPERIMENTS / f"{name}.yaml" for name in choices(paths.EXPERIMENTS)
+    }
+    return {
+        name: yaml.safe_load(file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+    }
 
 
-def covering(every: Mapping[str, Mapping[str, Any]], paper: str, item: str) -> list[str]:
+def covering(
+    every: Mapping[str, Mapping[str, Any]], paper: str, item: str
+) -> list[str]:
     """The experiments that regenerate a table or figure."""
     told = {name: data["experiment"] for name, data in every.items()}
-    return [n for n, e in told.items() if e.get("paper") == paper and item in e.get("covers", ())]
+    return [
+        n
+        for n, e in told.items()
+        if e.get("paper") == paper and item in e.get("covers", ())
+    ]
 
 
 def page(folder: Path) -> str:
@@ -53,15 +66,21 @@ def page(folder: Path) -> str:
     """
     if not folder.is_dir():
         raise UserError(
-            "DIR", str(folder), "an outputs folder, with runs or empty", "posbench experiment=NAME"
+            "DIR",
+            str(folder),
+            "an outputs folder, with runs or empty",
+            "posbench experiment=NAME",
         )
-    every, parts = experiments(), list[str]()
+    every = experiments()
+    parts = list[str]()
     found = {entry.name: entry for entry in collect(folder)}
     for paper, title in PAPERS.items():
         listed = captions()[lambda frame, paper=paper: frame["paper"] == paper]
         rows = [_row(every, found, paper, row) for row in listed.to_dict("records")]
         without = (listed["reason"] != "").sum()
-        parts.append(f"## {title}\n\n{len(rows)} tables and figures, {without} without an experiment.")
+        parts.append(
+            f"## {title}\n\n{len(rows)} tables and figures, {without} without an experiment."
+        )
         parts.append(markdown(HEADER, rows))
     return "\n\n".join(parts)
 
@@ -72,7 +91,10 @@ def trains(data: Mapping[str, Any]) -> bool:
 
 
 def _row(
-    every: Mapping[str, Mapping[str, Any]], found: Mapping[str, Entry], paper: str, caption: Mapping[str, str]
+    every: Mapping[str, Mapping[str, Any]],
+    found: Mapping[str, Entry],
+    paper: str,
+    caption: Mapping[str, str],
 ) -> Sequence[str]:
     """One line of the page; the experiments of one item stand below each other in its cells."""
     front = [caption["item"], caption["shows"]]
@@ -85,7 +107,8 @@ def _row(
 
 def _line(name: str, data: Mapping[str, Any], entry: Entry | None) -> Sequence[str]:
     weights = bool(data["experiment"].get("needs_weights"))
-    command, minutes = f"posbench experiment={name}", ""
+    command = f"posbench experiment={name}"
+    minutes = ""
     status = "needs weights" if weights else TRAINED if trains(data) else "not run"
     if entry and entry.parts:
         command = re.sub(r" runtime\.outputs=\S+", "", entry.command)
@@ -98,8 +121,13 @@ def _line(name: str, data: Mapping[str, Any], entry: Entry | None) -> Sequence[s
 
 def _status(entry: Entry) -> str:
     """How the paper's claims fared; else how its cells did, where one of its models ran; else what we see."""
-    findings, cells = entry.findings, entry.cells
-    told = tally(findings.loc[findings["kind"] == "paper", "verdict"]) if len(findings) else ""
+    findings = entry.findings
+    cells = entry.cells
+    told = (
+        tally(findings.loc[findings["kind"] == "paper", "verdict"])
+        if len(findings)
+        else ""
+    )
     if told or len(cells):
         return told or f"cells: {tally(cells['verdict'], AGREEMENT)}"
     return entry.seen or "measured"

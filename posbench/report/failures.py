@@ -17,7 +17,8 @@ from posbench.tasks.base import recorded
 
 FILE = "predictions.jsonl"
 FEW = 5  # examples that are shown unless more are asked for
-AROUND, EDGE = 60, 200  # characters kept around the gold item, and at both ends of a prompt
+AROUND = 60
+EDGE = 200  # characters kept around the gold item, and at both ends of a prompt
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,12 @@ class Examples:
         rows: dict[str, list[Row]] = {}
         for row in run.rows(FILE):
             rows.setdefault(row["id"], []).append(row)
-        prompts, lost = dict[str, Example](), ""
+        prompts = dict[str, Example]()
+        lost = ""
         try:
-            away = [source.id for source in task.files() if sources.cached(source) is None]
+            away = [
+                source.id for source in task.files() if sources.cached(source) is None
+            ]
             lost = f"{away[0]} is not on this machine" if away else ""
             prompts = {} if away else {e.id: e for e in task.evaluation()}
         except UserError as error:
@@ -47,7 +51,11 @@ class Examples:
 
     def wrong(self) -> list[str]:
         """The ids whose score is below 1 under some method, in the order of the task."""
-        return [name for name in self.ids() if any(self._score(row) < 1 for row in self.rows[name])]
+        return [
+            name
+            for name in self.ids()
+            if any(self._score(row) < 1 for row in self.rows[name])
+        ]
 
     def ids(self) -> list[str]:
         """All ids, in the order of the task, or else of the file."""
@@ -60,16 +68,28 @@ class Examples:
 
     def text(self, name: str, whole: bool = False) -> str:
         """One example in words; ``whole`` with all of its prompt."""
-        rows, example = self.rows[name], self.prompts.get(name)
+        rows = self.rows[name]
+        example = self.prompts.get(name)
         first = next((row for row in rows if "error" not in row), rows[0])
-        place, dropped = first.get("gold_position"), first.get("dropped")
-        head = [f"id {name}", first.get("subset") or "", f"{first.get('tokens', '?')} tokens"]
+        place = first.get("gold_position")
+        dropped = first.get("dropped")
+        head = [
+            f"id {name}",
+            first.get("subset") or "",
+            f"{first.get('tokens', '?')} tokens",
+        ]
         head += [f"{dropped} more cut off to fit the window"] if dropped else []
         if place is not None:
-            of = f" (0 to {len(example.items) - 1})" if example and example.items else ""
+            of = (
+                f" (0 to {len(example.items) - 1})" if example and example.items else ""
+            )
             head.insert(1, f"gold position {place}{of}")
         expected = " | ".join(first.get("answers", ["not recorded"]))
-        lines = [", ".join(filter(None, head)), "prompt:", _indented(self._prompt(first, example, whole))]
+        lines = [
+            ", ".join(filter(None, head)),
+            "prompt:",
+            _indented(self._prompt(first, example, whole)),
+        ]
         lines += [f"expected: {expected or 'not published'}"]
         return "\n".join([*lines, *(self._answered(row, example) for row in rows)])
 
@@ -86,41 +106,66 @@ class Examples:
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
         scores = scores or row.get("note") or "not scored"
         read = self.task.extracted(example, row["output"]) if example else None
-        lines = [f"{shown(row['method'])}: {scores}", f"  reply:  {_indented(row['output'], 10).strip()}"]
-        return "\n".join([*lines, *([f"  answer: {read or 'none found'}"] if read is not None else [])])
+        lines = [
+            f"{shown(row['method'])}: {scores}",
+            f"  reply:  {_indented(row['output'], 10).strip()}",
+        ]
+        return "\n".join(
+            [
+                *lines,
+                *([f"  answer: {read or 'none found'}"] if read is not None else []),
+            ]
+        )
 
 
 def few(names: Sequence[str], most: int = FEW) -> list[str]:
     """At most so many of the names, spread evenly over them."""
-    return [names[i * len(names) // most] for i in range(most)] if len(names) > most else list(names)
+    return (
+        [names[i * len(names) // most] for i in range(most)]
+        if len(names) > most
+        else list(names)
+    )
 
 
 def full(example: Example) -> str:
     """All that a model is asked, without a chat template."""
-    return (f"{example.system}\n\n" if example.system else "") + example.prompt + example.prefill
+    return (
+        (f"{example.system}\n\n" if example.system else "")
+        + example.prompt
+        + example.prefill
+    )
 
 
 def excerpt(example: Example) -> str:
     """Both ends of a prompt, and the gold item with a little around it."""
-    text, at = full(example), len(f"{example.system}\n\n") if example.system else 0
+    text = full(example)
+    at = len(f"{example.system}\n\n") if example.system else 0
     kept = [(0, EDGE), (len(text) - EDGE, len(text))]
     if example.items and example.gold_position is not None:
         start, end = example.items[example.gold_position]
         # A gold item may be a long document; its own ends are enough then.
-        first, last = at + start - AROUND, at + end + AROUND
-        kept[1:1] = [(first, min(last, first + 2 * EDGE)), (max(first, last - 2 * EDGE), last)]
+        first = at + start - AROUND
+        last = at + end + AROUND
+        kept[1:1] = [
+            (first, min(last, first + 2 * EDGE)),
+            (max(first, last - 2 * EDGE), last),
+        ]
     return joined(text, kept)
 
 
 def joined(text: str, kept: Iterable[tuple[int, int]]) -> str:
     """The kept spans of a text, rising, with the number of characters that are left out between them."""
-    out, done = "", 0
+    out = ""
+    done = 0
     for start, end in kept:
-        start, end = max(start, 0), min(end, len(text))
+        start = max(start, 0)
+        end = min(end, len(text))
         gap = start - done
         if gap > EDGE / 5:
-            out, done = f"{out}\n[... {gap} characters ...]\n", start
-        out, done = out + text[done : max(end, done)], max(end, done)
+            out = f"{out}\n[... {gap} characters ...]\n"
+            done = start
+        out = out + text[done : max(end, done)]
+        done = max(end, done)
     return out
 
 
@@ -137,5 +182,12 @@ def on_page(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
     wrong = examples.wrong()
     said = f"{len(wrong)} of {len(examples.rows)} examples are scored below 1 under some method"
     some = few(wrong)
-    more = f"; {len(some)} of them, and all with: posbench show DIR --wrong --all" if wrong else ""
-    return {"said": f"{said}{more}.", "shown": [examples.text(n).partition("\n")[::2] for n in some]}
+    more = (
+        f"; {len(some)} of them, and all with: posbench show DIR --wrong --all"
+        if wrong
+        else ""
+    )
+    return {
+        "said": f"{said}{more}.",
+        "shown": [examples.text(n).partition("\n")[::2] for n in some],
+    }

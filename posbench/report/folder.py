@@ -19,7 +19,16 @@ from posbench.stats.scores import SUBSET_COLUMNS
 
 CAPTIONS = "captions.json"
 """Captions of the figures beside them, by file name."""
-TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
+TEXT_COLUMNS = {
+    "run",
+    "model",
+    "method",
+    "task",
+    "gold_position",
+    "metric",
+    "channel",
+    "site",
+}
 TEXT_COLUMNS |= {"kind", "claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
@@ -41,7 +50,10 @@ def read_csv(path: Path) -> pd.DataFrame | None:
     def parse(path: Path) -> pd.DataFrame:
         with open(path, encoding="utf-8", newline="") as file:
             header = next(csv.reader(file), [])
-        names = [f"{c}.{header[:i].count(c)}" if c in header[:i] else c for i, c in enumerate(header)]
+        names = [
+            f"{c}.{header[:i].count(c)}" if c in header[:i] else c
+            for i, c in enumerate(header)
+        ]
         missing = [c for c in needed if c not in names]
         if missing:
             raise ValueError(f"columns missing: {', '.join(missing)}")
@@ -49,17 +61,28 @@ def read_csv(path: Path) -> pd.DataFrame | None:
         if "metric" not in names:
             text.pop("gold_position", None)  # always an index there, never ``all``
         # A swept `method` stands before the `method` of the metrics: pandas calls the later one `method.1`.
-        twice = [c.removesuffix(".1") for c in names if c.endswith(".1") and c.removesuffix(".1") in names]
+        twice = [
+            c.removesuffix(".1")
+            for c in names
+            if c.endswith(".1") and c.removesuffix(".1") in names
+        ]
         swept = {c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice}
         return _plain_csv(path, dtype=text).rename(columns=swept)
 
-    frame = read(path, parse, f"a CSV with {', '.join(needed)}" if needed else "a CSV as posbench writes it")
+    frame = read(
+        path,
+        parse,
+        f"a CSV with {', '.join(needed)}" if needed else "a CSV as posbench writes it",
+    )
     return None if frame is None or frame.empty else frame
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
     """The tables of a study as its files hold them; text such as ``none`` stays text."""
-    return {name: read(folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it") for name in names}
+    return {
+        name: read(folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it")
+        for name in names
+    }
 
 
 def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
@@ -68,10 +91,15 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
 
 def runs_of(sweep: Path) -> list[Path]:
     """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
-    made = [Path(job["folder"]) for job in read_json(sweep / JOBS) or () if job["folder"]]
+    made = [
+        Path(job["folder"]) for job in read_json(sweep / JOBS) or () if job["folder"]
+    ]
     suites = {run.parents[1].name for run in made}
     # The tasks of a sweep over tasks have folders of their own; one folder may have got another name.
-    tops = {name: sweep.parents[2] / name if len(suites) > 1 else sweep.parents[1] for name in suites}
+    tops = {
+        name: sweep.parents[2] / name if len(suites) > 1 else sweep.parents[1]
+        for name in suites
+    }
     return [tops[run.parents[1].name] / run.parent.name / run.name for run in made]
 
 
@@ -82,26 +110,41 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """A JSON file's content; None where there is none."""
-    return read(path, lambda p: json.loads(p.read_text(encoding="utf-8")), "JSON as posbench writes it")
+    return read(
+        path,
+        lambda p: json.loads(p.read_text(encoding="utf-8")),
+        "JSON as posbench writes it",
+    )
 
 
 def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
     """A file's parsed content, None where there is no file; `UserError` where it cannot be parsed."""
     try:
         return parse(path) if path.is_file() else None
-    except (ValueError, csv.Error, yaml.YAMLError) as error:  # of pandas, json, Unicode: the first
+    except (
+        ValueError,
+        csv.Error,
+        yaml.YAMLError,
+    ) as error:  # of pandas, json, Unicode: the first
         raise unreadable(path, error, allowed) from error
 
 
 def unreadable(path: Path, error: Exception, allowed: str) -> UserError:
     """The error of a file that cannot be read."""
-    return UserError(path.name, str(path), allowed, f"repeat the run that wrote it ({error})")
+    return UserError(
+        path.name, str(path), allowed, f"repeat the run that wrote it ({error})"
+    )
 
 
 def need_place(out: Path, ours: bool, what: str) -> None:
     """Refuse a place for a new folder where something stands that is not ours to replace."""
     if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("--out", str(out), f"a new folder, or a {what} to replace", "name another folder")
+        raise UserError(
+            "--out",
+            str(out),
+            f"a new folder, or a {what} to replace",
+            "name another folder",
+        )
 
 
 def need_folder(folder: Path, allowed: str, *names: str) -> None:

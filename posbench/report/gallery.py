@@ -47,8 +47,12 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         for entry in entries:
             shown.setdefault(paper_of(entry), []).append(_write(entry, made))
         source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
-        page_of = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
+        page_of = jinja2.Environment(
+            autoescape=True, trim_blocks=True, lstrip_blocks=True
+        )
+        grouped = [
+            (title, shown[paper]) for paper, title in GROUPS.items() if paper in shown
+        ]
         told = {"mark": MARK, "papers": grouped, "sentence": _sentence(entries)}
         write_text(made / PAGE, page_of.from_string(source).render(**told))
     return page
@@ -60,7 +64,11 @@ def _sentence(entries: Sequence[Entry]) -> str:
     verdicts = [each.loc[each["kind"] == "paper", "verdict"] for each in found]
     count = f"{len(entries)} experiment{'s' * (len(entries) != 1)}, {sum(len(e.runs) for e in entries)} runs"
     told = tally(pd.concat(verdicts)) if verdicts else ""
-    return f"{count}. Claims of the papers, each on each model: {told}." if told else f"{count}."
+    return (
+        f"{count}. Claims of the papers, each on each model: {told}."
+        if told
+        else f"{count}."
+    )
 
 
 def paper_of(entry: Entry) -> str:
@@ -73,25 +81,50 @@ def told(entry: Entry) -> tuple[str, str]:
     """What the paper shows, in its authors' claims, and what we see, from the runs' numbers."""
     claims = "; ".join(map(str, entry.facts.get("claims") or ()))
     source = (entry.facts.get("reference") or {}).get("source")
-    where = "which stand beside ours in the table" if len(entry.cells) else "for other models or settings"
+    where = (
+        "which stand beside ours in the table"
+        if len(entry.cells)
+        else "for other models or settings"
+    )
     shows = claims or (f"the numbers of {source}, {where}" if source else "")
     return f"{shows[:1].upper()}{shows[1:]}." if shows else "", entry.seen
 
 
 def heading(entry: Entry) -> tuple[str, str]:
     """Title of an entry, and which tables and figures of its paper it covers."""
-    return str(entry.facts.get("title") or entry.name), ", ".join(entry.facts.get("covers") or ())
+    return str(entry.facts.get("title") or entry.name), ", ".join(
+        entry.facts.get("covers") or ()
+    )
 
 
 def _write(entry: Entry, root: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder; what the page says of it."""
     title, covers = heading(entry)
     shows, seen = told(entry)
-    facts = {"name": entry.name, "title": title, "covers": covers, "shows": shows, "seen": seen}
+    facts = {
+        "name": entry.name,
+        "title": title,
+        "covers": covers,
+        "shows": shows,
+        "seen": seen,
+    }
     told_of = {"command": entry.command, "made": entry.made, "faults": entry.faults}
-    pages = [(p.label, copied(p.folder / "report.html", root, entry, p.label)) for p in entry.parts]
-    figures = [_figure(entry, part, name, root) for part in entry.parts for name in part.figures]
-    return {**facts, **told_of, "pages": pages, "figures": figures, "tables": _tables(entry, root)}
+    pages = [
+        (p.label, copied(p.folder / "report.html", root, entry, p.label))
+        for p in entry.parts
+    ]
+    figures = [
+        _figure(entry, part, name, root)
+        for part in entry.parts
+        for name in part.figures
+    ]
+    return {
+        **facts,
+        **told_of,
+        "pages": pages,
+        "figures": figures,
+        "tables": _tables(entry, root),
+    }
 
 
 def _tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
@@ -113,11 +146,16 @@ def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
     """Copy one figure as PNG and PDF; where it is, its size in pixels, its caption and whose it is."""
     drawn = part.folder / "figures"
     png, pdf = (
-        copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}") for kind in ("png", "pdf")
+        copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}")
+        for kind in ("png", "pdf")
     )
     with open(drawn / f"{name}.png", "rb") as stream:
         facts = {"png": png, "pdf": pdf, **size(stream.read(24))}
-    return {**facts, "caption": part.figures[name], "label": part.label if len(entry.parts) > 1 else ""}
+    return {
+        **facts,
+        "caption": part.figures[name],
+        "label": part.label if len(entry.parts) > 1 else "",
+    }
 
 
 def copied(file: Path, root: Path, entry: Entry, stem: str) -> str:
@@ -134,26 +172,37 @@ def copied(file: Path, root: Path, entry: Entry, stem: str) -> str:
 def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
     """The gallery in short: of each entry what the paper shows, what we see, the command, and one or two
     figures, as images in the folder ``images``; and the file of each image."""
-    parts, files = list[str](), dict[str, Path]()
-    grouped = {paper: [entry for entry in entries if paper_of(entry) == paper] for paper in GROUPS}
+    parts = list[str]()
+    files = dict[str, Path]()
+    grouped = {
+        paper: [entry for entry in entries if paper_of(entry) == paper]
+        for paper in GROUPS
+    }
     for paper, own in grouped.items():
         parts += [f"## {GROUPS[paper]}"] if own else []
         for entry in own:
             shows, seen = told(entry)
-            parts += [f"### {heading(entry)[0]}", f"*The paper shows:* {shows}" if shows else ""]
+            parts += [
+                f"### {heading(entry)[0]}",
+                f"*The paper shows:* {shows}" if shows else "",
+            ]
             parts += [f"*We see:* {seen}" if seen else "", *entry.faults]
             for part, name in few_figures(entry):
                 image = f"{entry.name}-{part.label}-{name}.png"
                 files[image] = part.folder / "figures" / f"{name}.png"
                 front = f"{part.label}: " if len(entry.parts) > 1 else ""
-                parts.append(f"![{heading(entry)[0]}]({images}/{image})\\\n{front}{part.figures[name]}")
+                parts.append(
+                    f"![{heading(entry)[0]}]({images}/{image})\\\n{front}{part.figures[name]}"
+                )
             parts.append(f"`{entry.command}`; {entry.made}." if entry.command else "")
     return "\n\n".join(filter(None, parts)), files
 
 
 def few_figures(entry: Entry) -> Sequence[tuple[Part, str]]:
     """The first figure of the first two runs; of one run alone, its first three."""
-    each = [[(part, name) for name in part.figures] for part in entry.parts if part.figures]
+    each = [
+        [(part, name) for name in part.figures] for part in entry.parts if part.figures
+    ]
     return [figures[0] for figures in each[:2]] if len(each) > 1 else list(*each)[:3]
 
 
@@ -164,7 +213,9 @@ def shrink(file: Path, most: int = 100_000) -> bytes:
         size = round(share * image.width), round(share * image.height)
         small = image.resize(size, Image.Resampling.LANCZOS)
         # Rare colours count as much as others: a colour bar keeps all of its own.
-        small = small.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        small = small.quantize(
+            colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
         small.save(stream := io.BytesIO(), "png", optimize=True)
         if stream.tell() <= most:
             break

@@ -26,7 +26,9 @@ from posbench.run.progress import duration
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
 
-METRICS, FINDINGS, METHOD = "metrics.csv", "findings.csv", "method.json"
+METRICS = "metrics.csv"
+FINDINGS = "findings.csv"
+METHOD = "method.json"
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
 NAMES = GROUPS[:5]
 ASIDE = (
@@ -53,10 +55,13 @@ class Listed:
     @classmethod
     def of(cls, folder: Path) -> Listed:
         """Look at a run folder."""
-        run, config = opened(folder), dict[str, Any]()
-        status, started = run.facts(STATUS), str(run.facts(PROVENANCE).get("started", ""))
+        run = opened(folder)
+        config = dict[str, Any]()
+        status = run.facts(STATUS)
+        started = str(run.facts(PROVENANCE).get("started", ""))
         try:
-            whole, config = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD)), run.config()
+            whole = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD))
+            config = run.config()
             ran = {"method": run.read_json(METHOD)}
         except UserError:
             whole = False
@@ -64,7 +69,9 @@ class Listed:
         if state == "running" and not in_use(folder) and not being_made(folder):
             state = "killed"
         if whole and run.done:
-            state = "done" if (folder / MANIFEST).is_file() else "done, unchecked"  # of an older version
+            state = (
+                "done" if (folder / MANIFEST).is_file() else "done, unchecked"
+            )  # of an older version
         seen = cls(folder, state, started, status.get("seconds"), config)
         if not state.startswith("done"):
             return seen
@@ -84,20 +91,31 @@ class Listed:
     def settings(self) -> dict[str, str]:
         """Every setting as one types it, by its dotted key; what a search found stands where it was null."""
         asked = {group: self.config.get(group) for group in GROUPS}
-        return {key: value for key, value in _leaves(asked, "") if not key.startswith(ASIDE)}
+        return {
+            key: value for key, value in _leaves(asked, "") if not key.startswith(ASIDE)
+        }
 
 
 def _found(config: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the values of what ran where it has none."""
-    deeper = {k: _found(v, ran.get(k) or {}) for k, v in config.items() if isinstance(v, Mapping)}
+    deeper = {
+        k: _found(v, ran.get(k) or {})
+        for k, v in config.items()
+        if isinstance(v, Mapping)
+    }
     return {k: ran.get(k) if v is None else v for k, v in config.items()} | deeper
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    totals = [row for row in _rows(folder / METRICS) if row.get("gold_position") == "all"]
+    totals = [
+        row for row in _rows(folder / METRICS) if row.get("gold_position") == "all"
+    ]
     found = pd.DataFrame(_rows(folder / FINDINGS), columns=["kind", "verdict"])
     papers = found[found["kind"] == "paper"]
-    return {"totals": totals, "verdicts": tally((papers if len(papers) else found)["verdict"])}
+    return {
+        "totals": totals,
+        "verdicts": tally((papers if len(papers) else found)["verdict"]),
+    }
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -118,17 +136,25 @@ def _leaves(node: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def spelled(value: Any) -> str:
     """A value as an override spells it; 1.0 as 1."""
-    return json.dumps(canonical(value), separators=(",", ":"), default=str).replace('"', "")
+    return json.dumps(canonical(value), separators=(",", ":"), default=str).replace(
+        '"', ""
+    )
 
 
 def differing(runs: Sequence[Listed]) -> list[dict[str, str]]:
     """Of each run the settings in which it differs from another whose model, task, method, search or study is
     the same."""
     values = dict[tuple[str, str], set[str]]()
-    every = [{(k, run.name(k.split(".")[0])): value for k, value in run.settings.items()} for run in runs]
+    every = [
+        {(k, run.name(k.split(".")[0])): value for k, value in run.settings.items()}
+        for run in runs
+    ]
     for key, value in ((key, value) for own in every for key, value in own.items()):
         values.setdefault(key, set()).add(value)
-    return [{key[0]: value for key, value in own.items() if len(values[key]) > 1} for own in every]
+    return [
+        {key[0]: value for key, value in own.items() if len(values[key]) > 1}
+        for own in every
+    ]
 
 
 def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
@@ -153,7 +179,12 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
     numbers = _numbers(runs)
     return [
         {
-            **{**facts, "settings": settings, **numbers[str(run.folder)], "verdicts": run.verdicts},
+            **{
+                **facts,
+                "settings": settings,
+                **numbers[str(run.folder)],
+                "verdicts": run.verdicts,
+            },
             **{"started": run.started, "seconds": run.seconds},
         }
         for (run, facts), settings in zip(rows, differing(runs), strict=True)
@@ -162,8 +193,14 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
 
 def nearest(filters: Sequence[str], runs: Sequence[Record]) -> str:
     """`; did you mean tiny?` of the first filter that nothing passes, but nearly does; else empty."""
-    known = sorted({str(run.get(name) or "") for run in runs for name in (*NAMES, "state")} - {""})
-    hints = (near(want, known, "") for text in filters if (want := text.rpartition("=")[2]) not in known)
+    known = sorted(
+        {str(run.get(name) or "") for run in runs for name in (*NAMES, "state")} - {""}
+    )
+    hints = (
+        near(want, known, "")
+        for text in filters
+        if (want := text.rpartition("=")[2]) not in known
+    )
     return next((f"; {hint}" for hint in hints if hint), "")
 
 
@@ -179,20 +216,35 @@ def _passing(text: str, rows: Rows) -> Rows:
     """The runs that pass a filter."""
     key, sign, want = text.partition("=")
     if not sign:
-        return [row for row in rows if text.lower() in " ".join(row[1].values()).lower()]
+        return [
+            row for row in rows if text.lower() in " ".join(row[1].values()).lower()
+        ]
     found = [facts | run.settings for run, facts in rows]
     there = list(dict.fromkeys(name for each in found for name in each))
     if there and key not in there:
         columns = ", ".join(name for name in there if "." not in name)
-        raise UserError("filter", text, f"{columns}, or a setting", near(key, there, f"as task.{text}"))
+        raise UserError(
+            "filter",
+            text,
+            f"{columns}, or a setting",
+            near(key, there, f"as task.{text}"),
+        )
     values = [each.get(key, "") for each in found]
-    return [row for row, v in zip(rows, values, strict=True) if v == want or fnmatchcase(v, want)]
+    return [
+        row
+        for row, v in zip(rows, values, strict=True)
+        if v == want or fnmatchcase(v, want)
+    ]
 
 
 def _numbers(runs: Sequence[Listed]) -> dict[str, dict[str, Any]]:
     """Score, difference and position bias of the method under test with their intervals, by folder."""
-    rows = pd.DataFrame([{"run": str(run.folder), **row} for run in runs for row in run.totals])
-    empty: dict[str, Any] = {c: None for name in MEASURED.values() for c in (name, *columns(name)[1:])}
+    rows = pd.DataFrame(
+        [{"run": str(run.folder), **row} for run in runs for row in run.totals]
+    )
+    empty: dict[str, Any] = {
+        c: None for name in MEASURED.values() for c in (name, *columns(name)[1:])
+    }
     out = {str(run.folder): {**empty, "n": None, "note": ""} for run in runs}
     if rows.empty:
         return out
@@ -202,7 +254,9 @@ def _numbers(runs: Sequence[Listed]) -> dict[str, dict[str, Any]]:
     for metric, name in MEASURED.items():
         for row in overall(rows, metric).drop_duplicates("run").to_dict("records"):
             ends = zip(columns(name), (row[c] for c in columns()), strict=True)
-            out[row["run"]] |= {c: None if pd.isna(value) else value for c, value in ends}
+            out[row["run"]] |= {
+                c: None if pd.isna(value) else value for c, value in ends
+            }
             if name != "difference":
                 out[row["run"]] |= {"n": int(row["n"]), "note": row.get("note") or ""}
     return out
@@ -211,7 +265,8 @@ def _numbers(runs: Sequence[Listed]) -> dict[str, dict[str, Any]]:
 def look(records: Sequence[Record]) -> list[dict[str, str]]:
     """The list as a terminal shows it; what all runs share is left to :func:`title`. Settings stand below the
     method or study where that has a column."""
-    same, rows = shared(records), [_seen(record) for record in records]
+    same = shared(records)
+    rows = [_seen(record) for record in records]
     for row in rows if RAN not in same else ():
         row[RAN] = f"{row[RAN]}\n{row.pop(SETTINGS)}".strip()
     return [{k: v for k, v in row.items() if k not in same} for row in rows]
@@ -227,23 +282,33 @@ def shared(records: Sequence[Record]) -> dict[str, str]:
     """What several runs share of their names and states."""
     rows = [_seen(record) for record in records]
     names = ("in", "model", "task", RAN, "state")
-    return {n: rows[0][n] for n in names if len(rows) > 1 and rows[0][n] and len({r[n] for r in rows}) == 1}
+    return {
+        n: rows[0][n]
+        for n in names
+        if len(rows) > 1 and rows[0][n] and len({r[n] for r in rows}) == 1
+    }
 
 
-RAN, SETTINGS, LONG = "method / study", "settings", 24  # columns of the terminal's list; letters of a setting
+RAN = "method / study"
+SETTINGS = "settings"
+LONG = 24  # columns of the terminal's list; letters of a setting
 
 
 def _seen(record: Record) -> dict[str, str]:
     at: Any = record
     suite, version = Path(at["folder"]).absolute().parts[-3:-1]
     ran = [name for name in (at["study"], at["method"]) if name]
-    parts = [f"{key.partition('.')[2]}={value}" for key, value in at["settings"].items()]
+    parts = [
+        f"{key.partition('.')[2]}={value}" for key, value in at["settings"].items()
+    ]
     return {
         "run": at["run"],
         "in": version if suite in (at["task"], at["study"]) else f"{suite}/{version}",
         **{name: at[name] for name in ("model", "task")},
         RAN: ", ".join(map(shown, ran[:1] if ran[1:] == [UNMODIFIED] else ran)),
-        SETTINGS: "\n".join(p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts),
+        SETTINGS: "\n".join(
+            p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts
+        ),
         "score": at["verdicts"].replace(", ", "\n") or number(at, "score"),
         "difference": number(at, "difference", "+"),
         "position bias": number(at, "position_bias"),
@@ -263,7 +328,11 @@ def number(record: Record, name: str, sign: str = "") -> str:
 def age(started: str, now: datetime | None = None) -> str:
     """How long ago a time was; empty where none is told."""
     try:
-        return duration(((now or datetime.now(UTC)) - datetime.fromisoformat(started)).total_seconds())
+        return duration(
+            (
+                (now or datetime.now(UTC)) - datetime.fromisoformat(started)
+            ).total_seconds()
+        )
     except (ValueError, TypeError):
         return ""
 
@@ -277,7 +346,11 @@ def run_named(name: str, outputs: Path) -> Path:
     path = Path(name).expanduser()
     if path.exists() or not outputs.is_dir() or not re.fullmatch("[0-9a-f]{4,}", name):
         return path
-    found = [run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)]
+    found = [
+        run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)
+    ]
     if len(found) > 1:
-        raise UserError("RUN", name, "one run", f"take the folder: {', '.join(map(str, found))}")
+        raise UserError(
+            "RUN", name, "one run", f"take the folder: {', '.join(map(str, found))}"
+        )
     return found[0] if found else path

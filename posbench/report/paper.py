@@ -27,10 +27,13 @@ CELL = ["model", "method", "task", "gold_position", "metric"]
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
 
 
-def beside(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> list[Section]:
+def beside(
+    folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
+) -> list[Section]:
     """What the paper of a folder's experiment says, and its numbers beside ours where the same model ran.
     Raises `UserError` where reference.json is malformed."""
-    facts, reference = read_json(folder / "experiment.json") or {}, read_json(folder / "reference.json") or []
+    facts = read_json(folder / "experiment.json") or {}
+    reference = read_json(folder / "reference.json") or []
     if not facts and not reference:
         return []
     try:
@@ -38,12 +41,20 @@ def beside(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) ->
         header, rows = reference_table(table, label)
         text = reference_text(facts, list(reference), table)
     except (KeyError, TypeError, ValueError) as error:
-        allowed = "a list of rows with model, method, task, gold_position, metric, value"
+        allowed = (
+            "a list of rows with model, method, task, gold_position, metric, value"
+        )
         raise unreadable(folder / "reference.json", error, allowed) from error
-    return [Section(str(facts.get("title", "Beside the paper's numbers")), text, header, rows)]
+    return [
+        Section(
+            str(facts.get("title", "Beside the paper's numbers")), text, header, rows
+        )
+    ]
 
 
-def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], table: pd.DataFrame) -> str:
+def reference_text(
+    facts: Mapping[str, Any], reference: Sequence[Row], table: pd.DataFrame
+) -> str:
     """What is said beside a paper's rows, from ``experiment.json`` and its :func:`cells` that ran here."""
     text = [str(facts.get("note", ""))]
     if facts.get("claims"):
@@ -52,19 +63,31 @@ def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], table: pd
         text += [_rule(reference), counted(table)]
     elif reference:
         models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
-        text.append(f"The paper's numbers are for {models}; none of these ran here, so nothing is compared.")
-    sources = "; ".join(dict.fromkeys(str(row["source"]) for row in reference if row.get("source")))
+        text.append(
+            f"The paper's numbers are for {models}; none of these ran here, so nothing is compared."
+        )
+    sources = "; ".join(
+        dict.fromkeys(str(row["source"]) for row in reference if row.get("source"))
+    )
     text.append(f"Source: {sources}." if sources else "")
     return " ".join(filter(None, text))
 
 
 def _rule(reference: Sequence[Row]) -> str:
     """When a cell agrees, and whose sampling error is in the test."""
-    margin, sizes = 100 * _margin(reference[0]), sorted({row["n"] for row in reference if "n" in row})
+    margin = 100 * _margin(reference[0])
+    sizes = sorted({row["n"] for row in reference if "n" in row})
     known = all("n" in row for row in reference)
-    error = f"the paper's own sampling error (n = {', '.join(map(str, sizes))}) is in it" if sizes else ""
+    error = (
+        f"the paper's own sampling error (n = {', '.join(map(str, sizes))}) is in it"
+        if sizes
+        else ""
+    )
     error += " where its n is known" if sizes and not known else ""
-    error = error or "the paper's n is not known, so the interval has our sampling error alone"
+    error = (
+        error
+        or "the paper's n is not known, so the interval has our sampling error alone"
+    )
     return (
         f"A cell agrees if the 90 % interval of ours minus the paper's lies within {margin:g} points of zero "
         f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error}."
@@ -74,16 +97,23 @@ def _rule(reference: Sequence[Row]) -> str:
 def counted(table: pd.DataFrame) -> str:
     """How many of the paper's cells agree, each once, those near zero apart."""
     groups = table.groupby(CELL, sort=False)
-    verdicts = groups["verdict"].agg(lambda each: each.iloc[0] if each.nunique() == 1 else MIXED)
+    verdicts = groups["verdict"].agg(
+        lambda each: each.iloc[0] if each.nunique() == 1 else MIXED
+    )
     near = groups["near_zero"].first()
     text = f"Cells of the paper: {tally(verdicts[~near], AGREEMENT) or 'none away from zero'}."
     apart = f"{near.sum()} within the margin of zero, where a model that always fails agrees, too"
-    return text + f" Apart from these {apart}: {tally(verdicts[near], AGREEMENT)}." * bool(near.any())
+    return (
+        text
+        + f" Apart from these {apart}: {tally(verdicts[near], AGREEMENT)}."
+        * bool(near.any())
+    )
 
 
 def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:
     """:func:`compared` for the models that ran, and what a sweep's settings are called."""
-    swept, label = [c for c in metrics.columns[: list(metrics).index("model")] if c != "run"], ""
+    swept = [c for c in metrics.columns[: list(metrics).index("model")] if c != "run"]
+    label = ""
     if swept:
         metrics, _, label = with_setting(metrics, swept)
     table = compared(metrics, reference)
@@ -95,35 +125,61 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
     `all` where these are all that are compared."""
     found = dict[tuple[str, ...], dict[str, None]]()
     for row in table.rename(columns={"ours": "value"}).itertuples():
-        missing, paper = pd.isna(row.value), f"{100 * row.paper:.1f}"
-        numbers = (paper, *(("", "") if missing else (cell(row, "z.1f"), points(row.difference))))
+        missing = pd.isna(row.value)
+        paper = f"{100 * row.paper:.1f}"
+        numbers = (
+            paper,
+            *(("", "") if missing else (cell(row, "z.1f"), points(row.difference))),
+        )
         verdict = f"{row.verdict}{' (near zero)' if row.near_zero else ''}"
         key = (row.task, verdict, row.model, row.method, row.gold_position, *numbers)
         found.setdefault(key, {})[row.setting] = None
-    every, rows = set(table["setting"]) - {""}, []
+    every = set(table["setting"]) - {""}
+    rows = []
     for (_, *texts), settings in found.items():
-        where = "all" if len(every) > 1 and set(settings) == every else ", ".join(settings)
+        where = (
+            "all" if len(every) > 1 and set(settings) == every else ", ".join(settings)
+        )
         rows.append([*texts, *([where] if label else [])])
-    header = ["verdict", "model", "method", "gold position", "paper %", "ours %", "difference"]
+    header = [
+        "verdict",
+        "model",
+        "method",
+        "gold position",
+        "paper %",
+        "ours %",
+        "difference",
+    ]
     return [*header, *([label] if label else [])], rows
 
 
 def paper_table(table: pd.DataFrame) -> Table:
     """A paper's :func:`cells` in its own layout: a block for each model and method with the paper's number,
     ours with its 95 % interval, the difference in points and the verdict; a column for each gold position."""
-    several = [name for name in ("task", "metric", "setting") if table[name].nunique() > 1]
-    names, places = [*several, "model", "method"], list(dict.fromkeys(table["gold_position"]))
+    several = [
+        name for name in ("task", "metric", "setting") if table[name].nunique() > 1
+    ]
+    names = [*several, "model", "method"]
+    places = list(dict.fromkeys(table["gold_position"]))
     rows = []
     for key, part in table.rename(columns={"ours": "value"}).groupby(names, sort=False):
         at = {row.gold_position: row for row in part.itertuples()}
         lines = {
             "paper %": lambda row: f"{100 * row.paper:.1f}",
             "ours %": lambda row: cell(row, "z.1f"),
-            "difference": lambda row: "" if pd.isna(row.difference) else points(row.difference),
+            "difference": lambda row: (
+                "" if pd.isna(row.difference) else points(row.difference)
+            ),
             "verdict": lambda row: row.verdict,
         }
         for line, text in lines.items():
-            rows.append([*key, line, *(text(at[place]) if place in at else "" for place in places)])
+            rows.append(
+                [
+                    *key,
+                    line,
+                    *(text(at[place]) if place in at else "" for place in places),
+                ]
+            )
     return [*names, "", *places], rows
 
 
@@ -146,24 +202,54 @@ def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
     :func:`agreement`, or why there is none. Its sampling error is that of `n` examples, also for an average
     over positions: these ask the same questions.
     """
-    models, out = set(metrics["model"].astype(str)), []
+    models = set(metrics["model"].astype(str))
+    out = []
     metrics = metrics if "setting" in metrics else metrics.assign(setting="")
     for row in reference:
         match = metrics
-        for column in set(row) & set(metrics) - {"gold_position", "n", "depth", *columns()}:
+        for column in set(row) & set(metrics) - {
+            "gold_position",
+            "n",
+            "depth",
+            *columns(),
+        }:
             match = match[match[column].map(_plain) == _plain(str(row[column]))]
         match = _at(match, str(row["gold_position"]))
-        paper, n, margin = float(row["value"]), row.get("n"), _margin(row)
+        paper = float(row["value"])
+        n = row.get("n")
+        margin = _margin(row)
         line: Row = {**{c: str(row[c]) for c in CELL}, "setting": "", "paper": paper}
         line["near_zero"] = abs(paper) <= margin
-        printed = Estimate(paper, *(wilson(paper * n, n) if n else (paper, paper)), n or 0)
+        printed = Estimate(
+            paper, *(wilson(paper * n, n) if n else (paper, paper)), n or 0
+        )
         if match.empty:
-            out.append({**line, "verdict": "not measured" if line["model"] in models else OTHER_MODEL})
+            out.append(
+                {
+                    **line,
+                    "verdict": "not measured"
+                    if line["model"] in models
+                    else OTHER_MODEL,
+                }
+            )
         for setting, *at in match[["setting", *columns(), "n"]].itertuples(index=False):
-            ours, found = Estimate(*at), {"setting": setting, "difference": at[0] - paper}
-            found |= {"ours": ours.value, "ci_low": ours.ci_low, "ci_high": ours.ci_high}
+            ours = Estimate(*at)
+            found = {"setting": setting, "difference": at[0] - paper}
+            found |= {
+                "ours": ours.value,
+                "ci_low": ours.ci_low,
+                "ci_high": ours.ci_high,
+            }
             out.append({**line, **found, "verdict": agreement(ours, printed, margin)})
-    numbers = ["paper", "ours", "ci_low", "ci_high", "difference", "near_zero", "verdict"]
+    numbers = [
+        "paper",
+        "ours",
+        "ci_low",
+        "ci_high",
+        "difference",
+        "near_zero",
+        "verdict",
+    ]
     return pd.DataFrame(out, columns=[*CELL, "setting", *numbers])
 
 

@@ -29,11 +29,18 @@ from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
 from posbench.stats.scores import COLUMNS
 
 TABLES = ("metrics", "attention", "subsets", "findings")
-READ = [CONFIG, "experiment.json", "reference.json", *(f"{name}.csv" for name in TABLES)]
+READ = [
+    CONFIG,
+    "experiment.json",
+    "reference.json",
+    *(f"{name}.csv" for name in TABLES),
+]
 """Files of a run that its sweep reads."""
 
 
-def summarise(jobs: Sequence[dict[str, Any]], console: Console, folder: Path | None = None) -> Path | None:
+def summarise(
+    jobs: Sequence[dict[str, Any]], console: Console, folder: Path | None = None
+) -> Path | None:
     """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it; with
     ``folder``, into that of an earlier time.
 
@@ -42,7 +49,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console, folder: Path | N
     """
     settings, varied = _varied([job["overrides"] for job in jobs])
     # Model, method and task are columns of every table already.
-    axes, finished = [key for key in varied if key not in COLUMNS], []
+    axes = [key for key in varied if key not in COLUMNS]
+    finished = []
     for setting, job in zip(settings, jobs, strict=True):
         if job["folder"]:
             finished.append((setting, Path(job["folder"])))
@@ -57,7 +65,9 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console, folder: Path | N
     for run in runs:
         checked(run, only=READ)  # the first of many may have finished days ago
     for file in TABLES:
-        there = [(s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()]
+        there = [
+            (s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()
+        ]
         if there:
             out = "summary.csv" if file == "metrics" else f"{file}_summary.csv"
             write_text(folder / out, _together(there, axes))
@@ -78,16 +88,23 @@ def finished(overrides: Sequence[Sequence[str]], runs: Sequence[Path]) -> Path |
     return folder if RunDir(folder).done and not RunDir(folder).damaged() else None
 
 
-def _varied(overrides: Sequence[Sequence[str]]) -> tuple[list[dict[str, str]], list[str]]:
+def _varied(
+    overrides: Sequence[Sequence[str]],
+) -> tuple[list[dict[str, str]], list[str]]:
     """The settings of every job, and the keys that are not alike in all of them."""
     settings = [dict(o.split("=", 1) for o in each if "=" in o) for each in overrides]
     keys = dict.fromkeys(key for setting in settings for key in setting)
-    return settings, [key for key in keys if len({setting.get(key) for setting in settings}) > 1]
+    return settings, [
+        key for key in keys if len({setting.get(key) for setting in settings}) > 1
+    ]
 
 
 def _place(varied: Sequence[str], runs: Sequence[Path]) -> Path:
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
-    return runs[0].parent / f"sweep__{name}__{digest(['/'.join(run.parts[-3:]) for run in runs])}"
+    return (
+        runs[0].parent
+        / f"sweep__{name}__{digest(['/'.join(run.parts[-3:]) for run in runs])}"
+    )
 
 
 def _show(folder: Path, console: Console) -> None:
@@ -95,11 +112,17 @@ def _show(folder: Path, console: Console) -> None:
     summary = read_csv(folder / "summary.csv")
     if summary is not None:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
-        console.print(text_table(header[:-1], [row[:-1] for row in rows], console.width))
-        console.print("average over gold positions in %, difference in points, [95 % interval]")
+        console.print(
+            text_table(header[:-1], [row[:-1] for row in rows], console.width)
+        )
+        console.print(
+            "average over gold positions in %, difference in points, [95 % interval]"
+        )
         console.print(sentence)
         show_findings(folder, console)
-        show_reference(folder, summary, read_csv(folder / "subsets_summary.csv"), console)
+        show_reference(
+            folder, summary, read_csv(folder / "subsets_summary.csv"), console
+        )
     elif (findings := read_csv(folder / "findings_summary.csv")) is not None:
         console.print(text_table(*verdict_table(_by_setting(findings)), console.width))
         console.print(answer(findings))
@@ -113,7 +136,8 @@ def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
     told = [run for run in runs if (run / "experiment.json").is_file()]
     if not told:
         return
-    facts, own = read_json(told[0] / "experiment.json"), list[Row]()
+    facts = read_json(told[0] / "experiment.json")
+    own = list[Row]()
     every = [read_json(run / "reference.json") or [] for run in told]
     for run, rows in zip(told, every, strict=True):
         metrics = read_csv(run / "metrics.csv")
@@ -133,15 +157,25 @@ def _label(run: Path) -> str:
 
 def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> str:
     """The tables of runs as one CSV, each row behind its run's label and values of the swept keys."""
-    fronts = [[_label(file.parent), *(setting.get(axis, "") for axis in axes)] for setting, file in files]
+    fronts = [
+        [_label(file.parent), *(setting.get(axis, "") for axis in axes)]
+        for setting, file in files
+    ]
     texts = [file.read_text(encoding="utf-8") for _, file in files]
-    header, columns = texts[0].partition("\n")[0], ["run", *axes]
+    header = texts[0].partition("\n")[0]
+    columns = ["run", *axes]
     if any('"' in text or not text.startswith(f"{header}\n") for text in texts):
-        frames = [pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False) for text in texts]
-        labels = [
-            pd.DataFrame([front] * len(f), columns=columns) for front, f in zip(fronts, frames, strict=True)
+        frames = [
+            pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+            for text in texts
         ]
-        rows = pd.concat([pd.concat(pair, axis=1) for pair in zip(labels, frames, strict=True)])
+        labels = [
+            pd.DataFrame([front] * len(f), columns=columns)
+            for front, f in zip(fronts, frames, strict=True)
+        ]
+        rows = pd.concat(
+            [pd.concat(pair, axis=1) for pair in zip(labels, frames, strict=True)]
+        )
         return rows.to_csv(index=False, lineterminator="\n")
     # The tables of hundreds of runs, a million rows of attention, are joined as text.
     out = [",".join([*columns, header]) + "\n"]
@@ -162,28 +196,46 @@ def again(folder: Path, console: Console) -> None:
     """Collect a sweep again, whose runs have changed since."""
     checked(folder, only=[JOBS])
     runs = iter(runs_of(folder))
-    jobs = [{**job, "folder": job["folder"] and str(next(runs))} for job in read_json(folder / JOBS)]
+    jobs = [
+        {**job, "folder": job["folder"] and str(next(runs))}
+        for job in read_json(folder / JOBS)
+    ]
     summarise(jobs, console, folder)
 
 
 def render_sweep(folder: Path) -> Path:
     """Draw the figures of what :func:`summarise` wrote, and its report.html, whose path it returns. Raises
     `UserError` where it has neither scores nor verdicts, or a file cannot be read."""
-    need_folder(folder, "a sweep folder (it holds summary.csv)", "summary.csv", "findings_summary.csv")
+    need_folder(
+        folder,
+        "a sweep folder (it holds summary.csv)",
+        "summary.csv",
+        "findings_summary.csv",
+    )
     names = ("summary", "attention_summary", "subsets_summary", "trend", "findings")
-    summary, attention, subsets, trend, findings = (read_csv(folder / f"{name}.csv") for name in names)
+    summary, attention, subsets, trend, findings = (
+        read_csv(folder / f"{name}.csv") for name in names
+    )
     if summary is None:
         return _render_verdicts(folder)
     axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
-    few, every = _few(summary, axes), summary["run"].nunique()
-    drawn_of = f" {few.nunique()} of {every} runs are drawn." if few.nunique() < every else ""
-    if "model" in axes and set(axes) <= {"model", "method"} and len(at_positions(summary)):
+    few = _few(summary, axes)
+    every = summary["run"].nunique()
+    drawn_of = (
+        f" {few.nunique()} of {every} runs are drawn." if few.nunique() < every else ""
+    )
+    if (
+        "model" in axes
+        and set(axes) <= {"model", "method"}
+        and len(at_positions(summary))
+    ):
         figure = accuracy_by_model(summary)
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
     else:
         figure = plots.factor_sweep(summary[summary["run"].isin(few)], axes)
-        left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
+        left = "score over all positions with 95 % intervals"
+        right = "score over the position of the answer"
         caption = f"Left: {left}. Right: {right}.{drawn_of}"
     drawn = {"sweep": (figure, caption)}
     sections = [Section("Settings", "", header, rows, drawn)]
@@ -197,40 +249,60 @@ def render_sweep(folder: Path) -> Path:
         drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
         sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
         sentence = f"{sentence} {answer(findings)}"
-    models, rows = list(dict.fromkeys(summary["model"])), plots.modified_of(summary)
+    models = list(dict.fromkeys(summary["model"]))
+    rows = plots.modified_of(summary)
     swept = [axis for axis in axes if axis not in COLUMNS and axis != "run"]
     told = title(map(shown, rows["method"]), models, rows["task"], swept)
     sections += beside(folder, summary, subsets)
-    return write_page(folder, told, sentence, sections, models, provenance=_command(folder))
+    return write_page(
+        folder, told, sentence, sections, models, provenance=_command(folder)
+    )
 
 
 def _render_verdicts(folder: Path) -> Path:
     """The page of a sweep whose runs judged claims and scored nothing."""
     findings = read_csv(folder / "findings_summary.csv")
     if findings is None:
-        raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
+        raise UserError(
+            "summary.csv", "no row", "rows of at least one run", "run the sweep first"
+        )
     settings = _by_setting(findings)
-    runs = settings.drop_duplicates("model")[["model", "run"]].astype(str).to_numpy().tolist()
+    runs = (
+        settings.drop_duplicates("model")[["model", "run"]]
+        .astype(str)
+        .to_numpy()
+        .tolist()
+    )
     sections = [
         Section("Verdicts", HOLDS, *verdict_table(settings)),
         Section("Numbers", "", *tables.findings_table(settings, models=True)),
         Section("Runs", "Each has a page with its figures.", ["model", "run"], runs),
     ]
     configs = [opened(run).config() for run in runs_of(folder)]
-    studies = [f"study {(config.get('study') or {}).get('name', '')}" for config in configs]
-    told = title(studies, findings["model"].dropna(), (), [c for c in findings if "." in c])
-    return write_page(folder, told, answer(findings), sections, provenance=_command(folder))
+    studies = [
+        f"study {(config.get('study') or {}).get('name', '')}" for config in configs
+    ]
+    told = title(
+        studies, findings["model"].dropna(), (), [c for c in findings if "." in c]
+    )
+    return write_page(
+        folder, told, answer(findings), sections, provenance=_command(folder)
+    )
 
 
 def _command(folder: Path) -> dict[str, str]:
     """The command of a sweep, which its runs know; empty where none is left."""
     known = (opened(run).facts(PROVENANCE) for run in runs_of(folder))
-    return next(({"command": str(facts["command"])} for facts in known if "command" in facts), {})
+    return next(
+        ({"command": str(facts["command"])} for facts in known if "command" in facts),
+        {},
+    )
 
 
 def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
     """Findings of many runs, whose model is told with what was swept beside it."""
-    texts, swept = findings["model"].fillna(""), findings.columns[: list(findings).index("model")]
+    texts = findings["model"].fillna("")
+    swept = findings.columns[: list(findings).index("model")]
     for column in swept.drop("run"):
         texts += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
     return findings.assign(model=texts.str.strip())
@@ -247,36 +319,64 @@ def _few(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
 def axes_of(summary: pd.DataFrame) -> list[str]:
     """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
     axes = swept_columns(summary)
-    settings = plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"]
+    settings = plots.with_setting(overall(plots.modified_of(summary)), axes)[0][
+        "setting"
+    ]
     return [*axes, "run"] if settings.duplicated().any() else axes
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
     """The swept columns: what of model, method and task varies, and what stands between `run` and `model`."""
-    swept = [c for c in summary.columns[: list(summary.columns).index("model")] if c != "run"]
+    swept = [
+        c for c in summary.columns[: list(summary.columns).index("model")] if c != "run"
+    ]
     rows = plots.modified_of(summary)
-    named = [c for c in ("model", "method", "task") if rows[c].nunique() > 1 and f"{c} (swept)" not in swept]
+    named = [
+        c
+        for c in ("model", "method", "task")
+        if rows[c].nunique() > 1 and f"{c} (swept)" not in swept
+    ]
     told: list[str] = []
     for column in [*named, *swept]:
         # A checkpoint's path says nothing where its name tells the rows apart already.
-        if not told or (rows.groupby(told, dropna=False)[column].nunique(dropna=False) > 1).any():
+        if (
+            not told
+            or (
+                rows.groupby(told, dropna=False)[column].nunique(dropna=False) > 1
+            ).any()
+        ):
             told.append(column)
     return told or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
 
 
-def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
+def sweep_table(
+    summary: pd.DataFrame, axes: list[str]
+) -> tuple[list[str], list[list[str]], str]:
     """Header, rows and the sentence of a sweep: how average and position bias run, and what changes."""
     rows, settings, label = plots.with_setting(summary, axes)
-    header = [label, metric_name(summary), "unmodified", "difference", "position bias", "n", "run"]
+    header = [
+        label,
+        metric_name(summary),
+        "unmodified",
+        "difference",
+        "position bias",
+        "n",
+        "run",
+    ]
     table: list[list[str]] = []
-    averages, biases = list[tuple[float, str]](), list[tuple[float, str]]()
+    averages = list[tuple[float, str]]()
+    biases = list[tuple[float, str]]()
     tally = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
     parts, runs = _averages(rows)
     for setting in settings:
         cells = [part.get(setting) for part in parts]
         point, _, difference, bias = cells
         averages += [(point.value, setting)] if point is not None else []
-        biases += [(bias.value, setting)] if bias is not None and not pd.isna(bias.value) else []
+        biases += (
+            [(bias.value, setting)]
+            if bias is not None and not pd.isna(bias.value)
+            else []
+        )
         if difference is not None:
             lower = "lower it" if difference.ci_high < 0 else "cannot be told apart"
             tally["raise it" if difference.ci_low > 0 else lower] += 1
@@ -285,10 +385,14 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         table.append([setting, *texts, "" if point is None else str(point.n), run])
     if not averages:
         return [], [], "Nothing was scored in this sweep."
-    text = [f"Over {len(settings)} settings of {label}, the average runs from {_span(averages, ' %', ' %')}"]
+    text = [
+        f"Over {len(settings)} settings of {label}, the average runs from {_span(averages, ' %', ' %')}"
+    ]
     verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
     if verdicts:
-        text.append(f"of {sum(tally.values())} compared with the unmodified model, {verdicts}")
+        text.append(
+            f"of {sum(tally.values())} compared with the unmodified model, {verdicts}"
+        )
     if biases:
         text.append(f"the position bias from {_span(biases, '', ' points')}")
     else:
@@ -299,18 +403,24 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
 def _averages(rows: pd.DataFrame) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
     """Average, that of the unmodified model, difference and position bias, each by setting; and its runs."""
     column = "run" if "run" in rows else "setting"
-    plain, runs = rows["method"] == UNMODIFIED, rows.groupby("setting")[column].unique()
+    plain = rows["method"] == UNMODIFIED
+    runs = rows.groupby("setting")[column].unique()
     modified = rows[~plain | ~rows["setting"].isin(rows.loc[~plain, "setting"])]
     unmodified = overall(rows[plain]).drop_duplicates(column).set_index(column)
     changes = overall(modified, "difference").dropna(subset="ci_low")
     parts = overall(modified), changes, overall(modified, "position_bias")
     found = [{row.setting: row for row in part[::-1].itertuples()} for part in parts]
     base = {r.Index: r for r in unmodified.itertuples()}
-    firsts = {s: next((base[run] for run in own if run in base), None) for s, own in runs.items()}
+    firsts = {
+        s: next((base[run] for run in own if run in base), None)
+        for s, own in runs.items()
+    }
     return [found[0], firsts, *found[1:]], runs
 
 
 def _span(values: list[tuple[float, str]], *units: str) -> str:
     """`70.0 % (a) to 80.0 % (b)`: the lowest and the highest share with its unit and setting."""
     ends = zip((min(values), max(values)), units, strict=True)
-    return " to ".join(f"{100 * share:.1f}{unit} ({setting})" for (share, setting), unit in ends)
+    return " to ".join(
+        f"{100 * share:.1f}{unit} ({setting})" for (share, setting), unit in ends
+    )

@@ -10,7 +10,8 @@ from posbench.stats.bootstrap import with_interval
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
-LONG, PAGE = 24, 40  # letters of a cell, and lines, from which on LaTeX breaks lines and pages
+LONG = 24
+PAGE = 40  # letters of a cell, and lines, from which on LaTeX breaks lines and pages
 Table = tuple[list[str], list[list[str]]]
 """A header, and rows."""
 
@@ -46,7 +47,11 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     wide = [max(map(len, [name, *frame[name]])) > LONG for name in header]
     tall = len(rows) * (4 if any(wide) else 1)  # lines, about
     paragraph = rf"p{{{min(0.3, 0.55 / max(sum(wide), 1)):.2f}\linewidth}}"
-    style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    style = (
+        frame.style.hide(axis="index")
+        .format(escape="latex")
+        .format_index(escape="latex", axis="columns")
+    )
     text: str = style.to_latex(
         hrules=True,
         column_format="".join(paragraph if long else "l" for long in wide),
@@ -73,14 +78,42 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
     a column of ``models`` where asked for, and one of notes where there are any."""
     rows = []
     table = findings.fillna({"note": "", "model": ""})
-    for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
-        p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "<0.001"
-        front = "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
+    for row in table.sort_values(
+        "kind", key=lambda kind: kind != "paper", kind="stable"
+    ).itertuples():
+        p = (
+            ""
+            if pd.isna(row.p_holm)
+            else f"{row.p_holm:.2g}"
+            if row.p_holm >= 0.001
+            else "<0.001"
+        )
+        front = (
+            "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
+        )
         model = [row.model] * models
         rows.append(
-            [row.verdict, *model, front + row.claim, number(row), row.statistic, p, str(row.n), str(row.note)]
+            [
+                row.verdict,
+                *model,
+                front + row.claim,
+                number(row),
+                row.statistic,
+                p,
+                str(row.n),
+                str(row.note),
+            ]
         )
-    header = ["verdict", *["model"] * models, "claim", "value", "statistic", "p (Holm)", "n", "note"]
+    header = [
+        "verdict",
+        *["model"] * models,
+        "claim",
+        "value",
+        "statistic",
+        "p (Holm)",
+        "n",
+        "note",
+    ]
     kept = len(header) - (not table["note"].any())
     return header[:kept], [row[:kept] for row in rows]
 
@@ -92,7 +125,11 @@ class _Columns:
         self.methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
         differs = set(rows.loc[rows["metric"].str.endswith("_difference"), "method"])
         self.changed = [m for m in self.methods if m in differs]
-        plain = ["difference"] if len(self.changed) == 1 else [f"{m}: difference" for m in self.changed]
+        plain = (
+            ["difference"]
+            if len(self.changed) == 1
+            else [f"{m}: difference" for m in self.changed]
+        )
         self.header = [*map(shown, self.methods), *plain]
 
     def line(self, rows: pd.DataFrame, name: str, scale: float = 100) -> list[str]:
@@ -100,18 +137,26 @@ class _Columns:
         form = "z.1f" if scale == 100 else "z.3f"
         cells: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
         values = [cell(cells.get((m, name)), form, scale) for m in self.methods]
-        return values + [cell(cells.get((m, f"{name}_difference")), f"+{form}", scale) for m in self.changed]
+        return values + [
+            cell(cells.get((m, f"{name}_difference")), f"+{form}", scale)
+            for m in self.changed
+        ]
 
 
 def position_table(metrics: pd.DataFrame) -> Table:
     """From metrics.csv rows of a run, a row per gold position, `all` last: depth and score of each method in
     %, difference of each modified one in points, with their intervals, n."""
     named = {"": "score", "difference": "score_difference"}
-    rows = pd.concat([of_metric(metrics, key).assign(metric=name) for key, name in named.items()])
-    columns, table = _Columns(rows), []
+    rows = pd.concat(
+        [of_metric(metrics, key).assign(metric=name) for key, name in named.items()]
+    )
+    columns = _Columns(rows)
+    table = []
     placed = at_positions(rows).sort_values("depth")
     depths = zip(placed["gold_position"].astype(str), placed["depth"], strict=True)
-    names = {place: f"{round(100 * depth, 1):g} %" for place, depth in depths} | {"all": "all"}
+    names = {place: f"{round(100 * depth, 1):g} %" for place, depth in depths} | {
+        "all": "all"
+    }
     for place, name in names.items():
         here = rows[rows["gold_position"].astype(str) == place]
         n = "/".join(dict.fromkeys(map(str, here["n"])))
@@ -124,22 +169,39 @@ def position_words(metrics: pd.DataFrame) -> str:
     # A depth that the task does not tell tells of no items.
     place = pd.to_numeric(metrics["gold_position"], errors="coerce")
     items = (1 + place / pd.to_numeric(metrics["depth"])).max()
-    return "" if pd.isna(items) else f"gold position: of {items:.0f} items, 0 % the first, 100 % the last"
+    return (
+        ""
+        if pd.isna(items)
+        else f"gold position: of {items:.0f} items, 0 % the first, 100 % the last"
+    )
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
     """From metrics.csv rows of a run, a row per statistic of the curves over gold positions: each method and
     the difference of each modified one, in points with their intervals."""
     rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(STATISTICS)]
-    columns, there = _Columns(rows), set(rows["metric"])
-    table = [[words, *columns.line(rows, name)] for name, words in BIAS_WORDS.items() if name in there]
+    columns = _Columns(rows)
+    there = set(rows["metric"])
+    table = [
+        [words, *columns.line(rows, name)]
+        for name, words in BIAS_WORDS.items()
+        if name in there
+    ]
     return ["statistic", *columns.header], table
 
 
 def limits(metrics: pd.DataFrame) -> dict[str, str]:
     """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
-    rows = metrics[metrics["metric"] == "position_bias"] if "note" in metrics else metrics.iloc[:0]
-    return {row.method: row.note for row in rows[rows["value"].isna()].itertuples() if cell(row, "")}
+    rows = (
+        metrics[metrics["metric"] == "position_bias"]
+        if "note" in metrics
+        else metrics.iloc[:0]
+    )
+    return {
+        row.method: row.note
+        for row in rows[rows["value"].isna()].itertuples()
+        if cell(row, "")
+    }
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
@@ -150,7 +212,9 @@ def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(subset="all", kind="average")
 
 
-def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) -> Table:
+def subset_table(
+    subsets: pd.DataFrame, kind: str = "", own: str | None = None
+) -> Table:
     """Subsets and averages (or ``kind`` alone), from subsets.csv rows of a run: a row for each and metric.
 
     Columns: subset, metric (if there are several), value of each method with its interval, difference of each
@@ -159,13 +223,19 @@ def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) 
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     own = own_metric(subsets).iloc[0] if own is None else own
-    columns, table = _Columns(rows), []
+    columns = _Columns(rows)
+    table = []
     plain = rows[~rows["metric"].str.endswith("_difference")]
-    for where, name in dict.fromkeys(zip(plain["subset"], plain["metric"], strict=True)):
+    for where, name in dict.fromkeys(
+        zip(plain["subset"], plain["metric"], strict=True)
+    ):
         here = rows[rows["subset"] == where]
         n = str(here.loc[here["metric"] == name, "n"].iloc[0])
-        table.append([where, name, *columns.line(here, name, 100 if name == own else 1), n])
+        table.append(
+            [where, name, *columns.line(here, name, 100 if name == own else 1), n]
+        )
     header = ["subset", "metric", *columns.header, "n"]
     if own and len({line[1] for line in table}) == 1:
-        header, table = [header[0], *header[2:]], [[line[0], *line[2:]] for line in table]
+        header = [header[0], *header[2:]]
+        table = [[line[0], *line[2:]] for line in table]
     return header, table

@@ -28,17 +28,26 @@ FEW = 24  # subsets and averages up to which the terminal shows them all, as the
 
 def show(folder: Path, console: Console) -> None:
     """Print what a run folder says: the table, the result in words, and where the page is."""
-    metrics, subsets = read_csv(folder / "metrics.csv"), read_csv(folder / "subsets.csv")
+    metrics = read_csv(folder / "metrics.csv")
+    subsets = read_csv(folder / "subsets.csv")
     if metrics is not None:
         console.print(summary_table(metrics, console.width))
         if subsets is not None:
             few = subsets["subset"].nunique() <= FEW
-            console.print(text_table(*tables.subset_table(subsets, "" if few else "average"), console.width))
+            console.print(
+                text_table(
+                    *tables.subset_table(subsets, "" if few else "average"),
+                    console.width,
+                )
+            )
         others = tables.other_scores(metrics)
         if len(others):
-            console.print(text_table(*tables.subset_table(others, own=""), console.width))
+            console.print(
+                text_table(*tables.subset_table(others, own=""), console.width)
+            )
         console.print(headline(metrics))
-        method, cut = read_json(folder / "method.json") or {}, cut_prompts(folder)
+        method = read_json(folder / "method.json") or {}
+        cut = cut_prompts(folder)
         if len(method) > 1:
             console.print(f"as applied: {applied(method)}")
         if cut:
@@ -47,9 +56,14 @@ def show(folder: Path, console: Console) -> None:
     show_findings(folder, console)
     took = spent(opened(folder).status())
     if took:
-        console.print("; ".join(f"{name}: {words}" for name, words in took.items()), soft_wrap=True)
+        console.print(
+            "; ".join(f"{name}: {words}" for name, words in took.items()),
+            soft_wrap=True,
+        )
     page = folder / "report.html"
-    console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
+    console.print(
+        f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True
+    )
     gained = read_csv(folder / held_back.TABLE)
     if gained is not None and held_back.noise(gained.iloc[0]):
         console.print(held_back.words(gained.iloc[0]), soft_wrap=True)
@@ -59,7 +73,11 @@ def summary_table(metrics: pd.DataFrame, width: int = 80) -> Table:
     """The table a run ends with: scores by gold position."""
     table = text_table(*tables.position_table(metrics), width)
     table.title = Text(
-        ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
+        ", ".join(
+            str(metrics[c].iloc[0])
+            for c in ("model", "task")
+            if metrics[c].nunique() == 1
+        )
     )
     units = f"{metric_name(metrics)} in %, difference in points, [95 % interval]"
     table.caption = f"{units}\n{tables.position_words(metrics)}".strip()
@@ -76,7 +94,10 @@ def show_findings(folder: Path, console: Console) -> None:
     if findings is not None:
         header, rows = tables.findings_table(findings)
         # The notes stand in findings.csv and in the report; a narrow terminal holds less.
-        lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, value, what, p, *_ in rows]
+        lines = [
+            [verdict, f"{claim}: {what}", value, p]
+            for verdict, claim, value, what, p, *_ in rows
+        ]
         told = ["verdict", "claim: what was measured", "value", header[4]]
         console.print(text_table(told, lines, console.width))
         console.print(verdicts(findings))
@@ -92,14 +113,24 @@ def show_reference(
             console.print(text_table(section.header, section.rows, console.width))
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80) -> Table:
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80
+) -> Table:
     """A table; intervals stand below their numbers where it is wider than so many letters. Names and settings
     such as `[a,b]` are no markup."""
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
-    longest = [max(map(len, [*column[0].split(), *column[1:]])) for column in zip(header, *rows, strict=True)]
+    longest = [
+        max(map(len, [*column[0].split(), *column[1:]]))
+        for column in zip(header, *rows, strict=True)
+    ]
     fits = sum(longest) + 3 * (len(header) - 1) <= width
     for name, most in zip(header, longest, strict=True):
-        table.add_column(Text(name if len(name) <= most else name.replace(" ", "\n")), overflow="fold")
+        table.add_column(
+            Text(name if len(name) <= most else name.replace(" ", "\n")),
+            overflow="fold",
+        )
     for row in rows:
-        table.add_row(*(Text(cell if fits else re.sub(INTERVAL, r"\n\1", cell)) for cell in row))
+        table.add_row(
+            *(Text(cell if fits else re.sub(INTERVAL, r"\n\1", cell)) for cell in row)
+        )
     return table

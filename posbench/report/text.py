@@ -10,10 +10,25 @@ from typing import Any
 import numpy as np
 
 from posbench.late import pd
-from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
+from posbench.report.tables import (
+    Table,
+    bias_table,
+    findings_table,
+    limits,
+    number,
+    pct,
+    points,
+)
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
-from posbench.stats.frames import SERVED, UNMODIFIED, at_positions, metric_name, overall, shown
+from posbench.stats.frames import (
+    SERVED,
+    UNMODIFIED,
+    at_positions,
+    metric_name,
+    overall,
+    shown,
+)
 
 FEW = 4  # claims of one verdict, or names, that a sentence lists
 SOURCE = r" \([^()]*\d[^()]*\)$"
@@ -24,25 +39,53 @@ def spent(status: Mapping[str, Any]) -> dict[str, str]:
     """What a run took, from its ``status.json``: time by stage, tokens a second of the loops over prompts,
     the most memory of its process. Drawing the page is left out: that is done later again."""
     known = status.get("spent", {})
-    stages = {name: known[name] for name in ("search", "study", "intervene", "evaluate") if name in known}
-    looped = {stage: facts for stage, facts in stages.items() if facts.get("loop_seconds")}
-    tokens = {stage: facts["prompt_tokens"] + facts["reply_tokens"] for stage, facts in looped.items()}
-    rates = [f"{stage} {n / looped[stage]['loop_seconds']:,.0f}" for stage, n in tokens.items() if n]
-    peaks = {name: max((f.get(name, 0) for f in stages.values()), default=0) for name in ("resident", "cuda")}
+    stages = {
+        name: known[name]
+        for name in ("search", "study", "intervene", "evaluate")
+        if name in known
+    }
+    looped = {
+        stage: facts for stage, facts in stages.items() if facts.get("loop_seconds")
+    }
+    tokens = {
+        stage: facts["prompt_tokens"] + facts["reply_tokens"]
+        for stage, facts in looped.items()
+    }
+    rates = [
+        f"{stage} {n / looped[stage]['loop_seconds']:,.0f}"
+        for stage, n in tokens.items()
+        if n
+    ]
+    peaks = {
+        name: max((f.get(name, 0) for f in stages.values()), default=0)
+        for name in ("resident", "cuda")
+    }
     told = {
-        "time": ", ".join(f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()),
+        "time": ", ".join(
+            f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()
+        ),
         "tokens/s": f"{', '.join(rates)} (prompts and replies)" if rates else "",
-        "peak memory": ", ".join(f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak),
+        "peak memory": ", ".join(
+            f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak
+        ),
     }
     return {name: words for name, words in told.items() if words}
 
 
-def title(what: Iterable[str], models: Iterable[str], tasks: Iterable[str], swept: Iterable[str] = ()) -> str:
+def title(
+    what: Iterable[str],
+    models: Iterable[str],
+    tasks: Iterable[str],
+    swept: Iterable[str] = (),
+) -> str:
     """What a page is about: studies or methods on models, tasks, and what was swept; many as their number."""
-    text, parts = "", {"": (what, "methods"), " on ": (models, "models"), ", ": (tasks, "tasks")}
+    text = ""
+    parts = {"": (what, "methods"), " on ": (models, "models"), ", ": (tasks, "tasks")}
     for front, (names, kind) in (parts | {", by ": (swept, "keys")}).items():
         each = list(dict.fromkeys(filter(None, names)))
-        text += front * bool(each) + (", ".join(each) if len(each) <= FEW else f"{len(each)} {kind}")
+        text += front * bool(each) + (
+            ", ".join(each) if len(each) <= FEW else f"{len(each)} {kind}"
+        )
     return text
 
 
@@ -53,12 +96,15 @@ def subject(config: Mapping[str, Any]) -> str:
         part = config.get(key)
         return str(part.get("name", "")) if isinstance(part, Mapping) else ""
 
-    method, stages = name("method"), config.get("stages") or ()
+    method = name("method")
+    stages = config.get("stages") or ()
     model = config.get("model")
     method = SERVED if isinstance(model, Mapping) and model.get("base_url") else method
     what = shown(method) if method else "run"
     if name("study"):
-        what = f"study {name('study')}" + f" with {method}" * (method not in ("", UNMODIFIED))
+        what = f"study {name('study')}" + f" with {method}" * (
+            method not in ("", UNMODIFIED)
+        )
     elif "search" in stages and "evaluate" not in stages:
         what = f"search {name('search')} for {method}"
     return title([what], [name("model")], [name("task")])
@@ -70,12 +116,18 @@ def headline(metrics: pd.DataFrame | None) -> str:
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
     average: Any = overall(metrics).drop_duplicates("method").set_index("method")
-    verb, limited = "answers" if metric_name(metrics) == "accuracy" else "scores", limits(metrics)
-    front, said = [_limited(note, limited) for note in dict.fromkeys(limited.values())], list[str]()
+    verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
+    limited = limits(metrics)
+    front = [_limited(note, limited) for note in dict.fromkeys(limited.values())]
+    said = list[str]()
     base = SERVED if SERVED in average.index else UNMODIFIED
     if base in average.index and (len(average) == 1 or base not in limited):
         said += [_alone(metrics, average, base, verb, base not in limited)]
-    said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != base]
+    said += [
+        _verdict(metrics, average, str(name), verb)
+        for name in average.index
+        if name != base
+    ]
     header, bias = bias_table(metrics)
     if bias:
         cells = zip(header[1:], bias[0][1:], strict=True)
@@ -98,7 +150,8 @@ def _alone(rows: pd.DataFrame, average: Any, name: str, verb: str, curved: bool)
     base = base[base["method"] == name].sort_values("depth")
     mean = f"{pct(average.at[name, 'value'])} on average (n = {average.at[name, 'n']})"
     if curved and len(base) > 2:
-        ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
+        ends = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2
+        worst = base["value"].iloc[1:-1].min()
         curve = f"{pct(ends)} at the ends and {pct(worst)} at its worst inner position"
         mean = f"{curve}, {mean}" if len(average) == 1 else curve
     return f"The {shown(name)} model {verb} {mean}"
@@ -106,13 +159,16 @@ def _alone(rows: pd.DataFrame, average: Any, name: str, verb: str, curved: bool)
 
 def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
     """What a method does to the average, as far as the interval of the difference allows to say."""
-    after, n = pct(average.at[method, "value"]), average.at[method, "n"]
+    after = pct(average.at[method, "value"])
+    n = average.at[method, "n"]
     difference = overall(rows, "difference")
     difference = difference[difference["method"] == method].dropna(subset="ci_low")
     if UNMODIFIED not in average.index or difference.empty:
         return f"{method} {verb} {after} on average (n = {n}; no paired comparison was recorded)"
-    change, before = difference.iloc[0], pct(average.at[UNMODIFIED, "value"])
-    low, high = 100 * change["ci_low"], 100 * change["ci_high"]
+    change = difference.iloc[0]
+    before = pct(average.at[UNMODIFIED, "value"])
+    low = 100 * change["ci_low"]
+    high = 100 * change["ci_high"]
     facts = f"{points(change['value'])} points, 95 % interval {low:.1f} to {high:.1f}, n = {change['n']}"
     if low > 0 or high < 0:
         return f"{method} {'raises' if low > 0 else 'lowers'} the average from {before} to {after} ({facts})"
@@ -133,22 +189,35 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
 def served(rows: Iterable[Mapping[str, Any]]) -> str:
     """What a server did with the prompts, from rows that tell so; empty for a model in process."""
     rows = list(rows)
-    notes, ways, servers = (Counter(r[k] for r in rows if r.get(k)) for k in ("note", "by", "server"))
+    notes, ways, servers = (
+        Counter(r[k] for r in rows if r.get(k)) for k in ("note", "by", "server")
+    )
     named = " and ".join(map(str, servers))
-    said = [f"The replies are those of a server, of its model {named}."] if named else []
-    empty = sum("finish" in row and not row["output"] and "note" not in row for row in rows)
+    said = (
+        [f"The replies are those of a server, of its model {named}."] if named else []
+    )
+    empty = sum(
+        "finish" in row and not row["output"] and "note" not in row for row in rows
+    )
     said += [f"{empty} of {len(rows)} replies are empty."] if empty else []
     kinds = {
-        name: ", ".join(f"{n} {at}" for at, n in of.items()) for name, of in (("note", notes), ("by", ways))
+        name: ", ".join(f"{n} {at}" for at, n in of.items())
+        for name, of in (("note", notes), ("by", ways))
     }
     if notes:
         count = f"{notes.total()} of {len(rows)} prompts"
-        said.append(f"{count} have no score, the model did not read them: {kinds['note']}.")
+        said.append(
+            f"{count} have no score, the model did not read them: {kinds['note']}."
+        )
     said += [f"Choices were read by: {kinds['by']}."] if ways else []
-    pairs = [(row.get("prompt_tokens"), row.get("tokens")) for row in rows if "by" not in row]
+    pairs = [
+        (row.get("prompt_tokens"), row.get("tokens")) for row in rows if "by" not in row
+    ]
     if other := [read - own for read, own in pairs if read and own and read != own]:
         count = f"{len(other)} prompts, by {np.mean(other):+.1f} on average"
-        said.append(f"The server counted other tokens than the tokenizer here in {count}.")
+        said.append(
+            f"The server counted other tokens than the tokenizer here in {count}."
+        )
     return " ".join(said)
 
 
@@ -166,9 +235,16 @@ def applied(method: Mapping[str, Any]) -> str:
 def verdicts(findings: pd.DataFrame) -> str:
     """How a study's claims fared, the paper's and our controls apart."""
     said = []
-    for kind, words in {"paper": "Claims of the paper", "control": "Our controls"}.items():
+    for kind, words in {
+        "paper": "Claims of the paper",
+        "control": "Our controls",
+    }.items():
         own = findings[findings["kind"] == kind]
-        corrected = " (Holm-corrected within the study)" if own["p_holm"].notna().sum() > 1 else ""
+        corrected = (
+            " (Holm-corrected within the study)"
+            if own["p_holm"].notna().sum() > 1
+            else ""
+        )
         if len(own):
             said.append(f"{words}: {tally(own['verdict'])}{corrected}.")
     return " ".join(said)
@@ -177,7 +253,8 @@ def verdicts(findings: pd.DataFrame) -> str:
 def decided(findings: pd.DataFrame) -> str:
     """The paper's claims that are decided, each with the models it is said of, and how many are not; our
     controls where there are no others."""
-    said, undecided = _named(findings, FEW), tally(_own(findings)["verdict"], VERDICTS[2:])
+    said = _named(findings, FEW)
+    undecided = tally(_own(findings)["verdict"], VERDICTS[2:])
     said += [f"{'Beside these: ' if said else ''}{undecided}."] if undecided else []
     return " ".join(said)
 
@@ -185,7 +262,9 @@ def decided(findings: pd.DataFrame) -> str:
 def answer(findings: pd.DataFrame) -> str:
     """What a study found: how its claims fared, and the first that are decided, with their numbers; the first
     that is not where none is."""
-    found = _named(findings, 2, numbers=True) or _named(findings, 1, ("inconclusive",), numbers=True)
+    found = _named(findings, 2, numbers=True) or _named(
+        findings, 1, ("inconclusive",), numbers=True
+    )
     return " ".join([verdicts(findings), *found])
 
 
@@ -196,21 +275,30 @@ def _own(findings: pd.DataFrame) -> pd.DataFrame:
 
 
 def _named(
-    findings: pd.DataFrame, few: int, among: Sequence[str] = VERDICTS[:2], numbers: bool = False
+    findings: pd.DataFrame,
+    few: int,
+    among: Sequence[str] = VERDICTS[:2],
+    numbers: bool = False,
 ) -> list[str]:
     """The first claims of each verdict with their models; of one model, if asked for, with their number."""
-    own, every, said = _own(findings), findings["model"].nunique(), []
+    own = _own(findings)
+    every = findings["model"].nunique()
+    said = []
     for verdict in among:
         claims: dict[str, list[Any]] = {}
         for row in own[own["verdict"] == verdict].itertuples():
             claims.setdefault(re.sub(SOURCE, "", row.claim), []).append(row)
         # Those of the most models come first.
-        ranked = sorted(claims.items(), key=lambda pair: -len({row.model for row in pair[1]}))
+        ranked = sorted(
+            claims.items(), key=lambda pair: -len({row.model for row in pair[1]})
+        )
         listed = []
         for claim, rows in ranked[:few]:
             told = numbers and every < 2 and len(rows) == 1
             one = f" ({rows[0].statistic}: {number(rows[0])})" if told else ""
-            listed.append(f"{claim}{_on(list(dict.fromkeys(row.model for row in rows)), every)}{one}")
+            listed.append(
+                f"{claim}{_on(list(dict.fromkeys(row.model for row in rows)), every)}{one}"
+            )
         listed += [f"{len(claims) - few} more"] * (len(claims) > few)
         said += [f"{verdict.capitalize()}: {'; '.join(listed)}."] if listed else []
     return said
@@ -226,16 +314,23 @@ def _on(models: Sequence[str], every: int) -> str:
 
 def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
     """`3 hold, 1 inconclusive`: how often each verdict occurs, in the order of the words."""
-    counts, plural = verdicts.value_counts(), {"holds": "hold", "agrees": "agree", "differs": "differ"}
+    counts = verdicts.value_counts()
+    plural = {"holds": "hold", "agrees": "agree", "differs": "differ"}
     there = [(counts[name], name) for name in words if name in counts]
-    return ", ".join(f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there)
+    return ", ".join(
+        f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there
+    )
 
 
 def verdict_table(findings: pd.DataFrame) -> Table:
     """Claims of many runs: a row for each claim, the papers' first, and verdict, with the models of it."""
-    ordered, rows = findings.sort_values("kind", key=lambda kind: kind != "paper", kind="stable"), []
+    ordered = findings.sort_values(
+        "kind", key=lambda kind: kind != "paper", kind="stable"
+    )
+    rows = []
     for _, each in ordered.groupby("claim", sort=False):
         for verdict, part in each.groupby("verdict", sort=False):
-            claim, models = findings_table(part)[1][0][1], "; ".join(dict.fromkeys(part["model"]))
+            claim = findings_table(part)[1][0][1]
+            models = "; ".join(dict.fromkeys(part["model"]))
             rows.append([str(verdict), claim, models])
     return ["verdict", "claim", "models"], rows

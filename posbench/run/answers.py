@@ -36,7 +36,9 @@ def answers(
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 
-def planned(subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> tuple[Asks, Compute]:
+def planned(
+    subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
+) -> tuple[Asks, Compute]:
     """What to ask, of runs that differ in their methods alone, and what makes the rows of a batch."""
     run = subjects[0].run
 
@@ -44,26 +46,49 @@ def planned(subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> tupl
         given = [each.example for each in batch]
         with asks.under(batch) as prefix:
             said = replies(run.lm, run.task, given, encoded, prefix)
-        return [_row(run, e, encoded[e.id], reply) for e, reply in zip(given, said, strict=True)]
+        return [
+            _row(run, e, encoded[e.id], reply)
+            for e, reply in zip(given, said, strict=True)
+        ]
 
-    asks = Asks.of(subjects, run.evaluation, encoded, lambda part, most: run.plan(part, encoded, tokens=most))
+    asks = Asks.of(
+        subjects,
+        run.evaluation,
+        encoded,
+        lambda part, most: run.plan(part, encoded, tokens=most),
+    )
     return asks, compute
 
 
-def _served(run: Run, file: str, subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> list[Row]:
-    endpoint, encoder, choosing = run.endpoint, run.encoder, any(e.choices for e in run.evaluation)
+def _served(
+    run: Run, file: str, subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
+) -> list[Row]:
+    endpoint = run.endpoint
+    encoder = run.encoder
+    choosing = any(e.choices for e in run.evaluation)
 
     def ask(each: Ask) -> Row:
         endpoint.check(choosing)
         e = each.example
-        return _row(run, e, encoded[e.id], served.reply(endpoint, encoder, run.task, e, encoded[e.id]))
+        return _row(
+            run,
+            e,
+            encoded[e.id],
+            served.reply(endpoint, encoder, run.task, e, encoded[e.id]),
+        )
 
     asked = [Ask(subject, e) for subject in subjects for e in run.evaluation]
-    return run.complete_each(file, STAGE, asked, lambda each: each.key, ask, run.model.concurrency)
+    return run.complete_each(
+        file, STAGE, asked, lambda each: each.key, ask, run.model.concurrency
+    )
 
 
 def _row(run: Run, e: Example, encoded: Encoded, reply: Row) -> Row:
-    origin = {"subset": e.subset, "gold_position": e.gold_position, "cluster": e.cluster}
+    origin = {
+        "subset": e.subset,
+        "gold_position": e.gold_position,
+        "cluster": e.cluster,
+    }
     own = len(encoded.ids) * (run.model.api == "completions")
     size = {"tokens": own or reply.get("prompt_tokens"), "dropped": encoded.dropped}
     asked = {"answers": list(e.answers), "prompt": prompt_digest(e)}
@@ -74,8 +99,15 @@ def _row(run: Run, e: Example, encoded: Encoded, reply: Row) -> Row:
 
 def compared(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
     """Method, id, gold_position, cluster, score (the task's own) of every evaluation example; resumed."""
-    encoded, metric = run.encode(run.evaluation), run.task.metric
-    rows = [row for each in answers(run, file, methods, encoded).values() for row in each]
-    own = [(r, r["cluster"] or r["id"], r["scores"][metric]) for r in rows if r["scores"]]
+    encoded = run.encode(run.evaluation)
+    metric = run.task.metric
+    rows = [
+        row for each in answers(run, file, methods, encoded).values() for row in each
+    ]
+    own = [
+        (r, r["cluster"] or r["id"], r["scores"][metric]) for r in rows if r["scores"]
+    ]
     values = [(r["method"], r["id"], r["gold_position"], *rest) for r, *rest in own]
-    return pd.DataFrame(values, columns=["method", "id", "gold_position", "cluster", "score"])
+    return pd.DataFrame(
+        values, columns=["method", "id", "gold_position", "cluster", "score"]
+    )

@@ -27,18 +27,24 @@ WAIT = LEASE + 30
 """Seconds to wait for another process that is making a version folder: it may have died elsewhere."""
 
 
-def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -> Path | None:
+def find(
+    outputs: Path, suite: str, version_key: Mapping[str, Any], name: str
+) -> Path | None:
     """The folder that :func:`claim` would resume; None where it would make a new one. Makes nothing.
 
     Raises:
         UserError: The outputs cannot be read, or not be written where there is something to write.
     """
     try:
-        nearest = next(p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists())
+        nearest = next(
+            p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists()
+        )
         if not nearest.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no folder")
         there = (outputs / suite).is_dir()
-        version = _known_version(outputs / suite, version_key, name)[0] if there else None
+        version = (
+            _known_version(outputs / suite, version_key, name)[0] if there else None
+        )
         folder = version / name if version and (version / name).is_dir() else None
         if not os.access(nearest, os.W_OK) and not (folder and RunDir(folder).done):
             raise PermissionError(errno.EACCES, f"{nearest} cannot be written")
@@ -66,7 +72,8 @@ def claim(
     Raises:
         UserError: Another process owns the folder, or it cannot be written.
     """
-    known, own = find(outputs, suite, version_key, name), run_id(version_key, name)
+    known = find(outputs, suite, version_key, name)
+    own = run_id(version_key, name)
     with ExitStack() as stack:
         try:
             (outputs / suite).mkdir(parents=True, exist_ok=True)
@@ -80,7 +87,11 @@ def claim(
                 made.resume((), config, provenance)
                 os.rename(made.path, folder)
         except OSError as error:
-            if not (known and RunDir(known).done and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)):
+            if not (
+                known
+                and RunDir(known).done
+                and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+            ):
                 raise _unusable(outputs, error) from error
             folder = known
         yield RunDir(folder, own)
@@ -93,14 +104,19 @@ def _waiting_for(lock: Path) -> Iterator[None]:
     Raises:
         MachineError: It was held all the time.
     """
-    lease, began, told = Lease(lock), time.monotonic(), False
+    lease = Lease(lock)
+    began = time.monotonic()
+    told = False
     while not lease.take():
         waited = time.monotonic() - began
         if waited > min(1.0, WAIT) and not told:
-            log.warning("waiting up to %d seconds for another process that holds %s", WAIT, lock)
+            log.warning(
+                "waiting up to %d seconds for another process that holds %s", WAIT, lock
+            )
             told = True
         if waited > WAIT:
-            allowed, hint = f"free within {WAIT:g} seconds", "look for a posbench that hangs, and stop it"
+            allowed = f"free within {WAIT:g} seconds"
+            hint = "look for a posbench that hangs, and stop it"
             raise MachineError("lock", str(lock), allowed, hint)
         time.sleep(random.uniform(0.02, 0.1))
     try:
@@ -115,11 +131,18 @@ def _unusable(outputs: Path, error: OSError) -> UserError:
     return kind("runtime.outputs", str(outputs), "a folder that can be written", hint)
 
 
-def _known_version(suite: Path, key: Mapping[str, Any], name: str) -> tuple[Path | None, int]:
+def _known_version(
+    suite: Path, key: Mapping[str, Any], name: str
+) -> tuple[Path | None, int]:
     """The version folder that holds the run, else the newest with this key and nothing else under the run's
     name; and the highest number of any."""
-    there = {int(p.name[1:]): p for p in suite.iterdir() if re.fullmatch("v[0-9]+", p.name) and p.is_dir()}
-    newest, own = [there[number] for number in sorted(there, reverse=True)], {run_id(key, name)}
+    there = {
+        int(p.name[1:]): p
+        for p in suite.iterdir()
+        if re.fullmatch("v[0-9]+", p.name) and p.is_dir()
+    }
+    newest = [there[number] for number in sorted(there, reverse=True)]
+    own = {run_id(key, name)}
     holding = (version for version in newest if own & {*ids(version / name)})
     same = (v for v in newest if _key_of(v) == plain(key) and {*ids(v / name)} <= own)
     return next(itertools.chain(holding, same), None), max(there, default=0)

@@ -51,12 +51,18 @@ class Work:
         """So much of it; batches stay as large as they are."""
         kept = ("stage", "batch", "held")
         every = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Work(**{k: v if k in kept else round(v * factor) for k, v in every.items()})
+        return Work(
+            **{k: v if k in kept else round(v * factor) for k, v in every.items()}
+        )
 
 
-FLOPS, BANDWIDTH, MEMORY = 989e12, 3.35e12, 80e9
+FLOPS = 989e12
+BANDWIDTH = 3.35e12
+MEMORY = 80e9
 """An H100 SXM by NVIDIA's data sheet: operations a second in bfloat16, dense; bytes a second; bytes."""
-COMPUTE, READING, FILLED = 0.4, 0.6, 0.9
+COMPUTE = 0.4
+READING = 0.6
+FILLED = 0.9
 """Assumed: shares of the first in prefills, of the second in generation, of the third that is used."""
 
 
@@ -76,16 +82,23 @@ class Costs:
     @classmethod
     def of(cls, lm: LM) -> Costs:
         """Of a model, whose weights may be on the meta device."""
-        config, kept = families.text_config(lm.model), lm.model.get_input_embeddings().weight
+        config = families.text_config(lm.model)
+        kept = lm.model.get_input_embeddings().weight
         every = sum(p.numel() for p in lm.model.parameters())
         output = lm.model.get_output_embeddings()
         head = output.weight.numel() if output else kept.numel()
-        body = every - kept.numel() - (head if output and output.weight is not kept else 0)
-        queries, layers = config.num_attention_heads, config.num_hidden_layers
+        body = (
+            every - kept.numel() - (head if output and output.weight is not kept else 0)
+        )
+        queries = config.num_attention_heads
+        layers = config.num_hidden_layers
         groups = getattr(config, "num_key_value_heads", None) or queries
         size = getattr(config, "head_dim", None) or config.hidden_size // queries
-        cache, width = 2 * layers * groups * size, kept.element_size()
-        return cls(every, body, head, layers, queries * size, cache, token_bytes(lm), width)
+        cache = 2 * layers * groups * size
+        width = kept.element_size()
+        return cls(
+            every, body, head, layers, queries * size, cache, token_bytes(lm), width
+        )
 
     @property
     def weights(self) -> int:
@@ -110,7 +123,11 @@ class Costs:
         return self.prefill(work) + self._flops(work.fed, work.later, work.fed)
 
     def _flops(self, tokens: int, pairs: int, outputs: int) -> float:
-        return 2.0 * self.body * tokens + 4.0 * self.layers * self.heads * pairs + 2.0 * self.head * outputs
+        return (
+            2.0 * self.body * tokens
+            + 4.0 * self.layers * self.heads * pairs
+            + 2.0 * self.head * outputs
+        )
 
     def seconds(self, work: Work) -> float:
         """On an H100: prefills take their operations, a step of generation reads weights and cache."""

@@ -21,7 +21,10 @@ from posbench.run.lease import need_owned
 from posbench.run.rows import checksum, lines, read_rows
 
 log = logging.getLogger(__name__)
-CONFIG, PROVENANCE, STATUS, MANIFEST = "config.yaml", "provenance.json", "status.json", "manifest.json"
+CONFIG = "config.yaml"
+PROVENANCE = "provenance.json"
+STATUS = "status.json"
+MANIFEST = "manifest.json"
 OTHER_HARDWARE = "other_hardware"
 """Field of the provenance: further machines that made rows; they agree with the first one up to rounding."""
 JOBS = "jobs.json"
@@ -31,7 +34,9 @@ READ = (ROWS, ".csv", ".json", ".yaml")
 """Kinds of files that numbers are read from: one more of them in a finished run is damage too."""
 DRAWN = ("figures/", "report.html")
 """What ``posbench report`` makes again from the other files."""
-YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # many times faster where there is a C library
+YAML = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # many times faster where there is a C library
 
 
 @dataclass
@@ -44,7 +49,10 @@ class RunDir:
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""
         need_owned(self.path)
-        write_text(self.path / name, json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
+        write_text(
+            self.path / name,
+            json.dumps(data, indent=2, sort_keys=True, default=str) + "\n",
+        )
 
     def read_json(self, name: str) -> Any:
         """A JSON file's content, an empty dict where there is none yet; `UserError` where it is damaged."""
@@ -53,15 +61,21 @@ class RunDir:
             return json.loads(file.read_bytes()) if file.is_file() else {}
         except ValueError as error:
             hint = f"remove {self.path} and repeat the command that made it"
-            raise UserError(name, str(file), "JSON as posbench writes it", hint) from error
+            raise UserError(
+                name, str(file), "JSON as posbench writes it", hint
+            ) from error
 
     def config(self, *groups: str) -> dict[str, Any]:
         """The recorded config, empty where there is none; `UserError` where it is none, or lacks a group."""
-        file, found = self.path / CONFIG, None
+        file = self.path / CONFIG
+        found = None
         with suppress(yaml.YAMLError, UnicodeDecodeError):
             found = yaml.load(file.read_text(), YAML) if file.is_file() else {}
-        if not isinstance(found, dict) or not all(isinstance(found.get(group), dict) for group in groups):
-            allowed, hint = "a config as posbench records it", "repeat the command that made this run"
+        if not isinstance(found, dict) or not all(
+            isinstance(found.get(group), dict) for group in groups
+        ):
+            allowed = "a config as posbench records it"
+            hint = "repeat the command that made this run"
             raise UserError(CONFIG, str(file), allowed, hint)
         return found
 
@@ -82,7 +96,10 @@ class RunDir:
         file = self.path / name
         try:
             found = json.loads(file.read_bytes()) if file.is_file() else {}
-            whole = found.pop("sum") == checksum(found) and self.id in ("", found["run"])
+            whole = found.pop("sum") == checksum(found) and self.id in (
+                "",
+                found["run"],
+            )
         except (ValueError, KeyError, AttributeError, TypeError):
             return {}
         return dict(found) if whole else {}
@@ -106,13 +123,21 @@ class RunDir:
         """Record what a stage wrote, and that it is done, when the block ends without an error."""
         before = self._stamps()
         yield
-        wrote = [name for name, stamp in self._stamps().items() if stamp != before.get(name)]
+        wrote = [
+            name for name, stamp in self._stamps().items() if stamp != before.get(name)
+        ]
         # Rows and bookkeeping carry checksums of their own.
-        wrote = [name for name in wrote if not name.endswith(ROWS) and name not in (STATUS, PROVENANCE)]
+        wrote = [
+            name
+            for name in wrote
+            if not name.endswith(ROWS) and name not in (STATUS, PROVENANCE)
+        ]
         files = {name: self._sum(name) for name in wrote}
         self.mark(stage, done=True, files=self.stage(stage).get("files", {}) | files)
 
-    def finish(self, state: str, error: str | None = None, seconds: float = 0.0) -> None:
+    def finish(
+        self, state: str, error: str | None = None, seconds: float = 0.0
+    ) -> None:
         """Record how the run ended, and add what it took to ``seconds``, the wall time of all sessions but
         killed ones; ``done`` also writes the manifest, and DONE last."""
         facts = self.status()
@@ -121,11 +146,15 @@ class RunDir:
         if state == "done":
             self.seal(str(self.facts(PROVENANCE).get("command", "")))
 
-    def spend(self, stage: str, took: Mapping[str, float], peaks: Mapping[str, int]) -> None:
+    def spend(
+        self, stage: str, took: Mapping[str, float], peaks: Mapping[str, int]
+    ) -> None:
         """Add what a session took of a stage to ``spent``; of all sessions the highest peak stays."""
         status = self.status()
         known = status.setdefault("spent", {}).setdefault(stage, {})
-        known |= {name: round(known.get(name, 0) + value, 2) for name, value in took.items()}
+        known |= {
+            name: round(known.get(name, 0) + value, 2) for name, value in took.items()
+        }
         known |= {name: max(known.get(name, 0), value) for name, value in peaks.items()}
         self.write_facts(STATUS, status)
 
@@ -144,7 +173,9 @@ class RunDir:
         known = self.hardware()
         every = list(dict.fromkeys([*known, *machines]))
         if facts and len(every) > len(known):
-            self.write_facts(PROVENANCE, {**facts, "hardware": every[0], OTHER_HARDWARE: every[1:]})
+            self.write_facts(
+                PROVENANCE, {**facts, "hardware": every[0], OTHER_HARDWARE: every[1:]}
+            )
 
     # Damage
 
@@ -156,14 +187,22 @@ class RunDir:
     def _seal(self, command: str, names: Sequence[str]) -> None:
         # Killed in between, a folder without DONE is unfinished; one whose manifest DONE denies is damaged.
         (self.path / "DONE").unlink(missing_ok=True)
-        self.write_facts(MANIFEST, {"command": command, "files": {name: self._sum(name) for name in names}})
+        self.write_facts(
+            MANIFEST,
+            {"command": command, "files": {name: self._sum(name) for name in names}},
+        )
         write_text(self.path / "DONE", f"{self._sum(MANIFEST)}\n")
 
     def renew(self, changed: Sequence[str]) -> None:
         """Renew the recorded checksums of files that a verb wrote (beginnings of names), and the manifest."""
-        status, old = self.status(), self.facts(MANIFEST)
+        status = self.status()
+        old = self.facts(MANIFEST)
         for facts in status["stages"].values():
-            drawn = {n: self._sum(n) for n in facts.get("files", {}) if n.startswith(tuple(changed))}
+            drawn = {
+                n: self._sum(n)
+                for n in facts.get("files", {})
+                if n.startswith(tuple(changed))
+            }
             if drawn:
                 facts["files"] |= drawn
         recorded = self.facts(STATUS)
@@ -173,7 +212,11 @@ class RunDir:
         if recorded:  # a sweep has a manifest alone
             self.write_facts(STATUS, status)
         if old:
-            ours = [n for n in self._stamps() if n in old["files"] or n.startswith(tuple(changed))]
+            ours = [
+                n
+                for n in self._stamps()
+                if n in old["files"] or n.startswith(tuple(changed))
+            ]
             self._seal(str(old["command"]), ours)
 
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
@@ -181,12 +224,21 @@ class RunDir:
         finished run, or by what the stages of an unfinished one recorded. Of rows only a search's are among
         the latter: all carry checksums.
         """
-        manifest, end = self.facts(MANIFEST), self.path / "DONE"
-        sealed = end.is_file() and end.read_text(errors="replace").strip() == self._sum(MANIFEST)
+        manifest = self.facts(MANIFEST)
+        end = self.path / "DONE"
+        sealed = end.is_file() and end.read_text(errors="replace").strip() == self._sum(
+            MANIFEST
+        )
         if manifest and (sealed or not end.is_file()):
             if only is not None:
-                return self._unlike({name: manifest["files"].get(name, "") for name in only})
-            added = [n for n in self._stamps() if n not in manifest["files"] and n.endswith(READ)]
+                return self._unlike(
+                    {name: manifest["files"].get(name, "") for name in only}
+                )
+            added = [
+                n
+                for n in self._stamps()
+                if n not in manifest["files"] and n.endswith(READ)
+            ]
             return [*self._unlike(manifest["files"]), *added]
         books = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
         # One that posbench of an earlier version made has neither with a checksum.
@@ -199,24 +251,44 @@ class RunDir:
         recorded = dict[str, str]()
         for facts in self.status()["stages"].values():
             recorded |= facts.get("files", {})
-        asked = {name: known for name, known in recorded.items() if only is None or name in only}
+        asked = {
+            name: known
+            for name, known in recorded.items()
+            if only is None or name in only
+        }
         return [*lost, *self._unlike(asked)]
 
-    def resume(self, stages: Sequence[str], config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+    def resume(
+        self,
+        stages: Sequence[str],
+        config: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+    ) -> None:
         """Make an unfinished, extended or damaged run ready for stages: what is damaged goes, rows but the
         whole ones later; all that can be is made again by the stages, config and provenance here."""
-        damaged, known = self.damaged(), self.facts(MANIFEST).get("files", {})
+        damaged = self.damaged()
+        known = self.facts(MANIFEST).get("files", {})
         status = self.status()
-        before, search = status["stages"], self.stage("search")
-        again = [name for name in before if not name.endswith(ROWS)] if damaged else stages
+        before = status["stages"]
+        search = self.stage("search")
+        again = (
+            [name for name in before if not name.endswith(ROWS)] if damaged else stages
+        )
         kept = {name: facts for name, facts in before.items() if name not in again}
         # Rows that no other stage marked are the search's: it repeats from those that are whole.
-        own_rows = [name for name in damaged if name.endswith(ROWS) and name not in before]
+        own_rows = [
+            name for name in damaged if name.endswith(ROWS) and name not in before
+        ]
         if search.get("files") and not own_rows and not self._unlike(search["files"]):
             kept["search"] = search
         text = yaml.safe_dump(plain(config), sort_keys=False)
         kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}
-        told = {"state": "running", "error": None, "stages": kept, "seconds": status.get("seconds", 0)}
+        told = {
+            "state": "running",
+            "error": None,
+            "stages": kept,
+            "seconds": status.get("seconds", 0),
+        }
         told |= {"spent": status.get("spent", {})}
         self.write_facts(STATUS, told)
         for name in damaged:
@@ -231,7 +303,9 @@ class RunDir:
         if not self.facts(PROVENANCE):
             note = "the first was damaged: these are the facts of a later start"
             self.write_facts(PROVENANCE, {**provenance, "rewritten": note})
-        makes_numbers = any(not before.get(name, {}).get("done") for name in stages if name != "report")
+        makes_numbers = any(
+            not before.get(name, {}).get("done") for name in stages if name != "report"
+        )
         if provenance.get("hardware") and (makes_numbers or damaged):
             self.add_hardware([provenance["hardware"]])
 
@@ -252,7 +326,10 @@ class RunDir:
         found = {}
         for file in sorted(self.path.rglob("*")):
             name = file.relative_to(self.path).as_posix()
-            hidden = any(part.startswith(".") for part in name.split("/")) or name in ("DONE", MANIFEST)
+            hidden = any(part.startswith(".") for part in name.split("/")) or name in (
+                "DONE",
+                MANIFEST,
+            )
             if not hidden and file.suffix != ".aside" and file.is_file():
                 stat = file.stat()
                 found[name] = stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -305,11 +382,17 @@ class RunDir:
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
         """Another run of this version that finished a stage under the same key, whose files are whole: they
         may be copied."""
-        for folder in sorted(p for p in self.path.parent.iterdir() if p != self.path and p.is_dir()):
+        for folder in sorted(
+            p for p in self.path.parent.iterdir() if p != self.path and p.is_dir()
+        ):
             try:
                 other = opened(folder)
                 known = other.stage(stage)
-                if known.get("key") == key and known.get("done") and not other.damaged():
+                if (
+                    known.get("key") == key
+                    and known.get("done")
+                    and not other.damaged()
+                ):
                     return other
             except OSError as error:
                 log.warning("%s: passed over (%s)", folder, error)
@@ -323,7 +406,9 @@ def run_id(version_key: Mapping[str, Any], name: str) -> str:
 
 def ids(folder: Path) -> list[str]:
     """The runs that a folder's bookkeeping files name: one and the same, if none is damaged."""
-    found = (RunDir(folder).facts(name).get("run") for name in (STATUS, PROVENANCE, MANIFEST))
+    found = (
+        RunDir(folder).facts(name).get("run") for name in (STATUS, PROVENANCE, MANIFEST)
+    )
     return [str(name) for name in found if name]
 
 
@@ -334,16 +419,28 @@ def opened(folder: Path) -> RunDir:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run or a sweep."""
-    return any((folder / name).is_file() for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, JOBS))
+    return any(
+        (folder / name).is_file()
+        for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, JOBS)
+    )
 
 
 def runs_in(folder: Path) -> list[Path]:
     """Run and sweep folders in an outputs folder, an experiment's or task's, or one version's."""
     folder = folder.resolve()
-    versions = [v for depth in ("v[0-9]*", "*/v[0-9]*") for v in folder.glob(depth)] + [folder]
-    inside = (run for v in versions if re.fullmatch("v[0-9]+", v.name) and v.is_dir() for run in v.iterdir())
+    versions = [v for depth in ("v[0-9]*", "*/v[0-9]*") for v in folder.glob(depth)] + [
+        folder
+    ]
+    inside = (
+        run
+        for v in versions
+        if re.fullmatch("v[0-9]+", v.name) and v.is_dir()
+        for run in v.iterdir()
+    )
     named = (run for run in inside if not run.name.startswith("."))
-    return sorted(run for run in named if any((run / mark).is_file() for mark in (CONFIG, JOBS)))
+    return sorted(
+        run for run in named if any((run / mark).is_file() for mark in (CONFIG, JOBS))
+    )
 
 
 def open_run(folder: Path) -> RunDir:
@@ -363,7 +460,9 @@ def open_run(folder: Path) -> RunDir:
     raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
 
 
-def checked(folder: Path, made_again: Sequence[str] = (), only: Sequence[str] | None = None) -> RunDir:
+def checked(
+    folder: Path, made_again: Sequence[str] = (), only: Sequence[str] | None = None
+) -> RunDir:
     """A run, or a sweep, whose files are as it left them, but for those (beginnings of names) that the caller
     makes again; with ``only``, these files. Of an unfinished run only what its finished stages wrote can be
     checked, which is said.
@@ -372,14 +471,25 @@ def checked(folder: Path, made_again: Sequence[str] = (), only: Sequence[str] | 
         UserError: It is no run folder, or files are damaged; the hint is the command that makes them again.
     """
     run = open_run(folder)
-    damaged = [name for name in run.damaged(only) if not name.startswith(tuple(made_again))]
+    damaged = [
+        name for name in run.damaged(only) if not name.startswith(tuple(made_again))
+    ]
     if damaged:
-        command = run.facts(MANIFEST).get("command") or run.facts(PROVENANCE).get("command")
-        named = ", ".join(damaged[:4]) + (f" and {len(damaged) - 4} more" if len(damaged) > 4 else "")
+        command = run.facts(MANIFEST).get("command") or run.facts(PROVENANCE).get(
+            "command"
+        )
+        named = ", ".join(damaged[:4]) + (
+            f" and {len(damaged) - 4} more" if len(damaged) > 4 else ""
+        )
         hint = f"make it again: {command or 'repeat the command that made it'}"
-        raise UserError("DIR", str(folder), f"files as the run left them; damaged: {named}", hint)
+        raise UserError(
+            "DIR", str(folder), f"files as the run left them; damaged: {named}", hint
+        )
     if not (run.done and (folder / MANIFEST).is_file()):
-        log.warning("%s: without a manifest (unfinished, or of an older version): not all is checked", folder)
+        log.warning(
+            "%s: without a manifest (unfinished, or of an older version): not all is checked",
+            folder,
+        )
     return run
 
 

@@ -37,7 +37,8 @@ class Lease:
     """One process's hold on the lock in a folder."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.file = place, Path()
+        self.place = place
+        self.file = Path()
         self._over = threading.Event()
 
     def take(self) -> bool:
@@ -53,7 +54,9 @@ class Lease:
         self.file = self.place / f"lock.{number + 1}"
         try:
             with open(self.file, "x") as stream:
-                stream.write(f"{json.dumps([_machine(), os.getpid(), started(os.getpid())])}\n")
+                stream.write(
+                    f"{json.dumps([_machine(), os.getpid(), started(os.getpid())])}\n"
+                )
         except FileExistsError:
             return False  # another one was faster
         number, newest = _newest(self.place)
@@ -76,7 +79,9 @@ class Lease:
             MachineError: Another process took it, or the file is gone.
         """
         try:
-            os.utime(self.file)  # asks the server, where a list of files may come from a cache
+            os.utime(
+                self.file
+            )  # asks the server, where a list of files may come from a cache
             lost = _newest(self.place)[1] != self.file
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
@@ -165,8 +170,11 @@ def _alive(file: Path) -> bool:
     if file.suffix == FREE:
         return False
     try:
-        with open(file) as stream:  # an open file's time is the server's, not that of a cache
-            text, renewed = stream.read(), os.fstat(stream.fileno()).st_mtime
+        with open(
+            file
+        ) as stream:  # an open file's time is the server's, not that of a cache
+            text = stream.read()
+            renewed = os.fstat(stream.fileno()).st_mtime
         machine, pid, start = json.loads(text)
     except FileNotFoundError:
         return True  # let go of, or taken over, as we look
@@ -193,7 +201,10 @@ def runs(pid: int, start: str) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return started(pid) in ("", start)  # another user's, of which we may not see more
+        return started(pid) in (
+            "",
+            start,
+        )  # another user's, of which we may not see more
     return started(pid) == start
 
 

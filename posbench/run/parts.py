@@ -61,15 +61,25 @@ def being_made(run: Path) -> bool:
 
 def lacking(out: RunDir, of: int) -> list[int]:
     """Which of so many parts are not made."""
-    return [number for number in range(of) if Part(number, of).place(out).status()["state"] != "done"]
+    return [
+        number
+        for number in range(of)
+        if Part(number, of).place(out).status()["state"] != "done"
+    ]
 
 
 def gather(out: RunDir, file: str) -> None:
     """Append to a run's file the rows that parts have and it lacks."""
     parts = folders(out.path)
-    there = {_key(row) for row in out.rows(file) if "error" not in row} if parts else set()
+    there = (
+        {_key(row) for row in out.rows(file) if "error" not in row} if parts else set()
+    )
     for folder in parts:
-        rows = {_key(row): row for row in RunDir(folder, out.id).rows(file) if "error" not in row}
+        rows = {
+            _key(row): row
+            for row in RunDir(folder, out.id).rows(file)
+            if "error" not in row
+        }
         fresh = [row for key, row in rows.items() if key not in there]
         if fresh:
             out.append(file, fresh)
@@ -105,7 +115,8 @@ def _end_with(parent: BaseProcess) -> None:
 
 def _work(index: int, folder: str, of: int, gpus: Sequence[str]) -> None:
     """What a worker does: its part, its words in a file of the part's folder."""
-    parent, number = multiprocessing.parent_process(), index + 1
+    parent = multiprocessing.parent_process()
+    number = index + 1
     assert parent is not None, "it is started below"
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     if gpus:
@@ -114,7 +125,11 @@ def _work(index: int, folder: str, of: int, gpus: Sequence[str]) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        sys.exit(import_module("posbench.cli.main").main(["resume", folder, f"--part={number}/{of}"]))
+        sys.exit(
+            import_module("posbench.cli.main").main(
+                ["resume", folder, f"--part={number}/{of}"]
+            )
+        )
     except Exception:
         traceback.print_exc()
         raise
@@ -136,11 +151,15 @@ class Helpers:
         if self.running:
             return
         for number in range(1, self.of):
-            Part(number, self.of).place(self.out).path.mkdir(parents=True, exist_ok=True)
+            Part(number, self.of).place(self.out).path.mkdir(
+                parents=True, exist_ok=True
+            )
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = listed if len(listed) == self.gpus else [*map(str, range(self.gpus))]
         asked = str(self.out.path), self.of, names
-        started = torch.multiprocessing.spawn(_work, asked, nprocs=self.of - 1, join=False)
+        started = torch.multiprocessing.spawn(
+            _work, asked, nprocs=self.of - 1, join=False
+        )
         self.running = dict(enumerate(started.processes, start=1))
 
     def wait(self, file: str) -> None:
@@ -150,9 +169,13 @@ class Helpers:
             while child.is_alive() and not place.stage(file).get("done"):
                 time.sleep(LOOK)
             if child.exitcode:
-                said = (place.path / LOG).read_text(errors="replace").strip().splitlines()
+                said = (
+                    (place.path / LOG).read_text(errors="replace").strip().splitlines()
+                )
                 told = f"worker {number} ended with status {child.exitcode}: what it lacks is made here"
-                self.console.print(f"{told} ({said[-1] if said else 'without a word'})", markup=False)
+                self.console.print(
+                    f"{told} ({said[-1] if said else 'without a word'})", markup=False
+                )
                 del self.running[number]
 
     def finish(self) -> None:

@@ -29,9 +29,13 @@ class Work:
     began: float = field(default_factory=lambda: clock())
 
     def __post_init__(self) -> None:
-        self._made, self._weighed, self._last = 0, 0.0, self.began
+        self._made = 0
+        self._weighed = 0.0
+        self._last = self.began
 
-    def __call__(self, n: int, *, before: bool = False, weight: float | None = None) -> None:
+    def __call__(
+        self, n: int, *, before: bool = False, weight: float | None = None
+    ) -> None:
         """Say that ``n`` more are done; those ``before``, by a session that this one resumes, tell nothing of
         the speed."""
         self.done += n
@@ -45,8 +49,11 @@ class Work:
     def __str__(self) -> str:
         """Parts done, parts a second, time elapsed and time left, as far as they are known. The speed is that
         up to the last part done: nothing seems to slow down while a long one runs."""
-        now, spent = clock(), self._last - self.began
-        told = [f"{self.label} {self.done}/{self.total} ({100 * self.done // self.total} %)"]
+        now = clock()
+        spent = self._last - self.began
+        told = [
+            f"{self.label} {self.done}/{self.total} ({100 * self.done // self.total} %)"
+        ]
         known = self._weighed and spent > 0
         told += [_rate(self._made / spent)] if known else []
         told.append(f"{duration(now - self.began)} elapsed")
@@ -58,7 +65,12 @@ class Work:
 
 @contextmanager
 def progress(
-    console: Console, every: float, label: str, total: int, done: int = 0, weight: float | None = None
+    console: Console,
+    every: float,
+    label: str,
+    total: int,
+    done: int = 0,
+    weight: float | None = None,
 ) -> Iterator[Work]:
     """Show work of ``total`` parts, ``done`` before, while the block runs; yields what is told of more. Where
     nothing is left to do nothing is shown.
@@ -103,7 +115,9 @@ def repeated(call: Callable[[], None], every: float) -> Iterator[None]:
         while not over.wait(every):
             try:
                 call()
-            except OSError:  # a closed pipe or a full disk: what the run prints next tells
+            except (
+                OSError
+            ):  # a closed pipe or a full disk: what the run prints next tells
                 return
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -125,5 +139,11 @@ def _rate(each: float) -> str:
 def duration(seconds: float) -> str:
     """`4.2 s`, `1.7 min`, `12 h`: a time in the largest unit that it fills."""
     units = (("d", 86400), ("h", 3600), ("min", 60))
-    unit, size = next(((unit, size) for unit, size in units if seconds >= size), ("s", 1))
-    return f"{round(seconds / size, 1 if seconds < 10 * size else None)} {unit}".replace(".0 ", " ")
+    unit, size = next(
+        ((unit, size) for unit, size in units if seconds >= size), ("s", 1)
+    )
+    return (
+        f"{round(seconds / size, 1 if seconds < 10 * size else None)} {unit}".replace(
+            ".0 ", " "
+        )
+    )

@@ -17,14 +17,18 @@ def checksum(row: Mapping[str, object]) -> str:
 def lines(rows: Iterable[Mapping[str, object]], run: str) -> str:
     """Rows as JSON lines, each with its run, where it has one, and its checksum."""
     stamped = ({**row, **({"run": run} if run else {})} for row in rows)
-    return "".join(json.dumps({**row, "sum": checksum(row)}, ensure_ascii=False) + "\n" for row in stamped)
+    return "".join(
+        json.dumps({**row, "sum": checksum(row)}, ensure_ascii=False) + "\n"
+        for row in stamped
+    )
 
 
 def read_rows(file: Path, run: str) -> tuple[list[Row], int]:
     """The whole rows of a JSON-lines file, and how many lines are torn, damaged or another run's."""
     if not file.is_file():
         return [], 0
-    rows, damaged = list[Row](), 0
+    rows = list[Row]()
+    damaged = 0
     for line in file.read_bytes().split(b"\n"):
         if not line:
             continue

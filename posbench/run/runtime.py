@@ -22,7 +22,9 @@ class Cluster:
     kind: Literal["slurm", "local"]  # ``local``: processes of this machine, all at once
     minutes: Count = 240  # time limit of a job; one that reaches it goes into the queue again and resumes
     cpus: Count = 1  # of each job
-    gpus: Annotated[int, Ge(0), Le(64)] = 0  # of each job; from 1 up, ``runtime.device=auto`` is cuda
+    gpus: Annotated[int, Ge(0), Le(64)] = (
+        0  # of each job; from 1 up, ``runtime.device=auto`` is cuda
+    )
     memory: Positive | None = None  # GB of each job; None: what the partition gives
     partition: str | None = None
     account: str | None = None
@@ -31,12 +33,23 @@ class Cluster:
     at_once: Count = 256  # jobs that run at the same time
     requeue: bool = True  # whether a job that is preempted, or whose node fails, goes into the queue again
     setup: tuple[str, ...] = ()  # lines of shell in front, as ``module load cuda``
-    more: dict[str, str | int | bool] = field(default_factory=dict)  # further options of sbatch
+    more: dict[str, str | int | bool] = field(
+        default_factory=dict
+    )  # further options of sbatch
 
     def __post_init__(self) -> None:
-        for name in ("memory", "partition", "account", "qos", "constraint", "setup", "more"):
+        for name in (
+            "memory",
+            "partition",
+            "account",
+            "qos",
+            "constraint",
+            "setup",
+            "more",
+        ):
             if self.kind == "local" and (value := getattr(self, name)):
-                allowed, hint = "left out with runtime/cluster=local", f"leave out runtime.cluster.{name}"
+                allowed = "left out with runtime/cluster=local"
+                hint = f"leave out runtime.cluster.{name}"
                 raise UserError(f"runtime.cluster.{name}", value, allowed, hint)
 
 
@@ -44,10 +57,14 @@ class Cluster:
 class Runtime:
     """Where and how to run. The fields are the keys of ``runtime.*``."""
 
-    device: str = "auto"  # ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1``
+    device: str = (
+        "auto"  # ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1``
+    )
     # shards the model's layers over all visible GPUs, then memory, then disk; None puts all on ``device``.
     # ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = (
+        None
+    )
     # for ``device_map``: memory by GPU number and ``cpu``, as in ``{0: 70GiB, cpu: 99GiB}``
     max_memory: dict[int | str, str] | None = None
     batch_size: Count = 64  # prompts per forward at most (moves rounding, so it is part of a run's identity)
@@ -56,10 +73,14 @@ class Runtime:
     # memory for prefills that prompts and methods share; null: each prompt is read anew under each method
     # (moves rounding, too)
     share: str | None = "4GiB"
-    threads: Count | None = None  # CPU threads; None takes the model's, or leaves torch's choice
+    threads: Count | None = (
+        None  # CPU threads; None takes the model's, or leaves torch's choice
+    )
     outputs: str = "outputs"  # folder that receives the runs
     log_every: Whole = 30  # seconds between lines of progress where there is no terminal; 0: no such lines
-    intervene_examples: Count = 20  # examples per gold position whose attention is measured
+    intervene_examples: Count = (
+        20  # examples per gold position whose attention is measured
+    )
     # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
     resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
 
@@ -75,7 +96,9 @@ class Runtime:
             raise UserError("runtime.device_map", self.device_map, allowed, hint)
         if self.share is not None and not re.fullmatch(SIZE, self.share):
             hint = "set runtime.share=4GiB, or runtime.share=null"
-            raise UserError("runtime.share", self.share, "a size in KiB, MiB or GiB, or null", hint)
+            raise UserError(
+                "runtime.share", self.share, "a size in KiB, MiB or GiB, or null", hint
+            )
         memory = self.max_memory or {}
         places = all(isinstance(place, int) or place == "cpu" for place in memory)
         sizes = all(re.fullmatch(SIZE, size) for size in memory.values())
@@ -89,4 +112,6 @@ class Runtime:
         """``share`` in bytes."""
         found = re.fullmatch(SIZE, self.share or "0KB")
         assert found is not None
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** (" KMG".index(found[2])))
+        return int(
+            float(found[1]) * (1024 if found[3] else 1000) ** (" KMG".index(found[2]))
+        )

@@ -18,7 +18,15 @@ from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
-from posbench.model.store import Store, batches, fed, grouped, layout, obstacle, token_bytes
+from posbench.model.store import (
+    Store,
+    batches,
+    fed,
+    grouped,
+    layout,
+    obstacle,
+    token_bytes,
+)
 from posbench.run.base import Run, out_of_memory
 from posbench.run.cost import Work
 from posbench.run.folder import RunDir
@@ -84,7 +92,9 @@ class Asks:
     runtime: Runtime
     encoded: Mapping[str, Encoded]
     batches: list[list[Ask]] = field(default_factory=list)
-    order: list[Ask] = field(default_factory=list)  # as rows stand in a file: method by method
+    order: list[Ask] = field(
+        default_factory=list
+    )  # as rows stand in a file: method by method
     said: list[str] = field(default_factory=list)  # what shares nothing, and why
     asked: int = 0  # prompt tokens of the batches so far
     _groups: list[Group] = field(default_factory=list)
@@ -105,33 +115,48 @@ class Asks:
         that shares with others, forms the same ones.
         """
         run = subjects[0].run
-        asks, kinds = cls(run.lm, run.runtime, encoded), dict[str, list[Subject]]()
+        asks = cls(run.lm, run.runtime, encoded)
+        kinds = dict[str, list[Subject]]()
         groups, most = asks._shared(examples)
         for number, each in enumerate(subjects):
             under = each.method.prefill() if groups else None
             kinds.setdefault(repr(under or number), []).append(each)
-            asks.order += [Ask(each, e) for batch in plan(examples, None) for e in batch]
+            asks.order += [
+                Ask(each, e) for batch in plan(examples, None) for e in batch
+            ]
         for alike in kinds.values():
             under = alike[0].method.prefill() if groups else None
             if groups and not under:
-                asks.said.append(f"{alike[0].name} reads each prompt as one, and shares no prefill")
+                asks.said.append(
+                    f"{alike[0].name} reads each prompt as one, and shares no prefill"
+                )
             for members in groups if under else plan(examples, None):
                 number = len(asks._groups)
-                asks._groups.append(Group(members, under, [each.method for each in alike]))
+                asks._groups.append(
+                    Group(members, under, [each.method for each in alike])
+                )
                 parts = plan(members, most) if under else [members]
-                asks.batches += [[Ask(each, e, number) for e in part] for part in parts for each in alike]
+                asks.batches += [
+                    [Ask(each, e, number) for e in part]
+                    for part in parts
+                    for each in alike
+                ]
         return asks
 
-    def _shared(self, examples: Sequence[Example]) -> tuple[list[list[Example]], int | None]:
+    def _shared(
+        self, examples: Sequence[Example]
+    ) -> tuple[list[list[Example]], int | None]:
         """Groups of examples that share a prefill, none where that cannot be, and the tokens of a batch."""
-        share, tokens = self.runtime.share, self.runtime.batch_tokens
+        share = self.runtime.share
+        tokens = self.runtime.batch_tokens
         why = obstacle(self.lm.model) if share and examples else ""
         if why:
             self.said.append(f"{self.lm.name} shares no prefill: {why}")
         if why or not share or not examples:
             return [], None
         rows = [self.encoded[e.id].ids[:-1] for e in examples]
-        room, longest = self.runtime.shared_bytes // token_bytes(self.lm), max(map(len, rows)) + 1
+        room = self.runtime.shared_bytes // token_bytes(self.lm)
+        longest = max(map(len, rows)) + 1
         batch = max(min(tokens or room, room // 2), longest)
         if room - batch < longest:
             enough = -(-2 * longest * token_bytes(self.lm) // 2**20)
@@ -139,25 +164,41 @@ class Asks:
             self.said.append(f"prompts share no prefill: {held}")
             return [], None
         capacity = min(room - batch, BATCHES * (tokens or room))
-        return [[examples[i] for i in group] for group in grouped(rows, capacity)], batch
+        return [
+            [examples[i] for i in group] for group in grouped(rows, capacity)
+        ], batch
 
     def work(self, stage: str, answered: bool) -> Work:
         """What all of it asks of the model, with or without replies, before any of it is done;
         :attr:`LM.read` will count as many computed tokens."""
-        spans, held, runtime = list[tuple[int, int]](), list[int](), self.runtime
+        spans = list[tuple[int, int]]()
+        held = list[int]()
+        runtime = self.runtime
         for each in self._groups:
             rows = [self.encoded[e.id].ids[:-1] for e in each.examples if each.under]
             plan = layout(rows)
             held.append(plan.size)
-            for part in batches(rows, plan.stretches, runtime.batch_size, runtime.batch_tokens):
+            for part in batches(
+                rows, plan.stretches, runtime.batch_size, runtime.batch_tokens
+            ):
                 spans += fed(rows, part)
-        replies, memory, steps = list[tuple[int, int]](), [(0, 0)], 0
+        replies = list[tuple[int, int]]()
+        memory = [(0, 0)]
+        steps = 0
         for batch in self.batches:
-            sizes, group = [len(self.encoded[ask.example.id].ids) for ask in batch], batch[0].group
-            answers = [room(self.lm, ask.subject.run.task, ask.example) for ask in batch]
-            new = [n * (answered and not ask.example.choices) for n, ask in zip(answers, batch, strict=True)]
+            sizes = [len(self.encoded[ask.example.id].ids) for ask in batch]
+            group = batch[0].group
+            answers = [
+                room(self.lm, ask.subject.run.task, ask.example) for ask in batch
+            ]
+            new = [
+                n * (answered and not ask.example.choices)
+                for n, ask in zip(answers, batch, strict=True)
+            ]
             spans += [(size - 1 if held[group] else 0, size) for size in sizes]
-            replies += [(size, max(more - 1, 0)) for size, more in zip(sizes, new, strict=True)]
+            replies += [
+                (size, max(more - 1, 0)) for size, more in zip(sizes, new, strict=True)
+            ]
             memory.append((len(batch) * (max(sizes) + max(new)), held[group]))
             steps += max(new)
         batch_tokens, most_held = max(memory, key=sum)
@@ -185,22 +226,30 @@ class Asks:
             yield prefix
 
     def _prefilled(self, batch: Sequence[Ask]) -> Prefix | None:
-        number, ids = batch[0].group, [ask.example.id for ask in batch]
+        number = batch[0].group
+        ids = [ask.example.id for ask in batch]
         group = self._groups[number]
         if self._store[0] != number:
-            self._store, self._prefix = (-1, None), ([], None)  # one at a time in memory
+            self._store = (-1, None)
+            self._prefix = ([], None)  # one at a time in memory
             self._store = number, self._filled(group) if group.under else None
         store = self._store[1]
         if self._prefix[0] != ids:
             self._prefix = [], None
             place = {e.id: row for row, e in enumerate(group.examples)}
-            self._prefix = ids, store.prefix(self.lm, [place[name] for name in ids]) if store else None
+            self._prefix = (
+                ids,
+                store.prefix(self.lm, [place[name] for name in ids]) if store else None,
+            )
         return self._prefix[1]
 
     def _filled(self, group: Group) -> Store | None:
         """The prefill of a group; None where the memory is too small for it."""
-        told, runtime = [method.records() for method in group.methods], self.runtime
-        channels, layers = ({each for one in side for each in one} for side in zip(*told, strict=True))
+        told = [method.records() for method in group.methods]
+        runtime = self.runtime
+        channels, layers = (
+            {each for one in side for each in one} for side in zip(*told, strict=True)
+        )
         rows = [self.encoded[e.id].ids[:-1] for e in group.examples]
         store = Store(rows, sorted(channels), sorted(layers))
         assert group.under is not None
@@ -211,7 +260,10 @@ class Asks:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            log.warning("out of memory with a prefill of %d tokens: not shared", store.layout.size)
+            log.warning(
+                "out of memory with a prefill of %d tokens: not shared",
+                store.layout.size,
+            )
         del store
         torch.cuda.empty_cache()  # only behind the handler are its tensors free
         return None
@@ -222,14 +274,26 @@ class Asks:
         gather(run.out, file)
         with self._told(run, stage):
             if run.main or run.helpers:
-                rows = (row for row in (run.main or run.out).rows(file) if "error" not in row)
+                rows = (
+                    row
+                    for row in (run.main or run.out).rows(file)
+                    if "error" not in row
+                )
                 there = {(row["method"], row["id"]) for row in rows}
                 lacking = [
-                    each for each in self.batches if any((*a.key.values(),) not in there for a in each)
+                    each
+                    for each in self.batches
+                    if any((*a.key.values(),) not in there for a in each)
                 ]
-                mine = [each for each in lacking if each[0].group % run.part.of == run.part.number]
+                mine = [
+                    each
+                    for each in lacking
+                    if each[0].group % run.part.of == run.part.number
+                ]
                 if run.helpers and lacking:
-                    said = "too few groups of prompts to share out: one process makes all"
+                    said = (
+                        "too few groups of prompts to share out: one process makes all"
+                    )
                     if len(mine) < len(lacking):
                         run.helpers.start(run.found)
                         said = f"{run.part.of} processes share out the prompts; below, what this one makes"
@@ -243,7 +307,14 @@ class Asks:
                 gather(run.out, file)
             return run.complete(file, stage, self.batches, key, compute, self.order)
 
-    def fill(self, run: Run, file: str, stage: str, compute: Compute, out: Callable[[Ask], RunDir]) -> None:
+    def fill(
+        self,
+        run: Run,
+        file: str,
+        stage: str,
+        compute: Compute,
+        out: Callable[[Ask], RunDir],
+    ) -> None:
         """Compute the rows that files lack, and append each to the folder that ``out`` tells.
 
         What fails is left, with a word, to the run that it belongs to. A part of one run is completed.
@@ -254,7 +325,11 @@ class Asks:
         folders = {out(batch[0]).path: out(batch[0]) for batch in self.batches}
         names = list(self.batches[0][0].key) if self.batches else []
         known = {
-            path: {tuple(row.get(name) for name in names) for row in folder.rows(file) if "error" not in row}
+            path: {
+                tuple(row.get(name) for name in names)
+                for row in folder.rows(file)
+                if "error" not in row
+            }
             for path, folder in folders.items()
         }
 
@@ -262,21 +337,30 @@ class Asks:
             there = known[out(batch[0]).path]
             return [ask for ask in batch if tuple(ask.key.values()) not in there]
 
-        todo, failed = [batch for batch in self.batches if lacking(batch)], set[int]()
+        todo = [batch for batch in self.batches if lacking(batch)]
+        failed = set[int]()
         total = sum(map(len, self.batches))
-        with self._told(run, stage), run.progress(stage, total, total - sum(map(len, todo))) as advance:
+        with (
+            self._told(run, stage),
+            run.progress(stage, total, total - sum(map(len, todo))) as advance,
+        ):
             for batch in todo:
                 if id(batch[0].subject) not in failed:
                     try:
-                        made, missing = compute(batch), lacking(batch)
+                        made = compute(batch)
+                        missing = lacking(batch)
                     except (RuntimeError, UserError) as error:
                         log.warning(
-                            "%s: %s; left to a run of its own", batch[0].subject.run.out.path.name, error
+                            "%s: %s; left to a run of its own",
+                            batch[0].subject.run.out.path.name,
+                            error,
                         )
                         failed.add(id(batch[0].subject))
                     else:
                         rows = [
-                            {**ask.key, **row} for ask, row in zip(batch, made, strict=True) if ask in missing
+                            {**ask.key, **row}
+                            for ask, row in zip(batch, made, strict=True)
+                            if ask in missing
                         ]
                         out(batch[0]).append(file, rows)
                 advance(len(batch))

@@ -31,7 +31,9 @@ from posbench.tasks import Example, Task
 
 log = logging.getLogger(__name__)
 
-FOUND, ROWS, STATE = "found.yaml", "search.jsonl", "search_state.pt"
+FOUND = "found.yaml"
+ROWS = "search.jsonl"
+STATE = "search_state.pt"
 Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
 """A table of the run folder by its name, None where it has none."""
 
@@ -41,12 +43,18 @@ class Search(ABC):
     """A search for parameters of a method; the dataclass fields are the keys of ``search.*``."""
 
     serves: ClassVar[type[Method]]  # the method whose parameters it finds
-    place: ClassVar[str] = "alone or in a list of methods"  # where that may stand among others
-    finds: ClassVar[Mapping[str, Any]]  # their names, each with a value that stands for it until it is found
+    place: ClassVar[str] = (
+        "alone or in a list of methods"  # where that may stand among others
+    )
+    finds: ClassVar[
+        Mapping[str, Any]
+    ]  # their names, each with a value that stands for it until it is found
     # files that it leaves, beside ``found.yaml`` and ``held_back.csv``
     results: ClassVar[Sequence[str]] = ("search.csv",)
     rows: ClassVar[Sequence[str]] = (ROWS, held_back.ROWS)  # what it resumes from
-    measure: ClassVar[str] = "loss"  # what it lowers, in nats per token; any other: what it raises
+    measure: ClassVar[str] = (
+        "loss"  # what it lowers, in nats per token; any other: what it raises
+    )
 
     # calibration prompts that the search does not see, on which what it found is checked against the
     # unmodified model, where the task has so many; None: as many as it sees
@@ -63,14 +71,18 @@ class Search(ABC):
         for name in sorted(set(run.target.pinned) & set(self.finds)):
             allowed = "nothing typed, with the search stage: it finds this"
             hint = "leave the search out: stages=[evaluate,report]"
-            raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
+            raise UserError(
+                f"{run.target.where}.{name}", run.target.values[name], allowed, hint
+            )
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
         """The fields that must change for a model of ``layers`` that reads ``window`` tokens, and whose
         tokenizer may not spell letters and digits."""
         return {}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads | None:
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> Reads | None:
         """What it reads at most, of so many calibration prompts with answers of so many tokens; None where
         that cannot be told before."""
         return None
@@ -97,8 +109,11 @@ class Search(ABC):
 
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """The measure of prompts of the check, inside a method."""
-        prompts, answers = [e.prompt for e in batch], [e.answers[0] for e in batch]
-        losses: list[float] = run.lm.answer_loss(prompts, answers, batch_size=len(batch)).tolist()
+        prompts = [e.prompt for e in batch]
+        answers = [e.answers[0] for e in batch]
+        losses: list[float] = run.lm.answer_loss(
+            prompts, answers, batch_size=len(batch)
+        ).tolist()
         return losses
 
     @abstractmethod
@@ -125,14 +140,26 @@ class Search(ABC):
         """Search unless another run of this version did under the same key, and keep what was found."""
         assert run.target is not None
         if not run.out.stage("search").get("done"):
-            parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]
-            settings: dict[str, Any] = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            parts = [
+                [name, None if p is run.target else p.values]
+                for name, p in run.choice.parts.items()
+            ]
+            settings: dict[str, Any] = {
+                "search": run.raw["search"],
+                "task": run.raw["task"],
+                "parts": parts,
+            }
             others = [
-                file for part in run.choice.parts.values() if part is not run.target for file in part.files()
+                file
+                for part in run.choice.parts.values()
+                if part is not run.target
+                for file in part.files()
             ]
             settings["files"] = [content.key for content in contents(others)]
             # The rest of the method takes part in the check.
-            settings["method"] = {k: v for k, v in run.target.values.items() if k not in self.finds}
+            settings["method"] = {
+                k: v for k, v in run.target.values.items() if k not in self.finds
+            }
             key = digest({"identity": run.identity, **settings, **self.depends(run)})
             other = run.out.sibling_with("search", key)
             if other is None:
@@ -142,9 +169,13 @@ class Search(ABC):
                 run.out.add_hardware(other.hardware())
                 for name in other.stage("search")["files"]:
                     if name in self.rows:
-                        run.out.write_rows(name, other.rows(name))  # they carry the id of this run
+                        run.out.write_rows(
+                            name, other.rows(name)
+                        )  # they carry the id of this run
                     else:
-                        write_bytes(run.out.path / name, (other.path / name).read_bytes())
+                        write_bytes(
+                            run.out.path / name, (other.path / name).read_bytes()
+                        )
             # A finished search looks at its rows no more: they are recorded as its other files are.
             rows = run.out.sums(self.rows)
             copied = other.path.name if other else None
@@ -153,13 +184,19 @@ class Search(ABC):
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
-        found, own = self.found(block), run.target.pinned
-        if typed := [f"{k} {own[k]}" for k in self.finds if k in own and own[k] != found.get(k)]:
+        found = self.found(block)
+        own = run.target.pinned
+        if typed := [
+            f"{k} {own[k]}" for k in self.finds if k in own and own[k] != found.get(k)
+        ]:
             said = f"typed, and used in place of what was found: {', '.join(typed)}"
-            run.console.print(f"{said}; a gain is that of what was found", soft_wrap=True)
+            run.console.print(
+                f"{said}; a gain is that of what was found", soft_wrap=True
+            )
         for line in self.remarks(block):
             run.console.print(line, soft_wrap=True)
-        gained, useless = held_back.words(block["held_back"]), held_back.noise(block["held_back"])
+        gained = held_back.words(block["held_back"])
+        useless = held_back.noise(block["held_back"])
         if useless and {"intervene", "evaluate"} & set(run.stages):
             gained += "; the stages that follow run with what it found all the same"
         elif useless:
@@ -172,9 +209,17 @@ class Search(ABC):
         """Measure what was found and the unmodified model on held-back prompts, resumed; the facts of
         ``held_back.csv``. Prompts that were asked before, or do not fit the window, are left out."""
         assert run.target is not None
-        seen = {e.prompt for split in ("calibration", "evaluation") for e in run.examples(split)}  # type: ignore[arg-type]
-        lengths, refused = dict[str, int](), set[str]()
-        examples = [replace(e, cluster=e.cluster or e.id) for e in self.further(run, self.held_back)]
+        seen = {
+            e.prompt
+            for split in ("calibration", "evaluation")
+            for e in run.examples(split)
+        }  # type: ignore[arg-type]
+        lengths = dict[str, int]()
+        refused = set[str]()
+        examples = [
+            replace(e, cluster=e.cluster or e.id)
+            for e in self.further(run, self.held_back)
+        ]
         for e in examples:
             try:
                 lengths[e.id] = self.tokens(run, e)
@@ -182,7 +227,8 @@ class Search(ABC):
                 refused.add(e.cluster)
         refused |= {e.cluster for e in examples if e.prompt in seen}
         examples = [e for e in examples if e.cluster not in refused]
-        values, plan = dict[str, list[float]](), run.batches(examples, lambda e: lengths[e.id])
+        values = dict[str, list[float]]()
+        plan = run.batches(examples, lambda e: lengths[e.id])
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             return [{"value": value} for value in self.measured(run, batch)]
@@ -198,24 +244,35 @@ class Search(ABC):
             by_id = {row["id"]: row["value"] for row in rows}
             values[name] = [by_id[e.id] for e in examples]
         clusters = [e.cluster for e in examples]
-        return held_back.gain(self.measure, values["found"], values[UNMODIFIED], clusters)
+        return held_back.gain(
+            self.measure, values["found"], values[UNMODIFIED], clusters
+        )
 
     def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
         """Write the block to paste into a model's YAML, with its gain on held-back prompts, and the search in
         words as its source."""
         assert run.target is not None
         among = f" in the list {run.choice.name}" if run.choice.parts else ""
-        source = f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
+        source = (
+            f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
+        )
         facts = self.check_gain(run, block)
-        write_csv(run.out.path / held_back.TABLE, pd.DataFrame([facts], columns=list(held_back.HEADER)))
+        write_csv(
+            run.out.path / held_back.TABLE,
+            pd.DataFrame([facts], columns=list(held_back.HEADER)),
+        )
         data = {run.target.name: {**block, "held_back": facts, "source": source}}
-        write_text(run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000))
+        write_text(
+            run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000)
+        )
 
 
 def save(run: Run, state: dict[str, Any]) -> None:
     """Keep tensors and plain data in the run folder, so that a killed search goes on where it was."""
     torch.save(state, buffer := BytesIO())
-    write_bytes(run.out.path / STATE, _checksum(run, buffer.getvalue()) + buffer.getvalue())
+    write_bytes(
+        run.out.path / STATE, _checksum(run, buffer.getvalue()) + buffer.getvalue()
+    )
 
 
 def saved(run: Run) -> dict[str, Any]:
@@ -225,7 +282,11 @@ def saved(run: Run) -> dict[str, Any]:
     if data and data[:32] != _checksum(run, data[32:]):
         log.warning("%s: damaged, or another run's; made again", file)
         data = b""
-    return torch.load(BytesIO(data[32:]), map_location="cpu", weights_only=True) if data else {}
+    return (
+        torch.load(BytesIO(data[32:]), map_location="cpu", weights_only=True)
+        if data
+        else {}
+    )
 
 
 def _checksum(run: Run, data: bytes) -> bytes:
@@ -238,5 +299,8 @@ def steps_section(read: Read, text: str, digits: int) -> list[Section]:
     table = read("search")
     if table is None:
         return []
-    rows = [[f"{value:.{digits}g}" for value in row] for row in table.itertuples(index=False)]
+    rows = [
+        [f"{value:.{digits}g}" for value in row]
+        for row in table.itertuples(index=False)
+    ]
     return [Section("Search", text, list(table), rows)]

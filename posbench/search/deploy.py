@@ -83,17 +83,31 @@ class DeploySearch(Search):
 
     def beside(self) -> tuple[Task, list[Example], int] | None:
         """See :meth:`Search.beside`."""
-        task, times = self.side_task, 1 + self.asked_again
-        return (task, [replace(e, max_new_tokens=1) for e in self._side()], times) if task else None
+        task = self.side_task
+        times = 1 + self.asked_again
+        return (
+            (task, [replace(e, max_new_tokens=1) for e in self._side()], times)
+            if task
+            else None
+        )
 
     def _side(self) -> list[Example]:
         """Prompts of the side task; `UserError` where its files cannot be read, or no answer is known."""
         task: Any = self.side_task
         with renamed("task.", "search.side_task."):
-            found = task.evaluation() if isinstance(task, EvaluationOnly) else task.examples("calibration")
+            found = (
+                task.evaluation()
+                if isinstance(task, EvaluationOnly)
+                else task.examples("calibration")
+            )
         known = [e for e in found if e.answers and e.answers[0]]
         if not known:
-            raise UserError("search.side_task", task.name, "a task with known answers", "take another one")
+            raise UserError(
+                "search.side_task",
+                task.name,
+                "a task with known answers",
+                "take another one",
+            )
         at = np.linspace(0, len(known) - 1, min(self.side_prompts, len(known)))
         return [known[i] for i in at.round().astype(int)]
 
@@ -102,23 +116,44 @@ class DeploySearch(Search):
         if run.target is None:  # a study's search
             if self.asked_again:
                 hint = "leave out search.deploy and search.side_task"
-                raise UserError("search.deploy", self.deploy, "null in a study, which ships nothing", hint)
+                raise UserError(
+                    "search.deploy",
+                    self.deploy,
+                    "null in a study, which ships nothing",
+                    hint,
+                )
             return
         last = run.target.pinned.get("last")
         if self.folds and last not in (None, "all"):
             allowed = f"all, with search.deploy={self.deploy}, which folds"
-            raise UserError(f"{run.target.where}.last", last, allowed, "leave one of the two out")
+            raise UserError(
+                f"{run.target.where}.last", last, allowed, "leave one of the two out"
+            )
         if self.folds and run.trial().twin().folded(run.lm) is None:
             allowed = f"a method that folds into a {self.deploy}; {run.choice.name} with these keys does not"
-            raise UserError("search.deploy", self.deploy, allowed, "set search.deploy=transformers")
+            raise UserError(
+                "search.deploy", self.deploy, allowed, "set search.deploy=transformers"
+            )
         if self.side_task:
-            tokens = [token for ids, _ in self._side_pairs(run).values() for token in ids]
+            tokens = [
+                token for ids, _ in self._side_pairs(run).values() for token in ids
+            ]
             if tokens.count(run.lm.need_tokenizer().unk_token_id) > len(tokens) / 10:
-                allowed, name = f"text that the tokenizer of {run.lm.name} spells", self.side_task.name
-                raise UserError("search.side_task", name, allowed, "take another one, or another model")
+                allowed = f"text that the tokenizer of {run.lm.name} spells"
+                name = self.side_task.name
+                raise UserError(
+                    "search.side_task",
+                    name,
+                    allowed,
+                    "take another one, or another model",
+                )
 
     def again(
-        self, run: Run, candidates: Sequence[ScaleChannel], each: Array, best: int | None
+        self,
+        run: Run,
+        candidates: Sequence[ScaleChannel],
+        each: Array,
+        best: int | None,
     ) -> tuple[pd.DataFrame, int | None]:
         """Ask the shortlist again, inside the run's other methods; resumed.
 
@@ -128,27 +163,45 @@ class DeploySearch(Search):
         order = np.argsort(each[1:].mean(1), kind="stable").tolist()
         short = sorted(order, key=lambda i: i != best)[: self.asked_again]
         trial = run.trial()
-        part: Any = [*trial.parts.values()][-1] if isinstance(trial, Composed) else trial
+        part: Any = (
+            [*trial.parts.values()][-1] if isinstance(trial, Composed) else trial
+        )
         mode = part.twin() if self.folds else part
-        fields, examples = ("channel", "factor", "layers"), run.examples("calibration")
-        methods = [replace(mode, **{name: getattr(candidates[i], name) for name in fields}) for i in short]
+        fields = ("channel", "factor", "layers")
+        examples = run.examples("calibration")
+        methods = [
+            replace(mode, **{name: getattr(candidates[i], name) for name in fields})
+            for i in short
+        ]
         before = losses = each[[0, *(i + 1 for i in short)]]
         if mode.last != 1 or mode.tokens != "both":
             own = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
-            losses = np.concatenate([each[:1], self._nats(run, "calibration", own, methods)])
+            losses = np.concatenate(
+                [each[:1], self._nats(run, "calibration", own, methods)]
+            )
         table = pd.DataFrame({"rank": [0, *(order.index(i) + 1 for i in short)]})
         table["candidate"] = [shown(UNMODIFIED), *map(_label, methods)]
         table["loss_last_1"], table["loss"] = before.mean(1), losses.mean(1)
-        table["best_last_1"] = table.index == (best is not None)  # it is the first of the shortlist
-        optimum, clusters = each[0 if best is None else best + 1], [e.cluster or e.id for e in examples]
+        table["best_last_1"] = table.index == (
+            best is not None
+        )  # it is the first of the shortlist
+        optimum = each[0 if best is None else best + 1]
+        clusters = [e.cluster or e.id for e in examples]
         prices = [ends(paired(values, optimum, clusters), "price") for values in losses]
-        table = table.join(pd.DataFrame(prices)).assign(n=len(examples), candidates=len(candidates))
+        table = table.join(pd.DataFrame(prices)).assign(
+            n=len(examples), candidates=len(candidates)
+        )
         table["allowed"] = True
         if self.side_task:
-            clusters, pairs = [e.cluster or e.id for e in self._side()], self._side_pairs(run)
+            clusters = [e.cluster or e.id for e in self._side()]
+            pairs = self._side_pairs(run)
             side = self._nats(run, "side", pairs, [Unmodified(), *methods])
-            rises = [ends(paired(values, side[0], clusters), "side_rise") for values in side]
-            table = table.join(pd.DataFrame(rises)).assign(side_loss=side.mean(1), side_n=len(clusters))
+            rises = [
+                ends(paired(values, side[0], clusters), "side_rise") for values in side
+            ]
+            table = table.join(pd.DataFrame(rises)).assign(
+                side_loss=side.mean(1), side_n=len(clusters)
+            )
             table["allowed"] = table["side_rise"] <= self.side_rise
         won = int(table.loc[table["allowed"], "loss"].idxmin())
         table["selected"] = table.index == won
@@ -156,48 +209,74 @@ class DeploySearch(Search):
 
     def _side_pairs(self, run: Run) -> Pairs:
         """The prompts of the side task, each with the right choice or the first answer."""
-        task, found = self.side_task, dict[str, tuple[list[int], list[int]]]()
+        task = self.side_task
+        found = dict[str, tuple[list[int], list[int]]]()
         assert task is not None
         for e in self._side():
             accepted = {answer.strip() for answer in e.answers}
-            text = next((choice for choice in e.choices if choice.strip() in accepted), e.answers[0])
-            room = len(run.lm.need_tokenizer()(text, add_special_tokens=False)["input_ids"])
+            text = next(
+                (choice for choice in e.choices if choice.strip() in accepted),
+                e.answers[0],
+            )
+            room = len(
+                run.lm.need_tokenizer()(text, add_special_tokens=False)["input_ids"]
+            )
             with renamed("task.", "search.side_task."):
                 code = encode(run.lm, task, replace(e, max_new_tokens=room))
             found[e.id] = code.ids, run.lm.continuation_ids(code, text)
         return found
 
-    def _nats(self, run: Run, of: str, pairs: Pairs, methods: Sequence[Method]) -> Array:
+    def _nats(
+        self, run: Run, of: str, pairs: Pairs, methods: Sequence[Method]
+    ) -> Array:
         """Losses under M methods, [M, N], nats per token; each method reads all prompts itself."""
         groups = run.batches(list(pairs), lambda name: sum(map(len, pairs[name])))
-        plan = [[(number, name) for name in group] for number in range(len(methods)) for group in groups]
+        plan = [
+            [(number, name) for name in group]
+            for number in range(len(methods))
+            for group in groups
+        ]
 
         def compute(batch: Sequence[tuple[int, str]]) -> list[Row]:
             asked = [pairs[name] for _, name in batch]
-            prompts, answers = [ids for ids, _ in asked], [[right] for _, right in asked]
+            prompts = [ids for ids, _ in asked]
+            answers = [[right] for _, right in asked]
             with methods[batch[0][0]].applied(run.lm) as lm:
                 said = lm.continuations(prompts, answers, batch_size=len(batch))
-            return [{"loss": -row[0][0] / len(right)} for row, (_, right) in zip(said, asked, strict=True)]
+            return [
+                {"loss": -row[0][0] / len(right)}
+                for row, (_, right) in zip(said, asked, strict=True)
+            ]
 
         def key(item: tuple[int, str]) -> Row:
             return {"of": of, "method": item[0], "id": item[1]}
 
         what = "the side task" if of == "side" else "all tokens scaled"
-        rows = run.complete(AGAIN, f"search: {len(methods)} again, {what}", plan, key, compute)
+        rows = run.complete(
+            AGAIN, f"search: {len(methods)} again, {what}", plan, key, compute
+        )
         found = {(row["method"], row["id"]): row["loss"] for row in rows}
-        return np.array([[found[number, name] for name in pairs] for number in range(len(methods))])
+        return np.array(
+            [[found[number, name] for name in pairs] for number in range(len(methods))]
+        )
 
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
         """What ``deploy.csv`` says, for ``found.yaml`` and :func:`words`."""
-        won, first = table[table["selected"]].iloc[0], table[table["best_last_1"]].iloc[0]
+        won = table[table["selected"]].iloc[0]
+        first = table[table["best_last_1"]].iloc[0]
         found = {"format": self.deploy, "found": won["candidate"], "loss": won["loss"]}
         found |= {"last_1": first["candidate"], "loss_last_1": first["loss_last_1"]}
         found |= {name: won[name] for name in (*columns("price"), "n", "candidates")}
         found |= {"tried": len(table) - 1, "exceed": (~table["allowed"]).sum()}
         if self.side_task:
-            found |= {"side_task": self.side_task.name, **{c: won[c] for c in columns("side_rise")}}
+            found |= {
+                "side_task": self.side_task.name,
+                **{c: won[c] for c in columns("side_rise")},
+            }
             found |= {"side_n": won["side_n"], "side_limit": self.side_rise}
-        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
+        plain = {
+            k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()
+        }
         return {k: round(v, 6) if isinstance(v, float) else v for k, v in plain.items()}
 
     def remarks(self, block: Mapping[str, Any]) -> list[str]:
@@ -206,7 +285,8 @@ class DeploySearch(Search):
 
     def shipped(self, read: Read) -> list[Section]:
         """What is shipped, with its price and its side effect, then the shortlist."""
-        table, rows = read("deploy"), []
+        table = read("deploy")
+        rows = []
         if table is None:
             return []
         numbers = ["price", *["side_rise"] * ("side_rise" in table)]
@@ -216,15 +296,28 @@ class DeploySearch(Search):
             cells += [estimate(row, name).words for name in numbers]
             mark = "yes" if row["selected"] else "" if row["allowed"] else "exceeds"
             rows.append([row["candidate"], *cells, mark])
-        header = ["candidate", "loss, last token", "loss as shipped", "price", "rise on the side task"]
-        text = "Price: loss as shipped, less that of the best with the last token alone."
+        header = [
+            "candidate",
+            "loss, last token",
+            "loss as shipped",
+            "price",
+            "rise on the side task",
+        ]
+        text = (
+            "Price: loss as shipped, less that of the best with the last token alone."
+        )
         text = f"{told(self.facts(table))} {text}"
-        return [Section("What is shipped", text, [*header[: 3 + len(numbers)], "selected"], rows)]
+        return [
+            Section(
+                "What is shipped", text, [*header[: 3 + len(numbers)], "selected"], rows
+            )
+        ]
 
 
 def words(facts: Mapping[str, Any]) -> list[str]:
     """What is shipped, its price and its side effect, a line each."""
-    out, kept = [], facts["found"] == shown(UNMODIFIED)
+    out = []
+    kept = facts["found"] == shown(UNMODIFIED)
     if facts["format"] in FOLDING:
         gap = estimate(facts, "price")
         what = facts["found"] if kept else f"{facts['found']}, all tokens"
@@ -235,10 +328,13 @@ def words(facts: Mapping[str, Any]) -> list[str]:
             f"{facts['candidates']} candidates were asked with all tokens"
         )
     if "side_task" in facts:
-        rise, task = estimate(facts, "side_rise").words, facts["side_task"]
+        rise = estimate(facts, "side_rise").words
+        task = facts["side_task"]
         front = f"loss on {task}, {facts['side_n']} prompts: "
         front += "" if kept else f"changes by {rise} nats per token; "
-        front += f"{facts['exceed']} of {facts['tried']} candidates raise it by more than "
+        front += (
+            f"{facts['exceed']} of {facts['tried']} candidates raise it by more than "
+        )
         out.append(f"{front}{facts['side_limit']:g}")
     if kept:
         out.append("nothing is left to ship: the unmodified model wins")

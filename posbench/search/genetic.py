@@ -22,7 +22,15 @@ from posbench.run.base import Run
 from posbench.run.cost import Reads
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
 from posbench.search.base import ROWS, Read
-from posbench.search.scales import NEUTRAL, POSITIONS, Scales, ScaleSearch, Scores, answering, calibration
+from posbench.search.scales import (
+    NEUTRAL,
+    POSITIONS,
+    Scales,
+    ScaleSearch,
+    Scores,
+    answering,
+    calibration,
+)
 
 SAMPLES = 101  # points of a curve as it is drawn
 Asked = tuple[Scales, tuple[int, ...]]
@@ -96,12 +104,20 @@ class GeneticSearch(ScaleSearch):
         if not self.low <= self.start <= self.high or not room:
             allowed = "low <= start <= high, with room for a step_y between, and reach_y of a step_y or more"
             hint = "the paper takes search.low=1 search.start=1.5 search.high=2"
-            raise UserError("search.low", [self.low, self.start, self.high], allowed, hint)
+            raise UserError(
+                "search.low", [self.low, self.start, self.high], allowed, hint
+            )
         if self.parents > self.population:
             allowed = f"at most {self.population}, the population"
-            raise UserError("search.parents", self.parents, allowed, f"set search.parents={self.population}")
+            raise UserError(
+                "search.parents",
+                self.parents,
+                allowed,
+                f"set search.parents={self.population}",
+            )
         if not self.constrained and self.curve in ("linear", "step"):
-            allowed, hint = f"true with curve={self.curve}", "set search.curve=bezier"
+            allowed = f"true with curve={self.curve}"
+            hint = "set search.curve=bezier"
             raise UserError("search.constrained", False, allowed, hint)
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
@@ -113,8 +129,15 @@ class GeneticSearch(ScaleSearch):
     def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
         """All candidates, every child and the unmodified model among them, then both methods of the check, on
         questions with the answer at three places."""
-        tried = 1 + self.population + self.generations * (self.mutations + 2 * self.crossovers)
-        asked = [(tried, len(POSITIONS) * prompts), (2, len(POSITIONS) * (self.held_back or prompts))]
+        tried = (
+            1
+            + self.population
+            + self.generations * (self.mutations + 2 * self.crossovers)
+        )
+        asked = [
+            (tried, len(POSITIONS) * prompts),
+            (2, len(POSITIONS) * (self.held_back or prompts)),
+        ]
         batches = sum(n * -(-count // self.batch_size) for n, count in asked)
         prompts = sum(n * count for n, count in asked)
         return Reads(prompts, replies=prompts, batches=batches)
@@ -123,7 +146,9 @@ class GeneticSearch(ScaleSearch):
         """The scale of each of the L layers."""
         if self.curve == "free":
             return tuple(self._y(value) for value in genome)
-        return tuple(curves.layer_scales(self.curve, self.control_points(genome), layers, self.x))
+        return tuple(
+            curves.layer_scales(self.curve, self.control_points(genome), layers, self.x)
+        )
 
     def control_points(self, genome: Genome) -> list[tuple[float, float]]:
         """The control points (x, y) of a genome with a curve."""
@@ -132,7 +157,8 @@ class GeneticSearch(ScaleSearch):
 
     def first(self, layers: int) -> Genome:
         """Points spread evenly over the layers (Eq. 8, rounded to the grid), all at ``start``."""
-        y, last = round((self.start - self.low) / self.step_y), self._places(layers)
+        y = round((self.start - self.low) / self.step_y)
+        last = self._places(layers)
         if self.curve == "free":
             return (y,) * layers
         places = (round(k * last / max(self.points - 1, 1)) for k in range(self.points))
@@ -140,15 +166,21 @@ class GeneticSearch(ScaleSearch):
 
     def mutate(self, genome: Genome, rng: random.Random, layers: int) -> Genome:
         """Another valid genome within reach (Eq. 9-10)."""
-        reach_x, reach_y = int(self.reach_x / self.step_x + 1e-9), int(self.reach_y / self.step_y + 1e-9)
-        top, last = int((self.high - self.low) / self.step_y + 1e-9), self._places(layers)
+        reach_x = int(self.reach_x / self.step_x + 1e-9)
+        reach_y = int(self.reach_y / self.step_y + 1e-9)
+        top = int((self.high - self.low) / self.step_y + 1e-9)
+        last = self._places(layers)
 
         spans = []
         for k, value in enumerate(genome):
-            low, high, reach = 0, top, reach_y
+            low = 0
+            high = top
+            reach = reach_y
             if self.curve != "free" and k % 2 == 0:
                 low = genome[k - 2] if self.constrained and k else 0
-                high = genome[k + 2] if self.constrained and k + 2 < len(genome) else last
+                high = (
+                    genome[k + 2] if self.constrained and k + 2 < len(genome) else last
+                )
                 reach = reach_x
             spans.append((max(low, value - reach), min(high, value + reach)))
         while True:
@@ -160,11 +192,19 @@ class GeneticSearch(ScaleSearch):
         """The valid children, at most two, of two parents that are cut at one place."""
         one, other = rng.sample(list(parents), 2)
         cut = rng.randrange(1, max(len(one), 2))
-        return [child for child in (one[:cut] + other[cut:], other[:cut] + one[cut:]) if self.valid(child)]
+        return [
+            child
+            for child in (one[:cut] + other[cut:], other[:cut] + one[cut:])
+            if self.valid(child)
+        ]
 
     def valid(self, genome: Genome) -> bool:
         """Whether x rises strictly along the points, where that is asked for."""
-        return self.curve == "free" or not self.constrained or all(a < b for a, b in pairwise(genome[::2]))
+        return (
+            self.curve == "free"
+            or not self.constrained
+            or all(a < b for a, b in pairwise(genome[::2]))
+        )
 
     def _places(self, layers: int) -> int:
         return int((layers - 1) / self.step_x + 1e-9)
@@ -188,33 +228,48 @@ class GeneticSearch(ScaleSearch):
             places.setdefault(key, len(places))
             if key not in known:
                 known[key] = measure(scales, numbers)
-                out.append(ROWS, [{"scales": scales, "examples": numbers, "scores": known[key]}])
+                out.append(
+                    ROWS,
+                    [{"scales": scales, "examples": numbers, "scores": known[key]}],
+                )
             return known[key]
 
-        scores, evolution = Scores(self, np.array(positions), answer), Evolution(self, lm.layers)
+        scores = Scores(self, np.array(positions), answer)
+        evolution = Evolution(self, lm.layers)
         with run.progress("search: generations", self.generations + 1) as advance:
             scores.fill(unmodified)
             base = scores.bound(unmodified)
             while not evolution.done:
                 scored = len(known)
                 evolution.step(scores)
-                best, history = evolution.history[-1], pd.DataFrame(evolution.history)
+                best = evolution.history[-1]
+                history = pd.DataFrame(evolution.history)
                 write_csv(out.path / "generations.csv", history.assign(unmodified=base))
                 scales = evolution.scales(evolution.population[0])
                 front = f"generation {best['generation']}: fitness {best['best']:.4f} ({base:.4f} unmodified)"
-                run.console.print(f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}")
+                run.console.print(
+                    f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}"
+                )
                 advance(1, before=scored == len(known))
         out.sort(ROWS, lambda row: places.get(_asked(row), len(places)))
-        winner, scales = evolution.population[0], evolution.scales(evolution.population[0])
+        winner = evolution.population[0]
+        scales = evolution.scales(evolution.population[0])
         write_csv(out.path / "search.csv", _table(scales, scores))
         write_csv(out.path / "curve.csv", self._curve(winner, scales))
-        bred = f"{len(evolution.history) - 1} generations, {len(scores.known)} candidates"
+        bred = (
+            f"{len(evolution.history) - 1} generations, {len(scores.known)} candidates"
+        )
         how = f"genetic search ({self.curve}, {bred}"
         self.write_scales(run, self._parameters(winner, scales), scales, scores, how)
 
     def _parameters(self, genome: Genome, scales: Scales) -> dict[str, Any]:
         """Fields of layer_scaling; a scale per layer where its curves do not hold the points."""
-        if self.curve == "free" or not self.constrained or self.low < 1 or self.high > 2:
+        if (
+            self.curve == "free"
+            or not self.constrained
+            or self.low < 1
+            or self.high > 2
+        ):
             return {**NEUTRAL, "scales": list(scales)}
         points = [list(point) for point in self.control_points(genome)]
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
@@ -227,7 +282,10 @@ class GeneticSearch(ScaleSearch):
             rows += [("point", x, y) for x, y in points]
             if self.curve == "bezier":
                 t = np.linspace(0, 1, SAMPLES)
-                xs, ys = (curves.bernstein(values, t).tolist() for values in zip(*points, strict=True))
+                xs, ys = (
+                    curves.bernstein(values, t).tolist()
+                    for values in zip(*points, strict=True)
+                )
             else:
                 xs = np.linspace(points[0][0], points[-1][0], SAMPLES).tolist()
                 ys = curves.layer_scales(self.curve, points, SAMPLES)
@@ -237,28 +295,39 @@ class GeneticSearch(ScaleSearch):
 
     def sections(self, read: Read) -> list[Section]:
         """Its best candidates, its generations and its curve."""
-        table, generations, curve = read("search"), read("generations"), read("curve")
+        table = read("search")
+        generations = read("generations")
+        curve = read("curve")
         if table is None:
             return []
-        asked, full = int(table["scored"].sum()), len(table) * int(table["scored"].max())
-        text = (
-            f"The ten best of {len(table)} candidates, accuracy in %. {asked} of {full} answers were asked "
-        )
+        asked = int(table["scored"].sum())
+        full = len(table) * int(table["scored"].max())
+        text = f"The ten best of {len(table)} candidates, accuracy in %. {asked} of {full} answers were asked "
         text += "for: a candidate that can no longer become a parent is given up."
-        columns, rows = [column for column in table if column.startswith("scale_")], []
+        columns = [column for column in table if column.startswith("scale_")]
+        rows = []
         header = ["scales", "fitness", *POSITIONS, ""]
         for _, row in table[table["complete"]].head(10).iterrows():
-            named = "selected" if row["selected"] else "unmodified" if row["unmodified"] else ""
+            named = (
+                "selected"
+                if row["selected"]
+                else "unmodified"
+                if row["unmodified"]
+                else ""
+            )
             shares = [f"{100 * row[column]:.1f}" for column in header[1:5]]
-            rows.append([", ".join(f"{row[column]:.2f}" for column in columns), *shares, named])
+            rows.append(
+                [", ".join(f"{row[column]:.2f}" for column in columns), *shares, named]
+            )
         drawn = {}
         if generations is not None:
             words = "Fitness of the best candidate and of the parents on average, generation by generation."
-            drawn["convergence"] = convergence(generations, table.loc[table["complete"], "scored"]), words
-        if curve is not None:
-            words = (
-                "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "
+            drawn["convergence"] = (
+                convergence(generations, table.loc[table["complete"], "scored"]),
+                words,
             )
+        if curve is not None:
+            words = "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "
             words += "calibration questions by the place of the answer, and their weighted mean, the fitness."
             drawn["curve"] = curve_figure(curve, table), words
         return [Section("Search", text, header, rows, drawn)]
@@ -279,16 +348,16 @@ class Evolution:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rng, self._scales = (
-            random.Random(f"posbench genetic {self.search.seed}"),
-            dict[Genome, Scales](),
-        )
+        self._rng = random.Random(f"posbench genetic {self.search.seed}")
+        self._scales = dict[Genome, Scales]()
 
     @property
     def done(self) -> bool:
         """Whether every generation is scored, or ``patience`` ran out."""
         quiet = self.history[-1]["quiet"] if self.history else 0
-        return len(self.history) > self.search.generations or quiet >= (self.search.patience or math.inf)
+        return len(self.history) > self.search.generations or quiet >= (
+            self.search.patience or math.inf
+        )
 
     @property
     def parents(self) -> list[Genome]:
@@ -303,21 +372,29 @@ class Evolution:
 
     def bred(self) -> list[list[Genome]]:
         """What comes next: the population, then offspring, in families of which the fittest joins."""
-        search, rng = self.search, self._rng
+        search = self.search
+        rng = self._rng
         if not self.history:
             first = search.first(self.layers)
             return [
                 [first],
-                *([search.mutate(first, rng, self.layers)] for _ in range(search.population - 1)),
+                *(
+                    [search.mutate(first, rng, self.layers)]
+                    for _ in range(search.population - 1)
+                ),
             ]
         families = []
         for _ in range(search.crossovers):
-            tries = (search.cross(self.parents, rng) for _ in range(search.crossover_tries))
+            tries = (
+                search.cross(self.parents, rng) for _ in range(search.crossover_tries)
+            )
             families.append(next(filter(None, tries), []) or [self._mutant()])
         return families + [[self._mutant()] for _ in range(search.mutations)]
 
     def _mutant(self) -> Genome:
-        return self.search.mutate(self._rng.choice(self.parents), self._rng, self.layers)
+        return self.search.mutate(
+            self._rng.choice(self.parents), self._rng, self.layers
+        )
 
     def race(self, families: Sequence[Sequence[Genome]], scores: Scores) -> None:
         """Score candidates in turn; each stops where it falls behind the last place among the parents.
@@ -327,14 +404,19 @@ class Evolution:
         result. Batches do not depend on racing.
         """
         rivals = [self.scales(genome) for genome in self.parents]
-        ahead, scored = [scores.bound(scales) for scales in rivals], dict.fromkeys(rivals)
-        plan, known_difficulty = scores.plan([]), False
+        ahead = [scores.bound(scales) for scales in rivals]
+        scored = dict.fromkeys(rivals)
+        plan = scores.plan([])
+        known_difficulty = False
         for family in families:
             best: list[float] = []
             full = len(ahead) >= self.search.parents
             if full and not known_difficulty:
-                plan, known_difficulty = scores.plan(list(scored)), True
-            last = sorted(ahead, reverse=True)[self.search.parents - 1] if full else -1.0
+                plan = scores.plan(list(scored))
+                known_difficulty = True
+            last = (
+                sorted(ahead, reverse=True)[self.search.parents - 1] if full else -1.0
+            )
             for scales in map(self.scales, family):
                 for examples in plan:
                     if self.search.racing and scores.bound(scales) < last:
@@ -349,15 +431,29 @@ class Evolution:
         """Score a generation, and choose the fitter children, then the parents of the next one."""
         families = self.bred()
         self.race(families, scores)
-        ranks = {g: scores.rank(self.scales(g)) for family in [self.parents, *families] for g in family}
+        ranks = {
+            g: scores.rank(self.scales(g))
+            for family in [self.parents, *families]
+            for g in family
+        }
         offspring = [min(family, key=ranks.__getitem__) for family in families]
         # The sort is stable: of equals, the older one stays in front.
         self.population = sorted([*self.parents, *offspring], key=ranks.__getitem__)
         known = [-ranks[genome][0] for genome in self.parents]
         better = not self.history or known[0] > self.history[-1]["best"]
-        row = {"generation": len(self.history), "best": known[0], "mean": sum(known) / len(known)}
-        row |= {"worst": known[-1], "evaluations": scores.evaluations, "candidates": len(scores.known)}
-        self.history.append({**row, "quiet": 0 if better else self.history[-1]["quiet"] + 1})
+        row = {
+            "generation": len(self.history),
+            "best": known[0],
+            "mean": sum(known) / len(known),
+        }
+        row |= {
+            "worst": known[-1],
+            "evaluations": scores.evaluations,
+            "candidates": len(scores.known),
+        }
+        self.history.append(
+            {**row, "quiet": 0 if better else self.history[-1]["quiet"] + 1}
+        )
 
 
 def _asked(row: Row) -> Asked:
@@ -371,7 +467,10 @@ def _table(best: Scales, scores: Scores) -> pd.DataFrame:
         scored = int(np.isfinite(scores.known[scales]).sum())
         accuracies = dict(zip(POSITIONS, scores.accuracies(scales), strict=True))
         row = {"fitness": scores.bound(scales), **accuracies, "scored": scored}
-        row |= {"complete": scored == len(scores.positions), "unmodified": all(s == 1 for s in scales)}
+        row |= {
+            "complete": scored == len(scores.positions),
+            "unmodified": all(s == 1 for s in scales),
+        }
         named = {f"scale_{layer}": scale for layer, scale in enumerate(scales)}
         rows.append({**row, "selected": scales == best, **named})
     return pd.DataFrame(rows)

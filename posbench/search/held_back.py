@@ -9,7 +9,8 @@ from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired, with_interval
 
-ROWS, TABLE = "held_back.jsonl", "held_back.csv"
+ROWS = "held_back.jsonl"
+TABLE = "held_back.csv"
 LEAST = 6
 """Questions that a check needs: of fewer, gains of one sign are no rarer than one in twenty by chance."""
 
@@ -18,17 +19,31 @@ HEADER = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
 
 
 def gain(
-    measure: str, found: Sequence[float], unmodified: Sequence[float], clusters: Sequence[str]
+    measure: str,
+    found: Sequence[float],
+    unmodified: Sequence[float],
+    clusters: Sequence[str],
 ) -> dict[str, Any]:
     """The facts of ``held_back.csv`` from the measure of N prompts under both: a paired gain, positive where
     the search helps, with its 95 % interval over questions; ``measure`` and ``n`` alone of too few."""
     if len(set(clusters)) < LEAST:
         return {"measure": measure, "n": len(clusters)}
-    means = {"found": sum(found) / len(found), "unmodified": sum(unmodified) / len(found)}
+    means = {
+        "found": sum(found) / len(found),
+        "unmodified": sum(unmodified) / len(found),
+    }
     both = (unmodified, found) if measure == "loss" else (found, unmodified)
     estimate = paired(*both, clusters)
-    facts = means | {"gain": estimate.value, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
-    return {"measure": measure, **{k: round(float(v), 6) for k, v in facts.items()}, "n": estimate.n}
+    facts = means | {
+        "gain": estimate.value,
+        "ci_low": estimate.ci_low,
+        "ci_high": estimate.ci_high,
+    }
+    return {
+        "measure": measure,
+        **{k: round(float(v), 6) for k, v in facts.items()},
+        "n": estimate.n,
+    }
 
 
 def noise(facts: Mapping[str, Any]) -> bool:
@@ -46,9 +61,13 @@ def words(facts: Mapping[str, Any]) -> str:
     if not checked(facts):
         few = f"{facts['n']} are left, and {LEAST} questions are needed"
         return f"what was found is not checked on held-back prompts: {few}"
-    both = f"{facts['measure']} {facts['found']:.4g}, unmodified {facts['unmodified']:.4g}"
+    both = (
+        f"{facts['measure']} {facts['found']:.4g}, unmodified {facts['unmodified']:.4g}"
+    )
     gained = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])
-    front = "the search gains nothing beyond noise" if noise(facts) else "the search gains"
+    front = (
+        "the search gains nothing beyond noise" if noise(facts) else "the search gains"
+    )
     return f"{front}: {both} on {facts['n']} held-back prompts, gain {gained}"
 
 

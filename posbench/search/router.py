@@ -12,7 +12,14 @@ from posbench.errors import UserError, renamed
 from posbench.files.atomic import write_csv
 from posbench.files.sources import Source
 from posbench.late import F, inference_mode, pd, torch
-from posbench.methods.moice import MoICE, auxiliary_loss, mixing, mixture, new_routers, save_routers
+from posbench.methods.moice import (
+    MoICE,
+    auxiliary_loss,
+    mixing,
+    mixture,
+    new_routers,
+    save_routers,
+)
 from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
@@ -62,7 +69,11 @@ class RouterSearch(Search):
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Search.files`."""
-        return (Source(kind="path", id=self.data, field="search.data"),) if self.data else ()
+        return (
+            (Source(kind="path", id=self.data, field="search.data"),)
+            if self.data
+            else ()
+        )
 
     def check(self, run: Run) -> None:
         """Refuse typed weights, and texts that are too few or malformed, too."""
@@ -71,20 +82,34 @@ class RouterSearch(Search):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row per step, and the router."""
-        method, texts = run.trial(), self.texts(run)
+        method = run.trial()
+        texts = self.texts(run)
         assert isinstance(method, MoICE)
         part = max(len(texts) // 10, 1)
         with run.progress("search: steps", self.steps) as advance:
             routers, steps = self.train(run.lm, texts[part:], method, advance)
         write_csv(run.out.path / "search.csv", pd.DataFrame(steps))
         held = self.held_out(run.lm, texts[:part], routers, method)
-        losses, file = {name: sum(values) / part for name, values in held.items()}, run.out.path / FILE
+        losses = {name: sum(values) / part for name, values in held.items()}
+        file = run.out.path / FILE
         save_routers(routers, file, {"search": run.raw["search"], "held_out": losses})
-        block = {"weights": str(file.absolute()), "texts": len(texts) - part, "held_out": losses}
-        self.write_found(run, block, f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})")
+        block = {
+            "weights": str(file.absolute()),
+            "texts": len(texts) - part,
+            "held_out": losses,
+        }
+        self.write_found(
+            run,
+            block,
+            f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})",
+        )
 
     def train(
-        self, lm: LM, rows: Sequence[Sequence[int]], method: MoICE, advance: Callable[[int], None]
+        self,
+        lm: LM,
+        rows: Sequence[Sequence[int]],
+        method: MoICE,
+        advance: Callable[[int], None],
     ) -> tuple[dict[int, Router], list[dict[str, float]]]:
         """Train routers on texts (token ids, in another order when all were used); the model stays as it is.
 
@@ -92,13 +117,21 @@ class RouterSearch(Search):
         mixture (1 / N for N bases: an even one).
         """
         torch.manual_seed(self.seed)
-        count, top_k = len(method.bases), method.top_k
-        shuffle, order = random.Random(self.seed), list[Sequence[int]]()
-        routers = {layer: router.to(lm.device) for layer, router in new_routers(lm.model, count).items()}
+        count = len(method.bases)
+        top_k = method.top_k
+        shuffle = random.Random(self.seed)
+        order = list[Sequence[int]]()
+        routers = {
+            layer: router.to(lm.device)
+            for layer, router in new_routers(lm.model, count).items()
+        }
         parameters = [p for router in routers.values() for p in router.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.learning_rate, weight_decay=0.0
+        )
         frozen = [p for p in lm.model.parameters() if p.requires_grad]
-        heard, steps = dict[int, torch.Tensor](), []
+        heard = dict[int, torch.Tensor]()
+        steps = []
         lm.model.requires_grad_(False)
         try:
             with mixing(lm.model, routers, method.bases, top_k, heard.__setitem__):
@@ -107,7 +140,9 @@ class RouterSearch(Search):
                     for _ in range(self.batch):
                         order = order or shuffle.sample(rows, len(rows))
                         loss = text_loss(lm, order.pop())
-                        logits = torch.cat([x.flatten(0, 2).to(lm.device) for x in heard.values()])
+                        logits = torch.cat(
+                            [x.flatten(0, 2).to(lm.device) for x in heard.values()]
+                        )
                         aux = auxiliary_loss(logits, top_k)
                         ((loss + self.aux * aux) / self.batch).backward()
                         largest = mixture(logits.detach(), top_k).amax(-1).mean()
@@ -124,11 +159,19 @@ class RouterSearch(Search):
 
     @inference_mode
     def held_out(
-        self, lm: LM, rows: Sequence[Sequence[int]], routers: Mapping[int, Router], method: MoICE
+        self,
+        lm: LM,
+        rows: Sequence[Sequence[int]],
+        routers: Mapping[int, Router],
+        method: MoICE,
     ) -> dict[str, list[float]]:
         """Loss of each text under the unmodified model, an even mixture, and the trained one."""
-        losses, count = {"unmodified": [text_loss(lm, row).item() for row in rows]}, len(method.bases)
-        for name, given, kept in (("even mixture", None, count), ("trained router", routers, method.top_k)):
+        losses = {"unmodified": [text_loss(lm, row).item() for row in rows]}
+        count = len(method.bases)
+        for name, given, kept in (
+            ("even mixture", None, count),
+            ("trained router", routers, method.top_k),
+        ):
             with mixing(lm.model, given, method.bases, kept):
                 losses[name] = [text_loss(lm, row).item() for row in rows]
         return losses
@@ -140,18 +183,29 @@ class RouterSearch(Search):
         pairs = self._pairs(run)
         part = max(len(pairs) // 10, 1)
         fresh = [pair for pair in pairs[:part] if pair not in pairs[part:]][:count]
-        return [Example(id=f"h{n}", prompt=text, answers=(answer,)) for n, (text, answer) in enumerate(fresh)]
+        return [
+            Example(id=f"h{n}", prompt=text, answers=(answer,))
+            for n, (text, answer) in enumerate(fresh)
+        ]
 
     @inference_mode
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Loss of all tokens of each text."""
-        return [text_loss(run.lm, self._ids(run.lm, e.prompt, e.answers[0])).item() for e in batch]
+        return [
+            text_loss(run.lm, self._ids(run.lm, e.prompt, e.answers[0])).item()
+            for e in batch
+        ]
 
     def texts(self, run: Run) -> list[list[int]]:
         """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
         texts = [self._ids(run.lm, *pair) for pair in self._pairs(run)]
         if len(texts) < 4:
-            raise UserError("search.data", len(texts), "4 texts or more", "give more lines or examples")
+            raise UserError(
+                "search.data",
+                len(texts),
+                "4 texts or more",
+                "give more lines or examples",
+            )
         return texts
 
     def _ids(self, lm: LM, prompt: str, answer: str) -> list[int]:
@@ -167,7 +221,9 @@ class RouterSearch(Search):
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Losses on the texts that were held out."""
-        losses = ", ".join(f"{name} {value:.5f}" for name, value in block["held_out"].items())
+        losses = ", ".join(
+            f"{name} {value:.5f}" for name, value in block["held_out"].items()
+        )
         return f"{block['weights']}: loss of texts held out: {losses}"
 
     def sections(self, read: Read) -> list[Section]:

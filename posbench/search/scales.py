@@ -46,7 +46,12 @@ class ScaleSearch(Search):
         # The paper itself prints three times 0.333.
         if abs(sum(self.weights) - 1) > 5e-3:
             allowed = "three numbers from 0 up with sum 1"
-            raise UserError("search.weights", list(self.weights), allowed, "the paper takes [0.2,0.3,0.5]")
+            raise UserError(
+                "search.weights",
+                list(self.weights),
+                allowed,
+                "the paper takes [0.2,0.3,0.5]",
+            )
 
     def check(self, run: Run) -> None:
         """Refuse typed scales, and a task whose gold answers have no places."""
@@ -64,21 +69,44 @@ class ScaleSearch(Search):
 
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """The part of each prompt in the fitness, or in the loss: times three and the weight of its place."""
-        weights = [3 * self.weights[POSITIONS.index(e.id.partition("-")[0])] for e in batch]
-        values = super().measured(run, batch) if self.measure == "loss" else self._scores(run, batch)
+        weights = [
+            3 * self.weights[POSITIONS.index(e.id.partition("-")[0])] for e in batch
+        ]
+        values = (
+            super().measured(run, batch)
+            if self.measure == "loss"
+            else self._scores(run, batch)
+        )
         return [weight * value for weight, value in zip(weights, values, strict=True)]
 
     def _scores(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        told = replies(run.lm, run.task, batch, {e.id: encode(run.lm, run.task, e) for e in batch})
-        scored = [run.task.score(e, str(reply["output"])) for e, reply in zip(batch, told, strict=True)]
+        told = replies(
+            run.lm, run.task, batch, {e.id: encode(run.lm, run.task, e) for e in batch}
+        )
+        scored = [
+            run.task.score(e, str(reply["output"]))
+            for e, reply in zip(batch, told, strict=True)
+        ]
         return [scores[run.task.metric] for scores in scored]
 
     def write_scales(
-        self, run: Run, parameters: Mapping[str, Any], scales: Scales, scores: Scores, how: str
+        self,
+        run: Run,
+        parameters: Mapping[str, Any],
+        scales: Scales,
+        scores: Scores,
+        how: str,
     ) -> None:
         """Write the found block, with its mean scale (LPES' uniform baseline)."""
-        facts = {"lowest": min(scales), "highest": max(scales), "mean": float(np.mean(scales))}
-        for name, which in (("fitness", scales), ("fitness_unmodified", (1.0,) * len(scales))):
+        facts = {
+            "lowest": min(scales),
+            "highest": max(scales),
+            "mean": float(np.mean(scales)),
+        }
+        for name, which in (
+            ("fitness", scales),
+            ("fitness_unmodified", (1.0,) * len(scales)),
+        ):
             facts[name] = round(scores.bound(which), 6)
         among = f"{len(scores.positions)} calibration prompts of {run.task.name}, seed {self.seed}"
         self.write_found(run, {**parameters, **facts}, f"{how}, {among})")
@@ -108,9 +136,13 @@ class Scores:
         """Pairs of candidate and example that have been scored."""
         return sum(int(np.isfinite(row).sum()) for row in self.known.values())
 
-    def add(self, scales: Scales, examples: Sequence[int], scores: Sequence[float]) -> None:
+    def add(
+        self, scales: Scales, examples: Sequence[int], scores: Sequence[float]
+    ) -> None:
         """Remember scores of a candidate."""
-        self.known.setdefault(scales, np.full(len(self.positions), np.nan))[list(examples)] = scores
+        self.known.setdefault(scales, np.full(len(self.positions), np.nan))[
+            list(examples)
+        ] = scores
 
     def ask(self, scales: Scales, examples: list[int]) -> None:
         """Score a candidate on some examples, unless it was."""
@@ -128,17 +160,26 @@ class Scores:
 
     def accuracies(self, scales: Scales) -> list[float]:
         """Accuracy at beginning, middle, end; what is not scored counts as right, so that it only falls."""
-        right = np.nan_to_num(self.known.get(scales, np.ones(len(self.positions))), nan=1.0)
+        right = np.nan_to_num(
+            self.known.get(scales, np.ones(len(self.positions))), nan=1.0
+        )
         parts = (right[self.positions == p] for p in range(len(POSITIONS)))
         return [float(part.mean()) if len(part) else 0.0 for part in parts]
 
     def bound(self, scales: Scales) -> float:
         """Fitness (weighted accuracy) of a candidate; while not all is scored, the highest it can have."""
-        return sum(w * a for w, a in zip(self.search.weights, self.accuracies(scales), strict=True))
+        return sum(
+            w * a
+            for w, a in zip(self.search.weights, self.accuracies(scales), strict=True)
+        )
 
     def rank(self, scales: Scales) -> tuple[float, float, float]:
         """Sorts candidates, best first; ties as :class:`posbench.search.genetic.GeneticSearch` says."""
-        return -self.bound(scales), -min(self.accuracies(scales)), sum(abs(s - 1) for s in scales)
+        return (
+            -self.bound(scales),
+            -min(self.accuracies(scales)),
+            sum(abs(s - 1) for s in scales),
+        )
 
     def plan(self, scored: Sequence[Scales]) -> list[list[int]]:
         """Batches of examples, those on which candidates lost most first: a bad one is found out early."""
@@ -155,7 +196,8 @@ def calibration(
     """Every calibration question, or so many ``further`` ones, three times, with the answer at the beginning,
     in the middle (n // 2) and at the end, or at the task's three ``calibration_positions``: the examples, and
     for each 0, 1 or 2. Raises `UserError` where the task has no such positions."""
-    count, places = task.calibration_items, getattr(task, "calibration_positions", None)
+    count = task.calibration_items
+    places = getattr(task, "calibration_positions", None)
     if count is None or getattr(task, "calibration_path", None):
         allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"
         hint = "search there, then set the method's parameters here and stages=[evaluate,report]"
@@ -166,23 +208,31 @@ def calibration(
         hint = 'set task.calibration_positions=["0%","50%","100%"]'
         raise UserError("task.calibration_positions", list(places), allowed, hint)
     changed: dict[str, Any] = {} if seed is None else {"seed": seed}
-    examples, positions = list[Example](), list[int]()
+    examples = list[Example]()
+    positions = list[int]()
     for number, place in enumerate(places):
         moved = replace(task, **changed, calibration_positions=(place,))  # type: ignore[call-arg]
         asked = moved.held_back(further) if further else moved.examples("calibration")
-        examples += [replace(example, id=f"{POSITIONS[number]}-{example.id}") for example in asked]
+        examples += [
+            replace(example, id=f"{POSITIONS[number]}-{example.id}")
+            for example in asked
+        ]
         positions += [number] * len(asked)
     return examples, positions
 
 
 def answering(
-    lm: LM, task: Task, examples: Sequence[Example], whole: Callable[[Method], Method] = lambda method: method
+    lm: LM,
+    task: Task,
+    examples: Sequence[Example],
+    whole: Callable[[Method], Method] = lambda method: method,
 ) -> Callable[[Scales, list[int]], list[float]]:
     """What scores scales on some of the examples by the task's metric; ``whole`` adds other methods."""
     encoded = [encode(lm, task, example) for example in examples]
 
     def answer(scales: Scales, numbers: list[int]) -> list[float]:
-        texts, half = list[str](), len(numbers) // 2
+        texts = list[str]()
+        half = len(numbers) // 2
         try:
             with whole(LayerScaling(scales=scales)).applied(lm):
                 texts = lm.generate(
@@ -198,6 +248,9 @@ def answering(
             # Only behind the handler are the tensors of the failed forward free.
             torch.cuda.empty_cache()
             return answer(scales, numbers[:half]) + answer(scales, numbers[half:])
-        return [task.score(examples[i], text)[task.metric] for i, text in zip(numbers, texts, strict=True)]
+        return [
+            task.score(examples[i], text)[task.metric]
+            for i, text in zip(numbers, texts, strict=True)
+        ]
 
     return answer

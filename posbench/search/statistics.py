@@ -50,24 +50,42 @@ def paper(
     layers, positions, _ = curves.shape
     if positions - window + 1 - skip < 8:
         allowed = f"at least search.window + search.skip + 7 = {window + skip + 7}"
-        raise UserError("search.length", positions, allowed, "lengthen the strings or shorten the window")
+        raise UserError(
+            "search.length",
+            positions,
+            allowed,
+            "lengthen the strings or shorten the window",
+        )
     mean = sliding_mean(curves, window)[:, skip:]
     x = np.linspace(-1, 1, mean.shape[1])
-    coefficients = np.einsum("cp,lpd->lcd", np.linalg.pinv(np.vander(x, 4, increasing=True)), mean)
+    coefficients = np.einsum(
+        "cp,lpd->lcd", np.linalg.pinv(np.vander(x, 4, increasing=True)), mean
+    )
     slopes = np.vander(x, 3, increasing=True) * np.array([1, 2, 3])
     slope = np.einsum("pc,lcd->lpd", slopes, coefficients[:, 1:])
-    direction = ((slope > 0).all(1).astype(np.int8) - (slope < 0).all(1).astype(np.int8)).astype(np.int8)
+    direction = (
+        (slope > 0).all(1).astype(np.int8) - (slope < 0).all(1).astype(np.int8)
+    ).astype(np.int8)
     monotone = direction != 0
     counted = monotone if monotone_only else np.ones_like(monotone)
     count = counted.sum(0)
     rough = (np.diff(mean, n=2, axis=1) ** 2).sum(1)
-    total = np.where(counted, rough, 0).sum(0) / (np.maximum(count, 1) if aggregate == "mean" else 1)
-    return _ranked(direction, monotone.sum(0), np.where(count > 0, total, np.inf), count > layers / 4)
+    total = np.where(counted, rough, 0).sum(0) / (
+        np.maximum(count, 1) if aggregate == "mean" else 1
+    )
+    return _ranked(
+        direction,
+        monotone.sum(0),
+        np.where(count > 0, total, np.inf),
+        count > layers / 4,
+    )
 
 
 def sliding_mean(curves: Array, window: int) -> Array:
     """Mean of every ``window`` successive positions, [L, P - window + 1, D]."""
-    sums = np.cumsum(np.pad(curves.astype(np.float64), ((0, 0), (1, 0), (0, 0))), axis=1)
+    sums = np.cumsum(
+        np.pad(curves.astype(np.float64), ((0, 0), (1, 0), (0, 0))), axis=1
+    )
     return (sums[:, window:] - sums[:, :-window]) / window
 
 
@@ -88,7 +106,8 @@ def official(hidden: Array) -> ChannelStatistics:
         allowed = "more than 300 with variant=official"
         raise UserError("search.length", positions, allowed, "set search.length=1000")
     if rows % 2:
-        hidden, rows = hidden[1:], rows - 1
+        hidden = hidden[1:]
+        rows = rows - 1
     curves = hidden.astype(np.float32)
     direction = np.zeros((rows, channels), dtype=np.int8)
     smoothness = np.full((rows, channels), np.inf)
@@ -98,14 +117,18 @@ def official(hidden: Array) -> ChannelStatistics:
         fitted = design @ (np.linalg.pinv(design) @ _unit(curves[row, 300:]))
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
-        rises, falls = (steps >= 0).all(0), (steps <= 0).all(0)
+        rises = (steps >= 0).all(0)
+        falls = (steps <= 0).all(0)
         direction[row] = moves * (rises.astype(np.int8) - falls)
         unit = _unit(curves[row, 200:])
         usable = np.isfinite(unit).all(0)
         if usable.any():
-            smooth = scipy.signal.savgol_filter(unit[:, usable], window_length=10, polyorder=3, axis=0)
+            smooth = scipy.signal.savgol_filter(
+                unit[:, usable], window_length=10, polyorder=3, axis=0
+            )
             smoothness[row, usable] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
-    rising, falling = (direction == 1), (direction == -1)
+    rising = direction == 1
+    falling = direction == -1
     used = np.where(rising.sum(0) > falling.sum(0), rising, falling)
     lowest = np.where(used, smoothness, np.inf).min(0)
     return _ranked(direction, used.sum(0), lowest, used.sum(0) > rows // 4)
@@ -113,12 +136,18 @@ def official(hidden: Array) -> ChannelStatistics:
 
 def _unit(curves: Array) -> Array:
     """Each column scaled to 0..1; constant columns become NaN."""
-    low, high = curves.min(0), curves.max(0)
+    low = curves.min(0)
+    high = curves.max(0)
     return (curves - low) / np.where(high > low, high - low, np.nan)
 
 
 def _ranked(
-    direction: NDArray[np.int8], count: NDArray[np.int64], smoothness: Array, passed: NDArray[np.bool_]
+    direction: NDArray[np.int8],
+    count: NDArray[np.int64],
+    smoothness: Array,
+    passed: NDArray[np.bool_],
 ) -> ChannelStatistics:
     order = np.argsort(smoothness, kind="stable")
-    return ChannelStatistics(direction, count, smoothness, [int(c) for c in order if passed[c]])
+    return ChannelStatistics(
+        direction, count, smoothness, [int(c) for c in order if passed[c]]
+    )

@@ -42,7 +42,13 @@ class Estimate(NamedTuple):
     @property
     def loss_verdict(self) -> str:
         """How a change of a loss reads."""
-        return "worse" if self.ci_low > 0 else "better" if self.ci_high < 0 else "cannot be told apart"
+        return (
+            "worse"
+            if self.ci_low > 0
+            else "better"
+            if self.ci_high < 0
+            else "cannot be told apart"
+        )
 
     @property
     def words(self) -> str:
@@ -58,7 +64,8 @@ def chunks(resamples: int, width: int) -> Iterator[int]:
 
 def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Array]:
     """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size."""
-    rng, clusters = np.random.default_rng(seed), len(strata)
+    rng = np.random.default_rng(seed)
+    clusters = len(strata)
     for part in chunks(resamples, clusters):
         weights = np.zeros((part, clusters))
         for number in range(strata.max() + 1):
@@ -69,7 +76,11 @@ def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Arr
 
 
 def resampled(
-    groups: Mapping[K, Group], *, stratified: bool, resamples: int = RESAMPLES, seed: int = 0
+    groups: Mapping[K, Group],
+    *,
+    stratified: bool,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> dict[K, tuple[float, Array]]:
     """Mean of every group, exact and resampled [R]; all groups share each draw, which keeps pairs together.
 
@@ -79,10 +90,15 @@ def resampled(
     """
     clusters = np.concatenate([np.asarray(names) for _, names in groups.values()])
     names, member = np.unique(clusters, return_inverse=True)
-    totals, sizes = [], []
+    totals = []
+    sizes = []
     for values, _ in groups.values():
         here, member = np.split(member, [len(values)])
-        totals.append(np.bincount(here, weights=np.asarray(values, dtype=np.float64), minlength=len(names)))
+        totals.append(
+            np.bincount(
+                here, weights=np.asarray(values, dtype=np.float64), minlength=len(names)
+            )
+        )
         sizes.append(np.bincount(here, minlength=len(names)).astype(np.float64))
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
@@ -91,27 +107,44 @@ def resampled(
     with np.errstate(invalid="ignore"):
         for weights in _draws(strata.ravel(), resamples, seed):
             pairs = zip(totals, sizes, strict=True)
-            parts.append(np.stack([(weights @ total) / (weights @ size) for total, size in pairs], axis=1))
-    exact, drawn = [t.sum() / s.sum() for t, s in zip(totals, sizes, strict=True)], np.concatenate(parts)
+            parts.append(
+                np.stack(
+                    [(weights @ total) / (weights @ size) for total, size in pairs],
+                    axis=1,
+                )
+            )
+    exact = [t.sum() / s.sum() for t, s in zip(totals, sizes, strict=True)]
+    drawn = np.concatenate(parts)
     return {key: (float(exact[i]), drawn[:, i]) for i, key in enumerate(groups)}
 
 
-def drawn_means(values: Array, clusters: Iterable[str], resamples: int, seed: int) -> Array:
+def drawn_means(
+    values: Array, clusters: Iterable[str], resamples: int, seed: int
+) -> Array:
     """Means of draws of clusters, [R], over the values that are numbers; equal clusters give equal draws."""
     _, member = np.unique(np.asarray(clusters), return_inverse=True)
-    there, rng = ~np.isnan(values), np.random.default_rng(seed)
+    there = ~np.isnan(values)
+    rng = np.random.default_rng(seed)
     totals = np.bincount(member, weights=np.where(there, values, 0))
-    sizes, count = np.bincount(member, weights=there), len(totals)
-    draws = (rng.integers(0, count, size=(part, count)) for part in chunks(resamples, count))
+    sizes = np.bincount(member, weights=there)
+    count = len(totals)
+    draws = (
+        rng.integers(0, count, size=(part, count)) for part in chunks(resamples, count)
+    )
     with np.errstate(invalid="ignore"):
-        return np.concatenate([totals[which].sum(1) / sizes[which].sum(1) for which in draws])
+        return np.concatenate(
+            [totals[which].sum(1) / sizes[which].sum(1) for which in draws]
+        )
 
 
 def tail(clusters: int) -> float:
     """Share of the draws beyond each end of an interval: 2.5 %, and less for few clusters, whose draws vary
     too little (Hesterberg 2015, "expanded percentile interval")."""
     return float(
-        scipy.special.ndtr(-scipy.special.stdtrit(clusters - 1, 0.975) * np.sqrt(clusters / (clusters - 1)))
+        scipy.special.ndtr(
+            -scipy.special.stdtrit(clusters - 1, 0.975)
+            * np.sqrt(clusters / (clusters - 1))
+        )
     )
 
 
@@ -123,13 +156,18 @@ def quantiles(values: Array, clusters: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def percentile(value: float | Array, draws: Array, n: int, clusters: int | None = None) -> Estimate:
+def percentile(
+    value: float | Array, draws: Array, n: int, clusters: int | None = None
+) -> Estimate:
     """A number with the interval of its draws [R]; each of n observations is a cluster unless said."""
     return Estimate(float(value), *quantiles(draws, clusters or n), n)
 
 
 def statistic(
-    groups: Mapping[K, Group], of: Callable[[Mapping[K, Array]], Array], *, resamples: int
+    groups: Mapping[K, Group],
+    of: Callable[[Mapping[K, Array]], Array],
+    *,
+    resamples: int,
 ) -> Estimate:
     """A statistic of group means, each [R] to [R], with its percentile interval; see :func:`resampled`."""
     found = resampled(groups, stratified=False, resamples=resamples)
@@ -145,7 +183,8 @@ def difference(values: Values, clusters: Sequence[str]) -> Estimate:
     single cluster."""
     array = np.asarray(values, dtype=np.float64)
     value, (sums, sizes) = float(array.mean()), _sums(array, clusters)
-    count, errors = len(sums), (sums - sizes * value) / sizes.mean()
+    count = len(sums)
+    errors = (sums - sizes * value) / sizes.mean()
     if count < 2:
         return Estimate(value, np.nan, np.nan, len(array))
     spread = np.sqrt((errors**2).mean())
@@ -167,9 +206,14 @@ def paired(after: Values, before: Values, clusters: Sequence[str]) -> Estimate:
         return difference(array, clusters)
     value, (n, sums, _) = float(array.mean()), _worth(array, clusters)
     more = (array**2).sum() / max(np.count_nonzero(array), 1) or 1.0
-    centre, square = value * n / (n + 1), ((array**2).mean() * n + more) / (n + 1)
-    half = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt((square - centre**2) / (n + 1))
-    return Estimate(value, float(max(centre - half, -1)), float(min(centre + half, 1)), len(array))
+    centre = value * n / (n + 1)
+    square = ((array**2).mean() * n + more) / (n + 1)
+    half = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt(
+        (square - centre**2) / (n + 1)
+    )
+    return Estimate(
+        value, float(max(centre - half, -1)), float(min(centre + half, 1)), len(array)
+    )
 
 
 def mean(values: Values, clusters: Sequence[str]) -> Estimate:
@@ -183,13 +227,18 @@ def mean(values: Values, clusters: Sequence[str]) -> Estimate:
     if (array < 0).any() or (array > 1).any():
         return difference(array, clusters)
     value, (n, sums, sizes) = float(array.mean()), _worth(array, clusters)
-    whole, variance = np.isin(array, (0, 1)).all(), array.var()
+    whole = np.isin(array, (0, 1)).all()
+    variance = array.var()
     n *= 1 if whole or variance == 0 else value * (1 - value) / variance
     # How many clusters tell of either answer: of equal sums their number, fewer of unequal ones.
     each = (np.sign(sums), np.sign(sizes - sums)) if whole else (sums, sizes - sums)
     rarer = min(side.sum() ** 2 / max((side**2).sum(), 1e-12) for side in each)
     plain = len(sums) == 1 or (whole and len(sums) == len(array)) or not rarer
-    z = Z95 if plain else float(scipy.special.stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
+    z = (
+        Z95
+        if plain
+        else float(scipy.special.stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
+    )
     return Estimate(value, *wilson(value * n, n, z), len(array))
 
 
@@ -197,7 +246,9 @@ def _worth(values: Array, clusters: Sequence[str]) -> tuple[float, Array, Array]
     """How many independent values these are worth, n over the design effect (at least 1), which is that of
     equal answers to each question where nothing varies; and sum and size of every cluster, [C]."""
     sums, sizes = _sums(values, clusters)
-    n, count, variance = len(values), len(sums), values.var()
+    n = len(values)
+    count = len(sums)
+    variance = values.var()
     if count in (1, n) or variance == 0:
         return float(count), sums, sizes
     between = count / (count - 1) * ((sums - sizes * values.mean()) ** 2).sum()
@@ -207,26 +258,33 @@ def _worth(values: Array, clusters: Sequence[str]) -> tuple[float, Array, Array]
 def _sums(values: Array, clusters: Sequence[str]) -> tuple[Array, Array]:
     """Sum and size of every cluster, [C]."""
     _, member = np.unique(np.asarray(clusters), return_inverse=True)
-    sums, sizes = (np.bincount(member, weights=each).astype(float) for each in (values, np.ones(len(values))))
+    sums, sizes = (
+        np.bincount(member, weights=each).astype(float)
+        for each in (values, np.ones(len(values)))
+    )
     return sums, sizes
 
 
 def normal(values: Array) -> Estimate:
     """A mean of independent values with Student's interval."""
-    value, n = float(values.mean()), len(values)
+    value = float(values.mean())
+    n = len(values)
     half = float(scipy.special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n))
     return Estimate(value, value - half, value + half, n)
 
 
 def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
     """Wilson score interval (95 %) of a proportion, from the sum of n >= 1 scores in 0..1."""
-    p, z2 = successes / n, z**2
+    p = successes / n
+    z2 = z**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = z * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return float(max(centre - half, 0)), float(min(centre + half, 1))
 
 
-def combined(parts: Sequence[Estimate], weights: Values, n: int, r: float = 0.0) -> Estimate:
+def combined(
+    parts: Sequence[Estimate], weights: Values, n: int, r: float = 0.0
+) -> Estimate:
     """A weighted sum of estimates, any two of which correlate by r, its interval made of theirs (Zou and
     Donner 2008); for two shares and weights 1 and -1 it is Newcombe's (1998, method 10)."""
     value = sum(w * part.value for w, part in zip(weights, parts, strict=True))
@@ -234,7 +292,8 @@ def combined(parts: Sequence[Estimate], weights: Values, n: int, r: float = 0.0)
     for side in (-1, 1):
         # What each part moves the sum by where it stands at its own end, with its weight's sign.
         at = [
-            (p.ci_high if side * w > 0 else p.ci_low) - p.value for w, p in zip(weights, parts, strict=True)
+            (p.ci_high if side * w > 0 else p.ci_low) - p.value
+            for w, p in zip(weights, parts, strict=True)
         ]
         moved = np.abs(np.array(weights) * at)
         mixed = (moved * np.sign(weights)).sum() ** 2 - (moved**2).sum()

@@ -6,7 +6,8 @@ from posbench.errors import UserError
 from posbench.late import pd
 from posbench.stats.position_bias import STATISTICS
 
-UNMODIFIED, SERVED = "none", "served"
+UNMODIFIED = "none"
+SERVED = "served"
 """What tables call the unmodified model, and one behind a server, of which it is not known what it is."""
 
 
@@ -27,15 +28,21 @@ def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
 def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
     """Raise `UserError` if a column holds several values, which a single panel would mix up."""
     for column in columns:
-        found = [str(value) for value in frame[column].unique()] if column in frame else []
+        found = (
+            [str(value) for value in frame[column].unique()] if column in frame else []
+        )
         if len(found) > 1:
-            raise UserError(f"{what} {column}", ", ".join(found), "one", "draw one figure for each")
+            raise UserError(
+                f"{what} {column}", ", ".join(found), "one", "draw one figure for each"
+            )
 
 
 def own_metric(metrics: pd.DataFrame) -> pd.Series:
     """For each row the metric that its task is judged by: the first one in the task's table."""
     task = metrics["task"] if "task" in metrics else pd.Series("", index=metrics.index)
-    derived = metrics["metric"].str.endswith("_difference") | metrics["metric"].isin(STATISTICS)
+    derived = metrics["metric"].str.endswith("_difference") | metrics["metric"].isin(
+        STATISTICS
+    )
     return metrics["metric"].mask(derived).groupby(task, sort=False).transform("first")
 
 
@@ -58,7 +65,9 @@ def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
     rows = of_metric(metrics, metric)
     rows = rows[rows["gold_position"].astype(str) != "all"]
     index = pd.to_numeric(rows["gold_position"])
-    return rows.assign(depth=pd.to_numeric(rows["depth"]).fillna(index / max(index.max(), 1)))
+    return rows.assign(
+        depth=pd.to_numeric(rows["depth"]).fillna(index / max(index.max(), 1))
+    )
 
 
 def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
@@ -69,7 +78,9 @@ def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
     """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
-    need(attention, "attention", "method", "gold_position", "layer", "item", "attention")
+    need(
+        attention, "attention", "method", "gold_position", "layer", "item", "attention"
+    )
     items = int(attention["item"].max()) + 1
     rows = attention[attention["item"] == attention["gold_position"]]
     need(rows, "attention (rows with item = gold_position)", "attention")
@@ -79,4 +90,9 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 def strongest_layer(gold: pd.DataFrame) -> int:
     """The layer (0-based) with the most attention to the gold item on average, unmodified where that ran."""
     unmodified = gold[gold["method"] == UNMODIFIED]
-    return int((gold if unmodified.empty else unmodified).groupby("layer")["attention"].mean().idxmax())
+    return int(
+        (gold if unmodified.empty else unmodified)
+        .groupby("layer")["attention"]
+        .mean()
+        .idxmax()
+    )

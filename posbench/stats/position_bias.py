@@ -38,15 +38,21 @@ def curves(
     Equal questions (``cluster``) are drawn for all. A curve is not a number at a position without a row.
     """
     frame = frame.dropna(subset=[name])
-    places, keys = sorted(frame["gold_position"].unique()), list(dict.fromkeys(frame[by]))
+    places = sorted(frame["gold_position"].unique())
+    keys = list(dict.fromkeys(frame[by]))
     parts = dict(iter(frame.groupby([by, "gold_position"], sort=False)))
     cells = [(key, place) for key in keys for place in places if (key, place) in parts]
-    groups = {cell: (parts[cell][name].to_numpy(), list(parts[cell]["cluster"])) for cell in cells}
+    groups = {
+        cell: (parts[cell][name].to_numpy(), list(parts[cell]["cluster"]))
+        for cell in cells
+    }
     found = resampled(groups, stratified=True, resamples=resamples, seed=seed)
     nothing = np.nan, np.full(resamples, np.nan)
     out = {}
     for key in keys:
-        means, drawn = zip(*(found.get((key, place), nothing) for place in places), strict=True)
+        means, drawn = zip(
+            *(found.get((key, place), nothing) for place in places), strict=True
+        )
         out[key] = np.array(means), np.stack(drawn, axis=-1)
     return out
 
@@ -58,7 +64,9 @@ def curve_statistics(means: Array) -> dict[str, Array]:
     is the mean of the ends minus the lowest inner one; ``gap`` is best minus worst (Zhang et al. 2024,
     Ms-PoE: "Gap"). Sampling noise alone raises the last two.
     """
-    first, inner, last = means[..., 0], means[..., 1:-1], means[..., -1]
+    first = means[..., 0]
+    inner = means[..., 1:-1]
+    last = means[..., -1]
     return {
         "primacy": first - inner.mean(-1),
         "recency": last - inner.mean(-1),
@@ -81,21 +89,28 @@ def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[Estimate, Arra
     return at, _dips(draws, middle).min(1)
 
 
-def dip(curve: Array, draws: Array, middle: NDArray[np.bool_], n: int, questions: int) -> Estimate:
+def dip(
+    curve: Array, draws: Array, middle: NDArray[np.bool_], n: int, questions: int
+) -> Estimate:
     """1 - mean of a curve [K] in the middle, a mask [K], / its lower end; interval from the draws [R, K].
 
     The lower one of two equal ends is the unluckier one. So each end of the interval is the lower of the two
     that the ends of the curve give one by one.
     """
-    low, high = np.min([quantiles(each, questions) for each in _dips(draws, middle).T], axis=0)
+    low, high = np.min(
+        [quantiles(each, questions) for each in _dips(draws, middle).T], axis=0
+    )
     return Estimate(float(_dips(curve[None], middle).min()), float(low), float(high), n)
 
 
 def _dips(means: Array, middle: NDArray[np.bool_]) -> Array:
     """1 - mean in the middle / at either end of curves [..., K], [..., 2]; not a number where an end is 0."""
-    ends, none = means[:, [0, -1]], np.full((len(means), 2), np.nan)
+    ends = means[:, [0, -1]]
+    none = np.full((len(means), 2), np.nan)
     inner = means[:, middle].mean(1, keepdims=True) if middle.any() else none
-    return np.divide(ends - inner, ends, out=none, where=(ends > 0).all(1, keepdims=True))
+    return np.divide(
+        ends - inner, ends, out=none, where=(ends > 0).all(1, keepdims=True)
+    )
 
 
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
@@ -105,12 +120,17 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     more than all of it. And for each draw [R] the deviation with which a curve of this shape plus the errors
     of that draw varies as much as the one found; 0 where the errors alone vary more.
     """
-    variance, errors = curve.var(ddof=1), draws - curve
-    noise, spread = np.nanmean(draws.var(-1, ddof=1)) - variance, errors.var(-1, ddof=1)
+    variance = curve.var(ddof=1)
+    errors = draws - curve
+    noise = np.nanmean(draws.var(-1, ddof=1)) - variance
+    spread = errors.var(-1, ddof=1)
     shape = (curve - curve.mean()) / np.sqrt(variance or 1)
-    along, left = errors @ shape / (len(curve) - 1), max(variance, np.nanmean(spread)) - spread
+    along = errors @ shape / (len(curve) - 1)
+    left = max(variance, np.nanmean(spread)) - spread
     found = np.sqrt(np.maximum(along**2 + left, 0)) - along
-    return float(np.sqrt(np.maximum(variance - noise, 0))), np.where(left > 0, found, 0.0)
+    return float(np.sqrt(np.maximum(variance - noise, 0))), np.where(
+        left > 0, found, 0.0
+    )
 
 
 def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
@@ -120,12 +140,15 @@ def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
     surely below 1, both give or take :data:`ALMOST`; ``too few questions: ...`` where so many at each
     position could not show that even if all were wrong, or right (Wilson's interval); else empty.
     """
-    ends, top = [(at.ci_low, at.ci_high) for at in positions], 1 - ALMOST
+    ends = [(at.ci_low, at.ci_high) for at in positions]
+    top = 1 - ALMOST
     if not max(low for low, _ in ends) > chance + ALMOST:
         guess = f"a guess, {100 * chance:.1f} %" if chance else "zero"
-        note, share = f"floor: no score is surely {100 * ALMOST:.0f} points above {guess}", chance + ALMOST
+        note = f"floor: no score is surely {100 * ALMOST:.0f} points above {guess}"
+        share = chance + ALMOST
     elif not min(high for _, high in ends) < top:
-        note, share = f"ceiling: no score is surely below {100 * top:.0f} %", ALMOST
+        note = f"ceiling: no score is surely below {100 * top:.0f} %"
+        share = ALMOST
     else:
         return ""
     least = int(np.ceil(Z95**2 * (1 - share) / share))
@@ -134,7 +157,12 @@ def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
 
 
 def rows(
-    frame: pd.DataFrame, name: str, unmodified: str, resamples: int, seed: int, chance: float = 0.0
+    frame: pd.DataFrame,
+    name: str,
+    unmodified: str,
+    resamples: int,
+    seed: int,
+    chance: float = 0.0,
 ) -> Iterator[tuple[str, str, Estimate, str]]:
     """Method, statistic of :data:`STATISTICS` or its difference from the unmodified model, estimate, note.
 
@@ -147,22 +175,47 @@ def rows(
         return
     base: tuple[Told, str] | None = None
     found = curves(placed, name, "method", resamples, seed)
-    whole = [method for method, (curve, _) in found.items() if not np.isnan(curve).any()]
+    whole = [
+        method for method, (curve, _) in found.items() if not np.isnan(curve).any()
+    ]
     for number, method in enumerate(sorted(whole, key=lambda m: m != unmodified)):
         part = placed[placed["method"] == method]
-        places = [(here[name].to_numpy(), list(here["cluster"])) for _, here in part.groupby("gold_position")]
+        places = [
+            (here[name].to_numpy(), list(here["cluster"]))
+            for _, here in part.groupby("gold_position")
+        ]
         sizes = np.array([len(values) for values, _ in places])
         questions = min(len(set(clusters)) for _, clusters in places)
-        told = Told(*found[method], sizes, questions, part[name].isin((0, 1)).all(), (seed, number))
+        told = Told(
+            *found[method],
+            sizes,
+            questions,
+            part[name].isin((0, 1)).all(),
+            (seed, number),
+        )
         note = limit((mean(*group) for group in places), chance, questions)
         shuffled = _shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(shuffled, [0.025, 0.975])
-        all_of = told.estimates | {"gap_null": Estimate(float(shuffled.mean()), low, high, len(part))}
-        for key in ("gap", "gap_null", "primacy", "recency", "middle_drop", "position_bias"):
+        all_of = told.estimates | {
+            "gap_null": Estimate(float(shuffled.mean()), low, high, len(part))
+        }
+        for key in (
+            "gap",
+            "gap_null",
+            "primacy",
+            "recency",
+            "middle_drop",
+            "position_bias",
+        ):
             yield method, key, _unless(note, all_of[key]), note
             if base and not key.startswith("gap"):
                 either = note or base[1]
-                yield method, f"{key}_difference", _unless(either, told.minus(base[0], key)), either
+                yield (
+                    method,
+                    f"{key}_difference",
+                    _unless(either, told.minus(base[0], key)),
+                    either,
+                )
         if method == unmodified:
             base = told, note
 
@@ -180,15 +233,26 @@ class Told:
     """
 
     def __init__(
-        self, curve: Array, draws: Array, sizes: Array, questions: int, shares: bool, seed: tuple[int, int]
+        self,
+        curve: Array,
+        draws: Array,
+        sizes: Array,
+        questions: int,
+        shares: bool,
+        seed: tuple[int, int],
     ) -> None:
-        self.n, self.questions = int(sizes.sum()), questions
+        self.n = int(sizes.sum())
+        self.questions = questions
         exact = {key: float(value) for key, value in curve_statistics(curve).items()}
         exact["position_bias"] = position_bias(curve, draws)[0]
         draws = _smoothed(curve, draws, sizes, seed) if shares else draws
-        self.draws = {**curve_statistics(draws), "position_bias": position_bias(curve, draws)[1]}
+        self.draws = {
+            **curve_statistics(draws),
+            "position_bias": position_bias(curve, draws)[1],
+        }
         self.estimates = {
-            key: percentile(value, self.draws[key], self.n, questions) for key, value in exact.items()
+            key: percentile(value, self.draws[key], self.n, questions)
+            for key, value in exact.items()
         }
         one = np.eye(len(curve))
         contrasts = {"middle_drop": (one[0] + one[-1]) / 2 - one[1:-1]}
@@ -200,9 +264,16 @@ class Told:
 
     def minus(self, base: Told, key: str) -> Estimate:
         """Difference of a statistic from that of another method on the same questions."""
-        at, was, n = self.estimates[key], base.estimates[key], self.n
+        at = self.estimates[key]
+        was = base.estimates[key]
+        n = self.n
         if key != "middle_drop":
-            return percentile(at.value - was.value, self.draws[key] - base.draws[key], n, self.questions)
+            return percentile(
+                at.value - was.value,
+                self.draws[key] - base.draws[key],
+                n,
+                self.questions,
+            )
         with np.errstate(invalid="ignore"):
             r = np.nan_to_num(np.corrcoef(self.draws[key], base.draws[key])[0, 1])
         return combined((at, was), (1, -1), n, float(r))
@@ -213,19 +284,26 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
     nearly all wrong: what half a prompt more of each kind would add to the variance."""
     more = (curve * sizes + 0.5) / (sizes + 1)
     lacks = more * (1 - more) / (sizes + 1) - curve * (1 - curve) / sizes
-    return draws + np.sqrt(np.maximum(lacks, 0)) * np.random.default_rng(seed).normal(size=draws.shape)
+    return draws + np.sqrt(np.maximum(lacks, 0)) * np.random.default_rng(seed).normal(
+        size=draws.shape
+    )
 
 
-def _largest(of: Array, curve: Array, draws: Array, found: Array, beyond: float) -> tuple[float, float]:
+def _largest(
+    of: Array, curve: Array, draws: Array, found: Array, beyond: float
+) -> tuple[float, float]:
     """Interval of the largest of P contrasts [P, K] of a curve [K], from its draws [R, K] and its value in
     them, ``found`` [R]; ``beyond`` is the share of the draws beyond each end.
 
     The largest one found is the luckiest. So the lower end allows for the largest error of all that may be
     the largest in truth (Chernozhukov, Lee and Rosen 2013); the upper one is that of the basic bootstrap.
     """
-    values, spread = of @ curve, np.cov(draws.T)
+    values = of @ curve
+    spread = np.cov(draws.T)
     apart = of - of[values.argmax()]
-    margin = 2 * Z95 * np.sqrt(np.maximum(np.einsum("pk,kl,pl->p", apart, spread, apart), 0))
+    margin = (
+        2 * Z95 * np.sqrt(np.maximum(np.einsum("pk,kl,pl->p", apart, spread, apart), 0))
+    )
     among = of[values >= values.max() - margin]
     errors = (draws - curve) @ among.T
     scale = np.maximum(errors.std(0), 1e-12)
@@ -242,7 +320,8 @@ def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> 
     values = part[name].to_numpy(dtype=np.float64)[order]
     places = part["gold_position"].to_numpy(dtype=np.int64)[order]
     _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
-    shares, rng = np.eye(len(counts))[place] / counts, np.random.default_rng(seed)
+    shares = np.eye(len(counts))[place] / counts
+    rng = np.random.default_rng(seed)
     gaps = []
     for size in chunks(resamples, len(order)):
         keys = rng.random((size, len(order))) + block

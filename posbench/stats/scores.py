@@ -11,7 +11,15 @@ import numpy as np
 
 from posbench.late import pd
 from posbench.stats import position_bias
-from posbench.stats.bootstrap import Array, Estimate, combined, drawn_means, mean, paired, percentile
+from posbench.stats.bootstrap import (
+    Array,
+    Estimate,
+    combined,
+    drawn_means,
+    mean,
+    paired,
+    percentile,
+)
 from posbench.tasks.base import Task
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
@@ -45,18 +53,25 @@ class Tabulator:
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         """The scores at every gold position and over all prompts: :data:`COLUMNS`; see :func:`scored`."""
         frame, names = scored(rows, self.task)
-        own, items = self.task.metric, self.task.items or 0
-        totals, out = self._totals(frame, names), []
+        own = self.task.metric
+        items = self.task.items or 0
+        totals = self._totals(frame, names)
+        out = []
         for method, name, shown, part in self._parts(frame, names):
-            for place, group in part.groupby("gold_position", sort=True) if name == own else ():
+            for place, group in (
+                part.groupby("gold_position", sort=True) if name == own else ()
+            ):
                 depth = place / (items - 1) if items > 1 else np.nan
                 at = self._mean(group, name, shown)
                 out.append((*self._row(method, str(int(place)), depth, shown, at), ""))
             if (method, shown) in totals or len(part):
                 at = totals.get((method, shown)) or self._mean(part, name, shown)
                 out.append((*self._row(method, "all", np.nan, shown, at), ""))
-        chance, draws = self.task.chance or 0.0, (self.resamples, self.seed)
-        for method, name, at, note in position_bias.rows(frame, own, self.unmodified, *draws, chance):
+        chance = self.task.chance or 0.0
+        draws = (self.resamples, self.seed)
+        for method, name, at, note in position_bias.rows(
+            frame, own, self.unmodified, *draws, chance
+        ):
             out.append((*self._row(method, "all", np.nan, name, at), note))
         return pd.DataFrame(out, columns=list(COLUMNS))
 
@@ -71,7 +86,17 @@ class Tabulator:
     def _row(self, method: str, *cells: Any) -> tuple[Any, ...]:
         """A row of either table; the last cell is the estimate."""
         *front, at = cells
-        return (self.model, method, self.task.name, *front, at.value, at.n, at.ci_low, at.ci_high, self.seed)
+        return (
+            self.model,
+            method,
+            self.task.name,
+            *front,
+            at.value,
+            at.n,
+            at.ci_low,
+            at.ci_high,
+            self.seed,
+        )
 
     def _parts(
         self, frame: pd.DataFrame, names: Sequence[str]
@@ -79,8 +104,12 @@ class Tabulator:
         """Method, metric, its name in tables, rows: the scores, then those that have one of the unmodified
         model beside them, ``<metric>_base``, for paired differences."""
         for name in names:
-            by_method = dict(iter(frame.dropna(subset=[name]).groupby("method", sort=False)))
-            yield from ((str(method), name, name, part) for method, part in by_method.items())
+            by_method = dict(
+                iter(frame.dropna(subset=[name]).groupby("method", sort=False))
+            )
+            yield from (
+                (str(method), name, name, part) for method, part in by_method.items()
+            )
             base = by_method.pop(self.unmodified, frame.iloc[:0])[["id", name]]
             for method, part in by_method.items():
                 both = part.merge(base, on="id", suffixes=("", "_base"))
@@ -88,22 +117,28 @@ class Tabulator:
 
     def _mean(self, group: pd.DataFrame, name: str, shown: str) -> Estimate:
         """A mean, or that of paired differences, with its interval."""
-        values, clusters = group[name].to_numpy(), list(group["cluster"])
+        values = group[name].to_numpy()
+        clusters = list(group["cluster"])
         if shown == name:
             return mean(values, clusters)
         before = group[f"{name}_base"].to_numpy()
         return paired(values, before, clusters)
 
-    def _totals(self, frame: pd.DataFrame, names: list[str]) -> dict[tuple[str, str], Estimate]:
+    def _totals(
+        self, frame: pd.DataFrame, names: list[str]
+    ) -> dict[tuple[str, str], Estimate]:
         """By method and metric, what the subsets amount to; empty where that is the mean over all prompts."""
         if frame["subset"].nunique() == 1 and type(self.task).total is Task.total:
             return {}
         found = self._subsets(frame, names)
-        return {(method, name): at for method, where, _, name, at in found if where == "all"}
+        return {
+            (method, name): at for method, where, _, name, at in found if where == "all"
+        }
 
     def _subsets(self, frame: pd.DataFrame, names: list[str]) -> Iterator[Line]:
         """Every subset's and average's estimates; no question is in two subsets."""
-        own, subsets = self.task.metric, list(dict.fromkeys(frame["subset"]))
+        own = self.task.metric
+        subsets = list(dict.fromkeys(frame["subset"]))
         methods = list(dict.fromkeys(frame["method"]))
         averages = {"all": tuple(subsets)} | dict(self.task.averages())
         # An average that is made of other averages comes after them, and the total last.
@@ -116,12 +151,24 @@ class Tabulator:
                     found[method, subset, shown] = self._mean(part, name, shown)
             if type(self.task).total is not Task.total:
                 seed = zlib.crc32(subset.encode())
-                found |= {(m, subset, shown): at for m, shown, at in self._made(here, names, seed)}
-        lines = [("subset", s, n) for s in subsets for n in names] + [("average", a, own) for a in averages]
+                found |= {
+                    (m, subset, shown): at
+                    for m, shown, at in self._made(here, names, seed)
+                }
+        lines = [("subset", s, n) for s in subsets for n in names] + [
+            ("average", a, own) for a in averages
+        ]
         for kind, where, name in lines:
-            for method, shown in ((m, n) for m in methods for n in (name, f"{name}_difference")):
-                key, inner = (method, where, shown), averages[where] if kind == "average" else ()
-                parts = [found[method, part, shown] for part in inner if (method, part, shown) in found]
+            for method, shown in (
+                (m, n) for m in methods for n in (name, f"{name}_difference")
+            ):
+                key = (method, where, shown)
+                inner = averages[where] if kind == "average" else ()
+                parts = [
+                    found[method, part, shown]
+                    for part in inner
+                    if (method, part, shown) in found
+                ]
                 if parts:
                     found[key] = self._average(parts)
                 if key in found:
@@ -140,17 +187,31 @@ class Tabulator:
         """Method, column and estimate of a subset's score that is made of the means of several metrics, and
         of its difference from that of the unmodified model."""
         drawn: dict[str, tuple[float, Array]] = {}
-        for method, part in sorted(rows.groupby("method"), key=lambda pair: pair[0] != self.unmodified):
-            there = {name: part[name].to_numpy() for name in names if part[name].notna().any()}
+        for method, part in sorted(
+            rows.groupby("method"), key=lambda pair: pair[0] != self.unmodified
+        ):
+            there = {
+                name: part[name].to_numpy()
+                for name in names
+                if part[name].notna().any()
+            }
             if self.task.metric not in there:
                 continue
-            exact = {name: np.asarray(np.nanmean(values)) for name, values in there.items()}
+            exact = {
+                name: np.asarray(np.nanmean(values)) for name, values in there.items()
+            }
             draws = {
-                name: drawn_means(values, part["cluster"], self.resamples, self.seed + seed)
+                name: drawn_means(
+                    values, part["cluster"], self.resamples, self.seed + seed
+                )
                 for name, values in there.items()
             }
-            value, of = (self.task.total(rows["subset"].iloc[0], means) for means in (exact, draws))
-            n, questions = int(part[self.task.metric].notna().sum()), part["cluster"].nunique()
+            value, of = (
+                self.task.total(rows["subset"].iloc[0], means)
+                for means in (exact, draws)
+            )
+            n = int(part[self.task.metric].notna().sum())
+            questions = part["cluster"].nunique()
             drawn[method] = float(value), of
             yield method, self.task.metric, percentile(value, of, n, questions)
             base = drawn.get(self.unmodified)
@@ -159,7 +220,9 @@ class Tabulator:
                 yield method, f"{self.task.metric}_difference", change
 
 
-def scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame, list[str]]:
+def scored(
+    rows: Sequence[Mapping[str, Any]], task: Task
+) -> tuple[pd.DataFrame, list[str]]:
     """One row per scored reply (method, id, gold_position, cluster, subset, each metric), and the metrics.
 
     Prediction rows without scores (no gold answer is known) are left out; `ValueError` where none has any.
@@ -167,10 +230,15 @@ def scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame,
     kept = [r for r in rows if r["scores"]]
     if not kept:
         raise ValueError("no scored rows to tabulate")
-    names = list(dict.fromkeys([task.metric, *(name for r in kept for name in r["scores"])]))
+    names = list(
+        dict.fromkeys([task.metric, *(name for r in kept for name in r["scores"])])
+    )
     lines = []
     for row in kept:
         front = {column: row[column] for column in ("method", "id", "gold_position")}
-        front |= {"cluster": row["cluster"] or row["id"], "subset": row.get("subset", "")}
+        front |= {
+            "cluster": row["cluster"] or row["id"],
+            "subset": row.get("subset", ""),
+        }
         lines.append({**front, **dict.fromkeys(names, np.nan), **row["scores"]})
     return pd.DataFrame(lines), names

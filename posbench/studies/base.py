@@ -26,7 +26,9 @@ class Study(ABC):
     # Whether it applies the method itself. Otherwise all of it runs inside the method that the user typed,
     # and on the unmodified model where none was typed.
     uses_method: ClassVar[bool] = False
-    all_methods: ClassVar[bool] = False  # whether it measures ``run.every`` method, and takes none
+    all_methods: ClassVar[bool] = (
+        False  # whether it measures ``run.every`` method, and takes none
+    )
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.

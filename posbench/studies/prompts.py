@@ -34,7 +34,8 @@ Block = Callable[[Sequence[Example]], AbstractContextManager[object]]
 Compute = Callable[[Sequence[Example]], list[Row]]
 OnPrefix = Callable[[Sequence[Example], Prefix | None], list[Row]]
 Measured = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
-CROP, RETRIEVAL = (1, 7), (15, 20)
+CROP = (1, 7)
+RETRIEVAL = (15, 20)
 """Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
 NO_ROPE = "the model has no rotary embedding in attention that runs through the library's functions"
 
@@ -45,7 +46,9 @@ def need_items(task: Task) -> list[Example]:
     there = placed(task.evaluation()) if task.items else []
     if not there or any(e.choices or len(e.items) < 2 for e in there):
         allowed = "a task with a gold item among others, with generated replies"
-        raise UserError("task", task.name, allowed, "take task=kv_retrieval or task=nq_multidoc")
+        raise UserError(
+            "task", task.name, allowed, "take task=kv_retrieval or task=nq_multidoc"
+        )
     return there
 
 
@@ -65,7 +68,9 @@ def check_prompts(run: Run, task: Task | None = None) -> None:
 
 def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     """Raise UserError unless a list names some layers, all of them the model's; None is for a default."""
-    if layers is not None and (not layers or any(not 0 <= layer < lm.layers for layer in layers)):
+    if layers is not None and (
+        not layers or any(not 0 <= layer < lm.layers for layer in layers)
+    ):
         allowed = f"layers from 0 to {lm.layers - 1}, or null"
         raise UserError(name, list(layers), allowed, f"set {name}=null")
 
@@ -88,14 +93,19 @@ def named(first: int, last: int) -> str:
 
 def channels(run: Run, channel: int | None, controls: int, seed: int) -> list[int]:
     """The channel given or of the model's scale_channel block, then random ones; UserError for too few."""
-    lm, block = run.lm, run.model.blocks.get("scale_channel", {})
+    lm = run.lm
+    block = run.model.blocks.get("scale_channel", {})
     found = block.get("channel") if channel is None else channel
     if found is None:
         allowed = f"a channel (model {lm.name} has no scale_channel block with one)"
-        hint = f"find one: posbench stages=[search] model={lm.name} method=scale_channel"
+        hint = (
+            f"find one: posbench stages=[search] model={lm.name} method=scale_channel"
+        )
         raise UserError("study.channel", None, allowed, hint)
     check_channels(lm, "study.channel", [int(found)])
-    others = [c for c in range(families.text_config(lm.model).hidden_size) if c != found]
+    others = [
+        c for c in range(families.text_config(lm.model).hidden_size) if c != found
+    ]
     if controls > len(others):
         allowed = f"at most {len(others)}, the other channels of {lm.name}"
         raise UserError("study.controls", controls, allowed, "set study.controls=3")
@@ -129,11 +139,17 @@ class Prompts:
     examples: list[Example]  # sorted by gold position
     encoded: dict[str, Encoded]  # by example id
     tokens: dict[str, list[tuple[int, int]]]  # spans of every item, by example id
-    batches: list[list[Example]]  # those of a batch decoded alike, the longest first as in LM.generate
+    batches: list[
+        list[Example]
+    ]  # those of a batch decoded alike, the longest first as in LM.generate
 
     @classmethod
     def of(
-        cls, run: Run, most: int | None = None, examples: Sequence[Example] = (), task: Task | None = None
+        cls,
+        run: Run,
+        most: int | None = None,
+        examples: Sequence[Example] = (),
+        task: Task | None = None,
     ) -> Prompts:
         """Tokenise the task's examples, or those given, at most so many per gold position; plan batches."""
         task = task or run.task
@@ -146,39 +162,56 @@ class Prompts:
         """Tokens of each prompt of a batch."""
         return [len(self.encoded[e.id].ids) for e in batch]
 
-    def spans(self, batch: Sequence[Example], item: Callable[[Example], int]) -> list[tuple[int, int]]:
+    def spans(
+        self, batch: Sequence[Example], item: Callable[[Example], int]
+    ) -> list[tuple[int, int]]:
         """Tokens of one item of each prompt of a batch."""
         return [self.tokens[e.id][item(e)] for e in batch]
 
     def frame(self) -> pd.DataFrame:
         """Rows of items (per prompt), id, cluster, gold_position, depth (0..1), in the examples' order."""
-        count, every = len(self.examples[0].items), self.examples
+        count = len(self.examples[0].items)
+        every = self.examples
         frame = pd.DataFrame({"items": count, "id": [e.id for e in every]})
         frame["cluster"] = [e.cluster or e.id for e in every]
         frame["gold_position"] = [e.gold_position for e in every]
         return frame.assign(depth=frame["gold_position"] / max(count - 1, 1))
 
-    def results(self, rows: Mapping[str, Row], layers: Range | None = None) -> pd.DataFrame:
+    def results(
+        self, rows: Mapping[str, Row], layers: Range | None = None
+    ) -> pd.DataFrame:
         """:meth:`frame` with attention and score of rows by id; attention by layer is averaged over some."""
         found = [rows[e.id] for e in self.examples]
         seen = [row["attention"] for row in found]
         if layers is not None:
-            seen = [float(np.mean(by_layer[layers[0] : layers[1] + 1])) for by_layer in seen]
-        return self.frame().assign(attention=seen, score=[float(row["score"]) for row in found])
+            seen = [
+                float(np.mean(by_layer[layers[0] : layers[1] + 1])) for by_layer in seen
+            ]
+        return self.frame().assign(
+            attention=seen, score=[float(row["score"]) for row in found]
+        )
 
-    def complete(self, file: str, label: str, key: Mapping[str, object], compute: Compute) -> dict[str, Row]:
+    def complete(
+        self, file: str, label: str, key: Mapping[str, object], compute: Compute
+    ) -> dict[str, Row]:
         """A row of each example by id, resumed from a JSON-lines file; the key tells them from its others."""
-        rows = self.run.complete(file, label, self.batches, lambda e: {**key, "id": e.id}, compute)
+        rows = self.run.complete(
+            file, label, self.batches, lambda e: {**key, "id": e.id}, compute
+        )
         return {row["id"]: row for row in rows}
 
-    def as_read(self, file: str, label: str, key: Mapping[str, object], compute: OnPrefix) -> dict[str, Row]:
+    def as_read(
+        self, file: str, label: str, key: Mapping[str, object], compute: OnPrefix
+    ) -> dict[str, Row]:
         """As :meth:`complete`, of prompts that nothing changes but the run's method: what several have in
         common is read once, where that method allows it."""
         run, method = self.run, self.run.method()
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
         plan = lambda part, most: run.plan(part, self.encoded, self.task, most)  # noqa: E731
-        asks = Asks.of([Subject(run, "", Unmodified())], self.examples, self.encoded, plan)
+        asks = Asks.of(
+            [Subject(run, "", Unmodified())], self.examples, self.encoded, plan
+        )
 
         def made(batch: Sequence[Ask]) -> list[Row]:
             with asks.under(batch) as prefix:
@@ -189,21 +222,40 @@ class Prompts:
         return {row["id"]: row for row in rows}
 
     def attention(
-        self, batch: Sequence[Example], prefix: Prefix | None = None, *, heads: bool = False
+        self,
+        batch: Sequence[Example],
+        prefix: Prefix | None = None,
+        *,
+        heads: bool = False,
     ) -> Array:
         """See :func:`posbench.measure.items.attention_to_items`."""
         codes = [self.encoded[e.id] for e in batch]
-        return attention_to_items(self.run.lm, codes, batch, heads=heads, prefix=prefix).double().numpy()
+        return (
+            attention_to_items(self.run.lm, codes, batch, heads=heads, prefix=prefix)
+            .double()
+            .numpy()
+        )
 
-    def replies(self, batch: Sequence[Example], prefix: Prefix | None = None) -> list[Row]:
+    def replies(
+        self, batch: Sequence[Example], prefix: Prefix | None = None
+    ) -> list[Row]:
         """``output`` and ``score`` (the task's metric) of each example of a batch."""
         said = replies(self.run.lm, self.task, batch, self.encoded, prefix)
         outputs = [str(row["output"]) for row in said]
-        scores = [self.task.score(e, text)[self.task.metric] for e, text in zip(batch, outputs, strict=True)]
-        return [{"output": text, "score": score} for text, score in zip(outputs, scores, strict=True)]
+        scores = [
+            self.task.score(e, text)[self.task.metric]
+            for e, text in zip(batch, outputs, strict=True)
+        ]
+        return [
+            {"output": text, "score": score}
+            for text, score in zip(outputs, scores, strict=True)
+        ]
 
     def under(
-        self, variant: str, block: Block, keep: Callable[[Sequence[Example], Array], list[Row]]
+        self,
+        variant: str,
+        block: Block,
+        keep: Callable[[Sequence[Example], Array], list[Row]],
     ) -> dict[str, Row]:
         """Rows by id, resumed from ``rows.jsonl``: the score of every prompt inside its batch's block.
 
@@ -212,10 +264,16 @@ class Prompts:
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             with block(batch):
-                kept, scored = keep(batch, self.attention(batch)), self.replies(batch)
-            return [{"score": said["score"], **row} for said, row in zip(scored, kept, strict=True)]
+                kept = keep(batch, self.attention(batch))
+                scored = self.replies(batch)
+            return [
+                {"score": said["score"], **row}
+                for said, row in zip(scored, kept, strict=True)
+            ]
 
-        return self.complete("rows.jsonl", variant.replace("_", " "), {"variant": variant}, compute)
+        return self.complete(
+            "rows.jsonl", variant.replace("_", " "), {"variant": variant}, compute
+        )
 
 
 def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -225,10 +283,19 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
         Rows of items, gold_position, depth, n, and each column with its _ci_low and _ci_high.
     """
     rows = []
-    for (items, position, depth), part in frame.groupby(["items", "gold_position", "depth"], sort=True):
-        row = {"items": items, "gold_position": position, "depth": depth, "n": len(part)}
+    for (items, position, depth), part in frame.groupby(
+        ["items", "gold_position", "depth"], sort=True
+    ):
+        row = {
+            "items": items,
+            "gold_position": position,
+            "depth": depth,
+            "n": len(part),
+        }
         for column in columns:
-            row |= ends(bootstrap.mean(part[column].to_numpy(), list(part["cluster"])), column)
+            row |= ends(
+                bootstrap.mean(part[column].to_numpy(), list(part["cluster"])), column
+            )
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -241,7 +308,9 @@ def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
     own = scores[scores["method"] == method]
     value = bootstrap.mean(own["score"].to_numpy(), list(own["cluster"]))
     wide = scores.pivot(index="id", columns="method", values="score")
-    clusters = list(scores.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"])
+    clusters = list(
+        scores.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"]
+    )
     row: dict[str, float] = {**ends(value), "n": value.n}
     for name, other in (("difference", base), ("gain", UNMODIFIED)):
         scored = wide[method].to_numpy(), wide[other].to_numpy()
@@ -254,7 +323,10 @@ def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
 
 def effects_table(effects: Mapping[str, Estimate]) -> pd.DataFrame:
     """Rows of effect, value, ci_low, ci_high, n."""
-    return pd.DataFrame([(name, *at) for name, at in effects.items()], columns=["effect", *Estimate._fields])
+    return pd.DataFrame(
+        [(name, *at) for name, at in effects.items()],
+        columns=["effect", *Estimate._fields],
+    )
 
 
 def group(rows: pd.DataFrame, column: str) -> Group:
@@ -272,7 +344,12 @@ def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estima
 
 
 def judged(
-    table: pd.DataFrame, study: str, note: str = "", *, missing: str = NO_ROPE, **words: str
+    table: pd.DataFrame,
+    study: str,
+    note: str = "",
+    *,
+    missing: str = NO_ROPE,
+    **words: str,
 ) -> list[Finding]:
     """The verdicts on a study's claims of ``yu2025_claims.csv``, from a table of effects.
 
@@ -280,16 +357,28 @@ def judged(
     stand the effects that the note quotes; a claim without its effect is not testable, and
     ``missing`` says why.
     """
-    effects, found = {row["effect"]: estimate(row) for row in table.to_dict("records")}, []
+    effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
+    found = []
     columns = ("study", "kind", "effects", "claim", "statistic", "bound", "also")
     claims = reference.table("yu2025_claims.csv", *columns)
     for each in claims[claims["study"] == study].itertuples():
-        statistic, (name, *quoted) = each.statistic.format(**words), each.effects.split()
+        statistic, (name, *quoted) = (
+            each.statistic.format(**words),
+            each.effects.split(),
+        )
         if name in effects:
-            told = [f"{q.replace('_', ' ')} {effects[q].value:.3g}" for q in quoted if q in effects]
-            text, bound = "; ".join(filter(None, [note, *told])), float(each.bound or 0)
+            told = [
+                f"{q.replace('_', ' ')} {effects[q].value:.3g}"
+                for q in quoted
+                if q in effects
+            ]
+            text = "; ".join(filter(None, [note, *told]))
+            bound = float(each.bound or 0)
             both = dict.fromkeys((name, each.also or name))
-            parts = [Finding.above(each.claim, statistic, effects[part], bound, text) for part in both]
+            parts = [
+                Finding.above(each.claim, statistic, effects[part], bound, text)
+                for part in both
+            ]
             found.append(joint(parts, shown=parts[0]))
         else:
             found.append(Finding.untestable(each.claim, statistic, missing))

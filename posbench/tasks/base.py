@@ -23,21 +23,35 @@ class Example:
 
     id: str  # unique within the task and split, stable across runs
     prompt: str  # what the model is asked, before any chat template
-    answers: tuple[str, ...]  # accepted ones; the first is the target of a calibration loss
-    gold_position: int | None = None  # 0-based place of the gold item among the items; None without positions
-    items: tuple[tuple[int, int], ...] = ()  # span in the prompt of every item, in characters (start, end)
+    answers: tuple[
+        str, ...
+    ]  # accepted ones; the first is the target of a calibration loss
+    gold_position: int | None = (
+        None  # 0-based place of the gold item among the items; None without positions
+    )
+    items: tuple[
+        tuple[int, int], ...
+    ] = ()  # span in the prompt of every item, in characters (start, end)
     cluster: str = ""  # examples that share a question, which intervals resample; empty: this one alone
     subset: str = ""  # data set or subject, in a benchmark of several; also scored apart, in subsets.csv
-    choices: tuple[str, ...] = ()  # continuations, the likeliest of which is the reply; empty: it generates
+    choices: tuple[
+        str, ...
+    ] = ()  # continuations, the likeliest of which is the reply; empty: it generates
     chat: bool = True  # whether a chat template may surround the prompt
     system: str = ""  # system message, where a chat template surrounds the prompt
     prefill: str = ""  # with which the reply begins (such as "Answer:"), after the prompt and its template
     max_new_tokens: int | None = None  # to generate at most, instead of the task's
     min_new_tokens: int = 0  # before which neither the end of sequence nor a stop text of one token may come
-    stop: tuple[str, ...] = ()  # texts that end the reply; they are cut off with what follows
-    document: tuple[int, int] | None = None  # span from whose end truncation=document and words cut
+    stop: tuple[
+        str, ...
+    ] = ()  # texts that end the reply; they are cut off with what follows
+    document: tuple[int, int] | None = (
+        None  # span from whose end truncation=document and words cut
+    )
     separator: str = ""  # put where the document was cut
-    meta: Mapping[str, Any] = field(default_factory=dict)  # anything else that scoring needs
+    meta: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # anything else that scoring needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +63,19 @@ class Task(ABC):
     source: ClassVar[str]  # of the data, as the next two
     licence: ClassVar[str]
     size: ClassVar[str]
-    average: ClassVar[Literal["examples", "subsets"]] = "examples"  # what a mean over subsets weights alike
-    items: ClassVar[int | None] = None  # documents or pairs per prompt, where gold positions count them
+    average: ClassVar[Literal["examples", "subsets"]] = (
+        "examples"  # what a mean over subsets weights alike
+    )
+    items: ClassVar[int | None] = (
+        None  # documents or pairs per prompt, where gold positions count them
+    )
     calibration_items: ClassVar[int | None] = None  # those per calibration prompt
-    renamed: ClassVar[Mapping[str, str]] = {}  # keys of earlier releases, by what they are called now
-    chance: ClassVar[float | None] = None  # score of a guess, where that means something
+    renamed: ClassVar[
+        Mapping[str, str]
+    ] = {}  # keys of earlier releases, by what they are called now
+    chance: ClassVar[float | None] = (
+        None  # score of a guess, where that means something
+    )
 
     name: str  # short name, used in folders and tables
     max_new_tokens: Count  # tokens to generate at most; an example may say otherwise
@@ -105,7 +127,9 @@ class Task(ABC):
         """Named means over subsets or earlier averages; ``all`` is every subset's if it is not given."""
         return {}
 
-    def total(self, subset: str, means: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    def total(
+        self, subset: str, means: Mapping[str, NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
         """A subset's value of ``metric`` from the means of all its metrics, elementwise."""
         return means[self.metric]
 
@@ -118,7 +142,9 @@ class Task(ABC):
         examples = self.examples("evaluation")
         for name, count in Counter(e.id for e in examples).items():
             if count > 1:
-                raise UserError("task", f"id {name}", "ids that occur once", "fix the data")
+                raise UserError(
+                    "task", f"id {name}", "ids that occur once", "fix the data"
+                )
         return first(examples, self.limit)
 
 
@@ -127,7 +153,8 @@ def recorded(data: Mapping[str, Any]) -> Task:
     any config."""
     cls, values = target(data, Task, "task")  # type: ignore[type-abstract]
     for before in cls.renamed.keys() & values.keys():
-        now, given = cls.renamed[before], values.pop(before)
+        now = cls.renamed[before]
+        given = values.pop(before)
         # There were two limits at a time, of which the smaller one counted.
         values[now] = min(given, values.get(now) or given) if now == "limit" else given
     return build(cls, values, "task")
@@ -135,7 +162,8 @@ def recorded(data: Mapping[str, Any]) -> Task:
 
 def first(examples: Iterable[Example], most: int | None) -> list[Example]:
     """The examples, at most ``most`` of each subset and gold position."""
-    seen, kept = Counter[tuple[str, int | None]](), []
+    seen = Counter[tuple[str, int | None]]()
+    kept = []
     for example in examples:
         seen[example.subset, example.gold_position] += 1
         if most is None or seen[example.subset, example.gold_position] <= most:
@@ -147,7 +175,9 @@ def first(examples: Iterable[Example], most: int | None) -> list[Example]:
 class EvaluationOnly(Task):
     """A task without calibration questions, from the user's files (``path``) or from the benchmark's own."""
 
-    holds: ClassVar[tuple[str, ...]] = ("**/*",)  # what it reads in a folder of the user's, as patterns
+    holds: ClassVar[tuple[str, ...]] = (
+        "**/*",
+    )  # what it reads in a folder of the user's, as patterns
 
     path: str | None = None
 
@@ -161,7 +191,9 @@ class EvaluationOnly(Task):
 
     def files(self) -> tuple[Source, ...]:
         """The user's file or folder, or the benchmark's own files."""
-        own = Source(kind="path", id=self.path or "", field="task.path", files=self.holds)
+        own = Source(
+            kind="path", id=self.path or "", field="task.path", files=self.holds
+        )
         return (own,) if self.path else self.official()
 
     def examples(self, split: Split) -> list[Example]:

@@ -12,7 +12,9 @@ from posbench.tasks.base import Example
 from posbench.tasks.exam import Exam
 from posbench.tasks.reading import data_of
 
-SUBJECTS: dict[str, tuple[str, str]] = {k: tuple(v) for k, v in data_of(__file__)["subjects"].items()}
+SUBJECTS: dict[str, tuple[str, str]] = {
+    k: tuple(v) for k, v in data_of(__file__)["subjects"].items()
+}
 """Subject to Chinese name and category."""
 
 _LETTER = r"(?<![A-Za-z])([A-D])(?![A-Za-z])"
@@ -38,10 +40,14 @@ class CEval(Exam):
     ``answer=generate`` reads the letter with :meth:`letter`. The official mean is that over subjects.
     """
 
-    source: ClassVar[str] = "Huang et al. 2023, github.com/hkust-nlp/ceval, hub ceval/ceval-exam"
+    source: ClassVar[str] = (
+        "Huang et al. 2023, github.com/hkust-nlp/ceval, hub ceval/ceval-exam"
+    )
     licence: ClassVar[str] = "CC BY-NC-SA 4.0 (data)"
     size: ClassVar[str] = "1346 questions (val) in 52 subjects"
-    categories: ClassVar[Mapping[str, str]] = {name: kind for name, (_, kind) in SUBJECTS.items()}
+    categories: ClassVar[Mapping[str, str]] = {
+        name: kind for name, (_, kind) in SUBJECTS.items()
+    }
     hub: ClassVar[str] = "ceval/ceval-exam"
     parts: ClassVar[Mapping[str, int]] = {"val": 1346, "test": 12342}
     unlabelled: ClassVar[str] = "test"
@@ -78,5 +84,10 @@ class CEval(Exam):
             return {}
         letters: dict[str, dict[str, str]] = {}
         for example, text in replies:
-            letters.setdefault(example.subset, {})[example.id.rpartition("-")[2]] = self.letter(text)
-        return {"ceval_submission.json": json.dumps(letters, ensure_ascii=False, indent=1) + "\n"}
+            letters.setdefault(example.subset, {})[example.id.rpartition("-")[2]] = (
+                self.letter(text)
+            )
+        return {
+            "ceval_submission.json": json.dumps(letters, ensure_ascii=False, indent=1)
+            + "\n"
+        }

@@ -45,10 +45,16 @@ class Exam(EvaluationOnly):
     metric: ClassVar[str] = "accuracy"
     renamed: ClassVar[Mapping[str, str]] = {"subjects": "subsets"}
     chance: ClassVar[float | None] = 1 / len(LETTERS)
-    categories: ClassVar[Mapping[str, str]]  # of the subjects, in the order of the examples
+    categories: ClassVar[
+        Mapping[str, str]
+    ]  # of the subjects, in the order of the examples
     hub: ClassVar[str]  # data set of the hub with parquet files
-    columns: ClassVar[tuple[str, ...]] = ()  # of the CSV files, where these have no header line
-    parts: ClassVar[Mapping[str, int]]  # that can be evaluated, and how many questions each holds
+    columns: ClassVar[
+        tuple[str, ...]
+    ] = ()  # of the CSV files, where these have no header line
+    parts: ClassVar[
+        Mapping[str, int]
+    ]  # that can be evaluated, and how many questions each holds
     split: ClassVar[str] = "test"  # the part that is evaluated
     unlabelled: ClassVar[str] = ""  # the part whose questions need no answer
     cue: ClassVar[str]  # last line of a question, which the letter follows
@@ -89,27 +95,51 @@ class Exam(EvaluationOnly):
     def official(self) -> tuple[Source, ...]:
         """The hub's files of the subjects that are asked."""
         names = tuple(
-            PARQUET.format(subject, part) for subject in self.chosen for part in ("dev", self.split)
+            PARQUET.format(subject, part)
+            for subject in self.chosen
+            for part in ("dev", self.split)
         )
-        return (Source(kind="dataset", id=self.hub, field="task.path", files=names, revision=self.revision),)
+        return (
+            Source(
+                kind="dataset",
+                id=self.hub,
+                field="task.path",
+                files=names,
+                revision=self.revision,
+            ),
+        )
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
         folder = self.place()
-        out = [example for subject in self.chosen for example in self._of(folder, subject)]
+        out = [
+            example for subject in self.chosen for example in self._of(folder, subject)
+        ]
         whole = self.parts[self.split]
         if not self.path and self.subsets == "all" and len(out) != whole:
-            refuse("path", f"{len(out)} questions of {self.hub}", f"all {whole}", "posbench fetch, once more")
+            refuse(
+                "path",
+                f"{len(out)} questions of {self.hub}",
+                f"all {whole}",
+                "posbench fetch, once more",
+            )
         return out
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """The categories, as far as their subjects are asked."""
         kinds = dict.fromkeys(self.categories[subject] for subject in self.chosen)
-        return {kind: tuple(s for s in self.chosen if self.categories[s] == kind) for kind in kinds}
+        return {
+            kind: tuple(s for s in self.chosen if self.categories[s] == kind)
+            for kind in kinds
+        }
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the reply gives the right letter; nothing where the right one is not published."""
-        return {"accuracy": float(self.letter(text) in example.answers)} if example.answers else {}
+        return (
+            {"accuracy": float(self.letter(text) in example.answers)}
+            if example.answers
+            else {}
+        )
 
     def extracted(self, example: Example, text: str) -> str:
         """The letter."""
@@ -118,9 +148,16 @@ class Exam(EvaluationOnly):
     def _of(self, folder: Path, subject: str) -> Iterator[Example]:
         shown = self._read(folder, subject, "dev")[: self.shots] if self.shots else []
         if (most := len(shown)) < self.shots:
-            refuse("shots", self.shots, f"at most {most}, all of {subject}", f"set task.shots={most}")
+            refuse(
+                "shots",
+                self.shots,
+                f"at most {most}, all of {subject}",
+                f"set task.shots={most}",
+            )
         solved = [f"{question.text}{self.gap}{question.answer}" for question in shown]
-        choices = tuple(letter if self.chat_format else self.gap + letter for letter in LETTERS)
+        choices = tuple(
+            letter if self.chat_format else self.gap + letter for letter in LETTERS
+        )
         generate = self.answer == "generate"
         for question in self._read(folder, subject, self.split):
             yield Example(
@@ -135,11 +172,17 @@ class Exam(EvaluationOnly):
 
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
         name = f"{part}/{subject}_{part}.csv"
-        hint = f"get it from {self.source}, or leave that subject out: task.subsets=[...]"
-        file, member = pick(folder, (name, f"data/{name}", PARQUET.format(subject, part)), hint)
+        hint = (
+            f"get it from {self.source}, or leave that subject out: task.subsets=[...]"
+        )
+        file, member = pick(
+            folder, (name, f"data/{name}", PARQUET.format(subject, part)), hint
+        )
         count = 5 if part == "dev" and not self.path else 0
         lines = rows("path", file, member, names=self.columns, unique="id", count=count)
-        found = [self._question(row, number, part) for number, (_, row) in enumerate(lines)]
+        found = [
+            self._question(row, number, part) for number, (_, row) in enumerate(lines)
+        ]
         return found
 
     def _question(self, row: Line, number: int, part: str) -> Question:

@@ -22,14 +22,18 @@ class Placed(Task):
     """A task whose gold item is moved over positions among others."""
 
     renamed: ClassVar[Mapping[str, str]] = {"examples_per_position": "limit"}
-    sizes: ClassVar[tuple[str, str]]  # fields with the items per prompt, and per calibration prompt
+    sizes: ClassVar[
+        tuple[str, str]
+    ]  # fields with the items per prompt, and per calibration prompt
 
     path: str | None = None  # file of the benchmark; see the task
     # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
     # 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
     limit: Annotated[int, Ge(1), Le(100_000)] = 500  # questions at each gold position
-    calibration_examples: Annotated[int, Ge(1), Le(100_000)] = 100  # calibration questions
+    calibration_examples: Annotated[int, Ge(1), Le(100_000)] = (
+        100  # calibration questions
+    )
     # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
     seed: Seed = 0  # seed of what is drawn
@@ -58,12 +62,18 @@ class Placed(Task):
     def calibration_indices(self) -> list[int]:
         """The same of the calibration questions; empty where none are given."""
         given = self.calibration_positions or ()
-        return gold_indices("calibration_positions", given, self.sizes[1], self.calibration_items)
+        return gold_indices(
+            "calibration_positions", given, self.sizes[1], self.calibration_items
+        )
 
 
-def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[str, Spans]:
+def joined(
+    head: str, items: Iterable[str], between: str, tail: str
+) -> tuple[str, Spans]:
     """``head``, the items with ``between`` in between, ``tail``; and the character span of every item."""
-    items, spans, at = list(items), [], len(head)
+    items = list(items)
+    spans = []
+    at = len(head)
     for item in items:
         spans.append((at, at + len(item)))
         at += len(item) + len(between)
@@ -80,13 +90,17 @@ def at_percent(label: str, size: int) -> int:
     return at_share(Fraction(label.removesuffix("%")) / 100, size)
 
 
-def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
+def gold_indices(
+    field: str, positions: Sequence[int | str], size_field: str, size: int
+) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
     Shares that meet in a short list are one position. Raises UserError where one lies outside the list, or
     two indices are the same.
     """
-    found, shares, repeated = list[int](), set[int](), False
+    found = list[int]()
+    shares = set[int]()
+    repeated = False
     for position in positions:
         share = str(position).endswith("%")
         try:
@@ -94,16 +108,21 @@ def gold_indices(field: str, positions: Sequence[int | str], size_field: str, si
         except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:
-            allowed = (
-                f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
-            )
+            allowed = f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
             refuse(field, position, allowed, "put the gold item inside the list")
         repeated |= index in found and not (share and index in shares)
         shares |= {index} if share else set()
         found.append(index)
     if repeated:
-        places = f"different gold positions (task.{size_field}={size} puts these at {found})"
-        refuse(field, list(positions), places, f"set task.{field}=[...] or raise task.{size_field}")
+        places = (
+            f"different gold positions (task.{size_field}={size} puts these at {found})"
+        )
+        refuse(
+            field,
+            list(positions),
+            places,
+            f"set task.{field}=[...] or raise task.{size_field}",
+        )
     return list(dict.fromkeys(found))
 
 

@@ -18,7 +18,8 @@ from posbench.tasks.reading import Line, each, refuse, rows
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
-SIZES, QUESTIONS = (75, 140, 300), 500
+SIZES = (75, 140, 300)
+QUESTIONS = 500
 """Pairs per prompt of the official files, and questions in each."""
 
 WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
@@ -59,7 +60,9 @@ class KVRetrieval(Placed):
     """
 
     metric: ClassVar[str] = "accuracy"
-    source: ClassVar[str] = "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, kv_retrieval_data/"
+    source: ClassVar[str] = (
+        "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, kv_retrieval_data/"
+    )
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "500 questions at 75, 140 or 300 pairs, or generated"
     sizes: ClassVar[tuple[str, str]] = ("pairs", "calibration_pairs")
@@ -76,10 +79,17 @@ class KVRetrieval(Placed):
         for name in self.sizes if self.records == "words" and not self.path else ():
             if getattr(self, name) > len(WORDS):
                 allowed = f"at most {len(WORDS)} with records=words"
-                refuse(name, getattr(self, name), allowed, f"set task.{name}={len(WORDS)}")
+                refuse(
+                    name, getattr(self, name), allowed, f"set task.{name}={len(WORDS)}"
+                )
         if self.path == "official" and self.pairs > SIZES[-1]:
             allowed = f"at most {SIZES[-1]} with path=official"
-            refuse("pairs", self.pairs, allowed, f"set task.pairs={SIZES[-1]}, or task.path=null")
+            refuse(
+                "pairs",
+                self.pairs,
+                allowed,
+                f"set task.pairs={SIZES[-1]}, or task.path=null",
+            )
         _ = self.gold_positions, self.calibration_indices
 
     @property
@@ -100,25 +110,41 @@ class KVRetrieval(Placed):
         if split == "calibration":
             count = self.calibration_examples
             return list(
-                self._finished_prompts(0, count) if self.calibration_path else self._calibration(count)
+                self._finished_prompts(0, count)
+                if self.calibration_path
+                else self._calibration(count)
             )
         if self.path:
             return list(self._from_file())
-        asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.limit)]
-        return [self._draw(name, f"evaluation/{name}", self.pairs, at) for at, name in asked]
+        asked = [
+            (at, f"{at}-{n}") for at in self.gold_positions for n in range(self.limit)
+        ]
+        return [
+            self._draw(name, f"evaluation/{name}", self.pairs, at) for at, name in asked
+        ]
 
     def files(self) -> tuple[Source, ...]:
         """The official file and the calibration prompts, where they are given."""
         given = {"task.path": self.path, "task.calibration_path": self.calibration_path}
-        found = [Source(kind="path", id=path, field=field) for field, path in given.items() if path]
+        found = [
+            Source(kind="path", id=path, field=field)
+            for field, path in given.items()
+            if path
+        ]
         if self.path == "official":
             size = next(size for size in SIZES if size >= self.pairs)
-            found[0] = replace(found[0], kind="url", id=f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz")
+            found[0] = replace(
+                found[0], kind="url", id=f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
+            )
         return tuple(found)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023)."""
-        return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
+        return {
+            "accuracy": float(
+                any(answer.lower() in text.lower() for answer in example.answers)
+            )
+        }
 
     def held_back(self, count: int) -> list[Example]:
         """See :meth:`Task.held_back`: from another stream, or the next prompts of the file."""
@@ -126,50 +152,90 @@ class KVRetrieval(Placed):
             return list(self._finished_prompts(self.calibration_examples, count))
         return list(self._calibration(count, "held_back"))
 
-    def _calibration(self, count: int, stream: str = "calibration") -> Iterator[Example]:
-        inner, given = list(range(1, self.calibration_pairs - 1)) or [0, 1], self.calibration_indices
+    def _calibration(
+        self, count: int, stream: str = "calibration"
+    ) -> Iterator[Example]:
+        inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
+        given = self.calibration_indices
         for number in range(count):
             spread = inner[number * len(inner) // count % len(inner)]
             position = given[number % len(given)] if given else spread
-            yield self._draw(f"{stream[0]}{number}", f"{stream}/{number}", self.calibration_pairs, position)
+            yield self._draw(
+                f"{stream[0]}{number}",
+                f"{stream}/{number}",
+                self.calibration_pairs,
+                position,
+            )
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
         rng = random.Random(f"posbench kv_retrieval {self.seed}/{stream}")
         if self.records == "words":
-            keys, values = rng.sample(WORDS, pairs), rng.sample(WORDS, pairs)
+            keys = rng.sample(WORDS, pairs)
+            values = rng.sample(WORDS, pairs)
         else:
-            drawn = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2 * pairs)]
-            keys, values = drawn[:pairs], drawn[pairs:]
+            drawn = [
+                str(uuid.UUID(int=rng.getrandbits(128), version=4))
+                for _ in range(2 * pairs)
+            ]
+            keys = drawn[:pairs]
+            values = drawn[pairs:]
         return self._example(name, list(zip(keys, values, strict=True)), position, name)
 
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
         faults = Faults()
-        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0, faults=faults))
-        for number, (records, gold) in enumerate(each(lines[: self.limit], _records, faults)):
+        lines = list(
+            rows(
+                "path",
+                path,
+                count=QUESTIONS if self.path == "official" else 0,
+                faults=faults,
+            )
+        )
+        for number, (records, gold) in enumerate(
+            each(lines[: self.limit], _records, faults)
+        ):
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
                 allowed = f"at most {len(records)}, the pairs in {path}"
                 refuse("pairs", self.pairs, allowed, f"set task.pairs={len(records)}")
             for position in self.gold_positions:
                 moved = [*others[:position], gold, *others[position:]][: self.pairs]
-                yield self._example(f"{position}-{number}", moved, position, str(number))
+                yield self._example(
+                    f"{position}-{number}", moved, position, str(number)
+                )
 
-    def _example(self, name: str, records: list[Record], at: int, cluster: str) -> Example:
+    def _example(
+        self, name: str, records: list[Record], at: int, cluster: str
+    ) -> Example:
         key, value = records[at]
         prompt, spans = PROMPTS[self.prompt](records, key)
         return Example(
-            id=name, prompt=prompt, answers=(value,), gold_position=at, items=spans, cluster=cluster
+            id=name,
+            prompt=prompt,
+            answers=(value,),
+            gold_position=at,
+            items=spans,
+            cluster=cluster,
         )
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
-        given = list(rows("calibration_path", Path(str(self.calibration_path))))[start : start + count]
-        questions = {_question(e.prompt) for e in self.examples("evaluation")} if self.path else set()
+        given = list(rows("calibration_path", Path(str(self.calibration_path))))[
+            start : start + count
+        ]
+        questions = (
+            {_question(e.prompt) for e in self.examples("evaluation")}
+            if self.path
+            else set()
+        )
         for number, row in given:
-            prompt, answer = row.take("input"), row.take("output")
+            prompt = row.take("input")
+            answer = row.take("output")
             if _question(prompt) in questions:
                 row.refuse("questions that the evaluation does not ask")
-            yield Example(id=f"c{number}", prompt=prompt, answers=(answer,), cluster=f"c{number}")
+            yield Example(
+                id=f"c{number}", prompt=prompt, answers=(answer,), cluster=f"c{number}"
+            )
 
 
 def _question(prompt: str) -> str:

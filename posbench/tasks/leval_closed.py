@@ -45,7 +45,8 @@ def letters(reply: str, *, several: bool) -> str:
     if len(first) > 1:
         return "".join(sorted(set(first)))
     asked = reply.partition("Question")[0]
-    marked, run = re.findall(r"[A-D](?=[\s.)])", asked), re.search("[A-D]+", asked)
+    marked = re.findall(r"[A-D](?=[\s.)])", asked)
+    run = re.search("[A-D]+", asked)
     return "".join(sorted({*first, *marked})) or (run.group() if run else "A")
 
 
@@ -61,7 +62,10 @@ def letter_score(predicted: str, gold: str) -> float:
 
 def truth(reply: str) -> str:
     """``true`` or ``false``, whichever the first word with one holds (``true`` with both); else empty."""
-    held = ([truth for truth in ("true", "false") if truth in word] for word in reply.lower().split())
+    held = (
+        [truth for truth in ("true", "false") if truth in word]
+        for word in reply.lower().split()
+    )
     return next((truths[0] for truths in held if truths), "")
 
 
@@ -78,9 +82,13 @@ class LEvalClosed(EvaluationOnly):
 
     version: ClassVar[str] = "2"
     metric: ClassVar[str] = "score"
-    source: ClassVar[str] = "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
+    source: ClassVar[str] = (
+        "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
+    )
     licence: ClassVar[str] = "GPL-3.0"
-    size: ClassVar[str] = "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions asked twice"
+    size: ClassVar[str] = (
+        "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions asked twice"
+    )
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
     holds: ClassVar[tuple[str, ...]] = ("*.jsonl",)
@@ -99,7 +107,11 @@ class LEvalClosed(EvaluationOnly):
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """``sci_fi`` is the mean of both readings; ``all`` that of the benchmarks."""
-        both = {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact")} if "sci_fi" in self.subsets else {}
+        both = (
+            {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact")}
+            if "sci_fi" in self.subsets
+            else {}
+        )
         return {**both, "all": self.subsets}
 
     def questions(self) -> list[Example]:
@@ -108,8 +120,13 @@ class LEvalClosed(EvaluationOnly):
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""
-        gold, read = example.answers[0], self.extracted(example, text)
-        return {"score": float(read == gold) if gold in ("true", "false") else letter_score(read, gold)}
+        gold = example.answers[0]
+        read = self.extracted(example, text)
+        return {
+            "score": float(read == gold)
+            if gold in ("true", "false")
+            else letter_score(read, gold)
+        }
 
     def extracted(self, example: Example, text: str) -> str:
         """The letters, or true or false."""
@@ -120,23 +137,43 @@ class LEvalClosed(EvaluationOnly):
     def _subset(self, subset: Benchmark) -> Iterator[Example]:
         if self.path:
             hint = f"take it from {self.source}, or set task.path=null to download it"
-            lines = rows("path", *pick(Path(self.path).expanduser(), (f"{subset}.jsonl",), hint))
+            lines = rows(
+                "path", *pick(Path(self.path).expanduser(), (f"{subset}.jsonl",), hint)
+            )
         else:
-            lines = rows("path", local(_official(subset)), count=FILES[subset]["documents"])
+            lines = rows(
+                "path", local(_official(subset)), count=FILES[subset]["documents"]
+            )
         for line, row in lines:
-            document, questions = row.take("input"), row.take("instructions", list)
+            document = row.take("input")
+            questions = row.take("instructions", list)
             golds = row.take("outputs", list)
-            texts = [isinstance(text, str) and text.strip() for text in (*questions, *golds)]
+            texts = [
+                isinstance(text, str) and text.strip() for text in (*questions, *golds)
+            ]
             if len(questions) != len(golds) or not all(texts):
-                row.refuse('"instructions" and "outputs" of the same length (lists of str, none empty)')
-            for number, (question, gold) in enumerate(zip(questions, golds, strict=True)):
+                row.refuse(
+                    '"instructions" and "outputs" of the same length (lists of str, none empty)'
+                )
+            for number, (question, gold) in enumerate(
+                zip(questions, golds, strict=True)
+            ):
                 name = f"{subset}-{line}-{number}"
                 if subset != "sci_fi":
                     if not re.match(r"\s*\S*[A-D]", gold):
-                        row.refuse(f'"outputs" that begin with letters from A to D ({gold[:20]} does not)')
+                        row.refuse(
+                            f'"outputs" that begin with letters from A to D ({gold[:20]} does not)'
+                        )
                     yield _example(name, subset, question, gold_letters(gold), document)
                 elif both := _TRUTHS.fullmatch(gold.lower()):
-                    yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, both[1], document, name)
+                    yield _example(
+                        f"{name}-loyalty",
+                        "sci_fi_loyalty",
+                        question,
+                        both[1],
+                        document,
+                        name,
+                    )
                     yield Example(
                         id=f"{name}-fact",
                         prompt=question.replace(_STORY, _WORLD) + _BRIEFLY,
@@ -147,18 +184,27 @@ class LEvalClosed(EvaluationOnly):
                         prefill=_CUE,
                     )
                 else:
-                    row.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
+                    row.refuse(
+                        f'"outputs" like "True [fact: False]" ({gold[:20]} is not)'
+                    )
 
 
 def _official(name: Benchmark) -> Source:
     return Source(
-        kind="url", id=f"{REPOSITORY}/{name}.jsonl", field="task.path", sha256=FILES[name]["sha256"]
+        kind="url",
+        id=f"{REPOSITORY}/{name}.jsonl",
+        field="task.path",
+        sha256=FILES[name]["sha256"],
     )
 
 
-def _example(name: str, subset: str, question: str, gold: str, document: str, cluster: str = "") -> Example:
+def _example(
+    name: str, subset: str, question: str, gold: str, document: str, cluster: str = ""
+) -> Example:
     before = "Document is as follows. "
-    asked = "Please directly give the answer without any additional output or explanation"
+    asked = (
+        "Please directly give the answer without any additional output or explanation"
+    )
     return Example(
         id=name,
         prompt=f"{before}{document} \nQuestion: {question}.  {asked}",

@@ -29,19 +29,31 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 """The benchmark's six categories."""
 
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
-ENGLISH_AND_CODE = tuple(task for tasks in CATEGORIES.values() for task in tasks if task not in CHINESE)
+ENGLISH_AND_CODE = tuple(
+    task for tasks in CATEGORIES.values() for task in tasks if task not in CHINESE
+)
 """The 16 tasks of Yu et al. 2025: 14 English ones and 2 of code."""
 
 BARE = frozenset({*CATEGORIES["few_shot"], *CATEGORIES["code"]})
 """Tasks whose prompt ends in the middle of a pattern to continue, and takes no chat template."""
-EXTENDED = tuple(task for task in ENGLISH_AND_CODE if task not in ("narrativeqa", "musique", "qmsum"))
+EXTENDED = tuple(
+    task for task in ENGLISH_AND_CODE if task not in ("narrativeqa", "musique", "qmsum")
+)
 """The 13 tasks of LongBench-E."""
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
 """LongBench-E's ranges of length: each ends before this many words."""
 COUNTS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 """Questions of the official files, where they are not 200."""
 
-_F1 = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa")
+_F1 = (
+    "narrativeqa",
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "musique",
+    "triviaqa",
+)
 SCORERS: dict[str, Callable[[str, str], float]] = {
     **dict.fromkeys(_F1, scorers.qa_f1),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), scorers.rouge_l),
@@ -49,11 +61,17 @@ SCORERS: dict[str, Callable[[str, str], float]] = {
     **dict.fromkeys(("lcc", "repobench-p"), scorers.code_similarity),
     "multifieldqa_zh": scorers.qa_f1_zh,
     "passage_count": scorers.count,
-    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), scorers.retrieval),
+    **dict.fromkeys(
+        ("passage_retrieval_en", "passage_retrieval_zh"), scorers.retrieval
+    ),
 }
 """The score of a reply against one gold text; trec and lsht also need the classes and are scored by name."""
 
-GOLD = {"passage_count": r"\d+", "passage_retrieval_en": r"Paragraph \d+", "passage_retrieval_zh": r"段落\d+"}
+GOLD = {
+    "passage_count": r"\d+",
+    "passage_retrieval_en": r"Paragraph \d+",
+    "passage_retrieval_zh": r"段落\d+",
+}
 """What a gold text must look like to be scored."""
 CLASSIFIED = ("trec", "lsht")
 
@@ -79,7 +97,9 @@ class LongBench(EvaluationOnly):
 
     metric: ClassVar[str] = "score"
     renamed: ClassVar[Mapping[str, str]] = {"tasks": "subsets"}
-    source: ClassVar[str] = "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
+    source: ClassVar[str] = (
+        "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
+    )
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "21 tasks, 4750 questions"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
@@ -99,11 +119,20 @@ class LongBench(EvaluationOnly):
     @property
     def chosen(self) -> tuple[str, ...]:
         """The tasks that are asked, without those that LongBench-E does not have."""
-        return tuple(task for task in self.subsets if not self.extended or task in EXTENDED)
+        return tuple(
+            task for task in self.subsets if not self.extended or task in EXTENDED
+        )
 
     def official(self) -> tuple[Source, ...]:
         """The hub's data.zip."""
-        return (Source(kind="dataset", id="THUDM/LongBench", field="task.path", files=("data.zip",)),)
+        return (
+            Source(
+                kind="dataset",
+                id="THUDM/LongBench",
+                field="task.path",
+                files=("data.zip",),
+            ),
+        )
 
     def questions(self) -> list[Example]:
         """Ids are ``<task>-<_id>``, subsets the tasks (LongBench-E: ``<task>/<range>``)."""
@@ -117,14 +146,22 @@ class LongBench(EvaluationOnly):
             text = text.strip()
         if task in CATEGORIES["few_shot"]:
             text = text.lstrip("\n").split("\n")[0]
-        scorer = SCORERS.get(task) or partial(scorers.classification, classes=example.meta["all_classes"])
+        scorer = SCORERS.get(task) or partial(
+            scorers.classification, classes=example.meta["all_classes"]
+        )
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """The categories and their mean, ``categories``; of LongBench-E the ranges of length."""
         if self.extended:
-            return {bucket: tuple(f"{task}/{bucket}" for task in self.chosen) for bucket in BUCKETS}
-        asked = {name: tuple(t for t in tasks if t in self.chosen) for name, tasks in CATEGORIES.items()}
+            return {
+                bucket: tuple(f"{task}/{bucket}" for task in self.chosen)
+                for bucket in BUCKETS
+            }
+        asked = {
+            name: tuple(t for t in tasks if t in self.chosen)
+            for name, tasks in CATEGORIES.items()
+        }
         given = {name: tasks for name, tasks in asked.items() if tasks}
         return {**given, "categories": tuple(given)}
 
@@ -137,17 +174,24 @@ class LongBench(EvaluationOnly):
             yield self._example(row, task)
 
     def _example(self, row: Line, task: str) -> Example:
-        own, context, question = PROMPTS[task], row.take("context"), row.get("input")
+        own = PROMPTS[task]
+        context = row.take("context")
+        question = row.get("input")
         # Some copies of repobench-p hold all of the prompt's text in the context; the template joins the two.
         needed = "{input}" in own["prompt"] and task != "repobench-p"
         if not isinstance(question, str) or (needed and not question):
             row.refuse('a field "input" (str, not empty in this task)')
         answers = row.take("answers", list)
-        if not all(isinstance(answer, str) and re.search(GOLD.get(task, ""), answer) for answer in answers):
+        if not all(
+            isinstance(answer, str) and re.search(GOLD.get(task, ""), answer)
+            for answer in answers
+        ):
             form = f" like {GOLD[task]}" if task in GOLD else ""
             row.refuse(f'a field "answers" (list of str{form})')
         classes = row.take("all_classes", list) if task in CLASSIFIED else answers
-        if not all(isinstance(name, str) for name in classes) or not set(answers) <= set(classes):
+        if not all(isinstance(name, str) for name in classes) or not set(
+            answers
+        ) <= set(classes):
             row.refuse('a field "all_classes" (list of str) with all of the answers')
         subset = task
         if self.extended:
@@ -163,5 +207,6 @@ class LongBench(EvaluationOnly):
             max_new_tokens=min(own["max_new_tokens"], self.max_new_tokens),
             min_new_tokens=int(not official or task == "samsum"),
             stop=("\n",) if official and task == "samsum" else (),
-            meta={"task": task} | ({"all_classes": classes} if task in CLASSIFIED else {}),
+            meta={"task": task}
+            | ({"all_classes": classes} if task in CLASSIFIED else {}),
         )

@@ -15,9 +15,16 @@ from posbench.tasks.reading import Line, refuse, rows
 
 COMMIT = "bdc356116a09a6a3d552e28a9f330878915b1696"
 """The last commit whose rows are documents with ``qa_pairs``, as in the paper's repository."""
-HUB = Source(kind="dataset", id="bigai-nlco/LooGLE", field="task.path", files=("data.zip",), revision=COMMIT)
+HUB = Source(
+    kind="dataset",
+    id="bigai-nlco/LooGLE",
+    field="task.path",
+    files=("data.zip",),
+    revision=COMMIT,
+)
 
-TYPE, ASKS = "timeline_reorder", "Please answer the question based on the long texts below. "
+TYPE = "timeline_reorder"
+ASKS = "Please answer the question based on the long texts below. "
 _EVENT = re.compile(r"^[ \t]*(\d+)[ \t]*[.)][ \t]*", re.MULTILINE)
 _UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
 
@@ -40,15 +47,23 @@ def deviations(order: Sequence[int]) -> dict[str, float]:
     first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the last item that has
     to move right, and one that has to pass it): half the sum of displacements.
     """
-    size, seen, cycles = len(order), set[int](), 0
+    size = len(order)
+    seen = set[int]()
+    cycles = 0
     for start in range(size):
         cycles += start not in seen
         while start not in seen:
             seen.add(start)
             start = order[start]
     moved = [abs(place - index) for index, place in enumerate(order)]
-    squares, total = sum(m * m for m in moved), sum(moved)
-    return {"lsd": squares / size, "lmd": total / size, "sd": float(size - cycles), "sdd": total / 2}
+    squares = sum(m * m for m in moved)
+    total = sum(moved)
+    return {
+        "lsd": squares / size,
+        "lmd": total / size,
+        "sd": float(size - cycles),
+        "sdd": total / 2,
+    }
 
 
 def worst(size: int) -> dict[str, float]:
@@ -90,7 +105,9 @@ class LooGLETimelineReorder(EvaluationOnly):
     """
 
     metric: ClassVar[str] = "exact_order"
-    source: ClassVar[str] = "Li et al. 2023, huggingface.co/datasets/bigai-nlco/LooGLE, longdep_qa"
+    source: ClassVar[str] = (
+        "Li et al. 2023, huggingface.co/datasets/bigai-nlco/LooGLE, longdep_qa"
+    )
     licence: ClassVar[str] = "CC BY-SA 4.0"
     size: ClassVar[str] = "214 questions on 96 documents"
 
@@ -110,9 +127,16 @@ class LooGLETimelineReorder(EvaluationOnly):
         """See :meth:`EvaluationOnly.questions`."""
         file = self.place() / ("" if self.path else HUB.files[0])
         member = self.member if file.suffix == ".zip" else ""
-        found = [e for _, row in rows("path", file, member) for e in self._document(row)]
+        found = [
+            e for _, row in rows("path", file, member) for e in self._document(row)
+        ]
         if not found:
-            refuse("path", str(file), f'questions with "type": "{TYPE}"', "take LooGLE's file longdep_qa")
+            refuse(
+                "path",
+                str(file),
+                f'questions with "type": "{TYPE}"',
+                "take LooGLE's file longdep_qa",
+            )
         return found
 
     def score(self, example: Example, text: str) -> dict[str, float]:
@@ -120,31 +144,50 @@ class LooGLETimelineReorder(EvaluationOnly):
         return reorder_scores(text, example.answers[0])
 
     def _document(self, row: Line) -> Iterator[Example]:
-        document, text = row.take("input"), row.take("qa_pairs")
+        document = row.take("input")
+        text = row.take("qa_pairs")
         try:
             pairs = ast.literal_eval(text)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            SyntaxError,
+            MemoryError,
+            RecursionError,
+        ) as error:
             row.refuse(f'a Python literal in "qa_pairs" ({error})')
-        if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, dict) for pair in pairs
+        ):
             row.refuse('a list of dicts in "qa_pairs"')
         lines = (Line(pair, row.field, row.shown, row.number) for pair in pairs)
         asked = [pair for pair in lines if pair.take("type") == TYPE]
         for number, pair in enumerate(asked[:1] if self.first_per_document else asked):
-            question, answer = pair.take("Q"), pair.take("A")
+            question = pair.take("Q")
+            answer = pair.take("A")
             gold = numerals(answer, arabic=any(c.isdigit() for c in answer))
             if len(gold) < 2 or len(set(gold)) < len(gold):
-                row.refuse(f'an "A" of different numerals, such as II,I,III ({answer[:30]} is not)')
+                row.refuse(
+                    f'an "A" of different numerals, such as II,I,III ({answer[:30]} is not)'
+                )
             if self.numerals == "roman":
                 question, gold = _in_roman(question, gold)
             prompt = f"{ASKS}\n{document}\nQuestion: {question}\nAnswer: "
             yield Example(
-                id=f"{row.number}-{number}", prompt=prompt, answers=(",".join(gold),), chat=self.chat
+                id=f"{row.number}-{number}",
+                prompt=prompt,
+                answers=(",".join(gold),),
+                chat=self.chat,
             )
 
 
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:
     """Events numbered 1., 2., ... at line starts and their order, in Roman numerals; others as they are."""
     wanted = [str(number + 1) for number in range(len(gold))]
-    if sorted(_EVENT.findall(question)) != sorted(wanted) or sorted(gold) != sorted(wanted):
+    if sorted(_EVENT.findall(question)) != sorted(wanted) or sorted(gold) != sorted(
+        wanted
+    ):
         return question, gold
-    return _EVENT.sub(lambda m: f"{roman(int(m[1]))}. ", question), [roman(int(item)) for item in gold]
+    return _EVENT.sub(lambda m: f"{roman(int(m[1]))}. ", question), [
+        roman(int(item)) for item in gold
+    ]

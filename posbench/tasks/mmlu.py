@@ -23,7 +23,9 @@ class MMLU(Exam):
     line, exact but for letter case and punctuation.
     """
 
-    source: ClassVar[str] = "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), hub cais/mmlu"
+    source: ClassVar[str] = (
+        "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), hub cais/mmlu"
+    )
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
     categories: ClassVar[Mapping[str, str]] = data_of(__file__)["subjects"]
@@ -40,7 +42,9 @@ class MMLU(Exam):
     def header(self, subject: str) -> str:
         """See :meth:`Exam.header`."""
         about = ("  " if self.prompt == "official" else " ") + subject.replace("_", " ")
-        return f"The following are multiple choice questions (with answers) about{about}."
+        return (
+            f"The following are multiple choice questions (with answers) about{about}."
+        )
 
     def letter(self, text: str) -> str:
         """The reply without punctuation and outer blanks, in capitals."""
@@ -49,7 +53,8 @@ class MMLU(Exam):
     def _question(self, row: Line, number: int, part: str) -> Question:
         if not self.path:
             # The hub has the options in one list, and a number for the answer.
-            options, answer = row.take("choices", list), row.take("answer", int)
+            options = row.take("choices", list)
+            answer = row.take("answer", int)
             if len(options) != len(LETTERS):
                 row.refuse('a field "choices" with four options')
             if not 0 <= answer < len(LETTERS):

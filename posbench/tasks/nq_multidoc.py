@@ -18,7 +18,8 @@ from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
-SIZES, QUESTIONS = (10, 20, 30), 2655
+SIZES = (10, 20, 30)
+QUESTIONS = 2655
 """Documents per prompt of the benchmark's own files, and questions in each."""
 
 INSTRUCTION = "Write a high-quality answer for the given question using only the provided search results "
@@ -50,10 +51,19 @@ def render(
     ending = f"Question: {question}\nAnswer:"
     if prompt == "closed_book":
         return ending, ()
-    randomly = " The search results are ordered randomly." if prompt == "random_order" else ""
+    randomly = (
+        " The search results are ordered randomly." if prompt == "random_order" else ""
+    )
     first = f"Question: {question}\n\n" if prompt == "query_aware" else ""
-    numbers = range(1, len(documents) + 1) if renumber else [document.number for document in documents]
-    shown = [f"Document [{n}](Title: {d.title}) {d.text}" for n, d in zip(numbers, documents, strict=True)]
+    numbers = (
+        range(1, len(documents) + 1)
+        if renumber
+        else [document.number for document in documents]
+    )
+    shown = [
+        f"Document [{n}](Title: {d.title}) {d.text}"
+        for n, d in zip(numbers, documents, strict=True)
+    ]
     return joined(f"{INSTRUCTION}{randomly}\n\n{first}", shown, "\n", f"\n\n{ending}")
 
 
@@ -78,9 +88,13 @@ class NQMultiDoc(Placed):
     """
 
     metric: ClassVar[str] = "accuracy"
-    source: ClassVar[str] = "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, qa_data/"
+    source: ClassVar[str] = (
+        "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, qa_data/"
+    )
     licence: ClassVar[str] = "MIT; questions and passages CC BY-SA 3.0"
-    size: ClassVar[str] = "2655 questions with 10, 20 or 30 documents; the first 500 by default"
+    size: ClassVar[str] = (
+        "2655 questions with 10, 20 or 30 documents; the first 500 by default"
+    )
     sizes: ClassVar[tuple[str, str]] = ("documents", "documents")
 
     name: str = "nq_multidoc"
@@ -94,17 +108,30 @@ class NQMultiDoc(Placed):
     def __post_init__(self) -> None:
         if self.documents > max(SIZES) and not self.path:
             allowed = f"at most {max(SIZES)}, without a file"
-            refuse("documents", self.documents, allowed, "set task.path to a file with more documents")
+            refuse(
+                "documents",
+                self.documents,
+                allowed,
+                "set task.path to a file with more documents",
+            )
         _ = self.gold_positions, self.calibration_indices
 
     def files(self) -> tuple[Source, ...]:
         """The given file, or the official one with the least documents that are enough."""
         if self.path:
             return (Source(kind="path", id=self.path, field="task.path"),)
-        size = f"{next(size for size in SIZES if size >= self.documents)}_total_documents"
+        size = (
+            f"{next(size for size in SIZES if size >= self.documents)}_total_documents"
+        )
         placed = self.prompt not in ("closed_book", "oracle")
-        name = f"{size}/nq-open-{size}_gold_at_0.jsonl.gz" if placed else "nq-open-oracle.jsonl.gz"
-        return (Source(kind="url", id=f"{REPOSITORY}/qa_data/{name}", field="task.path"),)
+        name = (
+            f"{size}/nq-open-{size}_gold_at_0.jsonl.gz"
+            if placed
+            else "nq-open-oracle.jsonl.gz"
+        )
+        return (
+            Source(kind="url", id=f"{REPOSITORY}/qa_data/{name}", field="task.path"),
+        )
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
@@ -120,7 +147,12 @@ class NQMultiDoc(Placed):
             return found
         evaluation = each(lines[: self.limit], self._question, Faults())
         return [
-            self._example(f"{number}" if place is None else f"{place}-{number}", number, question, place)
+            self._example(
+                f"{number}" if place is None else f"{place}-{number}",
+                number,
+                question,
+                place,
+            )
             for number, question in enumerate(evaluation)
             for place in self._places(self.gold_positions)
         ]
@@ -131,7 +163,11 @@ class NQMultiDoc(Placed):
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`)."""
-        return {"accuracy": best_subspan_em(text, example.answers, strip_first=self.reading == "yu")}
+        return {
+            "accuracy": best_subspan_em(
+                text, example.answers, strip_first=self.reading == "yu"
+            )
+        }
 
     def extracted(self, example: Example, text: str) -> str:
         """The first line."""
@@ -149,37 +185,71 @@ class NQMultiDoc(Placed):
         start = self.limit
         places = self._places(self.calibration_indices or self.gold_positions)
         asked = {_key(self._question(row)) for _, row in lines[:start]}
-        later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))
-        fresh = islice(((n, q) for n, q in later if _key(q) not in asked), skipped, skipped + count)
+        later = (
+            (number, self._question(row))
+            for number, (_, row) in enumerate(lines[start:], start=start)
+        )
+        fresh = islice(
+            ((n, q) for n, q in later if _key(q) not in asked), skipped, skipped + count
+        )
         turns = enumerate(fresh)
-        return [self._example(f"c{n}", n, q, places[turn % len(places)]) for turn, (n, q) in turns]
+        return [
+            self._example(f"c{n}", n, q, places[turn % len(places)])
+            for turn, (n, q) in turns
+        ]
 
     def _question(self, row: Line) -> Question:
-        text, answers = row.take("question"), tuple(row.take("answers", list))
+        text = row.take("question")
+        answers = tuple(row.take("answers", list))
         if not all(isinstance(answer, str) and answer for answer in answers):
             row.refuse('a field "answers" (list of str, none empty)')
         if self.prompt == "closed_book":
             return Question(text, answers, None, [])
-        gold, others = list[Document](), list[Document]()
+        gold = list[Document]()
+        others = list[Document]()
         for number, entry in enumerate(row.take("ctxs", list), start=1):
-            texts = [entry.get(name) for name in ("title", "text")] if isinstance(entry, dict) else [None]
-            if not all(isinstance(text, str) for text in texts) or not isinstance(entry.get("isgold"), bool):
-                row.refuse('a field "ctxs" (list of objects with texts "title", "text", and "isgold")')
+            texts = (
+                [entry.get(name) for name in ("title", "text")]
+                if isinstance(entry, dict)
+                else [None]
+            )
+            if not all(isinstance(text, str) for text in texts) or not isinstance(
+                entry.get("isgold"), bool
+            ):
+                row.refuse(
+                    'a field "ctxs" (list of objects with texts "title", "text", and "isgold")'
+                )
             (gold if entry["isgold"] else others).append(Document(number, *texts))
         if len(gold) != 1:
-            row.refuse(f'one document with "isgold": true in "ctxs" ({len(gold)} have it)')
+            row.refuse(
+                f'one document with "isgold": true in "ctxs" ({len(gold)} have it)'
+            )
         needed = 0 if self.prompt == "oracle" else self.documents - 1
         if len(others) < needed:
-            row.refuse(f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})')
+            row.refuse(
+                f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})'
+            )
         return Question(text, answers, gold[0], others[:needed])
 
-    def _example(self, name: str, number: int, question: Question, place: int | None) -> Example:
+    def _example(
+        self, name: str, number: int, question: Question, place: int | None
+    ) -> Example:
         others = list(question.others)
         if self.prompt == "random_order":
             random.Random(f"posbench nq_multidoc {self.seed}/{number}").shuffle(others)
-        documents = [*others[: place or 0], question.gold, *others[place or 0 :]] if question.gold else []
-        prompt, spans = render(self.prompt, question.text, documents, renumber=self.labels == "renumbered")
-        facts: dict[str, Any] = {"id": name, "answers": question.answers, "cluster": str(number)}
+        documents = (
+            [*others[: place or 0], question.gold, *others[place or 0 :]]
+            if question.gold
+            else []
+        )
+        prompt, spans = render(
+            self.prompt, question.text, documents, renumber=self.labels == "renumbered"
+        )
+        facts: dict[str, Any] = {
+            "id": name,
+            "answers": question.answers,
+            "cluster": str(number),
+        }
         return Example(prompt=prompt, gold_position=place, items=spans, **facts)
 
 

@@ -33,12 +33,18 @@ class Record(BaseModel):
     """A line of a file; fields of other names are left alone."""
 
     kind: ClassVar[str]  # in words
-    holds: ClassVar[str]  # the field that tells the kind: what the prompt shows beside the question
+    holds: ClassVar[
+        str
+    ]  # the field that tells the kind: what the prompt shows beside the question
     template: ClassVar[str] = ASKED
 
     question: Text = Field(description="what is asked")
-    id: Text = Field("", description="name of the example, which occurs once; else the line's number")
-    subset: str = Field("", description="a group of examples, which is scored apart, too")
+    id: Text = Field(
+        "", description="name of the example, which occurs once; else the line's number"
+    )
+    subset: str = Field(
+        "", description="a group of examples, which is scored apart, too"
+    )
 
     def parts(self) -> list[Any]:
         """What the prompt shows beside the question, one by one."""
@@ -52,8 +58,12 @@ class Record(BaseModel):
 class Moved(Record):
     """Several of which one holds the answer."""
 
-    gold: Place = Field(description="place from 0 of the one with the answer, which posbench moves")
-    answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
+    gold: Place = Field(
+        description="place from 0 of the one with the answer, which posbench moves"
+    )
+    answers: Answers = Field(
+        description="accepted answers, one of which has to occur in the reply"
+    )
 
 
 class Items(Moved):
@@ -62,7 +72,9 @@ class Items(Moved):
     kind: ClassVar[str] = "items with a gold one"
     holds: ClassVar[str] = "items"
 
-    items: Annotated[tuple[Text, ...], MinLen(2)] = Field(description="pairs, passages, ... of one prompt")
+    items: Annotated[tuple[Text, ...], MinLen(2)] = Field(
+        description="pairs, passages, ... of one prompt"
+    )
 
 
 class Document(BaseModel):
@@ -95,10 +107,14 @@ class Choices(Record):
     holds: ClassVar[str] = "choices"
     template: ClassVar[str] = "{question}\n{context}\nAnswer:"
 
-    choices: Annotated[tuple[Text, ...], MinLen(2), MaxLen(len(ascii_uppercase))] = Field(
-        description="the options, which get the letters A, B, ...; the likeliest letter is the reply"
+    choices: Annotated[tuple[Text, ...], MinLen(2), MaxLen(len(ascii_uppercase))] = (
+        Field(
+            description="the options, which get the letters A, B, ...; the likeliest letter is the reply"
+        )
     )
-    gold: Place = Field(description="place from 0 of the right one, which stays where it is")
+    gold: Place = Field(
+        description="place from 0 of the right one, which stays where it is"
+    )
 
     def text(self, number: int, part: str) -> str:
         """With its letter."""
@@ -112,21 +128,29 @@ class LongText(Record):
     holds: ClassVar[str] = "context"
 
     context: Text = Field(description="the text that the question is about")
-    answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
+    answers: Answers = Field(
+        description="accepted answers, one of which has to occur in the reply"
+    )
 
     def parts(self) -> list[str]:
         """The text alone."""
         return [self.context]
 
 
-KINDS: dict[str, type[Record]] = {kind.holds: kind for kind in (Items, Documents, Choices, LongText)}
+KINDS: dict[str, type[Record]] = {
+    kind.holds: kind for kind in (Items, Documents, Choices, LongText)
+}
 
 
 def schema(kind: type[Record]) -> list[tuple[str, str, str]]:
     """The fields of a kind: name, form and meaning."""
     hints = get_type_hints(kind, include_extras=True)
     return [
-        (name, words(hints[name]) + ("" if field.is_required() else ", or left out"), str(field.description))
+        (
+            name,
+            words(hints[name]) + ("" if field.is_required() else ", or left out"),
+            str(field.description),
+        )
         for name, field in kind.model_fields.items()
     ]
 
@@ -155,12 +179,20 @@ def read(file: Path) -> Own:
     Raises:
         UserError: It cannot be read, is empty, or is of no kind; or what is wrong with its lines, together.
     """
-    faults, names, seen = Faults(), dict[str, None](), dict[str, int]()
+    faults = Faults()
+    names = dict[str, None]()
+    seen = dict[str, int]()
     first = [row for _, row in rows("path", file, faults=Faults())]
     kind = next((KINDS[name] for row in first for name in KINDS if name in row), None)
     if first and kind is None:
-        known = next((task for name, task in ELSEWHERE.items() if name in first[0]), None)
-        hint = f"task={known} reads such a file" if known else "docs/own_data.md has an example of each"
+        known = next(
+            (task for name, task in ELSEWHERE.items() if name in first[0]), None
+        )
+        hint = (
+            f"task={known} reads such a file"
+            if known
+            else "docs/own_data.md has an example of each"
+        )
         shown = f"{file} with fields {', '.join(first[0]) or 'none'}"
         refuse("path", shown, f"lines with one of the fields {', '.join(KINDS)}", hint)
 
@@ -170,7 +202,9 @@ def read(file: Path) -> Own:
         record = _record(kind, row)
         name = record.id or str(row.number)
         if (other := seen.setdefault(name, row.number)) != row.number:
-            raise row.fault(f'field "id" is {name!r}, as on line {other}', "an id that occurs once")
+            raise row.fault(
+                f'field "id" is {name!r}, as on line {other}', "an id that occurs once"
+            )
         return record.model_copy(update={"id": name})
 
     records = each(rows("path", file, faults=faults), make, faults)
@@ -179,21 +213,37 @@ def read(file: Path) -> Own:
 
 
 def _record(kind: type[Record], row: Line) -> Record:
-    faults, hints = Faults(), get_type_hints(kind, include_extras=True)
+    faults = Faults()
+    hints = get_type_hints(kind, include_extras=True)
     try:
         record = kind.model_validate(row)
     except ValidationError as error:
         # The first word on a field is as good as the others.
-        for name, one in {str(one["loc"][0]): one for one in reversed(error.errors())}.items():
-            at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in one["loc"][1:])
-            told = "is missing" if one["type"] == "missing" else f"is {reprlib.repr(one['input'])}"
+        for name, one in {
+            str(one["loc"][0]): one for one in reversed(error.errors())
+        }.items():
+            at = "".join(
+                f"[{part}]" if isinstance(part, int) else f".{part}"
+                for part in one["loc"][1:]
+            )
+            told = (
+                "is missing"
+                if one["type"] == "missing"
+                else f"is {reprlib.repr(one['input'])}"
+            )
             blank = ", not blank" if one["type"] == "string_pattern_mismatch" else ""
-            faults.found.insert(0, row.fault(f'field "{name}{at}" {told}', words(hints[name]) + blank))
+            faults.found.insert(
+                0, row.fault(f'field "{name}{at}" {told}', words(hints[name]) + blank)
+            )
         faults.raise_any()
         raise AssertionError("a validation error without an error") from error
-    count, gold = len(record.parts()), getattr(record, "gold", 0)
+    count = len(record.parts())
+    gold = getattr(record, "gold", 0)
     if gold >= count:
-        raise row.fault(f'field "gold" is {gold}', f'a place in "{kind.holds}", from 0 to {count - 1}')
+        raise row.fault(
+            f'field "gold" is {gold}',
+            f'a place in "{kind.holds}", from 0 to {count - 1}',
+        )
     return record
 
 
@@ -234,7 +284,12 @@ class OwnData(EvaluationOnly):
             refuse("path", self.path, "your file", hint)
         if self.template is not None and self.template.count("{context}") != 1:
             hint = "or leave it out: task.template=null"
-            refuse("template", self.template, "text with {context} once, and {question}", hint)
+            refuse(
+                "template",
+                self.template,
+                "text with {context} once, and {question}",
+                hint,
+            )
 
     def official(self) -> tuple[Source, ...]:
         """None."""
@@ -254,42 +309,66 @@ class OwnData(EvaluationOnly):
         """
         if not self.own.moves:
             return None
-        sizes, field = self.own.sizes, "items_per_prompt"
+        sizes = self.own.sizes
+        field = "items_per_prompt"
         given = self.items_per_prompt or max(sizes)
         if min(sizes) < given:
             allowed = f"at most {min(sizes)}, as some lines of {self.path} have no more (others {max(sizes)})"
-            refuse(field, self.items_per_prompt, allowed, f"set task.{field}={min(sizes)}")
+            refuse(
+                field, self.items_per_prompt, allowed, f"set task.{field}={min(sizes)}"
+            )
         return given
 
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        size, there = self.items, dict.fromkeys(record.subset for record in self.own.records)
+        size = self.items
+        there = dict.fromkeys(record.subset for record in self.own.records)
         if self.subsets is not None:
             check_names("subsets", self.subsets, list(there))
-        for record in (r for r in self.own.records if r.subset in (self.subsets or there)):
+        for record in (
+            r for r in self.own.records if r.subset in (self.subsets or there)
+        ):
             parts = record.parts()
             if size is None:
                 yield self._example(record, parts, None)
                 continue
             gold = parts.pop(record.gold)
-            for at in gold_indices("positions", self.positions, "items_per_prompt", size):
+            for at in gold_indices(
+                "positions", self.positions, "items_per_prompt", size
+            ):
                 yield self._example(record, [*parts[:at], gold, *parts[at:]][:size], at)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if an answer occurs in the reply, or is the letter chosen."""
         if example.choices:
             return {"accuracy": float(text.strip() in example.answers)}
-        return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
+        return {
+            "accuracy": float(
+                any(answer.lower() in text.lower() for answer in example.answers)
+            )
+        }
 
     def _example(self, record: Any, parts: list[Any], at: int | None) -> Example:
         template = self.template or record.template
-        head, tail = (part.replace("{question}", record.question) for part in template.split("{context}"))
+        head, tail = (
+            part.replace("{question}", record.question)
+            for part in template.split("{context}")
+        )
         shown = [record.text(number, part) for number, part in enumerate(parts)]
         prompt, spans = joined(head, shown, self.separator, tail)
-        facts: dict[str, Any] = {"id": record.id, "prompt": prompt, "subset": record.subset}
+        facts: dict[str, Any] = {
+            "id": record.id,
+            "prompt": prompt,
+            "subset": record.subset,
+        }
         if isinstance(record, Choices):
             choices = tuple(f" {letter}" for letter in ascii_uppercase[: len(parts)])
-            return Example(answers=(choices[record.gold].strip(),), choices=choices, chat=False, **facts)
+            return Example(
+                answers=(choices[record.gold].strip(),),
+                choices=choices,
+                chat=False,
+                **facts,
+            )
         if at is None:
             return Example(answers=record.answers, document=spans[0], **facts)
         facts |= {"id": f"{at}-{record.id}", "cluster": record.id}

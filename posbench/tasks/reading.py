@@ -22,15 +22,23 @@ MOST = 10  # faults of a file that are told together
 class Line(dict[str, Any]):
     """The fields of one row, which know where they stand: config key, file, line from 1 (parquet: row)."""
 
-    def __init__(self, fields: Mapping[str, Any], field: str, shown: str, number: int) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], field: str, shown: str, number: int
+    ) -> None:
         super().__init__(fields)
-        self.field, self.shown, self.number = field, shown, number
+        self.field = field
+        self.shown = shown
+        self.number = number
 
     def take(self, name: str, kind: type | tuple[type, ...] = str) -> Any:
         """A field, refused where it is missing, of another type, or empty."""
         value = self.get(name)
-        if not isinstance(value, kind) or (isinstance(value, (str, list, tuple)) and not value):
-            expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        if not isinstance(value, kind) or (
+            isinstance(value, (str, list, tuple)) and not value
+        ):
+            expected = " or ".join(
+                k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))
+            )
             self.refuse(f'a field "{name}" ({expected}, not empty)')
         return value
 
@@ -41,7 +49,12 @@ class Line(dict[str, Any]):
 
     def fault(self, wrong: str, allowed: str) -> LineError:
         """What is wrong with this line, to be raised."""
-        return LineError(f"{self.shown}, line {self.number}", wrong, allowed, "fix or remove that line")
+        return LineError(
+            f"{self.shown}, line {self.number}",
+            wrong,
+            allowed,
+            "fix or remove that line",
+        )
 
 
 class LineError(UserError):
@@ -69,7 +82,11 @@ def each(lines: Iterable[Row], make: Callable[[Line], T], faults: Faults) -> lis
             made.append(make(row))
     found = [one for fault in faults.found for one in fault.faults]
     if len(found) > MOST:
-        found[MOST:] = [UserError("file", f"{len(found) - MOST} more", "none", "correct those above first")]
+        found[MOST:] = [
+            UserError(
+                "file", f"{len(found) - MOST} more", "none", "correct those above first"
+            )
+        ]
     if found:
         raise SeveralErrors(found)
     return made
@@ -84,13 +101,20 @@ def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Refuse unknown names, repeated ones, and none at all."""
     for name in names:
         if name not in known:
-            refuse(field, name, f"some of {', '.join(known)}", near(name, known, "remove it"))
+            refuse(
+                field,
+                name,
+                f"some of {', '.join(known)}",
+                near(name, known, "remove it"),
+            )
     if not names or len(set(names)) < len(names):
         allowed = f"some of {', '.join(known)}, at least one, each once"
         refuse(field, list(names), allowed, f"set task.{field}=[{known[0]}]")
 
 
-def pick(place: Path, names: Sequence[str], hint: str, archive: str = "") -> tuple[Path, str]:
+def pick(
+    place: Path, names: Sequence[str], hint: str, archive: str = ""
+) -> tuple[Path, str]:
     """The first file that is there of some in a folder, in a ``.zip``, or in the folder's zip ``archive``.
 
     Returns the file and, of a zip, the path in it; raises UserError if none of them is there.
@@ -129,9 +153,12 @@ def rows(
     with lines of JSON one by one, where the caller raises it. Raises UserError where a file is empty or
     cannot be read (the message names the line), or the count differs.
     """
-    shown, total, seen = f"{path}:{member}" if member else str(path), 0, set()
+    shown = f"{path}:{member}" if member else str(path)
+    total = 0
+    seen = set()
     for number, row in _rows(field, path.expanduser(), shown, member, names, faults):
-        total, line = total + 1, Line(row, field, shown, number)
+        total = total + 1
+        line = Line(row, field, shown, number)
         if unique in row:
             if (name := str(row[unique])) in seen:
                 line.refuse(f'a "{unique}" that occurs once ({name} stands further up)')
@@ -140,14 +167,21 @@ def rows(
     if not total and not (faults and faults.found):
         refuse(field, shown, "a file with rows; this one is empty", "check the path")
     if count and total != count:
-        told, allowed = f"{shown} with {total} rows", f"{count} rows, as in the benchmark"
+        told = f"{shown} with {total} rows"
+        allowed = f"{count} rows, as in the benchmark"
         refuse(field, told, allowed, "fetch the file again: posbench fetch")
 
 
 def _rows(
-    field: str, file: Path, shown: str, member: str, names: Sequence[str], faults: Faults | None
+    field: str,
+    file: Path,
+    shown: str,
+    member: str,
+    names: Sequence[str],
+    faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    kind, line = Path(member or file).suffix, 0
+    kind = Path(member or file).suffix
+    line = 0
     try:
         if kind == ".parquet":
             # Slow to import, and wanted by few tasks.
@@ -176,11 +210,20 @@ def _rows(
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         reason = getattr(error, "strerror", None) or error
-        refuse(field, shown, allowed, f"check the path, or the file after line {line} ({reason})")
+        refuse(
+            field,
+            shown,
+            allowed,
+            f"check the path, or the file after line {line} ({reason})",
+        )
     except UnicodeError as error:
-        Line({}, field, shown, line + 1).refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
+        Line({}, field, shown, line + 1).refuse(
+            f"UTF-8 text ({getattr(error, 'reason', error)})"
+        )
     except (ValueError, csv.Error) as error:
-        Line({}, field, shown, max(line, 1)).refuse(f"one CSV row with the header's columns ({error})")
+        Line({}, field, shown, max(line, 1)).refuse(
+            f"one CSV row with the header's columns ({error})"
+        )
 
 
 def _object(text: str, line: Line) -> dict[str, Any]:
@@ -189,7 +232,9 @@ def _object(text: str, line: Line) -> dict[str, Any]:
         if not isinstance(row, dict):
             raise ValueError("not an object")
         if "\\ud" in text.lower():
-            json.dumps(row, ensure_ascii=False).encode()  # half of a pair of surrogates is no text
+            json.dumps(
+                row, ensure_ascii=False
+            ).encode()  # half of a pair of surrogates is no text
         return row
     except UnicodeError as error:
         line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
@@ -203,7 +248,9 @@ def _no_constant(name: str) -> None:
 
 def _open(file: Path, member: str) -> Any:
     if member:
-        return io.TextIOWrapper(zipfile.ZipFile(file).open(member), encoding="utf-8-sig", newline="")
+        return io.TextIOWrapper(
+            zipfile.ZipFile(file).open(member), encoding="utf-8-sig", newline=""
+        )
     if file.suffix == ".gz":
         return gzip.open(file, "rt", encoding="utf-8-sig")
     return open(file, encoding="utf-8-sig", newline="")

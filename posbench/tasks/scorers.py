@@ -22,10 +22,14 @@ _PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + _CHINESE)
 
 def normalize_answer(text: str) -> str:
     """Lower case; ASCII punctuation, then a, an, the left out; white space collapsed (SQuAD)."""
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(
+        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+    )
 
 
-def best_subspan_em(reply: str, answers: Sequence[str], *, strip_first: bool = True) -> float:
+def best_subspan_em(
+    reply: str, answers: Sequence[str], *, strip_first: bool = True
+) -> float:
     """1 where a normalised answer is part of the reply's first line, else 0 (Liu et al. 2023): 13 is in 1300.
 
     ``strip_first``: white space goes before the reply is cut at its first line break, as in the script of Yu
@@ -51,7 +55,10 @@ def qa_f1_zh(reply: str, gold: str) -> float:
     The raw text is cut first; then each word is put in lower case and loses punctuation and white space. The
     benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word.
     """
-    bare = (["".join(w.lower().translate(_PUNCTUATION_ZH).split()) for w in _cut(t)] for t in (reply, gold))
+    bare = (
+        ["".join(w.lower().translate(_PUNCTUATION_ZH).split()) for w in _cut(t)]
+        for t in (reply, gold)
+    )
     return _f1(*([word for word in words if word] for words in bare))
 
 
@@ -59,7 +66,8 @@ def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
     common = (Counter(ours) & Counter(theirs)).total()
     if not common:
         return 0.0
-    precision, recall = common / len(ours), common / len(theirs)
+    precision = common / len(ours)
+    recall = common / len(theirs)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -86,7 +94,11 @@ def rouge_l(reply: str, gold: str) -> float:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(limit + len(reply.split()) + len(gold.split()))
     try:
-        return float(Rouge(metrics=["rouge-l"]).get_scores([reply], [gold], avg=True)["rouge-l"]["f"])
+        return float(
+            Rouge(metrics=["rouge-l"]).get_scores([reply], [gold], avg=True)["rouge-l"][
+                "f"
+            ]
+        )
     except ValueError:
         return 0.0
     finally:
@@ -134,7 +146,10 @@ def code_similarity(reply: str, gold: str) -> float:
     from rapidfuzz import fuzz
 
     lines = reply.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    line = next(
+        (line for line in lines if not any(mark in line for mark in ("`", "#", "//"))),
+        "",
+    )
     return round(fuzz.ratio(line, gold)) / 100
 
 
@@ -142,8 +157,14 @@ def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
     """F of ROUGE-1, ROUGE-2 and ROUGE-L with Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False).score(gold, reply)
-    return scores["rouge1"].fmeasure, scores["rouge2"].fmeasure, scores["rougeL"].fmeasure
+    scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False).score(
+        gold, reply
+    )
+    return (
+        scores["rouge1"].fmeasure,
+        scores["rouge2"].fmeasure,
+        scores["rougeL"].fmeasure,
+    )
 
 
 def ascii_f1(reply: str, gold: str) -> float:
@@ -171,18 +192,26 @@ def percentage(text: str) -> float | None:
 
 def exponential_similarity(reply: str, gold: str) -> float:
     """2 to the power of -10 times the distance of two percentages as fractions; 0 without (ZeroSCROLLS)."""
-    ours, theirs = percentage(reply), percentage(gold)
-    return 0.0 if ours is None or theirs is None else float(2 ** (-10 * abs(ours - theirs)))
+    ours = percentage(reply)
+    theirs = percentage(gold)
+    return (
+        0.0
+        if ours is None or theirs is None
+        else float(2 ** (-10 * abs(ours - theirs)))
+    )
 
 
 def order(text: str) -> list[int]:
     """The whole numbers of a list such as ``2, 1, 3``, whatever else stands around them."""
-    return [int(number) for number in re.findall(r"[0-9]+", re.sub(r"[^0-9, ]", "", text))]
+    return [
+        int(number) for number in re.findall(r"[0-9]+", re.sub(r"[^0-9, ]", "", text))
+    ]
 
 
 def concordance_index(reply: str, gold: str) -> float:
     """Share of the pairs that the reply has in the gold order; 0 for no permutation of them (ZeroSCROLLS)."""
-    ours, theirs = order(reply), order(gold)
+    ours = order(reply)
+    theirs = order(gold)
     if sorted(ours) != sorted(theirs) or len(theirs) < 2:
         return 0.0
     place = {item: at for at, item in enumerate(ours)}

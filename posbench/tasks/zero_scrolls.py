@@ -18,8 +18,20 @@ from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, check_names, pick, rows
 
 SUMMARIES = ("gov_report", "summ_screen_fd", "qmsum", "squality")
-NEW_TOKENS = {"gov_report": 1024, "summ_screen_fd": 512, "qmsum": 512, "squality": 512, "qasper": 128}
-NEW_TOKENS |= {"narrative_qa": 64, "quality": 10, "musique": 32, "space_digest": 36, "book_sum_sort": 256}
+NEW_TOKENS = {
+    "gov_report": 1024,
+    "summ_screen_fd": 512,
+    "qmsum": 512,
+    "squality": 512,
+    "qasper": 128,
+}
+NEW_TOKENS |= {
+    "narrative_qa": 64,
+    "quality": 10,
+    "musique": 32,
+    "space_digest": 36,
+    "book_sum_sort": 256,
+}
 """The ten tasks and the tokens that the benchmark generates at most."""
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
@@ -55,7 +67,9 @@ class ZeroSCROLLS(EvaluationOnly):
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "Shaham et al. 2023, arXiv:2305.14196, hub tau/zero_scrolls"
     licence: ClassVar[str] = "MIT (code); the texts have those of the ten data sets"
-    size: ClassVar[str] = "10 tasks, about 20 validation questions each; test answers are private"
+    size: ClassVar[str] = (
+        "10 tasks, about 20 validation questions each; test answers are private"
+    )
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
     holds: ClassVar[tuple[str, ...]] = ("*/*.jsonl", "*.zip")
@@ -74,29 +88,51 @@ class ZeroSCROLLS(EvaluationOnly):
     def official(self) -> tuple[Source, ...]:
         """One zip per task from the hub."""
         zips = tuple(f"{subset}.zip" for subset in self.subsets)
-        return (Source(kind="dataset", id="tau/zero_scrolls", field="task.path", files=zips),)
+        return (
+            Source(
+                kind="dataset", id="tau/zero_scrolls", field="task.path", files=zips
+            ),
+        )
 
     def questions(self) -> list[Example]:
         """Ids are ``<task>-<id>``; rows with one id are references of one example."""
         place = self.place()
-        return [example for subset in self.subsets for example in self._subset(place, subset)]
+        return [
+            example
+            for subset in self.subsets
+            for example in self._subset(place, subset)
+        ]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the references, and each ROUGE of summaries; empty without an answer."""
         if not example.answers:
             return {}
         if example.subset in SUMMARIES:
-            triples = zip(*(scorers.rouge_triple(text, gold) for gold in example.answers), strict=True)
-            best = {name: max(values) for name, values in zip(ROUGES, triples, strict=True)}
+            triples = zip(
+                *(scorers.rouge_triple(text, gold) for gold in example.answers),
+                strict=True,
+            )
+            best = {
+                name: max(values) for name, values in zip(ROUGES, triples, strict=True)
+            }
             return {"score": float(np.prod(list(best.values())) ** (1 / 3)), **best}
         if example.subset == "quality":
             said = scorers.letter(text)
-            return {"score": float(said != "" and said in map(scorers.letter, example.answers))}
-        own = {"space_digest": scorers.exponential_similarity, "book_sum_sort": scorers.concordance_index}
+            return {
+                "score": float(
+                    said != "" and said in map(scorers.letter, example.answers)
+                )
+            }
+        own = {
+            "space_digest": scorers.exponential_similarity,
+            "book_sum_sort": scorers.concordance_index,
+        }
         scorer = own.get(example.subset, scorers.ascii_f1)
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
-    def total(self, subset: str, means: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    def total(
+        self, subset: str, means: Mapping[str, NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
         """See :meth:`Task.total`; with ``rouge=corpus`` the geometric mean of three mean ROUGEs."""
         if self.rouge == "example" or subset not in SUMMARIES:
             return means[self.metric]
@@ -106,13 +142,19 @@ class ZeroSCROLLS(EvaluationOnly):
         """The leaderboard's ``zero_scrolls_predictions.csv``, for test questions: Task, ID, Prediction."""
         if self.split != "test":
             return {}
-        table = [(example.subset, example.meta["id"], reply) for example, reply in replies]
-        content = pd.DataFrame(table, columns=["Task", "ID", "Prediction"]).to_csv(index=False)
+        table = [
+            (example.subset, example.meta["id"], reply) for example, reply in replies
+        ]
+        content = pd.DataFrame(table, columns=["Task", "ID", "Prediction"]).to_csv(
+            index=False
+        )
         return {"zero_scrolls_predictions.csv": content}
 
     def _subset(self, place: Path, subset: str) -> list[Example]:
         hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
-        file, member = pick(place, (f"{subset}/{self.split}.jsonl",), hint, archive=f"{subset}.zip")
+        file, member = pick(
+            place, (f"{subset}/{self.split}.jsonl",), hint, archive=f"{subset}.zip"
+        )
         merged: dict[str, Example] = {}
         for _, row in rows("path", file, member):
             example = self._example(row, subset)
@@ -123,20 +165,27 @@ class ZeroSCROLLS(EvaluationOnly):
         return list(merged.values())
 
     def _example(self, row: Line, subset: str) -> Example:
-        name, prompt = row.take("id"), row.take("input")
+        name = row.take("id")
+        prompt = row.take("input")
         answers = (_gold(row, subset),) if self.split == "validation" else ()
         keys = ("document_start_index", "query_start_index", "query_end_index")
         start, query, end = (row.take(key, int) for key in keys)
         if not 0 <= start <= query <= end <= len(prompt):
-            row.refuse(f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input")
+            row.refuse(
+                f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input"
+            )
         if self.chat_format:
             prompt = prompt[:end]
             if subset not in SUMMARIES:
                 instruction, gap, rest = prompt.partition("\n\n")
                 if not gap or len(instruction) > start:
-                    row.refuse('an "input" with an instruction and an empty line before the document')
+                    row.refuse(
+                        'an "input" with an instruction and an empty line before the document'
+                    )
                 asked = f"{instruction.strip()} {FORMAT_REQUEST}"
-                start, query = (at + len(asked) - len(instruction) for at in (start, query))
+                start, query = (
+                    at + len(asked) - len(instruction) for at in (start, query)
+                )
                 prompt = asked + gap + rest
         return Example(
             id=f"{subset}-{name}",
@@ -159,6 +208,8 @@ def _gold(row: Line, subset: str) -> str:
         row.refuse('a field "output" with a letter from A to D')
     if subset == "space_digest" and scorers.percentage(gold) is None:
         row.refuse('a field "output" with a percentage')
-    if subset == "book_sum_sort" and not 1 < len(scorers.order(gold)) == len(set(scorers.order(gold))):
+    if subset == "book_sum_sort" and not 1 < len(scorers.order(gold)) == len(
+        set(scorers.order(gold))
+    ):
         row.refuse('a field "output" with different numbers, such as 2, 1, 3')
     return gold

@@ -21,21 +21,32 @@ BATCH = 400  # draws at once
 
 def g(i: ArrayLike, alpha: float) -> Array:
     """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2 (Section 3)."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
+    i = np.asarray(i, dtype=np.float64)
+    e = np.e
+    a = float(np.exp(alpha))
     return 2 * (2 * alpha * e + a * (1 + alpha * (2 * i - 3))) / (e + (i - 1) * a)
 
 
 def h(i: ArrayLike, alpha: float) -> Array:
     """Length of token i (from 1) after layer 1."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    own, rest = 2 * e + (i - 1) * a, a * (i - 1)
-    return np.sqrt(own**2 + 2 * own * rest * alpha + a * rest * (1 + (i - 2) * alpha)) / (e + (i - 1) * a)
+    i = np.asarray(i, dtype=np.float64)
+    e = np.e
+    a = float(np.exp(alpha))
+    own = 2 * e + (i - 1) * a
+    rest = a * (i - 1)
+    return np.sqrt(
+        own**2 + 2 * own * rest * alpha + a * rest * (1 + (i - 2) * alpha)
+    ) / (e + (i - 1) * a)
 
 
 def h_prime(i: ArrayLike, alpha: float) -> Array:
     """As :func:`h` without the residual stream; see :func:`h_prime_step`."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    squared = e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))
+    i = np.asarray(i, dtype=np.float64)
+    e = np.e
+    a = float(np.exp(alpha))
+    squared = (
+        e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))
+    )
     return np.sqrt(squared) / (e + (i - 1) * a)
 
 
@@ -44,8 +55,12 @@ def h_prime_step(i: ArrayLike, alpha: float, *, printed: bool = False) -> Array:
 
     Differs from source: Appendix A.2 has a wrong sign, kept with ``printed``.
     """
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    inside = 2 * e**3 + (-1 if printed else 1) * 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
+    i = np.asarray(i, dtype=np.float64)
+    e = np.e
+    a = float(np.exp(alpha))
+    inside = (
+        2 * e**3 + (-1 if printed else 1) * 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
+    )
     return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
 
 
@@ -65,7 +80,13 @@ def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
 
 
 def limit(
-    n: int, layers: int, alpha: float, *, mask: bool = True, kernel: Array | None = None, stream: bool = True
+    n: int,
+    layers: int,
+    alpha: float,
+    *,
+    mask: bool = True,
+    kernel: Array | None = None,
+    stream: bool = True,
 ) -> list[Array]:
     """Scores in the limit of infinitely many dimensions, exactly: one [n, n] per layer, layer 1 first.
 
@@ -76,13 +97,16 @@ def limit(
     """
     gram = (1 - alpha) * np.eye(n) + alpha
     seen = np.tri(n, dtype=bool) if mask else np.ones((n, n), dtype=bool)
-    state, found = np.eye(n), []
+    state = np.eye(n)
+    found = []
     for _ in range(layers):
         unit = state / np.sqrt(np.einsum("ij,jk,ik->i", state, gram, state))[:, None]
         scores = unit @ gram @ unit.T * (1 if kernel is None else kernel)
         found.append(scores)
         weights = np.exp(np.where(seen, scores, -np.inf))
-        state = weights / weights.sum(1, keepdims=True) @ unit + (state if stream else 0)
+        state = weights / weights.sum(1, keepdims=True) @ unit + (
+            state if stream else 0
+        )
     return found
 
 
@@ -111,23 +135,38 @@ def simulate(
     """
     generator = torch.Generator().manual_seed(seed)
     total, square = torch.zeros(2, layers, n, n, dtype=torch.float64)
-    angles = torch.outer(torch.arange(n).float(), 10000.0 ** (-2 * torch.arange(dim // 2) / dim)).repeat(1, 2)
+    angles = torch.outer(
+        torch.arange(n).float(), 10000.0 ** (-2 * torch.arange(dim // 2) / dim)
+    ).repeat(1, 2)
     shut = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
     factor = {"l2": 1.0, "layernorm": 1 / dim, "layernorm_sqrt": dim**-0.5}[norm]
     for done in range(0, draws, BATCH):
         size = min(BATCH, draws - done)
-        own, shared = (torch.randn(size, count, dim, generator=generator) for count in (n, 1))
-        states = F.normalize((1 - alpha) ** 0.5 * own + alpha**0.5 * shared, dim=-1) * input_norm
+        own, shared = (
+            torch.randn(size, count, dim, generator=generator) for count in (n, 1)
+        )
+        states = (
+            F.normalize((1 - alpha) ** 0.5 * own + alpha**0.5 * shared, dim=-1)
+            * input_norm
+        )
         for layer in range(layers):
-            unit = F.layer_norm(states, (dim,), eps=1e-12) if norm != "l2" else F.normalize(states, dim=-1)
+            unit = (
+                F.layer_norm(states, (dim,), eps=1e-12)
+                if norm != "l2"
+                else F.normalize(states, dim=-1)
+            )
             turned = unit
             if rope:
-                halves = torch.cat([-unit[..., dim // 2 :], unit[..., : dim // 2]], dim=-1)
+                halves = torch.cat(
+                    [-unit[..., dim // 2 :], unit[..., : dim // 2]], dim=-1
+                )
                 turned = unit * angles.cos() + halves * angles.sin()
             scores = turned @ turned.transpose(1, 2) * factor
             total[layer] += scores.double().sum(0)
             square[layer] += scores.double().square().sum(0)
-            weights = (scores.masked_fill(shut, float("-inf")) if mask else scores).softmax(-1)
+            weights = (
+                scores.masked_fill(shut, float("-inf")) if mask else scores
+            ).softmax(-1)
             states = weights @ unit + states
     mean = total / draws
     error = ((square / draws - mean**2).clamp(min=0) / max(draws - 1, 1)).sqrt()
@@ -136,7 +175,8 @@ def simulate(
 
 def diagonal_normalised(scores: Array) -> Array:
     """Each sub-diagonal minus its own mean, [..., n, n]; NaN above the diagonal."""
-    n, found = scores.shape[-1], np.full(scores.shape, np.nan)
+    n = scores.shape[-1]
+    found = np.full(scores.shape, np.nan)
     for offset in range(n):
         rows = np.arange(offset, n)
         line = scores[..., rows, rows - offset]
@@ -153,4 +193,8 @@ def beyond_distance(scores: Array) -> float:
     """Share of the variance below the diagonal left without each diagonal's mean; 0 where all are equal."""
     lower = np.tril_indices(len(scores), -1)
     whole = ((scores[lower] - scores[lower].mean()) ** 2).sum()
-    return float((diagonal_normalised(scores)[lower] ** 2).sum() / whole) if whole > 1e-20 else 0.0
+    return (
+        float((diagonal_normalised(scores)[lower] ** 2).sum() / whole)
+        if whole > 1e-20
+        else 0.0
+    )

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-HEAD, ENTRY = 0.3, 0.2
+HEAD = 0.3
+ENTRY = 0.2
 """Thresholds of the sink metrics: a mean weight (Gu et al. 2024), single weights (Wu et al. 2025)."""
 
 
@@ -71,13 +72,16 @@ def causal_bound(n: int, layers: int, epsilon: float) -> Array:
     return np.clip(1 - np.arange(n) * epsilon, 0, 1) ** layers
 
 
-def decay_bounds(n: int, m: float, low: float, high: float, *, printed: bool = False) -> tuple[Array, Array]:
+def decay_bounds(
+    n: int, m: float, low: float, high: float, *, printed: bool = False
+) -> tuple[Array, Array]:
     """Bounds of a layer's attention under a decay mask, scores in [low, high], both [n, n] (Lemma 4.4).
 
     Differs from source: the printed C_max, e^(high - low) / (1 + e^-m), fails in the first row, whose only
     weight is 1; there the bound is e^(high - low). With ``printed`` it is as printed.
     """
-    spread, near = np.exp(high - low), np.exp(decay(n, m))
+    spread = np.exp(high - low)
+    near = np.exp(decay(n, m))
     most = np.full((n, 1), spread / (1 + np.exp(-m)))
     if not printed:
         most[0] = spread
@@ -118,4 +122,6 @@ def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
 def sink_by_entry(weights: Array, mask: Mask, threshold: float = ENTRY) -> Array:
     """Share of queries that give a token more than the threshold, [n], mean over heads (Appendix K.4)."""
     n = len(mask)
-    return ((weights > threshold) & mask).sum(axis=-2).reshape(-1, n).mean(0) / mask.sum(0)
+    return ((weights > threshold) & mask).sum(axis=-2).reshape(-1, n).mean(
+        0
+    ) / mask.sum(0)

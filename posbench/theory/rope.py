@@ -20,7 +20,9 @@ def scores(n: int, theta: float, b: ArrayLike, phi: ArrayLike = 0.0) -> Array:
     return np.asarray(b) * np.cos(np.asarray(phi) - distance * theta)
 
 
-def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) -> tuple[Array, Array]:
+def bounds(
+    n: int, theta: float, low: float, high: float, delta: float = 0.0
+) -> tuple[Array, Array]:
     """Bounds of one layer's causal attention, both [n, n], 0 above the diagonal (Lemma 4.6).
 
     They have the form C e^(-c (i - j)^2 theta^2), with c = ``high`` / 2 below and 2 ``low`` / pi^2 above:
@@ -31,13 +33,27 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
         ValueError: (delta + n - 1) theta is above pi, where the cosine rises again and the lemma is silent.
     """
     if (delta + n - 1) * theta > np.pi:
-        raise ValueError(f"(delta + n - 1) theta = {(delta + n - 1) * theta:.3g} is above pi")
+        raise ValueError(
+            f"(delta + n - 1) theta = {(delta + n - 1) * theta:.3g} is above pi"
+        )
     distance = np.subtract.outer(np.arange(n), np.arange(n)).astype(np.float64)
-    seen, steep, flat = distance >= 0, high / 2 * theta**2, 2 * low / np.pi**2 * theta**2
-    least = np.where(seen, np.exp(low - steep * (distance + delta) ** 2), 0).sum(1, keepdims=True)
-    most = np.where(seen, np.exp(high - flat * np.maximum(distance - delta, 0) ** 2), 0).sum(1, keepdims=True)
-    lower = np.exp(low - steep * (2 * (n - 1) * delta + delta**2)) / most * np.exp(-steep * distance**2)
-    upper = np.exp(high + flat * 2 * (n - 1) * delta) / least * np.exp(-flat * distance**2)
+    seen = distance >= 0
+    steep = high / 2 * theta**2
+    flat = 2 * low / np.pi**2 * theta**2
+    least = np.where(seen, np.exp(low - steep * (distance + delta) ** 2), 0).sum(
+        1, keepdims=True
+    )
+    most = np.where(
+        seen, np.exp(high - flat * np.maximum(distance - delta, 0) ** 2), 0
+    ).sum(1, keepdims=True)
+    lower = (
+        np.exp(low - steep * (2 * (n - 1) * delta + delta**2))
+        / most
+        * np.exp(-steep * distance**2)
+    )
+    upper = (
+        np.exp(high + flat * 2 * (n - 1) * delta) / least * np.exp(-flat * distance**2)
+    )
     return np.where(seen, lower, 0), np.where(seen, np.minimum(upper, 1), 0)
 
 
@@ -48,7 +64,8 @@ def law(layers: int, width: float, distance: ArrayLike) -> Array:
     tokens). The theorem's Theta hides that c may be down to a (t + 1)-th of that: t + 1 factors share the
     distance.
     """
-    x, t = np.asarray(distance, dtype=np.float64), layers - 1
+    x = np.asarray(distance, dtype=np.float64)
+    t = layers - 1
     return (
         scipy.special.gammaln(t + x + 1)
         - scipy.special.gammaln(x + 1)
@@ -68,8 +85,13 @@ def stationary(layers: int, width: float, printed: float | None = None) -> float
 
     Differs from source: Appendix H prints 2 c theta x, kept with the angle theta as ``printed``.
     """
-    t, slope = layers - 1, 1 / width**2 / (printed or 1.0)
-    return float(scipy.optimize.brentq(lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1))
+    t = layers - 1
+    slope = 1 / width**2 / (printed or 1.0)
+    return float(
+        scipy.optimize.brentq(
+            lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1
+        )
+    )
 
 
 def drift(layers: int, width: float) -> float:

@@ -14,7 +14,9 @@ Extrema = Sequence[NDArray[np.int64]]
 """Places of peaks, and of troughs."""
 
 
-def wave(distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> Array:
+def wave(
+    distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0
+) -> Array:
     """Score of two equal unit vectors of ``dim`` numbers at distances m in tokens, as RoPE alone makes it,
     [n].
 
@@ -25,7 +27,9 @@ def wave(distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 
     return 2 / np.sqrt(dim) * np.cos(np.outer(distance / scale, frequencies)).sum(1)
 
 
-def decay(distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> Array:
+def decay(
+    distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0
+) -> Array:
     """Upper bound of a score's size at a distance: the mean size of partial sums of e^(i m theta_k), [n].
 
     Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay.
@@ -44,12 +48,14 @@ class Step(NamedTuple):
 
 def extrema(scores: Array, reach: int) -> Extrema:
     """Indices of peaks and troughs: extremes within ``reach`` on both sides, ends left out."""
-    return scipy.signal.argrelextrema(scores, np.greater, order=reach)[0], scipy.signal.argrelextrema(
-        scores, np.less, order=reach
-    )[0]
+    return scipy.signal.argrelextrema(scores, np.greater, order=reach)[
+        0
+    ], scipy.signal.argrelextrema(scores, np.less, order=reach)[0]
 
 
-def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: int = 3) -> list[Step]:
+def choose(
+    found: Mapping[float, Extrema], first: float, count: int, tolerance: int = 3
+) -> list[Step]:
     """Greedy choice of bases whose peaks stand where the chosen ones have troughs, and the other way round.
 
     ``found`` has the peaks and troughs of each candidate in tokens; at most ``count`` steps, with the
@@ -64,9 +70,14 @@ def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: 
         tried = []
         for base in sorted(set(found) - {step.base for step in steps}):
             peaks, troughs = found[base]
-            filled, emptied = _pairs(peaks, open_troughs, tolerance), _pairs(troughs, open_peaks, tolerance)
+            filled = _pairs(peaks, open_troughs, tolerance)
+            emptied = _pairs(troughs, open_peaks, tolerance)
             pairs = filled + emptied
-            offset = float(np.mean([(a - b) ** 2 for a, b in pairs])) if pairs else float("nan")
+            offset = (
+                float(np.mean([(a - b) ** 2 for a, b in pairs]))
+                if pairs
+                else float("nan")
+            )
             rank = -len(pairs), np.nan_to_num(offset), base
             tried.append((rank, Step(base, len(pairs), offset), filled, emptied))
         # Where there is no pair, all candidates are alike, and the smallest base wins.
@@ -81,11 +92,16 @@ def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: 
     return steps
 
 
-def _pairs(new: NDArray[np.int64], there: set[int], tolerance: int) -> list[tuple[int, int]]:
+def _pairs(
+    new: NDArray[np.int64], there: set[int], tolerance: int
+) -> list[tuple[int, int]]:
     """Each new position with the nearest one that is there and within reach; each of these is used once."""
-    free, pairs = set(there), []
+    free = set(there)
+    pairs = []
     for position in new.tolist():
-        nearest = min(free, key=lambda other: (abs(other - position), other), default=None)
+        nearest = min(
+            free, key=lambda other: (abs(other - position), other), default=None
+        )
         if nearest is not None and abs(nearest - position) <= tolerance:
             free.remove(nearest)
             pairs.append((position, nearest))

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.tasks import test_exams, test_leval_closed, test_longbench, test_loogle, test_zero_scrolls
+from tests.tasks import (
+    test_exams,
+    test_leval_closed,
+    test_longbench,
+    test_loogle,
+    test_zero_scrolls,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 
 
 def _mmlu(_: Path) -> list[str]:
-    return [f"task.path={DATA / 'mmlu'}", "task.subsets=[abstract_algebra,moral_disputes]", "task.limit=2"]
+    return [
+        f"task.path={DATA / 'mmlu'}",
+        "task.subsets=[abstract_algebra,moral_disputes]",
+        "task.limit=2",
+    ]
 
 
 def _ceval(folder: Path) -> list[str]:
@@ -26,15 +36,26 @@ def _leval(folder: Path) -> list[str]:
 
 def _longbench(folder: Path) -> list[str]:
     for task in ("qasper", "samsum", "lcc", "trec", "passage_count"):
-        test_longbench.write(folder, task, *(test_longbench.row(task, _id=str(i)) for i in range(3)))
-    (folder / "multi_news.jsonl").write_bytes((DATA / "longbench/multi_news.jsonl").read_bytes())
+        test_longbench.write(
+            folder, task, *(test_longbench.row(task, _id=str(i)) for i in range(3))
+        )
+    (folder / "multi_news.jsonl").write_bytes(
+        (DATA / "longbench/multi_news.jsonl").read_bytes()
+    )
     names = "qasper,samsum,lcc,trec,passage_count,multi_news"
-    return [f"task.path={folder}", f"task.subsets=[{names}]", "task.limit=1", "task.max_prompt_tokens=400"]
+    return [
+        f"task.path={folder}",
+        f"task.subsets=[{names}]",
+        "task.limit=1",
+        "task.max_prompt_tokens=400",
+    ]
 
 
 def _loogle(folder: Path) -> list[str]:
     file = test_loogle.write(
-        folder / "longdep_qa.jsonl", [test_loogle.FIRST, test_loogle.OTHER], [test_loogle.SECOND]
+        folder / "longdep_qa.jsonl",
+        [test_loogle.FIRST, test_loogle.OTHER],
+        [test_loogle.SECOND],
     )
     return [f"task.path={file}", "task.limit=2"]
 
@@ -42,9 +63,18 @@ def _loogle(folder: Path) -> list[str]:
 def _zero_scrolls(folder: Path) -> list[str]:
     for subset in ("gov_report", "qasper", "space_digest"):
         test_zero_scrolls.write(
-            folder, subset, *(test_zero_scrolls.row(subset, id=f"q{i}", pid=f"q{i}_0") for i in range(2))
+            folder,
+            subset,
+            *(
+                test_zero_scrolls.row(subset, id=f"q{i}", pid=f"q{i}_0")
+                for i in range(2)
+            ),
         )
-    return [f"task.path={folder}", "task.subsets=[gov_report,qasper,space_digest]", "task.limit=1"]
+    return [
+        f"task.path={folder}",
+        "task.subsets=[gov_report,qasper,space_digest]",
+        "task.limit=1",
+    ]
 
 
 def _nq(_: Path) -> list[str]:
@@ -64,7 +94,11 @@ def _kv(_: Path) -> list[str]:
 
 
 def _own(_: Path) -> list[str]:
-    return [f"task.path={DATA / 'own' / 'documents.jsonl'}", "task.positions=[0,4]", "task.limit=2"]
+    return [
+        f"task.path={DATA / 'own' / 'documents.jsonl'}",
+        "task.positions=[0,4]",
+        "task.limit=2",
+    ]
 
 
 TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {

@@ -17,8 +17,14 @@ FEW = ["task.pairs=12", "task.positions=[0,5]", "task.limit=4", "runtime.resampl
 
 
 @pytest.mark.slow
-def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Path) -> None:
-    sizes = ["study.examples=4", "study.hidden_perturbation.texts=4", "study.hidden_perturbation.controls=2"]
+def test_chain_is_made_of_its_links(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    sizes = [
+        "study.examples=4",
+        "study.hidden_perturbation.texts=4",
+        "study.hidden_perturbation.controls=2",
+    ]
     done = posbench("study=chain", *FEW, *sizes)
     assert done.status == 0, done.err
     (folder,) = run_folders(outputs)
@@ -42,7 +48,9 @@ def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Pa
     scores = scores.set_index(["method", "gold_position"])["value"].sort_index()
     bias = pd.read_csv(folder / "bias.csv", keep_default_na=False)
     bias = bias.set_index(["method", "gold_position"])["score"].sort_index()
-    assert np.allclose(bias.to_numpy(), scores.to_numpy()) and list(bias.index) == list(scores.index)
+    assert np.allclose(bias.to_numpy(), scores.to_numpy()) and list(bias.index) == list(
+        scores.index
+    )
 
 
 def test_without_late_gold_positions_two_claims_are_not_testable(
@@ -53,7 +61,13 @@ def test_without_late_gold_positions_two_claims_are_not_testable(
     assert verdicts.read_text().count(NO_LATE) == 2, "items 0 and 5 of 12"
 
 
-def test_a_link_refuses_its_own_field(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_a_link_refuses_its_own_field(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     result = posbench("study=chain", "study.crop_mask.layers=[0,9]")
-    assert result.status == 2 and result.err.count("\n") == 1 and "study.crop_mask.layers" in result.err
+    assert (
+        result.status == 2
+        and result.err.count("\n") == 1
+        and "study.crop_mask.layers" in result.err
+    )
     assert not run_folders(outputs)

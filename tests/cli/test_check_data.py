@@ -27,7 +27,9 @@ def check(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, list[Exa
     """What is printed, and the examples that the printed command asks."""
     assert main(["check-data", *args]) == 0
     out = capsys.readouterr().out
-    command = out.rstrip().splitlines()[-1].replace("model=DIR_OR_HUB_ID", "model=mistral7b")
+    command = (
+        out.rstrip().splitlines()[-1].replace("model=DIR_OR_HUB_ID", "model=mistral7b")
+    )
     raw = composed(*shlex.split(command)[1:]).raw
     return out, instantiate(raw["task"], Task, "task").evaluation()  # type: ignore[type-abstract]
 
@@ -37,19 +39,37 @@ def check(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, list[Exa
     [
         (
             "items",
-            ["items with a gold one", "6, each at gold positions 0, 1, 2, 3, 5: 30 prompts", "items     6 a"],
+            [
+                "items with a gold one",
+                "6, each at gold positions 0, 1, 2, 3, 5: 30 prompts",
+                "items     6 a",
+            ],
         ),
         (
             "documents",
-            ["documents with a gold one", "20 prompts", "1 to 2 (median 2) a question", "expects 'four'"],
+            [
+                "documents with a gold one",
+                "20 prompts",
+                "1 to 2 (median 2) a question",
+                "expects 'four'",
+            ],
         ),
         (
             "choices",
-            ["choices, by the field choices", "subsets   things, days", "3 to 4 (median 4)", "expects 'B'"],
+            [
+                "choices, by the field choices",
+                "subsets   things, days",
+                "3 to 4 (median 4)",
+                "expects 'B'",
+            ],
         ),
         (
             "long_text",
-            ["long text, by the field context", "examples  2\n", "520 to 533 (median 526) characters"],
+            [
+                "long text, by the field context",
+                "examples  2\n",
+                "520 to 533 (median 526) characters",
+            ],
         ),
     ],
 )
@@ -62,7 +82,9 @@ def test_every_kind_is_told_and_can_be_asked(
         assert f"    {line}\n" in out
 
 
-def test_a_model_gives_the_lengths_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_gives_the_lengths_in_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out, examples = check(capsys, str(DATA / "words.jsonl"), "model=tiny")
     encode = Tokenizer.from_file(str(paths.MODELS / "tiny" / "tokenizer.json")).encode
     counts = [len(encode(e.prompt).ids) for e in examples]
@@ -70,7 +92,8 @@ def test_a_model_gives_the_lengths_in_tokens(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    "given", [["items", "model=tiny"], ["words", "model=tiny", "model.context_window=60"]]
+    "given",
+    [["items", "model=tiny"], ["words", "model=tiny", "model.context_window=60"]],
 )
 def test_a_model_that_cannot_be_asked_is_refused_as_by_the_run(
     given: list[str], capsys: pytest.CaptureFixture[str]
@@ -84,7 +107,9 @@ def test_a_model_that_cannot_be_asked_is_refused_as_by_the_run(
         assert capsys.readouterr().err == told.err
 
 
-def test_a_name_with_odd_signs_comes_back_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_name_with_odd_signs_comes_back_quoted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "größe, it's (1) {a}=b.jsonl"
     file.write_text((DATA / "items.jsonl").read_text())
     assert len(check(capsys, str(file))[1]) == 30
@@ -93,49 +118,84 @@ def test_a_name_with_odd_signs_comes_back_quoted(capsys: pytest.CaptureFixture[s
 def test_lists_of_different_lengths_and_fields_that_nothing_reads(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    rows = [json.loads(line) for line in (DATA / "items.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (DATA / "items.jsonl").read_text().splitlines()
+    ]
     rows[0]["items"] += ["The moon is far."] * 3
     rows[1]["url"], rows[1]["gold"] = "x", rows[1]["gold"] - 1
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     out, examples = check(capsys, str(tmp_path / "a.jsonl"))
-    assert "unread    fields url" in out and "6 to 9 (median 6) items; prompts take 6" in out
-    assert "1 of 6 gold items hold none of their answers: is gold counted from 0?" in out
+    assert (
+        "unread    fields url" in out
+        and "6 to 9 (median 6) items; prompts take 6" in out
+    )
+    assert (
+        "1 of 6 gold items hold none of their answers: is gold counted from 0?" in out
+    )
     assert "task.items_per_prompt=6" in out and {len(e.items) for e in examples} == {6}
 
 
-def test_the_file_of_a_benchmark_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_a_benchmark_is_told_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     file = DATA.parent / "kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
-    out, examples = check(capsys, str(file), "task=kv_retrieval", "task.pairs=10", "task.positions=[0,9]")
+    out, examples = check(
+        capsys, str(file), "task=kv_retrieval", "task.pairs=10", "task.positions=[0,9]"
+    )
     assert "3, each at gold positions 0, 9: 6 prompts" in out and len(examples) == 6
-    assert "Extract the value corresponding" in out, "as any model is asked, not the embedded ones"
+    assert "Extract the value corresponding" in out, (
+        "as any model is asked, not the embedded ones"
+    )
 
 
-def test_a_long_prompt_is_shortened(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_long_prompt_is_shortened(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     row = {"question": "q", "context": "word " * 5000, "answers": ["a"]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     out, (example,) = check(capsys, str(tmp_path / "a.jsonl"))
-    assert f"[... {len(example.prompt) - 3000:,} characters ...]" in out and len(out) < 4000
+    assert (
+        f"[... {len(example.prompt) - 3000:,} characters ...]" in out
+        and len(out) < 4000
+    )
 
 
-@pytest.mark.parametrize("args", [[], ["task=mmlu"], ["--all"], ["nowhere.jsonl"], ["{empty}"], ["{wrong}"]])
+@pytest.mark.parametrize(
+    "args", [[], ["task=mmlu"], ["--all"], ["nowhere.jsonl"], ["{empty}"], ["{wrong}"]]
+)
 def test_what_is_wrong_ends_in_lines(
     args: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "wrong").write_text('{"items": []}\n')
     assert (
-        main(["check-data", *(a.format(empty=tmp_path / "empty", wrong=tmp_path / "wrong") for a in args)])
+        main(
+            [
+                "check-data",
+                *(
+                    a.format(empty=tmp_path / "empty", wrong=tmp_path / "wrong")
+                    for a in args
+                ),
+            ]
+        )
         == 2
     )
     told = capsys.readouterr()
-    assert told.out == "" and len(told.err.splitlines()) == (4 if args == ["{wrong}"] else 1)
-    assert all(line.startswith("posbench: ") and "; next: " in line for line in told.err.splitlines())
+    assert told.out == "" and len(told.err.splitlines()) == (
+        4 if args == ["{wrong}"] else 1
+    )
+    assert all(
+        line.startswith("posbench: ") and "; next: " in line
+        for line in told.err.splitlines()
+    )
 
 
 def test_the_documentation_has_the_fields_of_the_code() -> None:
     page = ROOT / "docs" / "own_data.md"
     text = page.read_text()
-    assert docs.between_marks(page, "data", docs.data()) == text, "posbench docs data --out docs/own_data.md"
+    assert docs.between_marks(page, "data", docs.data()) == text, (
+        "posbench docs data --out docs/own_data.md"
+    )
     for line in re.search(r"```json\n(.*?)\n```", text, re.DOTALL)[1].splitlines():  # type: ignore[index]
         assert json.loads(line)["question"]
 
@@ -148,7 +208,9 @@ def test_the_first_own_file_of_the_documentation_works_anywhere(
     outputs: Path,
 ) -> None:
     text = (ROOT / "docs" / "own_data.md").read_text()
-    name, lines, commands = re.findall(r"^cat > (\S+) <<'END'\n(.*?)END\n(.*?)```", text, re.M | re.S)[0]
+    name, lines, commands = re.findall(
+        r"^cat > (\S+) <<'END'\n(.*?)END\n(.*?)```", text, re.M | re.S
+    )[0]
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(lines)
     looked, asked = (shlex.split(line)[1:] for line in commands.splitlines())
@@ -157,6 +219,10 @@ def test_the_first_own_file_of_the_documentation_works_anywhere(
     (run,) = run_folders(outputs)
     assert json.loads((run / "method.json").read_text())["channel"] == 15
     words = re.search(r"```text\n((?:[a-z]{3}\s)+)```", text)[1].split()  # type: ignore[index]
-    for folder in (f for f in paths.MODELS.iterdir() if (f / "tokenizer.json").is_file()):
+    for folder in (
+        f for f in paths.MODELS.iterdir() if (f / "tokenizer.json").is_file()
+    ):
         known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
-        assert {word for word in known if re.fullmatch("[a-z]+", word)} == set(words), folder
+        assert {word for word in known if re.fullmatch("[a-z]+", word)} == set(words), (
+            folder
+        )

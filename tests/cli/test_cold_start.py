@@ -8,13 +8,30 @@ import sys
 from pathlib import Path
 
 OWN = Path(__file__).parents[1] / "data" / "own" / "items.jsonl"
-HEAVY = {"torch", "transformers", "pandas", "matplotlib", "datasets", "scipy.stats", "lm_eval"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "pandas",
+    "matplotlib",
+    "datasets",
+    "scipy.stats",
+    "lm_eval",
+}
 CALLS = (
     (["--help"], 0),
     (["ls"], 0),
     (["ls", "tasks"], 0),
     (["validate", "study=causal_mask"], 0),
-    (["validate", "model=mistral7b", "model.path=nobody/nothing", "method=moice", "search=router"], 2),
+    (
+        [
+            "validate",
+            "model=mistral7b",
+            "model.path=nobody/nothing",
+            "method=moice",
+            "search=router",
+        ],
+        2,
+    ),
     (["validate", "study=chain", "study.examples=0"], 2),
     (["check-data", str(OWN)], 0),
     (["task=nope"], 2),
@@ -33,7 +50,9 @@ print("\\n" + json.dumps(found))
 
 def test_listings_checks_and_refusals_load_no_heavy_library() -> None:
     calls = json.dumps([call for call, _ in CALLS])
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], input=calls, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=calls, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     for call, status in CALLS:

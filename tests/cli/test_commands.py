@@ -22,7 +22,12 @@ from posbench.schema import build
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 
-FIXED = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]", "stages=[evaluate]"]
+FIXED = [
+    "method.channel=3",
+    "method.factor=0.5",
+    "method.layers=[1,2]",
+    "stages=[evaluate]",
+]
 
 
 def test_help_and_version(posbench: Callable[..., Result]) -> None:
@@ -30,9 +35,12 @@ def test_help_and_version(posbench: Callable[..., Result]) -> None:
         result = posbench(flag, verb=True)
         assert (
             result.status == 0
-            and "posbench task=kv_retrieval model=mistral7b method=scale_channel" in result.out
+            and "posbench task=kv_retrieval model=mistral7b method=scale_channel"
+            in result.out
         )
-        assert result.out.count("\n") < 40 and all(f"\n  {verb}  " in result.out for verb in VERBS)
+        assert result.out.count("\n") < 40 and all(
+            f"\n  {verb}  " in result.out for verb in VERBS
+        )
     assert posbench("--version", verb=True).out == f"posbench {__version__}\n"
 
 
@@ -41,7 +49,9 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     assert everything.status == 0
     for verb, group in KINDS.items():
         listed = posbench("ls", verb, verb=True).out
-        assert [line.split("\t")[0] for line in listed.splitlines()[1:]] == choices(paths.CONF / group)
+        assert [line.split("\t")[0] for line in listed.splitlines()[1:]] == choices(
+            paths.CONF / group
+        )
         assert listed in everything.out
     assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
     assert "stages=[search]" in posbench("ls", "methods", verb=True).out
@@ -52,16 +62,21 @@ def test_validate_checks_everything_and_runs_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "posbench.pipeline.execute.execute", lambda *args, **kwargs: pytest.fail("validate ran a job")
+        "posbench.pipeline.execute.execute",
+        lambda *args, **kwargs: pytest.fail("validate ran a job"),
     )
     # Two of each group: test_config.py composes all of them.
-    monkeypatch.setattr("posbench.cli.verbs.choices", lambda *folders: choices(*folders)[:2])
+    monkeypatch.setattr(
+        "posbench.cli.verbs.choices", lambda *folders: choices(*folders)[:2]
+    )
     result = posbench("validate", verb=True)
     assert result.status == 0, result.err
     lines = result.out.splitlines()
     groups = [f"{g}={n}" for g in KINDS.values() for n in choices(paths.CONF / g)[:2]]
     for name in [*groups, *(f"experiment={n}" for n in choices(paths.EXPERIMENTS)[:2])]:
-        assert any(line.startswith("ok ") and name in line.split() for line in lines), name
+        assert any(line.startswith("ok ") and name in line.split() for line in lines), (
+            name
+        )
     assert len(lines) == 2 * (len(KINDS) + 1)
     assert list(tmp_path.iterdir()) == []
     result = posbench("validate", "-m", "task.pairs=16,1,65", verb=True)
@@ -73,20 +88,33 @@ def test_validate_checks_everything_and_runs_nothing(
     )
 
 
-def test_cfg_prints_the_composed_config(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_cfg_prints_the_composed_config(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     result = posbench("--cfg", "job", "--resolve", "task.pairs=16")
-    assert result.status == 0 and "pairs: 16" in result.out and "name: tiny" in result.out
+    assert (
+        result.status == 0 and "pairs: 16" in result.out and "name: tiny" in result.out
+    )
     assert not outputs.exists()
 
 
-def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_the_default_run_on_the_embedded_model(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     """``posbench`` as typed first, with fewer examples: all four stages and everything that the folder
     promises."""
-    few = ["task.limit=4", "task.calibration_examples=6", "search.strings=40", "runtime.intervene_examples=2"]
+    few = [
+        "task.limit=4",
+        "task.calibration_examples=6",
+        "search.strings=40",
+        "runtime.intervene_examples=2",
+    ]
     result = posbench(*few, "runtime.resamples=100")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
-    assert folder.parent == outputs / "kv_retrieval/v001" and folder.name.startswith("tiny__scale_channel__")
+    assert folder.parent == outputs / "kv_retrieval/v001" and folder.name.startswith(
+        "tiny__scale_channel__"
+    )
     names = {p.name for p in folder.iterdir()}
     assert names >= {
         "config.yaml",
@@ -103,21 +131,41 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
         "DONE",
     }
     table = pd.read_csv(folder / "metrics.csv", dtype={"gold_position": str})
-    assert set(table["method"]) == {"none", "scale_channel"} and len(set(table["gold_position"])) == 10
+    assert (
+        set(table["method"]) == {"none", "scale_channel"}
+        and len(set(table["gold_position"])) == 10
+    )
     assert list((folder / "figures").iterdir())
     facts = json.loads((folder / "provenance.json").read_text())
-    assert facts["command"].startswith("posbench task.limit=4") and facts["posbench"] == __version__
+    assert (
+        facts["command"].startswith("posbench task.limit=4")
+        and facts["posbench"] == __version__
+    )
     assert "report.html" in result.out
-    page, names = (folder / "report.html").read_text(), ["time", "tokens/s", "peak memory"]
-    assert all(f"<td>{name}" in page for name in names) and "\ntime: search " in result.out
-    assert set(json.loads((folder / "status.json").read_text())["spent"]) >= {"search", "evaluate", "report"}
+    page = (folder / "report.html").read_text()
+    names = ["time", "tokens/s", "peak memory"]
+    assert (
+        all(f"<td>{name}" in page for name in names) and "\ntime: search " in result.out
+    )
+    assert set(json.loads((folder / "status.json").read_text())["spent"]) >= {
+        "search",
+        "evaluate",
+        "report",
+    }
 
 
 def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
     rest = [o for o in small if not o.startswith(("stages", "task.seed"))]
-    result = posbench("-m", *rest, *FIXED, "stages=[evaluate,report]", "task.seed=0,1", "method.factor=1,0")
+    result = posbench(
+        "-m",
+        *rest,
+        *FIXED,
+        "stages=[evaluate,report]",
+        "task.seed=0,1",
+        "method.factor=1,0",
+    )
     assert result.status == 0, result.err
     (swept,) = outputs.glob("kv_retrieval/v001/sweep__*")
     summary = read_csv(swept / "summary.csv")
@@ -126,11 +174,12 @@ def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
     for row in rows:
         cells = dict(zip(header[1:], row[1:], strict=True))
         own = pd.read_csv(
-            outputs / "kv_retrieval" / cells["run"] / "metrics.csv", dtype={"gold_position": str}
+            outputs / "kv_retrieval" / cells["run"] / "metrics.csv",
+            dtype={"gold_position": str},
         )
-        own = own[(own["gold_position"] == "all") & (own["metric"] == "accuracy")].set_index("method")[
-            "value"
-        ]
+        own = own[
+            (own["gold_position"] == "all") & (own["metric"] == "accuracy")
+        ].set_index("method")["value"]
         assert cells["unmodified"].startswith(f"{100 * own['none']:.1f} [")
         assert cells["accuracy"].startswith(f"{100 * own['scale_channel']:.1f} [")
 
@@ -138,14 +187,20 @@ def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
 def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
-    rest = [o for o in small if not o.startswith(("stages", "task.pairs", "task.positions", "model.name"))]
+    rest = [
+        o
+        for o in small
+        if not o.startswith(("stages", "task.pairs", "task.positions", "model.name"))
+    ]
     setting = [
         "experiment.reference.setting.pairs=12",
         "experiment.reference.setting.prompt=compact",
         "model.name=mistral7b",
     ]
     stages = ["stages=[evaluate,report]", "task.pairs=8,12"]
-    result = posbench("-m", "experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages)
+    result = posbench(
+        "-m", "experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages
+    )
     assert result.status == 0, result.err
     (swept,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
     summary = read_csv(swept / "summary.csv")
@@ -153,7 +208,9 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     _, rows = paper.reference_table(*paper.cells(summary, reference))
     ran = [row for row in rows if row[0] != "not measured"]
     assert len(ran) == 2 * 6, "two methods, five positions and the average, of one run"
-    assert {row[2] for row in rows if row not in ran} == {"ms_poe"}, "which no run measured"
+    assert {row[2] for row in rows if row not in ran} == {"ms_poe"}, (
+        "which no run measured"
+    )
     here = (
         (summary["task.pairs"].astype(str) == "12")
         & (summary["gold_position"] == "all")
@@ -177,22 +234,36 @@ def test_shortened_prompts_are_counted(
         "model.context_window=41",
     ]
     refused = posbench(*args)
-    assert refused.status == 2 and "task.truncation=middle" in refused.err and run_folders(outputs) == []
+    assert (
+        refused.status == 2
+        and "task.truncation=middle" in refused.err
+        and run_folders(outputs) == []
+    )
     result = posbench(*args, "task.truncation=middle")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     lm = load(config["model"]["path"])
-    task = build(KVRetrieval, {k: v for k, v in config["task"].items() if k != "_target_"}, "task")
+    task = build(
+        KVRetrieval,
+        {k: v for k, v in config["task"].items() if k != "_target_"},
+        "task",
+    )
     lengths = {e.id: len(lm.encode(e.prompt).ids) for e in task.examples("evaluation")}
     over = {name: length - 40 for name, length in lengths.items() if length > 40}
-    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
-    assert len(rows) == 48 and all(row["dropped"] == over.get(row["id"], 0) for row in rows)
-    mean = sum(over.values()) / len(over)
-    sentence = (
-        f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed)."
+    rows = [
+        json.loads(line)
+        for line in (folder / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 48 and all(
+        row["dropped"] == over.get(row["id"], 0) for row in rows
     )
-    assert sentence in " ".join(result.out.split()) and sentence in (folder / "report.html").read_text()
+    mean = sum(over.values()) / len(over)
+    sentence = f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed)."
+    assert (
+        sentence in " ".join(result.out.split())
+        and sentence in (folder / "report.html").read_text()
+    )
     assert "intervene: " in result.out
     # A prompt counts once, whatever the number of methods, and the mean is over the shortened ones.
     rows = [
@@ -209,7 +280,12 @@ def test_shortened_prompts_are_counted(
 def test_a_typed_channel_is_the_only_one_searched(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
-    result = posbench(*small, "method.channel=3", "search.factors=[0.5,-1.0]", "stages=[search,intervene]")
+    result = posbench(
+        *small,
+        "method.channel=3",
+        "search.factors=[0.5,-1.0]",
+        "stages=[search,intervene]",
+    )
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert set(pd.read_csv(folder / "search.csv")["channel"]) == {3}
@@ -234,7 +310,8 @@ def test_a_users_own_method_and_a_chat_template_move_the_hash(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = "from posbench.methods.unmodified import Unmodified\nclass Own(Unmodified):\n    pass\n"
-    module, conf = tmp_path / "ownmethod.py", tmp_path / "conf" / "method"
+    module = tmp_path / "ownmethod.py"
+    conf = tmp_path / "conf" / "method"
     conf.mkdir(parents=True)
     module.write_text(code)
     (conf / "own.yaml").write_text("_target_: ownmethod.Own\nname: own\n")
@@ -271,19 +348,27 @@ def test_a_sweep_ends_with_one_table(
     assert len(run_folders(outputs)) == 2
     (swept,) = outputs.glob("kv_retrieval/v001/sweep__*")
     assert swept.name.startswith("sweep__method-factor__")
-    summary = pd.read_csv(swept / "summary.csv", dtype={"gold_position": str, "method.factor": str})
+    summary = pd.read_csv(
+        swept / "summary.csv", dtype={"gold_position": str, "method.factor": str}
+    )
     assert set(summary["method.factor"]) == {"1", "0"}
     average = summary[
-        (summary["gold_position"] == "all") & (summary["metric"] == "accuracy_difference")
+        (summary["gold_position"] == "all")
+        & (summary["metric"] == "accuracy_difference")
     ].set_index("method.factor")
     assert average.loc["1", "value"] == 0.0
     # Each run's own rows, unchanged, under its setting.
     for folder in run_folders(outputs):
         own = pd.read_csv(folder / "metrics.csv", dtype={"gold_position": str})
         part = summary[summary["run"] == f"{folder.parent.name}/{folder.name}"]
-        pd.testing.assert_frame_equal(part[list(own.columns)].reset_index(drop=True), own)
+        pd.testing.assert_frame_equal(
+            part[list(own.columns)].reset_index(drop=True), own
+        )
     assert (swept / "report.html").is_file()
-    assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [0, 0]
+    assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [
+        0,
+        0,
+    ]
     assert posbench("report", str(swept), verb=True).status == 0
 
 
@@ -293,18 +378,28 @@ def test_a_failing_job_does_not_stop_the_others(
     result = posbench("-m", *small, *FIXED, "method.channel=16,3,-1")
     assert result.status == 2
     assert result.err.count("posbench: ") == 2 and "Traceback" not in result.err
-    assert "method.channel = [16]" in result.err and "method.channel = [-1]" in result.err
+    assert (
+        "method.channel = [16]" in result.err and "method.channel = [-1]" in result.err
+    )
     assert len(run_folders(outputs)) == 1
     (swept,) = outputs.glob("kv_retrieval/v001/sweep__*")
-    assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [2, 0, 2]
+    assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [
+        2,
+        0,
+        2,
+    ]
 
 
 def test_a_defect_in_one_job_does_not_stop_the_others(
-    posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from posbench.pipeline import execute as runner
 
-    execute, seen = runner.execute, []
+    execute = runner.execute
+    seen = []
 
     def defective(config, **arguments):  # type: ignore[no-untyped-def]
         seen.append(config)
@@ -314,7 +409,10 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
 
     monkeypatch.setattr(runner, "execute", defective)
     assert posbench("-m", *small, *FIXED, "method.factor=1,0").status == 1
-    assert len(seen) == 2 and [opened(folder).done for folder in run_folders(outputs)].count(True) == 1
+    assert (
+        len(seen) == 2
+        and [opened(folder).done for folder in run_folders(outputs)].count(True) == 1
+    )
     # A defect of what jobs share stops none of them.
     seen.append(None)
     monkeypatch.setattr("posbench.pipeline.stages.evaluate.fill", lambda runs: 1 / 0)
@@ -326,9 +424,15 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
         posbench(*small, *FIXED)
 
 
-def test_a_sweep_of_failures_only(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_a_sweep_of_failures_only(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     result = posbench("-m", *small, *FIXED, "method.channel=16,17")
-    assert result.status == 2 and run_folders(outputs) == [] and not list(outputs.glob("**/sweep__*"))
+    assert (
+        result.status == 2
+        and run_folders(outputs) == []
+        and not list(outputs.glob("**/sweep__*"))
+    )
 
 
 @pytest.fixture
@@ -345,14 +449,23 @@ def test_a_config_dir_of_the_user(
     own: Path, posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
     rest = [o for o in small if not o.startswith(("model", "stages"))]
-    result = posbench("--config-dir", str(own), "model=mine", *rest, "stages=[evaluate]")
+    result = posbench(
+        "--config-dir", str(own), "model=mine", *rest, "stages=[evaluate]"
+    )
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert folder.name.startswith("mine__scale_channel__")
     assert "3\n" in (folder / "config.yaml").read_text()
     wrong = posbench("--config-dir", str(own), "model=mien")
-    assert wrong.status == 2 and "mine, mistral7b" in wrong.err and "did you mean mine?" in wrong.err
-    assert posbench("validate", "--config-dir", str(own), "model=mine", verb=True).status == 0
+    assert (
+        wrong.status == 2
+        and "mine, mistral7b" in wrong.err
+        and "did you mean mine?" in wrong.err
+    )
+    assert (
+        posbench("validate", "--config-dir", str(own), "model=mine", verb=True).status
+        == 0
+    )
     listed = posbench("ls", "models", "--config-dir", str(own), verb=True).out
     assert "mine" in listed and "mistral7b" in listed
 
@@ -360,9 +473,15 @@ def test_a_config_dir_of_the_user(
 def test_an_experiment_with_a_config_dir_of_the_user(
     own: Path, posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    result = posbench("--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "--cfg", "job")
+    result = posbench(
+        "--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "--cfg", "job"
+    )
     assert result.status == 0, result.err
-    assert "name: mine" in result.out and "name: yu2025_fig6" in result.out and not outputs.exists()
+    assert (
+        "name: mine" in result.out
+        and "name: yu2025_fig6" in result.out
+        and not outputs.exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,7 +489,14 @@ def test_an_experiment_with_a_config_dir_of_the_user(
     [
         ("llama2_13b", ["Open question", "channel 4923", "cannot settle it"]),
         ("vicuna_13b_16k", ["Open question", "channel 4283", "cannot settle it"]),
-        ("mpt_30b", ["Open questions", "plot channel 1942 of this model, not 6926", "method.last=all"]),
+        (
+            "mpt_30b",
+            [
+                "Open questions",
+                "plot channel 1942 of this model, not 6926",
+                "method.last=all",
+            ],
+        ),
     ],
 )
 def test_open_questions_about_published_constants_are_read_by_who_uses_them(
@@ -383,7 +509,11 @@ def test_open_questions_about_published_constants_are_read_by_who_uses_them(
 ) -> None:
     """The files' own text, on a small checkpoint that stands in for the weights."""
     rest = [o for o in small if not o.startswith(("model", "stages"))]
-    fits = ["model.scale_channel.channel=3", "model.scale_channel.layers=[1,2]", "model.revision=null"]
+    fits = [
+        "model.scale_channel.channel=3",
+        "model.scale_channel.layers=[1,2]",
+        "model.revision=null",
+    ]
     stand_in = [
         f"model={model}",
         f"model.path={checkpoint}",
@@ -394,13 +524,17 @@ def test_open_questions_about_published_constants_are_read_by_who_uses_them(
     result = posbench(*rest, *stand_in)
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
-    page = " ".join((folder / "report.html").read_text().split("<h2>Config</h2>")[0].split())
+    page = " ".join(
+        (folder / "report.html").read_text().split("<h2>Config</h2>")[0].split()
+    )
     for shown in (" ".join(result.out.split()), page):
         assert "constants: Yu et al. 2025, Table 4" in shown
         assert all(word in shown for word in words)
     # Other constants are not the paper's, and nothing is said about them.
     other = posbench(*rest, *stand_in, "method.channel=5")
-    assert other.status == 0 and "channel 5" in other.out and "constants:" not in other.out
+    assert (
+        other.status == 0 and "channel 5" in other.out and "constants:" not in other.out
+    )
 
 
 def test_a_model_without_positions_is_another_run(
@@ -411,4 +545,6 @@ def test_a_model_without_positions_is_another_run(
         result = posbench(*rest, *FIXED, f"model.rope={rope}")
         assert result.status == 0, result.err
     plain, without = run_folders(outputs)
-    assert (plain / "predictions.jsonl").read_text() != (without / "predictions.jsonl").read_text()
+    assert (plain / "predictions.jsonl").read_text() != (
+        without / "predictions.jsonl"
+    ).read_text()

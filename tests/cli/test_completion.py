@@ -19,7 +19,10 @@ from tests.conftest import Result
     ("line", "offered"),
     [
         ("posbench val", ["validate"]),
-        ("posbench model=tiny_", ["model=tiny_alibi", "model=tiny_b", "model=tiny_nope"]),
+        (
+            "posbench model=tiny_",
+            ["model=tiny_alibi", "model=tiny_b", "model=tiny_nope"],
+        ),
         ("posbench fetch experiment=yu2025_table4", ["experiment=yu2025_table4"]),
         ("posbench figures lpes_fig", ["lpes_fig2", "lpes_fig5"]),
         ("posbench method=moice method.top", ["method.top_k="]),
@@ -40,25 +43,38 @@ def test_words_go_on_as_the_line_asks(line: str, offered: list[str]) -> None:
 def test_verbs_groups_and_own_files_are_offered(tmp_path: Path) -> None:
     first = {verb.split()[0] for verb in VERBS}
     assert {*first, "model=", "experiment=", "stages="} <= set(words("posbench "))
-    assert words("posbench task=") == [f"task={name}" for name in choices(paths.CONF / "task")]
+    assert words("posbench task=") == [
+        f"task={name}" for name in choices(paths.CONF / "task")
+    ]
     for folder in ("model", "experiment"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.yaml").touch()
-    for line, found in (("", "experiment=mine"), ("", "model=mine"), ("figures ", "mine")):
+    for line, found in (
+        ("", "experiment=mine"),
+        ("", "model=mine"),
+        ("figures ", "mine"),
+    ):
         assert words(f"posbench {line}--config-dir {tmp_path} {found[:-1]}") == [found]
 
 
-def test_bash_completes_behind_its_own_word_breaks(posbench: Callable[..., Result], tmp_path: Path) -> None:
+def test_bash_completes_behind_its_own_word_breaks(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
     """In bash ``=`` begins a word of its own, so what stands before it must not come back."""
     script = posbench("completion", "bash", verb=True).out
     stand_in = 'posbench() { printf "%s\\n" model=tiny_b model=tiny_nope; }'
     line = "posbench model=tiny_"
     typed = f'COMP_LINE="{line}"; COMP_POINT={len(line)}; _posbench; echo "${{COMPREPLY[@]}}"'
     call = f"{script}\n{stand_in}\n{typed}"
-    told = subprocess.run(["bash", "-c", call], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["bash", "-c", call], capture_output=True, text=True, check=True
+    )
     assert told.stdout == "tiny_b tiny_nope\n"
 
 
 def test_a_shell_that_is_not_known_is_refused(posbench: Callable[..., Result]) -> None:
     refused = posbench("completion", "tcsh", verb=True)
-    assert (refused.status, refused.out) == (2, "") and "allowed: bash, zsh, fish" in refused.err
+    assert (refused.status, refused.out) == (
+        2,
+        "",
+    ) and "allowed: bash, zsh, fish" in refused.err

@@ -28,7 +28,9 @@ class Tree:
     root: Path
     run: Path  # its folder, below the root
     other: Path
-    whole: dict[str, bytes]  # files of the run when it is finished and undamaged, but for OWN
+    whole: dict[
+        str, bytes
+    ]  # files of the run when it is finished and undamaged, but for OWN
 
     def copy(self, to: Path) -> Path:
         shutil.copytree(self.root, to)
@@ -39,14 +41,19 @@ class Tree:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
+    )
 
 
 def results(folder: Path) -> dict[str, bytes]:
     """Content of every file, wherever the outputs lie."""
     outputs = str(folder.parents[2]).encode()
     names = [name for name in files(folder) if name not in OWN]
-    return {name: (folder / name).read_bytes().replace(outputs, b"outputs") for name in names}
+    return {
+        name: (folder / name).read_bytes().replace(outputs, b"outputs")
+        for name in names
+    }
 
 
 def damage(file: Path, how: str, other: Path) -> bool:
@@ -56,7 +63,9 @@ def damage(file: Path, how: str, other: Path) -> bool:
     new = {
         "emptied": b"",
         "halved": data[:middle],
-        "flipped": data[:middle] + bytes(b ^ 1 for b in data[middle : middle + 1]) + data[middle + 1 :],
+        "flipped": data[:middle]
+        + bytes(b ^ 1 for b in data[middle : middle + 1])
+        + data[middle + 1 :],
         "swapped": other.read_bytes() if other.is_file() else data,
     }
     if how == "deleted":
@@ -67,14 +76,19 @@ def damage(file: Path, how: str, other: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trees(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Tree]:
+def trees(
+    small: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], Tree]:
     """Trees by kind (search or study) and whether the run finished; each is made once."""
     few = ["task.limit=4", "task.calibration_examples=4", "search.strings=8"]
     few += ["runtime.intervene_examples=2", "runtime.batch_size=4"]
     rollout = ["study=rollout", "study.prompts=4", "study.tokens=32", "study.parts=4"]
     kinds = {
         "search": ([*small, *few, "stages=[search,evaluate]"], "method.factor=-1"),
-        "full": ([*small, *few, "stages=[search,intervene,evaluate,report]"], "method.factor=-1"),
+        "full": (
+            [*small, *few, "stages=[search,intervene,evaluate,report]"],
+            "method.factor=-1",
+        ),
         "study": (rollout, "study.tokens=40"),
     }
     made: dict[tuple[str, bool], Tree] = {}
@@ -85,7 +99,8 @@ def trees(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callabl
         args, changed = kinds[kind]
         root = tmp_path_factory.mktemp(kind)
         if not finished:
-            append, left = RunDir.append, [2 if kind == "study" else 5]
+            append = RunDir.append
+            left = [2 if kind == "study" else 5]
 
             def stops(run: RunDir, name: str, rows: object) -> None:
                 left[0] -= name in ("predictions.jsonl", "flow.jsonl")
@@ -116,7 +131,11 @@ def hit(tree: Tree, to: Path, name: str, how: str) -> Path | None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["search", pytest.param("full", marks=pytest.mark.slow), pytest.param("study", marks=pytest.mark.slow)],
+    [
+        "search",
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("study", marks=pytest.mark.slow),
+    ],
 )
 def test_damage_to_a_finished_run_is_named(
     kind: str, trees: Callable[[str, bool], Tree], tmp_path: Path
@@ -124,7 +143,9 @@ def test_damage_to_a_finished_run_is_named(
     tree = trees(kind, True)
     folder = tree.copy(tmp_path / "copy")
     names = files(folder)
-    assert {"DONE", "manifest.json", "config.yaml", "provenance.json"} < set(names) and len(names) > 10
+    assert {"DONE", "manifest.json", "config.yaml", "provenance.json"} < set(
+        names
+    ) and len(names) > 10
     assert files(tree.other) == names, "also where the search was copied"
     for name in names:
         kept = (folder / name).read_bytes()
@@ -155,7 +176,9 @@ def rebuilt(tree: Tree, folder: Path, note: str) -> None:
     assert checked(folder).done, note
 
 
-def said(name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> bool:
+def said(
+    name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> bool:
     """Whether damage to a file was told."""
     told = capsys.readouterr().out.replace("\n", " ")
     found = f"{name}: dropped" in caplog.text or any(
@@ -165,7 +188,10 @@ def said(name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptur
     return found
 
 
-SAMPLE = [("search", True, "found.yaml", "flipped"), ("search", False, "predictions.jsonl", "swapped")]
+SAMPLE = [
+    ("search", True, "found.yaml", "flipped"),
+    ("search", False, "predictions.jsonl", "swapped"),
+]
 
 
 @pytest.mark.parametrize(("kind", "finished", "name", "how"), SAMPLE)
@@ -206,9 +232,17 @@ def test_damage_matrix(
             rebuilt(tree, folder, f"{name} {how}")
             stages = opened(tree.root / tree.run).status()["stages"].values()
             # A file whose stage is not done is made again without a word.
-            early = not finished and name not in OWN and all(name not in s.get("files", ()) for s in stages)
+            early = (
+                not finished
+                and name not in OWN
+                and all(name not in s.get("files", ()) for s in stages)
+            )
             # Rows that are missing look as if they had never been made; so does a run without DONE.
-            less = how in ("deleted", "emptied", "halved") and name.endswith(".jsonl") and not finished
+            less = (
+                how in ("deleted", "emptied", "halved")
+                and name.endswith(".jsonl")
+                and not finished
+            )
             assert (
                 said(name, capsys, caplog)
                 or less
@@ -228,7 +262,9 @@ def test_rows_are_never_dropped_by_rescore(
         for verb in ("rescore", "report"):
             told = posbench(verb, str(folder), verb=True)
             assert told.status == 2 and told.err.count("\n") == 1
-            assert "damaged: predictions.jsonl; next: make it again: posbench " in told.err
+            assert (
+                "damaged: predictions.jsonl; next: make it again: posbench " in told.err
+            )
         assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"]
 
 
@@ -241,10 +277,15 @@ def test_what_verbs_make_again_may_be_damaged(
     tree = trees("search", True)
     folder = hit(tree, tmp_path / "copy", "metrics.csv", "flipped")
     assert folder
-    monkeypatch.setattr("posbench.model.load._load_checkpoint", lambda *args: pytest.fail("no model needed"))
+    monkeypatch.setattr(
+        "posbench.model.load._load_checkpoint",
+        lambda *args: pytest.fail("no model needed"),
+    )
     assert posbench("report", str(folder), verb=True).status == 2
     assert posbench("rescore", str(folder), verb=True).status == 0
-    assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"] and checked(folder).done
+    assert (folder / "metrics.csv").read_bytes() == tree.whole[
+        "metrics.csv"
+    ] and checked(folder).done
     (folder / "report.html").write_text("")
     (folder / "figures" / "accuracy.png").unlink()
     with owned(folder):

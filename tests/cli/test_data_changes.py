@@ -25,11 +25,16 @@ FIXED = [
 
 def _fill(file: Path, seed: int) -> None:
     """A file of key-value questions."""
-    rng, lines = random.Random(seed), []
+    rng = random.Random(seed)
+    lines = []
     for _ in range(12):
         words = rng.sample(WORDS, 24)
         records = list(zip(words[:12], words[12:], strict=True))
-        row = {"ordered_kv_records": records, "key": records[5][0], "value": records[5][1]}
+        row = {
+            "ordered_kv_records": records,
+            "key": records[5][0],
+            "value": records[5][1],
+        }
         lines.append(json.dumps(row) + "\n")
     file.write_text("".join(lines))
 
@@ -41,12 +46,16 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evaluate(posbench: Callable[..., Result], small: list[str], data: Path) -> Callable[..., Result]:
+def evaluate(
+    posbench: Callable[..., Result], small: list[str], data: Path
+) -> Callable[..., Result]:
     """A run on that file, in a second."""
     return lambda *args: posbench(*small, *FIXED, f"task.path={data}", *args)
 
 
-def test_changed_data_is_another_run(evaluate: Callable[..., Result], data: Path, outputs: Path) -> None:
+def test_changed_data_is_another_run(
+    evaluate: Callable[..., Result], data: Path, outputs: Path
+) -> None:
     assert evaluate("method.factor=0.5").status == 0
     (first,) = run_folders(outputs)
     kept = {file.name: file.read_bytes() for file in first.iterdir() if file.is_file()}
@@ -57,14 +66,26 @@ def test_changed_data_is_another_run(evaluate: Callable[..., Result], data: Path
     rows = (first / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     (first / "predictions.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]))
     _fill(data, 2)
-    assert evaluate("method.factor=0.5").status == 0 and evaluate("method.factor=0.0").status == 0
+    assert (
+        evaluate("method.factor=0.5").status == 0
+        and evaluate("method.factor=0.0").status == 0
+    )
     folders = sorted(run_folders(outputs), key=lambda folder: folder != first)
     assert {folder.parent for folder in folders} == {first.parent} and len(folders) == 3
-    asked = [json.loads((folder / "prompts.json").read_text())["questions"] for folder in folders]
-    assert asked[0] != asked[1] == asked[2], "the second method is compared on its own prompts"
+    asked = [
+        json.loads((folder / "prompts.json").read_text())["questions"]
+        for folder in folders
+    ]
+    assert asked[0] != asked[1] == asked[2], (
+        "the second method is compared on its own prompts"
+    )
     _fill(data, 1)
     result = evaluate("method.factor=0.5")
-    assert result.status == 0 and "finished before" not in result.out and len(run_folders(outputs)) == 3
+    assert (
+        result.status == 0
+        and "finished before" not in result.out
+        and len(run_folders(outputs)) == 3
+    )
     for name in ("metrics.csv", "prompts.json"):
         assert (first / name).read_bytes() == kept[name]
 
@@ -80,7 +101,10 @@ def test_moved_or_touched_data_is_the_same_run(
 
 
 def test_rescore_refuses_data_that_is_not_the_runs(
-    evaluate: Callable[..., Result], posbench: Callable[..., Result], data: Path, outputs: Path
+    evaluate: Callable[..., Result],
+    posbench: Callable[..., Result],
+    data: Path,
+    outputs: Path,
 ) -> None:
     assert evaluate("method.factor=0.5").status == 0
     (folder,) = run_folders(outputs)
@@ -94,7 +118,10 @@ def test_rescore_refuses_data_that_is_not_the_runs(
     # Without a record of the files, the prompts themselves tell.
     run = opened(folder)
     facts = run.facts("provenance.json")
-    run.write_facts("provenance.json", {key: value for key, value in facts.items() if key != "files"})
+    run.write_facts(
+        "provenance.json",
+        {key: value for key, value in facts.items() if key != "files"},
+    )
     run.seal(facts["command"])
     refused = posbench("rescore", str(folder), verb=True)
     assert refused.status == 2 and "the questions that" in refused.err
@@ -102,7 +129,10 @@ def test_rescore_refuses_data_that_is_not_the_runs(
 
 
 def test_a_file_that_changes_during_a_run_ends_it(
-    evaluate: Callable[..., Result], data: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Callable[..., Result],
+    data: Path,
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = execute.STAGES["evaluate"]
 
@@ -112,12 +142,18 @@ def test_a_file_that_changes_during_a_run_ends_it(
 
     monkeypatch.setitem(execute.STAGES, "evaluate", disturbed)  # type: ignore[arg-type]
     ended = evaluate("method.factor=0.5")
-    assert ended.status == 2 and ended.err.count("\n") == 1 and "it changed" in ended.err
+    assert (
+        ended.status == 2 and ended.err.count("\n") == 1 and "it changed" in ended.err
+    )
     monkeypatch.undo()
     _fill(data, 1)
     (folder,) = run_folders(outputs)
     refused = evaluate("method.factor=0.5")
-    assert refused.status == 2 and "remove it" in refused.err and not (folder / "DONE").exists()
+    assert (
+        refused.status == 2
+        and "remove it" in refused.err
+        and not (folder / "DONE").exists()
+    )
     assert evaluate("method.factor=0.0").status == 0
     other = next(f for f in run_folders(outputs) if f != folder)
     assert "copied_from" not in (other / "status.json").read_text()
@@ -131,5 +167,9 @@ def test_a_missing_router_leaves_no_folder(
         where = "method.parts.moice" if method.startswith("[") else "method"
         args = [f"method={method}", f"{where}.weights={gone}", "stages=[evaluate]"]
         result = posbench(*small, *args)
-        assert result.status == 2 and result.err.count("\n") == 1 and f"{where}.weights" in result.err
+        assert (
+            result.status == 2
+            and result.err.count("\n") == 1
+            and f"{where}.weights" in result.err
+        )
     assert not outputs.exists()

@@ -22,8 +22,19 @@ PAGE = ROOT / "docs" / "families.md"
 
 def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
     made = [
-        {"model": model, "claim": claim, "value": value, "verdict": verdict, "n": 9, "statistic": "points"}
-        | {"ci_low": value - 1, "ci_high": value + 1, "kind": "control" if "Control" in claim else "paper"}
+        {
+            "model": model,
+            "claim": claim,
+            "value": value,
+            "verdict": verdict,
+            "n": 9,
+            "statistic": "points",
+        }
+        | {
+            "ci_low": value - 1,
+            "ci_high": value + 1,
+            "kind": "control" if "Control" in claim else "paper",
+        }
         for claim, value, verdict in rows
     ]
     return pd.DataFrame(made, columns=list(COLUMNS))
@@ -34,11 +45,15 @@ def write(folder: Path, runs: dict[str, pd.DataFrame]) -> None:
         file = folder / name / "findings.csv"
         file.parent.mkdir(parents=True)
         write_csv(file, frame)
-        (file.parent / "provenance.json").write_text(json.dumps({"command": f"posbench study={name}"}))
+        (file.parent / "provenance.json").write_text(
+            json.dumps({"command": f"posbench study={name}"})
+        )
         os.utime(file, (age, age))
 
 
-def test_the_table_of_families_is_the_family_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_families_is_the_family_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["docs", "families"]) == 0
     table = capsys.readouterr().out.strip()
     text = PAGE.read_text()
@@ -66,7 +81,9 @@ def test_a_new_file_can_be_written_again(tmp_path: Path) -> None:
         assert file.read_text().count("`llama`") == 1
 
 
-@pytest.mark.parametrize("marks", ["other text", "<!-- families -->", "<!-- /families --> <!-- families -->"])
+@pytest.mark.parametrize(
+    "marks", ["other text", "<!-- families -->", "<!-- /families --> <!-- families -->"]
+)
 def test_text_without_a_pair_of_marks_is_not_overwritten(
     marks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,33 +93,55 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
     assert file.read_text() == marks and "--out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("args", [[], ["nothing"], ["families", "x"], ["claims"], ["run", "a", "b"]])
+@pytest.mark.parametrize(
+    "args", [[], ["nothing"], ["families", "x"], ["claims"], ["run", "a", "b"]]
+)
 def test_the_pages_that_there_are_stand_in_the_error(
     args: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["docs", *args]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "families, data, scale, claims DIR, run DIR, experiments DIR, gallery DIR" in line
+    assert (
+        "families, data, scale, claims DIR, run DIR, experiments DIR, gallery DIR"
+        in line
+    )
 
 
-def test_a_folder_without_claims_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_claims_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["docs", "claims", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None:
-    old, new = findings("tiny", ("C1: a", 1.0, "holds")), findings("tiny", ("C1: a", 2.0, "contradicted"))
+    old = findings("tiny", ("C1: a", 1.0, "holds"))
+    new = findings("tiny", ("C1: a", 2.0, "contradicted"))
     other = findings("tiny_b", ("C1: a", 3.0, "holds"))
-    write(tmp_path, {"chain/v001/tiny__x": old, "chain/v002/tiny__y": new, "chain/v001/tiny_b__z": other})
+    write(
+        tmp_path,
+        {
+            "chain/v001/tiny__x": old,
+            "chain/v002/tiny__y": new,
+            "chain/v001/tiny_b__z": other,
+        },
+    )
     (tmp_path / "fig6/v001/tiny__z").mkdir(parents=True)
-    (tmp_path / "fig6/v001/tiny__z/provenance.json").write_text('{"command": "posbench experiment=fig6"}')
+    (tmp_path / "fig6/v001/tiny__z/provenance.json").write_text(
+        '{"command": "posbench experiment=fig6"}'
+    )
     sweep = tmp_path / "fig6/v001/sweep__x"
     write(tmp_path, {"fig6/v001/sweep__x": findings("tiny", ("C7: b", 1.0, "holds"))})
     (sweep / "provenance.json").unlink()
     (sweep / "summary.csv").write_text("")
-    (sweep / "jobs.json").write_text(json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}]))
+    (sweep / "jobs.json").write_text(
+        json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}])
+    )
     page = docs.claims(tmp_path)
-    assert "| C1: a | contradicted | holds |" in page and "    posbench experiment=fig6" in page
+    assert (
+        "| C1: a | contradicted | holds |" in page
+        and "    posbench experiment=fig6" in page
+    )
     assert "chain/v002/tiny__y" in page and "chain/v001/tiny__x" not in page
 
 
@@ -116,15 +155,35 @@ def test_a_study_without_a_model_has_its_column(tmp_path: Path) -> None:
     assert "| claim | no model | tiny |" in page and "| a | holds |  |" in page
 
 
-def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(tmp_path: Path) -> None:
-    rows = ("C2: b", 1.25, "holds"), ("C1: a", 2.5, "holds"), ("C1: a", 3.75, "contradicted")
+def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
+    tmp_path: Path,
+) -> None:
+    rows = (
+        ("C2: b", 1.25, "holds"),
+        ("C1: a", 2.5, "holds"),
+        ("C1: a", 3.75, "contradicted"),
+    )
     other = ("C2: b", 4.25, "not testable"), ("Control: c", 5.5, "holds")
-    write(tmp_path, {"chain/v1/x": findings("tiny", *rows), "gram/v1/y": findings("tiny_b", *other)})
+    write(
+        tmp_path,
+        {
+            "chain/v1/x": findings("tiny", *rows),
+            "gram/v1/y": findings("tiny_b", *other),
+        },
+    )
     page = docs.claims(tmp_path)
     matrix = [line for line in page.splitlines() if line.startswith(("| C", "| claim"))]
-    assert matrix[:2] == ["| claim | tiny | tiny_b |", "| C2: b | holds | not testable |"]
-    assert matrix[2:] == ["| C1: a | 1 holds, 1 contradicted |  |", "| Control: c |  | holds |"]
-    assert "- tiny_b: Claims of the paper: 1 not testable. Our controls: 1 holds." in page
+    assert matrix[:2] == [
+        "| claim | tiny | tiny_b |",
+        "| C2: b | holds | not testable |",
+    ]
+    assert matrix[2:] == [
+        "| C1: a | 1 holds, 1 contradicted |  |",
+        "| Control: c |  | holds |",
+    ]
+    assert (
+        "- tiny_b: Claims of the paper: 1 not testable. Our controls: 1 holds." in page
+    )
     for number in ("1.25", "2.50", "3.75", "4.25", "5.50"):
         assert page.count(f"| {number} [") == 1, number
     assert page.index("## C2: b") < page.index("## C1: a") < page.index("## Control: c")
@@ -154,7 +213,9 @@ def test_a_run_as_markdown_has_the_numbers_of_its_tables(
     assert main(["docs", "run", str(folder)]) == 0
     page = capsys.readouterr().out
     metrics = pd.read_csv(folder / "metrics.csv")
-    means = metrics[(metrics["metric"] == "accuracy") & (metrics["gold_position"] == "all")]["value"]
+    means = metrics[
+        (metrics["metric"] == "accuracy") & (metrics["gold_position"] == "all")
+    ]["value"]
     assert len(means) == 2
     for value in means:
         assert f"{100 * value:.1f} [" in page

@@ -30,7 +30,13 @@ from tests.conftest import Result, config_of, run_folders
 from tests.kills import Kills
 from tests.server import KEY, serving, value
 
-TASK = ["task=kv_retrieval", "task.prompt=compact", "task.records=words", "task.pairs=12", "task.limit=6"]
+TASK = [
+    "task=kv_retrieval",
+    "task.prompt=compact",
+    "task.records=words",
+    "task.pairs=12",
+    "task.limit=6",
+]
 TASK += ["task.positions=[0,5,11]", "runtime.resamples=100"]
 URL = "http://127.0.0.1:9/v1"
 PROMPTS = 18
@@ -38,12 +44,26 @@ Call = Callable[..., Result]
 
 
 def served(url: str, *more: str) -> list[str]:
-    return ["model=endpoint", f"model.base_url={url}", "model.name=fake", *TASK, "stages=[evaluate]", *more]
+    return [
+        "model=endpoint",
+        f"model.base_url={url}",
+        "model.name=fake",
+        *TASK,
+        "stages=[evaluate]",
+        *more,
+    ]
 
 
 def rows_of(outputs: Path, model: str = "fake") -> list[dict[str, Any]]:
-    (folder,) = (folder for folder in run_folders(outputs) if folder.name.startswith(f"{model}__none"))
-    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    (folder,) = (
+        folder
+        for folder in run_folders(outputs)
+        if folder.name.startswith(f"{model}__none")
+    )
+    return [
+        json.loads(line)
+        for line in (folder / "predictions.jsonl").read_text().splitlines()
+    ]
 
 
 def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -62,10 +82,22 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing went wrong with."""
     outputs = tmp_path_factory.mktemp("whole")
-    with serving(lambda prompt, n: time.sleep(0.01) or "") as server:  # time for others to come
-        assert main([*served(server.url, "model.concurrency=3"), f"runtime.outputs={outputs}"]) == 0
+    with serving(
+        lambda prompt, n: time.sleep(0.01) or ""
+    ) as server:  # time for others to come
+        assert (
+            main(
+                [
+                    *served(server.url, "model.concurrency=3"),
+                    f"runtime.outputs={outputs}",
+                ]
+            )
+            == 0
+        )
     assert 1 < server.most <= 3
-    assert set(server.asked.values()) == {1} and len(server.asked) == PROMPTS + 1  # and the first look
+    assert (
+        set(server.asked.values()) == {1} and len(server.asked) == PROMPTS + 1
+    )  # and the first look
     body = server.bodies[-1]
     assert (body["model"], body["temperature"]) == ("fake", 0)
     return run_folders(outputs)[0]
@@ -83,15 +115,25 @@ def test_replies_are_scored_with_what_the_server_tells(
     examples = config_of(*served(URL)).task.evaluation()
     assert [row["id"] for row in undisturbed] == [e.id for e in examples]
     for row, e in zip(undisturbed, examples, strict=True):
-        assert row["output"] == value(e.prompt) and row["prompt_tokens"] == row["tokens"] == len(e.prompt)
+        assert row["output"] == value(e.prompt) and row["prompt_tokens"] == row[
+            "tokens"
+        ] == len(e.prompt)
         assert row["scores"]["accuracy"] == (value(e.prompt) == e.answers[0])
-        assert (row["finish"], row["reply_tokens"], row["server"]) == ("stop", 1, "fake fp_1")
-    metrics = pd.read_csv(whole / "metrics.csv").query("gold_position == 'all' and metric == 'accuracy'")
+        assert (row["finish"], row["reply_tokens"], row["server"]) == (
+            "stop",
+            1,
+            "fake fp_1",
+        )
+    metrics = pd.read_csv(whole / "metrics.csv").query(
+        "gold_position == 'all' and metric == 'accuracy'"
+    )
     assert metrics["value"].item() == pytest.approx(
         sum(r["scores"]["accuracy"] for r in undisturbed) / PROMPTS
     )
     facts = json.loads((whole / "provenance.json").read_text())["model"]
-    assert facts["server_name"] == "fake" and facts["base_url"].startswith("http://127.0.0.1:")
+    assert facts["server_name"] == "fake" and facts["base_url"].startswith(
+        "http://127.0.0.1:"
+    )
 
 
 def test_faults_on_the_way_lose_and_double_no_row(
@@ -107,19 +149,26 @@ def test_faults_on_the_way_lose_and_double_no_row(
 
     with serving(fault) as server:
         first = posbench(*served(server.url, "model.timeout=0.4"))
-        assert first.status == 1 and "1 rows of predictions.jsonl failed; run the same command" in first.err
+        assert (
+            first.status == 1
+            and "1 rows of predictions.jsonl failed; run the same command" in first.err
+        )
         assert len(rows_of(outputs)) == PROMPTS
         second = posbench(*served(server.url, "model.timeout=0.4"))
     assert second.status == 0, second.err
     assert told(rows_of(outputs)) == told(undisturbed)
     again = {prompt: n for prompt, n in server.asked.items() if n > 1}
     # A slow machine may let further prompts wait for too long.
-    assert {prompt for prompt, place in order.items() if place < len(kinds)} <= set(again)
+    assert {prompt for prompt, place in order.items() if place < len(kinds)} <= set(
+        again
+    )
     (folder,) = run_folders(outputs)
     assert (folder / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
 
 
-def test_prompts_that_were_not_read_have_no_score(posbench: Call, outputs: Path) -> None:
+def test_prompts_that_were_not_read_have_no_score(
+    posbench: Call, outputs: Path
+) -> None:
     examples = config_of(*served(URL)).task.evaluation()
     bad = {examples[3].prompt: "overflow", examples[13].prompt: "filter"}
     with serving(lambda prompt, n: bad.get(prompt, "")) as server:
@@ -128,27 +177,45 @@ def test_prompts_that_were_not_read_have_no_score(posbench: Call, outputs: Path)
         said = "2 of 18 prompts have no score, the model did not read them: 1 context overflow, 1 refused."
         assert said in " ".join(result.out.split())
         again = posbench(*served(server.url))
-        assert "finished before" in again.out and server.asked.total() == PROMPTS + 1  # not tried again
+        assert (
+            "finished before" in again.out and server.asked.total() == PROMPTS + 1
+        )  # not tried again
     rows, (folder,) = rows_of(outputs), run_folders(outputs)
-    assert [row["id"] for row in rows if not row["scores"]] == [examples[3].id, examples[13].id]
+    assert [row["id"] for row in rows if not row["scores"]] == [
+        examples[3].id,
+        examples[13].id,
+    ]
     assert said in cut_prompts(folder)  # as on its page
-    metrics = pd.read_csv(folder / "metrics.csv").query("gold_position == 'all' and metric == 'accuracy'")
+    metrics = pd.read_csv(folder / "metrics.csv").query(
+        "gold_position == 'all' and metric == 'accuracy'"
+    )
     assert metrics["n"].item() == PROMPTS - 2
-    assert evaluate.rescore(config_of(*served(URL)).task, "fake", 100, opened(folder)) == 0
+    assert (
+        evaluate.rescore(config_of(*served(URL)).task, "fake", 100, opened(folder)) == 0
+    )
 
 
 def test_a_run_of_which_nothing_was_read_says_so(posbench: Call, outputs: Path) -> None:
     with serving(lambda prompt, n: "overflow" if "key" in prompt else "") as server:
         result = posbench(*served(server.url, "task.limit=1"))
     assert result.status == 0 and not list(outputs.rglob("metrics.csv"))
-    assert "nothing is scored, the model read none of them: context overflow" in " ".join(result.out.split())
+    assert (
+        "nothing is scored, the model read none of them: context overflow"
+        in " ".join(result.out.split())
+    )
 
 
 @pytest.mark.slow
-def test_a_killed_client_asks_again_for_what_was_under_way_alone(tmp_path: Path) -> None:
+def test_a_killed_client_asks_again_for_what_was_under_way_alone(
+    tmp_path: Path,
+) -> None:
     with serving() as server:
         args = served(server.url, "model.concurrency=2", "task.limit=3")
-        execute(config_of(*args, f"runtime.outputs={tmp_path}/first"), command="", console=Console())
+        execute(
+            config_of(*args, f"runtime.outputs={tmp_path}/first"),
+            command="",
+            console=Console(),
+        )
         server.asked.clear()  # the children are forks of this process, which has loaded all that it needs
         kills = Kills(args, tmp_path)
         assert kills.tried(6, whole=1) == (6, 6), kills.failures
@@ -169,7 +236,10 @@ def test_a_killed_server_stops_the_run_that_goes_on_later(
         url = f"http://127.0.0.1:{port}/v1"
         first = posbench(*served(url, "model.concurrency=2"))
     assert first.status == 2 and first.err.count("\n") == 1
-    assert first.err.startswith(f"posbench: model.base_url = '{url}'") and "it goes on" in first.err
+    assert (
+        first.err.startswith(f"posbench: model.base_url = '{url}'")
+        and "it goes on" in first.err
+    )
     kept = rows_of(outputs)
     assert 0 < len(kept) <= 8 and not any("error" in row for row in kept)
     with serving(port=port) as server:
@@ -178,14 +248,19 @@ def test_a_killed_server_stops_the_run_that_goes_on_later(
     assert told(rows_of(outputs)) == told(undisturbed)
 
 
-def test_a_server_that_only_fails_is_not_asked_for_every_prompt(posbench: Call, outputs: Path) -> None:
+def test_a_server_that_only_fails_is_not_asked_for_every_prompt(
+    posbench: Call, outputs: Path
+) -> None:
     def fault(prompt: str, n: int) -> str:
         time.sleep(0.05)
         return "500" if "key" in prompt else ""
 
     with serving(fault) as server:
         result = posbench(*served(server.url, "model.concurrency=2", "model.retries=0"))
-    assert result.status == 1 and "6 requests failed one after another; the last: HTTP 500" in result.err
+    assert (
+        result.status == 1
+        and "6 requests failed one after another; the last: HTTP 500" in result.err
+    )
     assert len(server.asked) < 15
 
 
@@ -195,12 +270,22 @@ def test_a_key_is_sent_and_stands_in_no_file(
     monkeypatch.setenv("OF_MINE", KEY)
     broken = config_of(*served(URL)).task.evaluation()[0].prompt
     for fault, status in (("401", 2), ("500", 1)):
-        with serving(lambda prompt, n, f=fault: f if f == "401" or prompt == broken else "") as server:
-            result = posbench(*served(server.url, "model.key_env=OF_MINE", "model.retries=0"))
+        with serving(
+            lambda prompt, n, f=fault: f if f == "401" or prompt == broken else ""
+        ) as server:
+            result = posbench(
+                *served(server.url, "model.key_env=OF_MINE", "model.retries=0")
+            )
         assert result.status == status, result.err
         assert server.keys == {f"Bearer {KEY}"} and KEY not in result.err + result.out
-        assert status != 2 or ("model.key_env = 'OF_MINE'" in result.err and not run_folders(outputs))
-    held = [file for file in outputs.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
+        assert status != 2 or (
+            "model.key_env = 'OF_MINE'" in result.err and not run_folders(outputs)
+        )
+    held = [
+        file
+        for file in outputs.rglob("*")
+        if file.is_file() and KEY.encode() in file.read_bytes()
+    ]
     assert held == [] and len(run_folders(outputs)) == 1
 
 
@@ -215,10 +300,16 @@ def test_a_served_twin_stands_beside_the_model_in_process(
     assert posbench("model=tiny", "method=none", "stages=[evaluate]", *few).status == 0
     with serving() as server:
         result = posbench(
-            "model=tiny", f"model.base_url={server.url}", "model.served=fake", *few, "stages=[evaluate]"
+            "model=tiny",
+            f"model.base_url={server.url}",
+            "model.served=fake",
+            *few,
+            "stages=[evaluate]",
         )
     assert result.status == 0, result.err
-    assert "The server counted other tokens" in " ".join(result.out.split())  # the fake one counts characters
+    assert "The server counted other tokens" in " ".join(
+        result.out.split()
+    )  # the fake one counts characters
     runs = labelled([Compared.of(folder) for folder in run_folders(outputs)])
     assert {run.label for run in runs} == {"unmodified", "served"}
     found = differences(*runs)
@@ -228,11 +319,18 @@ def test_a_served_twin_stands_beside_the_model_in_process(
 def test_choices_say_how_they_were_read(posbench: Call, outputs: Path) -> None:
     file = Path(__file__).parents[1] / "data" / "own" / "choices.jsonl"
     with serving(ways=("echo",)) as server:
-        result = posbench(*served(server.url)[:3], "task=own_data", f"task.path={file}", "stages=[evaluate]")
+        result = posbench(
+            *served(server.url)[:3],
+            "task=own_data",
+            f"task.path={file}",
+            "stages=[evaluate]",
+        )
     assert result.status == 0, result.err
     for row in (rows := rows_of(outputs)):
         assert len(row["loglikelihoods"]) > 2 and row["by"] == "log-likelihoods"
-    assert f"Choices were read by: {len(rows)} log-likelihoods." in " ".join(result.out.split())
+    assert f"Choices were read by: {len(rows)} log-likelihoods." in " ".join(
+        result.out.split()
+    )
 
 
 REFUSED = [
@@ -263,7 +361,10 @@ def test_settings_of_a_server_want_one() -> None:
 
 def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
     """Without a tokenizer no prompt is cut; defaults change with a word, what was typed is refused."""
-    long = ["task=own_data", f"task.path={paths.PACKAGE.parent / 'tests/data/own/long_text.jsonl'}"]
+    long = [
+        "task=own_data",
+        f"task.path={paths.PACKAGE.parent / 'tests/data/own/long_text.jsonl'}",
+    ]
     for typed, said in (
         ("task.truncation=middle", "without a tokenizer"),
         ("task.repetition_penalty=2", "1.0:"),
@@ -278,15 +379,30 @@ def test_what_is_served_is_the_identity_and_how_it_is_asked_is_not() -> None:
     def who(*args: str) -> dict[str, Any]:
         return identity(config_of(*served(URL), *args), ())
 
-    same = ("model.concurrency=2", "model.retries=0", "model.timeout=3", "runtime.batch_size=3")
+    same = (
+        "model.concurrency=2",
+        "model.retries=0",
+        "model.timeout=3",
+        "runtime.batch_size=3",
+    )
     assert all(who(arg) == who() for arg in same)
-    others = ("model.served=other", "model.base_url=http://localhost:9/v1", "model.api=chat")
+    others = (
+        "model.served=other",
+        "model.base_url=http://localhost:9/v1",
+        "model.api=chat",
+    )
     assert all(who(arg) != who() for arg in others)
 
 
-def test_a_server_that_is_away_is_told_in_one_line(posbench: Call, outputs: Path) -> None:
+def test_a_server_that_is_away_is_told_in_one_line(
+    posbench: Call, outputs: Path
+) -> None:
     result = posbench(*served(URL))
-    assert result.status == 2 and result.err.count("\n") == 1 and f"model.base_url = '{URL}'" in result.err
+    assert (
+        result.status == 2
+        and result.err.count("\n") == 1
+        and f"model.base_url = '{URL}'" in result.err
+    )
     assert not run_folders(outputs)
     checked = posbench("validate", *served(URL), verb=True)
     assert checked.status == 0 and "server: not ready" in checked.out
@@ -295,11 +411,21 @@ def test_a_server_that_is_away_is_told_in_one_line(posbench: Call, outputs: Path
 def test_a_wrong_model_is_told_with_those_of_the_server(posbench: Call) -> None:
     with serving(lambda prompt, n: "404") as server:
         result = posbench(*served(server.url, "model.served=nope"))
-    assert result.status == 2 and "model.served = 'nope'" in result.err and "lists fake" in result.err
+    assert (
+        result.status == 2
+        and "model.served = 'nope'" in result.err
+        and "lists fake" in result.err
+    )
 
 
-def test_messages_are_sent_with_the_system_message_apart(posbench: Call, outputs: Path) -> None:
+def test_messages_are_sent_with_the_system_message_apart(
+    posbench: Call, outputs: Path
+) -> None:
     with serving() as server:
-        assert posbench(*served(server.url, "model.api=chat", "task.limit=1")).status == 0
+        assert (
+            posbench(*served(server.url, "model.api=chat", "task.limit=1")).status == 0
+        )
     assert [m["role"] for m in server.bodies[-1]["messages"]] == ["user"]
-    assert {row["output"] for row in rows_of(outputs)} <= {value(p) for p in server.asked}
+    assert {row["output"] for row in rows_of(outputs)} <= {
+        value(p) for p in server.asked
+    }

@@ -59,7 +59,11 @@ def test_they_are_listed_and_valid(own: str, posbench) -> None:
 def test_search_intervene_evaluate_report(own: str, posbench, outputs: Path) -> None:
     assert (
         posbench(
-            own, "method=damp", "search=tries", "stages=[search,intervene,evaluate,report]", *SMALL
+            own,
+            "method=damp",
+            "search=tries",
+            "stages=[search,intervene,evaluate,report]",
+            *SMALL,
         ).status
         == 0
     )
@@ -68,18 +72,37 @@ def test_search_intervene_evaluate_report(own: str, posbench, outputs: Path) -> 
     best = tried.loc[tried["loss"].idxmin(), "strength"]
     assert yaml.safe_load((run / "found.yaml").read_text())["damp"]["strength"] == best
     assert json.loads((run / "method.json").read_text())["strength"] == best
-    assert set(pd.read_csv(run / "metrics.csv", dtype=str)["method"]) == {"none", "damp"}
-    assert set(pd.read_csv(run / "attention.csv", dtype=str)["method"]) == {"none", "damp"}
+    assert set(pd.read_csv(run / "metrics.csv", dtype=str)["method"]) == {
+        "none",
+        "damp",
+    }
+    assert set(pd.read_csv(run / "attention.csv", dtype=str)["method"]) == {
+        "none",
+        "damp",
+    }
     assert "Answer loss by strength." in (run / "report.html").read_text()
-    again = posbench(own, "method=damp", "search=tries", "stages=[search,intervene,evaluate,report]", *SMALL)
+    again = posbench(
+        own,
+        "method=damp",
+        "search=tries",
+        "stages=[search,intervene,evaluate,report]",
+        *SMALL,
+    )
     assert "finished before" in again.out and len(run_folders(outputs)) == 1
 
 
-@pytest.mark.parametrize(("typed", "strength"), [([], 0.25), (["method.strength=0.5"], 0.5)])
+@pytest.mark.parametrize(
+    ("typed", "strength"), [([], 0.25), (["method.strength=0.5"], 0.5)]
+)
 def test_the_constant_of_the_model_unless_typed(
     own: str, typed: list[str], strength: float, posbench, outputs: Path
 ) -> None:
-    assert posbench(own, "model=tiny_damped", "method=damp", "stages=[evaluate]", *SMALL, *typed).status == 0
+    assert (
+        posbench(
+            own, "model=tiny_damped", "method=damp", "stages=[evaluate]", *SMALL, *typed
+        ).status
+        == 0
+    )
     found = json.loads((folder(outputs) / "method.json").read_text())
     assert found["strength"] == strength
     # The source is that of the constants that ran.
@@ -88,7 +111,11 @@ def test_the_constant_of_the_model_unless_typed(
 
 def test_without_the_constant_it_is_refused_in_one_line(own: str, posbench) -> None:
     result = posbench(own, "method=damp", "stages=[evaluate]", *SMALL)
-    assert result.status == 2 and "method.strength = None" in result.err and len(result.err.splitlines()) == 1
+    assert (
+        result.status == 2
+        and "method.strength = None" in result.err
+        and len(result.err.splitlines()) == 1
+    )
 
 
 def test_in_a_list_of_methods(own: str, posbench, outputs: Path) -> None:
@@ -104,19 +131,34 @@ def test_in_a_list_of_methods(own: str, posbench, outputs: Path) -> None:
 
 
 def test_the_study_under_a_method(own: str, posbench, outputs: Path) -> None:
-    result = posbench(own, "study=first_item", "model=tiny_damped", "method=damp", "study.examples=3", *SMALL)
+    result = posbench(
+        own,
+        "study=first_item",
+        "model=tiny_damped",
+        "method=damp",
+        "study.examples=3",
+        *SMALL,
+    )
     assert result.status == 0 and "the first item gets" in result.out.replace("\n", " ")
     run = folder(outputs)
-    table, total = pd.read_csv(run / "first_item.csv"), pd.read_csv(run / "first_item_total.csv")
-    assert total["value"].item() == pytest.approx((table["share"] * table["n"]).sum() / table["n"].sum())
+    table = pd.read_csv(run / "first_item.csv")
+    total = pd.read_csv(run / "first_item_total.csv")
+    assert total["value"].item() == pytest.approx(
+        (table["share"] * table["n"]).sum() / table["n"].sum()
+    )
     assert (run / "figures" / "first_item.png").is_file() and "first_item" in (
         run / "report.html"
     ).read_text()
 
 
-def test_the_experiment_sweeps_and_stands_beside_the_paper(own: str, posbench, outputs: Path) -> None:
+def test_the_experiment_sweeps_and_stands_beside_the_paper(
+    own: str, posbench, outputs: Path
+) -> None:
     assert posbench(own, "experiment=damp_table", *SMALL[2:]).status == 0
-    runs = [json.loads((f / "method.json").read_text())["strength"] for f in run_folders(outputs)]
+    runs = [
+        json.loads((f / "method.json").read_text())["strength"]
+        for f in run_folders(outputs)
+    ]
     assert sorted(runs) == [0.1, 0.3]
     (page,) = outputs.glob("damp_table/v*/sweep__*/report.html")
     assert "61.5" in page.read_text() and "a paper, Table 1" in page.read_text()

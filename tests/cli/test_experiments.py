@@ -18,12 +18,20 @@ from tests.conftest import Result, run_folders
 
 reader = test_tasks.reader
 SAMPLE = ("yu2025_table2",)
-OWN = ("study.show=", "study.methods=", "study.items=")  # of an experiment, whatever the size
+OWN = (
+    "study.show=",
+    "study.methods=",
+    "study.items=",
+)  # of an experiment, whatever the size
 EVERY = experiments()
 
 
 def _search(settings: list[str]) -> list[str]:
-    return [setting for setting in settings if setting.startswith(("search.", "task.calibration_examples"))]
+    return [
+        setting
+        for setting in settings
+        if setting.startswith(("search.", "task.calibration_examples"))
+    ]
 
 
 SEARCH = {
@@ -50,33 +58,61 @@ def _study(name: str) -> list[str]:
 def shrunken(name: str, reader: Path, files: Path) -> list[str]:
     """The command line of an experiment at the first point of its grid, small."""
     data = EVERY[name]
-    chosen = {k: v for part in data["defaults"] if isinstance(part, dict) for k, v in part.items()}
+    chosen = {
+        k: v
+        for part in data["defaults"]
+        if isinstance(part, dict)
+        for k, v in part.items()
+    }
     told = {key.removeprefix("override "): value for key, value in chosen.items()}
-    point: dict[str, Any] = {key: values[0] for key, values in data["experiment"].get("grid", {}).items()}
+    point: dict[str, Any] = {
+        key: values[0] for key, values in data["experiment"].get("grid", {}).items()
+    }
     args = [f"experiment={name}", "runtime.device=cpu", "runtime.resamples=100"]
     if "study" in told:
         small = _study(told["study"])
         point.pop("model", None)
     elif data["experiment"].get("needs_weights"):
         task = point.get("task", told.get("task", "kv_retrieval"))
-        small = ["model=hf", "model.name=bytes", f"model.path={reader}", "task.max_new_tokens=4"]
+        small = [
+            "model=hf",
+            "model.name=bytes",
+            f"model.path={reader}",
+            "task.max_new_tokens=4",
+        ]
         small += TASKS[task][0](files)
-        small += [s for s in SEARCH.get(told.get("search", ""), []) if not s.startswith("task.")]
+        small += [
+            s
+            for s in SEARCH.get(told.get("search", ""), [])
+            if not s.startswith("task.")
+        ]
         small += CONSTANTS.get(told.get("method", "scale_channel"), [])
         point.pop("model", None)
     else:
         small = [*test_kills.FEW, *SEARCH[told.get("search", "channel")]]
         small += [] if "model" in point else ["model=tiny"]
     typed = {setting.split("=")[0] for setting in small}
-    return [*args, *(f"{key}={_spell(value)}" for key, value in point.items() if key not in typed), *small]
+    return [
+        *args,
+        *(f"{key}={_spell(value)}" for key, value in point.items() if key not in typed),
+        *small,
+    ]
 
 
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in choices(paths.EXPERIMENTS) if n not in SAMPLE]
+SLOW = [
+    pytest.param(n, marks=pytest.mark.slow)
+    for n in choices(paths.EXPERIMENTS)
+    if n not in SAMPLE
+]
 
 
 @pytest.mark.parametrize("name", [*SAMPLE, *SLOW])
 def test_an_experiment_runs_shrunken(
-    name: str, reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
+    name: str,
+    reader: Path,
+    tmp_path: Path,
+    outputs: Path,
+    posbench: Callable[..., Result],
 ) -> None:
     (tmp_path / "files").mkdir()
     result = posbench(*shrunken(name, reader, tmp_path / "files"))

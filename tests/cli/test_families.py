@@ -33,12 +33,19 @@ def test_every_family_is_here():
 
 
 @pytest.mark.parametrize("name", list(reversed(FAMILIES.values())))
-def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench, small, outputs):
-    folder, model = tmp_path / name, build(name)
+def test_every_stage_runs_on_a_checkpoint_of_the_family(
+    name, tmp_path, posbench, small, outputs
+):
+    folder = tmp_path / name
+    model = build(name)
     model.save_pretrained(folder)
     _tokenizer(model.config.model_type).save_pretrained(folder)
     own = [
-        o for o in small if not o.startswith(("model=", "model.path=", "model.name=", "search=", "stages="))
+        o
+        for o in small
+        if not o.startswith(
+            ("model=", "model.path=", "model.name=", "search=", "stages=")
+        )
     ]
     # One family goes through all that is the default; the report reads files alone, and a typed channel is
     # cheaper than ten.
@@ -52,6 +59,8 @@ def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench
     assert attention["layer"].nunique() == LAYERS
     assert attention["attention"].between(0, 1).all()
     metrics = pd.read_csv(run / "metrics.csv")
-    assert set(metrics["method"]) == {"none", "scale_channel"} and set(metrics["model"]) == {name}
+    assert set(metrics["method"]) == {"none", "scale_channel"} and set(
+        metrics["model"]
+    ) == {name}
     method = json.loads((run / "method.json").read_text())
     assert method["layers"] == [1, 2]

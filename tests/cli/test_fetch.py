@@ -19,7 +19,12 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 import posbench as package
 from posbench.errors import UserError
@@ -31,9 +36,18 @@ from posbench.pipeline import identity
 from tests.conftest import Result
 
 REPO = "some/model"
-http = importlib.import_module(HTTPError.__module__)  # what this version of the hub client speaks through
-OLD, NEW = "a" * 40, "b" * 40
-UNUSED = ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "README.md", "model.onnx")
+http = importlib.import_module(
+    HTTPError.__module__
+)  # what this version of the hub client speaks through
+OLD = "a" * 40
+NEW = "b" * 40
+UNUSED = (
+    "pytorch_model.bin",
+    "consolidated.safetensors",
+    "original/params.json",
+    "README.md",
+    "model.onnx",
+)
 
 
 @pytest.fixture
@@ -77,19 +91,27 @@ class Hub:
             raise self.error
         files = [p for p in self.folder.rglob("*") if p.is_file()]
         entries = [
-            SimpleNamespace(rfilename=p.relative_to(self.folder).as_posix(), size=p.stat().st_size)
+            SimpleNamespace(
+                rfilename=p.relative_to(self.folder).as_posix(), size=p.stat().st_size
+            )
             for p in files
         ]
         return SimpleNamespace(sha=self.commit, siblings=entries)
 
-    def snapshot_download(self, repo: str, *, local_files_only: bool = False, **kwargs: Any) -> str:
+    def snapshot_download(
+        self, repo: str, *, local_files_only: bool = False, **kwargs: Any
+    ) -> str:
         if local_files_only:
             return str(self.real(repo, local_files_only=True, **kwargs))
         from huggingface_hub.utils import filter_repo_objects
 
         if self.error:
             raise self.error
-        names = [p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file()]
+        names = [
+            p.relative_to(self.folder).as_posix()
+            for p in self.folder.rglob("*")
+            if p.is_file()
+        ]
         root = self.cache / f"{kwargs['repo_type']}s--{repo.replace('/', '--')}"
         for name in filter_repo_objects(
             names, **{k: kwargs[k] for k in ("allow_patterns", "ignore_patterns")}
@@ -119,17 +141,23 @@ def hub(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
 
 def _answer(kind: type[Exception], status: int) -> Exception:
     request = http.Request("GET", "https://hub.invalid/some/model")
-    return kind(f"{status} Client Error.", response=http.Response(status, request=request))  # type: ignore[call-arg]
+    return kind(
+        f"{status} Client Error.", response=http.Response(status, request=request)
+    )  # type: ignore[call-arg]
 
 
 def _expect_refusal(result: Result, *words: str) -> None:
     assert result.status == 2
-    assert result.err.startswith("posbench: ") and result.err.count("\n") == 1, result.err
+    assert result.err.startswith("posbench: ") and result.err.count("\n") == 1, (
+        result.err
+    )
     assert [word for word in words if word not in result.err] == [], result.err
 
 
 def fingerprint(config: Any) -> str:
-    return identity.fingerprint(contents([sources.checkpoint(config.path, config.revision)]))
+    return identity.fingerprint(
+        contents([sources.checkpoint(config.path, config.revision)])
+    )
 
 
 FETCH = ("fetch", "model=hf", f"model.path={REPO}")
@@ -147,10 +175,17 @@ def test_it_lists_every_file_that_loading_reads_and_no_other(
     }
     assert set(rows) == {p.name for p in checkpoint.iterdir()}
     assert all(row.rstrip().endswith("missing") for row in rows.values())
-    assert rows["tokenizer.json"].startswith("tokenizer ") and rows["model.safetensors"].startswith("model ")
+    assert rows["tokenizer.json"].startswith("tokenizer ") and rows[
+        "model.safetensors"
+    ].startswith("model ")
     total = sum(p.stat().st_size for p in checkpoint.iterdir())
-    assert f"{len(rows)} files, {total / 1000:.1f} kB; to download: {total / 1000:.1f} kB" in result.out
-    assert "nothing was downloaded" in result.out and f"model.revision={OLD}" in result.out
+    assert (
+        f"{len(rows)} files, {total / 1000:.1f} kB; to download: {total / 1000:.1f} kB"
+        in result.out
+    )
+    assert (
+        "nothing was downloaded" in result.out and f"model.revision={OLD}" in result.out
+    )
     assert hub.downloads == [] and not hub.cache.exists()
 
 
@@ -162,7 +197,9 @@ def test_what_was_fetched_runs_without_a_network(
     request: pytest.FixtureRequest,
 ) -> None:
     result = posbench(*FETCH, verb=True)
-    assert result.status == 0 and sorted(hub.downloads) == sorted(p.name for p in checkpoint.iterdir())
+    assert result.status == 0 and sorted(hub.downloads) == sorted(
+        p.name for p in checkpoint.iterdir()
+    )
     request.getfixturevalue("no_network")
     hub.error = AssertionError("the hub was asked")
     config = [
@@ -173,19 +210,28 @@ def test_what_was_fetched_runs_without_a_network(
     done = posbench(*config, "stages=[evaluate]", "method=none")
     assert done.status == 0, done.err
     ids = torch.arange(1, 20)[None]
-    assert torch.equal(package.load(REPO).logits(ids), package.load(checkpoint).logits(ids))
+    assert torch.equal(
+        package.load(REPO).logits(ids), package.load(checkpoint).logits(ids)
+    )
     again = posbench(*config, "stages=[evaluate]", "method=none")
     assert again.status == 0 and "finished before" in again.out
 
 
 def test_a_run_downloads_what_is_missing_once(hub: Hub) -> None:
     package.load(REPO)
-    asked, fetched = hub.asked, len(hub.downloads)
+    asked = hub.asked
+    fetched = len(hub.downloads)
     package.load(REPO)
-    assert asked >= 1 and fetched > 0 and (hub.asked, len(hub.downloads)) == (asked, fetched)
+    assert (
+        asked >= 1
+        and fetched > 0
+        and (hub.asked, len(hub.downloads)) == (asked, fetched)
+    )
 
 
-def test_fetch_takes_what_is_newer_and_runs_alone_do_not(posbench: Callable[..., Result], hub: Hub) -> None:
+def test_fetch_takes_what_is_newer_and_runs_alone_do_not(
+    posbench: Callable[..., Result], hub: Hub
+) -> None:
     assert posbench(*FETCH, verb=True).status == 0
     config = load_module.model_config(REPO)
     assert fingerprint(config) == f"{REPO}@{OLD}"
@@ -195,16 +241,27 @@ def test_fetch_takes_what_is_newer_and_runs_alone_do_not(posbench: Callable[...,
     assert refreshed.status == 0 and f"model.revision={NEW}" in refreshed.out
     assert fingerprint(config) == f"{REPO}@{NEW}"
     again = posbench(*FETCH, verb=True)
-    assert "nothing to download" in again.out and "cached" in again.out and "missing" not in again.out
+    assert (
+        "nothing to download" in again.out
+        and "cached" in again.out
+        and "missing" not in again.out
+    )
     # Another commit is another model: a pinned run and an unpinned one at the same commit are the same.
     pinned = load_module.model_config(REPO, revision=NEW)
     assert fingerprint(pinned) == fingerprint(config)
 
 
 def test_a_snapshot_without_a_shard_is_not_complete(hub: Hub) -> None:
-    (hub.folder / "model.safetensors").rename(hub.folder / "model-00001-of-00002.safetensors")
-    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (hub.folder / "model.safetensors").rename(
+        hub.folder / "model-00001-of-00002.safetensors"
+    )
+    shards = {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+    }
+    (hub.folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": shards})
+    )
     source = sources.checkpoint(REPO)
     folder = sources.local(source)
     assert sources.lacking(folder) == shards["b"] and sources.cached(source) is None
@@ -221,14 +278,23 @@ def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
     hub.error = http.ConnectError("no route to host")
     for verb in (FETCH, (*FETCH, "--dry-run")):
         result = posbench(*verb, verb=True)
-        _expect_refusal(result, "model.path", f"'{REPO}'", "reachable hub id", "no route to host")
+        _expect_refusal(
+            result, "model.path", f"'{REPO}'", "reachable hub id", "no route to host"
+        )
         # What was not listed has no size.
-        assert "missing" in result.out and "bytes" not in result.out and "files" not in result.out
+        assert (
+            "missing" in result.out
+            and "bytes" not in result.out
+            and "files" not in result.out
+        )
     hub.error = None
     assert posbench(*FETCH, verb=True).status == 0
     hub.error = http.ConnectError("no route to host")
     result = posbench(*FETCH, verb=True)
-    assert result.status == 0 and "not reachable (ConnectError), but a complete copy is cached" in result.out
+    assert (
+        result.status == 0
+        and "not reachable (ConnectError), but a complete copy is cached" in result.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,10 +303,22 @@ def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
         (
             GatedRepoError,
             403,
-            ["model.path", "accept its licence at https://huggingface.co/some/model", "hf auth login"],
+            [
+                "model.path",
+                "accept its licence at https://huggingface.co/some/model",
+                "hf auth login",
+            ],
         ),
-        (RepositoryNotFoundError, 401, ["model.path", "check the spelling", "hf auth login"]),
-        (RevisionNotFoundError, 404, ["model.revision", "'main'", "a branch, tag or commit of some/model"]),
+        (
+            RepositoryNotFoundError,
+            401,
+            ["model.path", "check the spelling", "hf auth login"],
+        ),
+        (
+            RevisionNotFoundError,
+            404,
+            ["model.revision", "'main'", "a branch, tag or commit of some/model"],
+        ),
     ],
 )
 def test_a_repository_that_the_hub_refuses(
@@ -257,31 +335,54 @@ def test_a_repository_that_the_hub_refuses(
     assert not outputs.exists()
 
 
-def test_a_repository_without_safetensors(posbench: Callable[..., Result], hub: Hub) -> None:
+def test_a_repository_without_safetensors(
+    posbench: Callable[..., Result], hub: Hub
+) -> None:
     (hub.folder / "model.safetensors").unlink()
-    _expect_refusal(posbench(*FETCH, verb=True), "model.path", "model*.safetensors", "revision")
+    _expect_refusal(
+        posbench(*FETCH, verb=True), "model.path", "model*.safetensors", "revision"
+    )
     assert hub.downloads == []
 
 
 @pytest.mark.usefixtures("no_network")
 def test_the_embedded_model_needs_nothing(posbench: Callable[..., Result]) -> None:
     result = posbench("fetch", verb=True)
-    assert result.status == 0 and "nothing to download" in result.out and "posbench://tiny" in result.out
+    assert (
+        result.status == 0
+        and "nothing to download" in result.out
+        and "posbench://tiny" in result.out
+    )
 
 
 @pytest.mark.usefixtures("no_network")
-def test_an_experiment_is_fetched_for_every_job(posbench: Callable[..., Result]) -> None:
+def test_an_experiment_is_fetched_for_every_job(
+    posbench: Callable[..., Result],
+) -> None:
     result = posbench("fetch", "experiment=yu2025_table1_kv", verb=True)
-    assert result.status == 0 and "posbench://tiny " in result.out and "posbench://tiny_b" in result.out
+    assert (
+        result.status == 0
+        and "posbench://tiny " in result.out
+        and "posbench://tiny_b" in result.out
+    )
 
 
 @pytest.mark.usefixtures("no_network")
-def test_files_of_the_task_must_be_there(posbench: Callable[..., Result], tmp_path: Path) -> None:
+def test_files_of_the_task_must_be_there(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
     there = tmp_path / "there.jsonl"
     there.write_text("{}\n")
     result = posbench("fetch", f"task.path={there}", verb=True)
-    assert result.status == 0 and "there.jsonl" in result.out and "3 bytes" in result.out
-    gone = posbench("fetch", f"task.path={there}", f"task.calibration_path={tmp_path}/gone.jsonl", verb=True)
+    assert (
+        result.status == 0 and "there.jsonl" in result.out and "3 bytes" in result.out
+    )
+    gone = posbench(
+        "fetch",
+        f"task.path={there}",
+        f"task.calibration_path={tmp_path}/gone.jsonl",
+        verb=True,
+    )
     _expect_refusal(gone, "task.calibration_path", "gone.jsonl", "no such file")
     assert "missing" in gone.out and "there.jsonl" in gone.out
     _expect_refusal(
@@ -297,19 +398,23 @@ def test_files_of_a_data_set(hub: Hub) -> None:
     """What a later task names: single files of a repository, subfolders included."""
     (hub.folder / "data").mkdir()
     (hub.folder / "data" / "qa.jsonl").write_text("{}\n")
-    source = Source(kind="dataset", id="some/set", field="task.source", files=("data/qa.jsonl",))
+    source = Source(
+        kind="dataset", id="some/set", field="task.source", files=("data/qa.jsonl",)
+    )
     assert sources.listing(source) == (OLD, [sources.File("data/qa.jsonl", 3, False)])
     assert sources.cached(source) is None
-    assert (sources.local(source) / "data" / "qa.jsonl").read_text() == "{}\n" and hub.downloads == [
-        "data/qa.jsonl"
-    ]
+    assert (
+        sources.local(source) / "data" / "qa.jsonl"
+    ).read_text() == "{}\n" and hub.downloads == ["data/qa.jsonl"]
     with pytest.raises(UserError, match=r"task\.source = 'some/set': .*gone\.jsonl"):
         sources.local(replace(source, files=("data/gone.jsonl",)))
     hub.error = RuntimeError("the hub was asked")
     assert (sources.local(source) / "data" / "qa.jsonl").is_file()
 
 
-def test_a_url_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_downloaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     class Handler(BaseHTTPRequestHandler):

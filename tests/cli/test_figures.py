@@ -52,7 +52,11 @@ if name == "killed":
 
 def _experiment(folder: Path, name: str, study: str = "", **facts: Any) -> None:
     data = {
-        "defaults": ["config", *([{"override study": study}] if study else []), "_self_"],
+        "defaults": [
+            "config",
+            *([{"override study": study}] if study else []),
+            "_self_",
+        ],
         "experiment": {"name": name, "title": name, **facts},
         "runtime": {"resamples": 100, "device": "cpu"},
     }
@@ -64,7 +68,10 @@ def _experiment(folder: Path, name: str, study: str = "", **facts: Any) -> None:
 
 @pytest.fixture
 def call(
-    posbench: Callable[..., Result], tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
+    posbench: Callable[..., Result],
+    tmp_path: Path,
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Result]:
     """`posbench figures` over experiments of the test's own folder and no others."""
     reference = paths.EXPERIMENTS / "reference"
@@ -107,7 +114,9 @@ def test_what_is_finished_is_not_run_again(
     _experiment(tmp_path, "two", grid={"method.factor": [0, 1]})
     for name in ("one", "two"):
         assert posbench(f"experiment={name}", "--config-dir", str(tmp_path)).status == 0
-    monkeypatch.setattr(figures, "COMMAND", [sys.executable, "-c", "raise SystemExit('ran')"])
+    monkeypatch.setattr(
+        figures, "COMMAND", [sys.executable, "-c", "raise SystemExit('ran')"]
+    )
     stamps = {p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()}
     result = call()
     assert (result.status, result.err) == (0, ""), result.err
@@ -115,7 +124,9 @@ def test_what_is_finished_is_not_run_again(
     (run,), (sweep,) = outputs.glob("one/v*/tiny*"), outputs.glob("two/v*/sweep*")
     assert str(run) in result.out and str(sweep) in result.out
     assert f"posbench report {outputs}" in result.out
-    assert stamps == {p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()}
+    assert stamps == {
+        p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()
+    }
     # Other settings are other runs, and what is damaged or was cut short is not done.
     assert _states(call("one", "task.pairs=5")) == {"one": "failed"}
     with open(run / "metrics.csv", "a") as file:
@@ -126,7 +137,10 @@ def test_what_is_finished_is_not_run_again(
 
 
 def test_a_failure_stops_no_other(
-    call: Callable[..., Result], child: Callable[[str], None], tmp_path: Path, outputs: Path
+    call: Callable[..., Result],
+    child: Callable[[str], None],
+    tmp_path: Path,
+    outputs: Path,
 ) -> None:
     for name in ("bad", "good"):
         _experiment(tmp_path, name)
@@ -137,16 +151,34 @@ def test_a_failure_stops_no_other(
     child(MEET + FAIL)
     result = call("--jobs", "2")
     assert result.status == 3
-    assert _states(result) == {"bad": "failed", "good": "done", "killed": "failed", "wrong": "refused"}
-    assert "exit status 3: posbench: task.path = 'x': allowed: data; next: get it" in result.err
-    assert "signal 9" in result.err and "experiment.title" in result.err and "good" not in result.err
-    assert f"posbench experiment=bad --config-dir {tmp_path} runtime.outputs={outputs}" in result.err
+    assert _states(result) == {
+        "bad": "failed",
+        "good": "done",
+        "killed": "failed",
+        "wrong": "refused",
+    }
+    assert (
+        "exit status 3: posbench: task.path = 'x': allowed: data; next: get it"
+        in result.err
+    )
+    assert (
+        "signal 9" in result.err
+        and "experiment.title" in result.err
+        and "good" not in result.err
+    )
+    assert (
+        f"posbench experiment=bad --config-dir {tmp_path} runtime.outputs={outputs}"
+        in result.err
+    )
     assert str(outputs / "figures" / "bad.log") in result.err
     # The next call does what is left, the long one first.
     (tmp_path / "order").unlink()
     child("(root / f'done-{name}').touch()")
     result = call("--jobs", "1")
-    assert _states(result)["good"] == "finished before" and _states(result)["bad"] == "done"
+    assert (
+        _states(result)["good"] == "finished before"
+        and _states(result)["bad"] == "done"
+    )
     lines = [line for line in result.out.splitlines() if line.startswith("figures ")]
     assert [line.split(",")[0] for line in lines] == ["figures 2/2 (100 %)"]
     order = [line.split()[0] for line in (tmp_path / "order").read_text().splitlines()]
@@ -168,7 +200,9 @@ def test_a_stop_ends_all_processes(
 ) -> None:
     for name in ("one", "two"):
         _experiment(tmp_path, name)
-    child(f"{MEET}\nif name == 'two': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(300)")
+    child(
+        f"{MEET}\nif name == 'two': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(300)"
+    )
     result = call("--jobs", "2")
     assert result.status == 143 and "the same command resumes" in result.err
     for name in ("one", "two"):
@@ -179,7 +213,10 @@ def test_a_stop_ends_all_processes(
 
 
 def test_which_experiments_run(
-    call: Callable[..., Result], child: Callable[[str], None], tmp_path: Path, checkpoint: Path
+    call: Callable[..., Result],
+    child: Callable[[str], None],
+    tmp_path: Path,
+    checkpoint: Path,
 ) -> None:
     _experiment(tmp_path, "lpes_one", paper="lpes", grid={"model": ["tiny", "tiny_b"]})
     _experiment(tmp_path, "yu_one", paper="yu2025")
@@ -189,17 +226,34 @@ def test_which_experiments_run(
     child("(root / f'done-{name}').touch()")
     result = call("--jobs", "2")
     assert set(_states(result)) == {"lpes_one", "yu_one", "modelless"}
-    assert "left out: heavy (needs weights" in result.out and "left out: trained (training" in result.out
+    assert (
+        "left out: heavy (needs weights" in result.out
+        and "left out: trained (training" in result.out
+    )
     assert set(_states(call("paper=lpes"))) == {"lpes_one"}
     assert set(_states(call("heavy", "yu_one"))) == {"heavy", "yu_one"}
     # A model goes to all that look at one, and takes the place of the grid's.
     (tmp_path / "order").unlink()
     for mark in tmp_path.glob("done-*"):
         mark.unlink()
-    result = call("model=hf", f"model.path={checkpoint}", "model.name=mine", "method=none")
-    assert set(_states(result)) == {"lpes_one", "yu_one", "heavy"} and "1 at a time" in result.out
-    assert re.search("left out: modelless .*study causal_mask looks at none", result.out)
-    assert len(re.findall(f"model=hf model.path={checkpoint}", (tmp_path / "order").read_text())) == 3
+    result = call(
+        "model=hf", f"model.path={checkpoint}", "model.name=mine", "method=none"
+    )
+    assert (
+        set(_states(result)) == {"lpes_one", "yu_one", "heavy"}
+        and "1 at a time" in result.out
+    )
+    assert re.search(
+        "left out: modelless .*study causal_mask looks at none", result.out
+    )
+    assert (
+        len(
+            re.findall(
+                f"model=hf model.path={checkpoint}", (tmp_path / "order").read_text()
+            )
+        )
+        == 3
+    )
     assert set(_states(call("model=tiny_b"))) == {"lpes_one", "yu_one"}
     for args, word in {
         ("paper=lpse",): "did you mean lpes?",
@@ -215,14 +269,22 @@ def test_which_experiments_run(
 
 
 def test_it_says_what_to_fetch(
-    posbench: Callable[..., Result], tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
+    posbench: Callable[..., Result],
+    tmp_path: Path,
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     args = "yu2025_table3", "model=mistral7b"
     result = posbench("figures", *args, f"runtime.outputs={outputs}", verb=True)
     assert result.status == 2 and not outputs.exists()
     text = " ".join(result.out.split())
-    for words in ("mistralai/Mistral-7B-Instruct-v0.2 missing about 14.5 GB", "cais/mmlu", "LooGLE", "MIT"):
+    for words in (
+        "mistralai/Mistral-7B-Instruct-v0.2 missing about 14.5 GB",
+        "cais/mmlu",
+        "LooGLE",
+        "MIT",
+    ):
         assert words in text, text
     assert "\n  posbench fetch experiment=yu2025_table3 model=mistral7b" in result.err
     assert "0 bytes" not in text
@@ -231,7 +293,9 @@ def test_it_says_what_to_fetch(
 def test_sizes_of_the_models_follow_their_names() -> None:
     for file in sorted((paths.CONF / "model").glob("*.yaml")):
         model = yaml.safe_load(file.read_text())
-        billions = re.search(r"(\d+(?:\.\d+)?)b", str(model["path"]).rpartition("/")[2].lower())
+        billions = re.search(
+            r"(\d+(?:\.\d+)?)b", str(model["path"]).rpartition("/")[2].lower()
+        )
         if billions:
             stored = 4 if model["dtype"] == "float32" else 2
             assert 0.9 < model["gigabytes"] / stored / float(billions[1]) < 1.25, file
@@ -243,15 +307,23 @@ def test_make_calls_it() -> None:
     root = Path(__file__).parents[2]
     # A make that runs the tests hands its own variables down, ARGS among them.
     own = {
-        key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")
     }
     for args, words in {
         ("figures", "PAPER=yu2025"): "posbench figures paper=yu2025",
         ("figures", "MODEL=mistral7b"): "posbench figures model=mistral7b",
-        ("figure", "NAME=yu2025_fig6", "MODEL=phi4"): "posbench figures model=phi4 yu2025_fig6",
+        (
+            "figure",
+            "NAME=yu2025_fig6",
+            "MODEL=phi4",
+        ): "posbench figures model=phi4 yu2025_fig6",
     }.items():
         made = ["make", "-n", *args]
-        told = subprocess.run(made, cwd=root, env=own, capture_output=True, text=True, check=True)
+        told = subprocess.run(
+            made, cwd=root, env=own, capture_output=True, text=True, check=True
+        )
         assert words in " ".join(told.stdout.split()), told.stdout
 
 
@@ -260,30 +332,58 @@ def test_killed_and_called_again(tmp_path: Path, outputs: Path) -> None:
     """Real processes: stopped in the midst of a run, the next call goes on, the third does nothing."""
     for name in ("one", "two"):
         _experiment(tmp_path, name, grid={"method.factor": [0, 0.5, 1]})
-    args = "figures", "one", "two", "--config-dir", str(tmp_path), f"runtime.outputs={outputs}"
-    running = subprocess.Popen([*PROCESS, *args, "--jobs", "2"], stderr=subprocess.PIPE, text=True)
+    args = (
+        "figures",
+        "one",
+        "two",
+        "--config-dir",
+        str(tmp_path),
+        f"runtime.outputs={outputs}",
+    )
+    running = subprocess.Popen(
+        [*PROCESS, *args, "--jobs", "2"], stderr=subprocess.PIPE, text=True
+    )
     end = time.monotonic() + 300
     while not list(outputs.glob("*/v*/*/predictions.jsonl")) and time.monotonic() < end:
         time.sleep(0.05)
     running.terminate()
-    assert "the same command resumes" in running.communicate(timeout=60)[1] and running.returncode == 143
-    kept = {p: p.stat().st_mtime_ns for p in outputs.glob("*/v*/tiny*/predictions.jsonl")}
+    assert (
+        "the same command resumes" in running.communicate(timeout=60)[1]
+        and running.returncode == 143
+    )
+    kept = {
+        p: p.stat().st_mtime_ns for p in outputs.glob("*/v*/tiny*/predictions.jsonl")
+    }
     assert kept
-    done = subprocess.run([*PROCESS, *args], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*PROCESS, *args], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert len(list(outputs.glob("*/v*/*/DONE"))) == 8
     stamps = {p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()}
-    again = subprocess.run([*PROCESS, *args], capture_output=True, text=True, check=False)
-    assert again.returncode == 0 and again.stdout.count("finished before") == 2, again.stderr
-    assert stamps == {p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()}
+    again = subprocess.run(
+        [*PROCESS, *args], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0 and again.stdout.count("finished before") == 2, (
+        again.stderr
+    )
+    assert stamps == {
+        p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()
+    }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent is gone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="Linux tells a process that its parent is gone"
+)
 def test_a_process_ends_with_the_one_that_started_it() -> None:
     child = "import os, signal; from posbench.cli import main; "
     child += "main.run = lambda: (print('began', flush=True), signal.pause()); main.run_below(os.getppid())"
-    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True)
+    starts = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout and parent.stdout.readline() == "began\n"
     parent.kill()
     # The pipe closes when the last of the two is gone.

@@ -58,7 +58,9 @@ NEEDS = {
 
 def configs() -> dict[str, list[str]]:
     """Arguments of a config for every choice of every group and every experiment, by its name."""
-    every = [f"{group}={name}" for group in GROUPS for name in choices(paths.CONF / group)]
+    every = [
+        f"{group}={name}" for group in GROUPS for name in choices(paths.CONF / group)
+    ]
     every += [f"experiment={name}" for name in choices(paths.EXPERIMENTS)]
     found = {}
     for name in every:
@@ -87,7 +89,9 @@ def tried(
     copy as Hydra would. Choices go through Hydra itself. All behind it is the real path; but for keys of an
     experiment, which the model never sees, it ends before the model is loaded.
     """
-    loaded, load, whole = dict[str, Any](), base.load, compose.compose
+    loaded = dict[str, Any]()
+    load = base.load
+    whole = compose.compose
 
     @contextmanager
     def claim(*_: Any) -> Iterator[NoReturn]:
@@ -105,20 +109,25 @@ def tried(
     def first(args: tuple[str, ...]) -> tuple[Any, ...]:
         made = list[tuple[Any, ...]]()
         with monkeypatch.context() as patched:
-            patched.setattr(compose, "_filled", lambda *parts: made.append(parts) or filled(*parts))
+            patched.setattr(
+                compose, "_filled", lambda *parts: made.append(parts) or filled(*parts)
+            )
             whole(args, lambda _: None)
         return made[0]
 
     filled = compose._filled
 
-    def quick(args: list[str], each: Callable[[Any], None], *_: Any) -> list[dict[str, Any]]:
+    def quick(
+        args: list[str], each: Callable[[Any], None], *_: Any
+    ) -> list[dict[str, Any]]:
         key = args[-1].partition("=")[0]
         if "." not in key:
             return whole(args, each)
         config, chosen, typed, _, folders, *_ = first(tuple(args[:-1]))
         request = requested(args, folders, False)
         text = next(o for o in request.overrides if o.lstrip("+").startswith(f"{key}="))
-        value, config = OverridesParser.create().parse_override(text).value(), deepcopy(config)
+        value = OverridesParser.create().parse_override(text).value()
+        config = deepcopy(config)
         try:
             OmegaConf.update(config, key, value, merge=True, force_add=True)
         except OmegaConfBaseException:
@@ -146,14 +155,23 @@ def tried(
         signal.alarm(LONGEST)
         try:
             # The argument under test is the last one: a key that names where runs go wins.
-            result = posbench(*args[:-1], f"runtime.outputs={outputs}", args[-1], verb=True)
+            result = posbench(
+                *args[:-1], f"runtime.outputs={outputs}", args[-1], verb=True
+            )
         except Exception as error:  # noqa: BLE001
             last = traceback.extract_tb(error.__traceback__)[-1]
             return f"{args}: {error!r:.200} at {last.filename}:{last.lineno}"
         finally:
             signal.alarm(0)
-        told = result.err.startswith("posbench: ") and "Traceback" not in result.err + result.out
-        held = result.status in (0, 2, 3) and (told or not result.status) and not outputs.exists()
+        told = (
+            result.err.startswith("posbench: ")
+            and "Traceback" not in result.err + result.out
+        )
+        held = (
+            result.status in (0, 2, 3)
+            and (told or not result.status)
+            and not outputs.exists()
+        )
         return "" if held else f"{args}: {result!r:.600}"
 
     yield call
@@ -166,9 +184,15 @@ def pairs(name: str) -> tuple[tuple[str, str], ...]:
 
     An experiment composes groups that have a turn of their own: its own keys and the choices remain.
     """
-    raw, group = composed(*configs()[name]).raw, name.split("=")[0]
+    raw = composed(*configs()[name]).raw
+    group = name.split("=")[0]
     there = [group, *GROUPS, "stages"] if group == "experiment" else [group]
-    found = [key for g in there if g in raw for key in (keys(raw[g], g) if g == group else [g])]
+    found = [
+        key
+        for g in there
+        if g in raw
+        for key in (keys(raw[g], g) if g == group else [g])
+    ]
     return tuple((key, kind) for key in found for kind in BAD)
 
 
@@ -176,7 +200,9 @@ def test_a_sample_of_bad_values(tried: Callable[..., str]) -> None:
     wrong = []
     for name in SAMPLE:
         every = pairs(name)
-        wrong += [tried(*configs()[name], f"{key}={BAD[kind]}") for key, kind in every[::STEP]]
+        wrong += [
+            tried(*configs()[name], f"{key}={BAD[kind]}") for key, kind in every[::STEP]
+        ]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 

@@ -23,21 +23,43 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("install")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(work)], check=True
+        [
+            *pip,
+            "wheel",
+            str(ROOT),
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(work),
+        ],
+        check=True,
     )
     (wheel,) = work.glob("posbench-*.whl")
     subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", str(work / "site"), str(wheel)], check=True
+        [
+            *pip,
+            "install",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(work / "site"),
+            str(wheel),
+        ],
+        check=True,
     )
     return work / "site"
 
 
-def _posbench(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def _posbench(
+    installed: Path, cwd: Path, *args: str
+) -> subprocess.CompletedProcess[str]:
     """The installed command line; -P and the path order keep the checkout out."""
     cwd.mkdir(exist_ok=True)
     command = [sys.executable, "-P", *PROCESS[1:], *args]
     environment = os.environ | {"PYTHONPATH": str(installed), "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=environment, check=False
+    )
 
 
 def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None:
@@ -52,10 +74,14 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
             for p in source.rglob("*")
             if p.is_file() and not {"__pycache__", "results"} & {*p.parts}
         }
-        assert wanted and wanted <= {p.relative_to(package / name) for p in (package / name).rglob("*")}
+        assert wanted and wanted <= {
+            p.relative_to(package / name) for p in (package / name).rglob("*")
+        }
     assert not (package / "experiments" / "results").exists()
     (wheel,) = installed.parent.glob("posbench-*.whl")
-    assert {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"posbench"}
+    assert {
+        name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()
+    } == {"posbench"}
 
 
 def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
@@ -71,9 +97,15 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
     listed = _posbench(installed, tmp_path / "empty", "ls")
     assert listed.returncode == 0, listed.stderr
     assert all(
-        name in listed.stdout for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)]
+        name in listed.stdout
+        for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)]
     )
-    few = ["task.limit=3", "task.calibration_examples=4", "search.strings=30", "runtime.intervene_examples=1"]
+    few = [
+        "task.limit=3",
+        "task.calibration_examples=4",
+        "search.strings=30",
+        "runtime.intervene_examples=1",
+    ]
     done = _posbench(installed, tmp_path / "empty", *few, "runtime.resamples=100")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "empty/outputs/kv_retrieval/v001").glob("tiny__*")
@@ -87,8 +119,15 @@ def test_a_config_dir_of_the_user(
 ) -> None:
     own = tmp_path / "own" / "model"
     own.mkdir(parents=True)
-    own.joinpath("mine.yaml").write_text(f"name: mine\npath: {checkpoint}\ndtype: float32\n")
+    own.joinpath("mine.yaml").write_text(
+        f"name: mine\npath: {checkpoint}\ndtype: float32\n"
+    )
     rest = [o for o in small if not o.startswith("model")]
-    done = _posbench(installed, tmp_path / "empty", "--config-dir", "../own", "model=mine", *rest)
+    done = _posbench(
+        installed, tmp_path / "empty", "--config-dir", "../own", "model=mine", *rest
+    )
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "empty/outputs/kv_retrieval/v001").glob("mine__*/DONE"))) == 1
+    assert (
+        len(list((tmp_path / "empty/outputs/kv_retrieval/v001").glob("mine__*/DONE")))
+        == 1
+    )

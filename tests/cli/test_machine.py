@@ -15,7 +15,13 @@ from posbench.run import claim
 from posbench.run.folder import RunDir, checked, opened
 from tests.conftest import Result, config_of, run_folders
 
-ROLLOUT = ["study=rollout", "study.prompts=2", "study.tokens=24", "study.parts=3", "stages=[study]"]
+ROLLOUT = [
+    "study=rollout",
+    "study.prompts=2",
+    "study.tokens=24",
+    "study.parts=3",
+    "stages=[study]",
+]
 
 
 def fault(number: int) -> OSError:
@@ -25,7 +31,11 @@ def fault(number: int) -> OSError:
 STOPS = {
     "disk full": (fault(errno.ENOSPC), 3, "No space left on device"),
     "quota": (fault(errno.EDQUOT), 3, "file = '/full/rows'"),
-    "no permission": (PermissionError(errno.EACCES, "Permission denied"), 3, "Permission denied"),
+    "no permission": (
+        PermissionError(errno.EACCES, "Permission denied"),
+        3,
+        "Permission denied",
+    ),
     "memory": (MemoryError("of an array"), 3, "memory = 'of an array'"),
     "SIGTERM": (None, 143, "stopped; the same command resumes"),
 }
@@ -33,7 +43,11 @@ STOPS = {
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_it_is_one_line_and_the_same_command_resumes(
-    stop: str, posbench: Callable[..., Result], outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: str,
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     error, status, text = STOPS[stop]
     scratch = tmp_path / "scratch"
@@ -48,9 +62,13 @@ def test_it_is_one_line_and_the_same_command_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(RunDir, "append", stops)
         told = posbench(*ROLLOUT)
-    assert told.status == status and told.err.count("\n") == 1 and text in told.err, told.err
+    assert told.status == status and told.err.count("\n") == 1 and text in told.err, (
+        told.err
+    )
     (folder,) = run_folders(outputs)
-    assert opened(folder).status()["state"] == "failed" and not list(scratch.glob("posbench-*"))
+    assert opened(folder).status()["state"] == "failed" and not list(
+        scratch.glob("posbench-*")
+    )
     if stop == "SIGTERM":
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert posbench(*ROLLOUT).status == 0
@@ -73,21 +91,38 @@ def test_a_finished_run_is_shown_where_nothing_can_be_written(
     assert shown.status == 0 and "finished before" in shown.out and not shown.err
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
     refused = posbench(*ROLLOUT, "study.tokens=25")
-    assert refused.status == 3 and refused.err.count("\n") == 1 and "runtime.outputs" in refused.err
+    assert (
+        refused.status == 3
+        and refused.err.count("\n") == 1
+        and "runtime.outputs" in refused.err
+    )
     monkeypatch.undo()
     (outputs.parent / "file").write_text("")
-    assert posbench(*ROLLOUT, f"runtime.outputs={outputs.parent / 'file'}", verb=True).status == 2
+    assert (
+        posbench(
+            *ROLLOUT, f"runtime.outputs={outputs.parent / 'file'}", verb=True
+        ).status
+        == 2
+    )
 
 
 def test_names_are_no_markup(posbench: Callable[..., Result], tmp_path: Path) -> None:
     folder = tmp_path / "x[/y]z a[b]c :apple:"
     args = [*ROLLOUT, f"runtime.outputs='{folder}'"]
-    first, again = posbench(*args, verb=True), posbench(*args, verb=True)
+    first = posbench(*args, verb=True)
+    again = posbench(*args, verb=True)
     for shown in (first, again):
-        assert shown.status == 0 and f"run: {folder}" in shown.out.replace("\n", ""), shown
+        assert shown.status == 0 and f"run: {folder}" in shown.out.replace("\n", ""), (
+            shown
+        )
 
 
-SMALL = ["task.limit=4", "runtime.batch_tokens=512", "runtime.intervene_examples=2", "runtime.resamples=100"]
+SMALL = [
+    "task.limit=4",
+    "runtime.batch_tokens=512",
+    "runtime.intervene_examples=2",
+    "runtime.resamples=100",
+]
 
 
 def test_a_run_that_goes_on_on_another_processor_says_so(
@@ -99,15 +134,27 @@ def test_a_run_that_goes_on_on_another_processor_says_so(
     with monkeypatch.context() as patch:
         patch.setattr("posbench.pipeline.identity.hardware", lambda: "another machine")
         again = posbench(*SMALL, "stages=[intervene]")
-        assert again.status == 0 and opened(folder).hardware() == [first], "nothing was computed there"
+        assert again.status == 0 and opened(folder).hardware() == [first], (
+            "nothing was computed there"
+        )
         drawn = posbench(*SMALL, "stages=[intervene,report]")
-        assert drawn.status == 0 and opened(folder).hardware() == [first], "a page is no row"
+        assert drawn.status == 0 and opened(folder).hardware() == [first], (
+            "a page is no row"
+        )
         more = posbench(*SMALL, "stages=[intervene,evaluate,report]")
-    assert more.status == 0 and f"begun on {first}, continued on another machine" in more.out
-    assert opened(folder).facts("provenance.json")["other_hardware"] == ["another machine"]
+    assert (
+        more.status == 0
+        and f"begun on {first}, continued on another machine" in more.out
+    )
+    assert opened(folder).facts("provenance.json")["other_hardware"] == [
+        "another machine"
+    ]
     assert checked(folder).done
     page = (folder / "report.html").read_text()
-    assert "another machine" in page and "Several machines made the rows of this run" in page
+    assert (
+        "another machine" in page
+        and "Several machines made the rows of this run" in page
+    )
 
 
 def test_shards_of_several_machines_are_named(
@@ -120,7 +167,9 @@ def test_shards_of_several_machines_are_named(
     assert opened(folder).hardware() == [], "who prepares a folder makes no row"
     for number, machine in enumerate(("one", "other")):
         with monkeypatch.context() as patch:
-            patch.setattr("posbench.pipeline.together.hardware", lambda machine=machine: machine)
+            patch.setattr(
+                "posbench.pipeline.together.hardware", lambda machine=machine: machine
+            )
             part = posbench("resume", str(folder), f"--part={number}/2", verb=True)
             assert part.status == 0, part.err
     with monkeypatch.context() as patch:

@@ -11,13 +11,30 @@ from posbench.cli.main import main
 from tests.browser import looks
 from tests.conftest import run_folders
 
-FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=6", "runtime.resamples=100"]
-SEARCH = ["method=layer_scaling", "search=genetic", "search.population=6", "search.parents=3"]
-SEARCH += ["search.mutations=3", "search.crossovers=2", "search.generations=2", "task.calibration_examples=6"]
+FEW = [
+    "task.pairs=12",
+    "task.positions=[0,5,11]",
+    "task.limit=6",
+    "runtime.resamples=100",
+]
+SEARCH = [
+    "method=layer_scaling",
+    "search=genetic",
+    "search.population=6",
+    "search.parents=3",
+]
+SEARCH += [
+    "search.mutations=3",
+    "search.crossovers=2",
+    "search.generations=2",
+    "task.calibration_examples=6",
+]
 
 
 @pytest.fixture(scope="module")
-def pages(small: list[str], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(
+    small: list[str], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A page of each kind, by its title."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(checkpoint, folder / "a" / "another-checkpoint-of-the-same-family")
@@ -25,14 +42,23 @@ def pages(small: list[str], checkpoint: Path, tmp_path_factory: pytest.TempPathF
     out = f"runtime.outputs={folder / 'outputs'}"
     run = [key for key in small if not key.startswith(("stages=", "model.path="))]
     run += ["stages=[search,intervene,evaluate,report]"]
-    calls = [[*run, f"model.path={checkpoint}"], [*SEARCH, *FEW, "stages=[search,report]"]]
+    calls = [
+        [*run, f"model.path={checkpoint}"],
+        [*SEARCH, *FEW, "stages=[search,report]"],
+    ]
     calls += [["-m", *run, both], ["-m", "method.factor=0,0.5,2", *FEW]]
     calls += [["-m", "study=crop_mask", "model=tiny,tiny_b", "study.examples=6", *FEW]]
     for call in calls:
         assert main([*call, out]) == 0
     assert main(["report", str(folder / "outputs")]) == 0
-    found = {str(run.relative_to(folder)): run / "report.html" for run in run_folders(folder / "outputs")}
-    found |= {str(file.parent): file for file in folder.glob("outputs/*/v*/sweep__*/report.html")}
+    found = {
+        str(run.relative_to(folder)): run / "report.html"
+        for run in run_folders(folder / "outputs")
+    }
+    found |= {
+        str(file.parent): file
+        for file in folder.glob("outputs/*/v*/sweep__*/report.html")
+    }
     return found | {"gallery": folder / "outputs" / "gallery" / "index.html"}
 
 

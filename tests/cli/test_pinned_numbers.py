@@ -13,8 +13,15 @@ from tests.conftest import run_folders
 from tests.rounding import assert_same
 
 PINNED = Path(__file__).parents[1] / "data" / "pinned"
-RENAMED = {"position": "gold_position", "pair": "item", "low": "ci_low", "high": "ci_high"}
-RENAMED_IN = {"crop_mask_layers": {"ci_low": "change_ci_low", "ci_high": "change_ci_high"}}
+RENAMED = {
+    "position": "gold_position",
+    "pair": "item",
+    "low": "ci_low",
+    "high": "ci_high",
+}
+RENAMED_IN = {
+    "crop_mask_layers": {"ci_low": "change_ci_low", "ci_high": "change_ci_high"}
+}
 FROM_ZERO = {("facts", "layer")}
 """Columns that were counted from 1."""
 WORDS = {"claim", "statistic", "note", "source"}
@@ -35,22 +42,31 @@ def read(file: Path) -> pd.DataFrame:
 
 def assert_same_table(after: pd.DataFrame, before: pd.DataFrame) -> None:
     """Decisions, counts and texts are the same; numbers up to rounding."""
-    floats = [column for column in before if pd.api.types.is_float_dtype(before[column])]
+    floats = [
+        column for column in before if pd.api.types.is_float_dtype(before[column])
+    ]
     for column in set(before) - set(floats):
-        assert after[column].astype(str).tolist() == before[column].astype(str).tolist(), column
+        assert (
+            after[column].astype(str).tolist() == before[column].astype(str).tolist()
+        ), column
     numbers = before[floats]
     scale = numbers.where(numbers != 0, 1.0).abs()
     if (numbers < 0).any(axis=None):
         scale[:] = numbers.drop(columns="depth", errors="ignore").abs().max(axis=None)
-    assert_same(after[floats].astype(float) / scale, numbers / scale, ROUNDED, "pinned tables")
+    assert_same(
+        after[floats].astype(float) / scale, numbers / scale, ROUNDED, "pinned tables"
+    )
 
 
-@pytest.mark.parametrize("job", sorted(folder.name for folder in PINNED.iterdir() if folder.is_dir()))
+@pytest.mark.parametrize(
+    "job", sorted(folder.name for folder in PINNED.iterdir() if folder.is_dir())
+)
 def test_every_number_is_what_it_was(job: str, posbench, outputs: Path) -> None:
     assert posbench(*(PINNED / job / "command.txt").read_text().split()).status == 0
     (run,) = run_folders(outputs)
     for file in (PINNED / job).glob("*.csv"):
-        before, after = read(file), read(run / file.name)
+        before = read(file)
+        after = read(run / file.name)
         before.columns = [new_name(file.stem, column) for column in before]
         for column in [column for table, column in FROM_ZERO if table == file.stem]:
             before[column] -= 1
@@ -58,10 +74,21 @@ def test_every_number_is_what_it_was(job: str, posbench, outputs: Path) -> None:
         assert_same_table(after[kept], before[kept])
     if (PINNED / job / "found.yaml").is_file():
         (before,), (after,) = (
-            yaml.safe_load((folder / "found.yaml").read_text()).values() for folder in (PINNED / job, run)
+            yaml.safe_load((folder / "found.yaml").read_text()).values()
+            for folder in (PINNED / job, run)
         )
         # Since then also the gain on held-back prompts, which the search itself does not see.
         assert_same_table(
-            pd.DataFrame([{key: value for key, value in after.items() if key not in WORDS | {"held_back"}}]),
-            pd.DataFrame([{key: value for key, value in before.items() if key not in WORDS}]),
+            pd.DataFrame(
+                [
+                    {
+                        key: value
+                        for key, value in after.items()
+                        if key not in WORDS | {"held_back"}
+                    }
+                ]
+            ),
+            pd.DataFrame(
+                [{key: value for key, value in before.items() if key not in WORDS}]
+            ),
         )

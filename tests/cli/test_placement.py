@@ -38,7 +38,11 @@ from tests.rounding import assert_same, family_noise
 
 PYTHON = "POSBENCH_CUDA_PYTHON"
 ALL = every([paths.CONF], {})
-TRAINED = ("gradient", "router", "synthetic_training")  # by gradients, which are zeros here
+TRAINED = (
+    "gradient",
+    "router",
+    "synthetic_training",
+)  # by gradients, which are zeros here
 RUN = [name for name, job in JOBS.items() if job.model]
 ON_ONE = [
     *RUN,
@@ -48,18 +52,39 @@ ON_ONE = [
     "throughput",
 ]  # those without a model of the user's
 
-cuda = pytest.mark.skipif(torch.version.cuda is None, reason=f"needs a build of torch for CUDA: see {PYTHON}")
+cuda = pytest.mark.skipif(
+    torch.version.cuda is None, reason=f"needs a build of torch for CUDA: see {PYTHON}"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(PYTHON not in os.environ or torch.version.cuda is not None, reason=f"{PYTHON} is not set")
+@pytest.mark.skipif(
+    PYTHON not in os.environ or torch.version.cuda is not None,
+    reason=f"{PYTHON} is not set",
+)
 def test_in_the_python_that_has_the_build() -> None:
     here = f"{__file__}::{test_in_the_python_that_has_the_build.__name__}"
-    command = [os.environ[PYTHON], "-m", "pytest", "-m", "slow", __file__, f"--deselect={here}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, (
-        done.stdout + done.stderr
+    command = [
+        os.environ[PYTHON],
+        "-m",
+        "pytest",
+        "-m",
+        "slow",
+        __file__,
+        f"--deselect={here}",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
     )
+    assert (
+        done.returncode == 0
+        and " passed" in done.stdout
+        and "skipped" not in done.stdout
+    ), done.stdout + done.stderr
 
 
 def answers(lm: LM) -> dict[str, Any]:
@@ -67,7 +92,9 @@ def answers(lm: LM) -> dict[str, Any]:
     prompts = [[5, 6, 7, 8, 9, 10, 11] * 5, [3, 4, 5]]
     fixed: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     out = {}
-    for name, method in applicable(lm, ALL, lambda choice: choice.cls.example(lm)).items():
+    for name, method in applicable(
+        lm, ALL, lambda choice: choice.cls.example(lm)
+    ).items():
         with method.applied(lm), torch.inference_mode():
             given = lm.pad(prompts)
             logits = lm.model(**given, logits_to_keep=1).logits[:, -1].cpu().numpy()
@@ -87,7 +114,9 @@ def placed(family: str, gpus: int) -> LM:
     with _disable_current_modes():
         model = build(family)
         if hasattr(model.config, "_experts_implementation"):
-            model.set_experts_implementation("eager")  # the faster ones ask the driver what it can do
+            model.set_experts_implementation(
+                "eager"
+            )  # the faster ones ask the driver what it can do
         places = halves(model) if gpus == 2 else {"": "cuda:0"}
     assert len(set(places.values())) == gpus
     return posbench.load(place(model, places))
@@ -113,10 +142,17 @@ def test_methods(family: str, gpus: int) -> None:
 
 def tables(folder: Path, timed: Sequence[str]) -> dict[str, pd.DataFrame]:
     """The tables of a run, without times."""
-    found = {file.name: pd.read_csv(file, keep_default_na=False) for file in sorted(folder.glob("*.csv"))}
+    found = {
+        file.name: pd.read_csv(file, keep_default_na=False)
+        for file in sorted(folder.glob("*.csv"))
+    }
     times = {"hardware", "versions"}
     return {
-        name: table.drop(columns=[c for c in table if c in times or any(re.fullmatch(t, c) for t in timed)])
+        name: table.drop(
+            columns=[
+                c for c in table if c in times or any(re.fullmatch(t, c) for t in timed)
+            ]
+        )
         for name, table in found.items()
     }
 
@@ -124,11 +160,16 @@ def tables(folder: Path, timed: Sequence[str]) -> dict[str, pd.DataFrame]:
 @pytest.mark.slow
 @cuda
 @pytest.mark.parametrize(
-    ("name", "where"), [*((n, "device=cuda:0") for n in ON_ONE), *((n, "device_map=balanced") for n in RUN)]
+    ("name", "where"),
+    [
+        *((n, "device=cuda:0") for n in ON_ONE),
+        *((n, "device_map=balanced") for n in RUN),
+    ],
 )
 def test_searches_studies_and_stages(name: str, where: str, tmp_path: Path) -> None:
     """All tables are those of the CPU."""
-    job, made = JOBS[name], []
+    job = JOBS[name]
+    made = []
     args = [arg for arg in job.args(tmp_path) if not arg.startswith("runtime.device=")]
     for there, inside in (("device=cpu", nullcontext()), (where, placing())):
         # Where a run is computed is no part of what it is called: folders of their own.
@@ -141,7 +182,9 @@ def test_searches_studies_and_stages(name: str, where: str, tmp_path: Path) -> N
     if name in (*TRAINED, "gpu_check"):
         return
     for file, table in want.items():
-        pd.testing.assert_frame_equal(got[file], table, atol=1e-4, rtol=1e-4, obj=f"{name} {file}")
+        pd.testing.assert_frame_equal(
+            got[file], table, atol=1e-4, rtol=1e-4, obj=f"{name} {file}"
+        )
 
 
 @pytest.mark.slow
@@ -149,19 +192,29 @@ def test_searches_studies_and_stages(name: str, where: str, tmp_path: Path) -> N
 def test_the_check_of_gpus_passes() -> None:
     study = GpuCheck(prompts=4)
     with placing():
-        plan = [s for s in setups(torch.device("cuda:0"), 2, flash=False) if not s.missing]
+        plan = [
+            s for s in setups(torch.device("cuda:0"), 2, flash=False) if not s.missing
+        ]
         run: Any = SimpleNamespace(every=ALL, console=Console())
         rows = pd.DataFrame(
-            [r for m in ("tiny", "check_gemma2") for r in Checked(m, run, study.asked()).rows(plan)]
+            [
+                r
+                for m in ("tiny", "check_gemma2")
+                for r in Checked(m, run, study.asked()).rows(plan)
+            ]
         )
-    assert set(rows["verdict"]) == {"passed"}, rows[rows["verdict"] != "passed"].to_string()
+    assert set(rows["verdict"]) == {"passed"}, rows[
+        rows["verdict"] != "passed"
+    ].to_string()
     assert set(rows["device"]) == {"cuda:0", "cuda:0, cuda:1"}
 
 
 @pytest.mark.slow
 @cuda
 @pytest.mark.parametrize(("gpus", "wrong"), [(1, "cpu"), (2, "cuda:0")])
-def test_a_wrong_device_is_found(gpus: int, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_device_is_found(
+    gpus: int, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tensor of one method that is made on the CPU, or on the first of two GPUs whatever the layer's is."""
     scale = ScaleChannel.scale
 

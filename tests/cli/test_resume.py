@@ -31,7 +31,9 @@ def _only(outputs: Path) -> Path:
     return folder
 
 
-def test_killed_at_any_moment(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_moment(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All stages, in this process; tests/cli/test_kills.py kills every search and study sixty times."""
     args = [*small, "task.limit=4", "task.calibration_examples=4"]
     monkeypatch.setattr("posbench.run.base.load", loaded_once(args))
@@ -66,7 +68,11 @@ def test_a_finished_run_repeats_no_work(
     outputs: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = {p: p.read_bytes() for p in finished.iterdir() if p.suffix in (".jsonl", ".csv", ".yaml")}
+    before = {
+        p: p.read_bytes()
+        for p in finished.iterdir()
+        if p.suffix in (".jsonl", ".csv", ".yaml")
+    }
     inodes = {p: p.stat().st_ino for p in before if p.suffix == ".jsonl"}
     sizes = _count_work(monkeypatch)
     for module in (
@@ -74,7 +80,9 @@ def test_a_finished_run_repeats_no_work(
         "search.channel.candidate_losses",
         "pipeline.stages.intervene.attention_to_items",
     ):
-        monkeypatch.setattr(f"posbench.{module}", lambda *args: pytest.fail("work was repeated"))
+        monkeypatch.setattr(
+            f"posbench.{module}", lambda *args: pytest.fail("work was repeated")
+        )
     assert posbench(*small).status == 0
     assert sizes == []
     assert {p: p.read_bytes() for p in before} == before
@@ -90,7 +98,8 @@ def test_damaged_rows_are_computed_again(
     small: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file, wanted = finished / evaluate.FILE, _results(finished)
+    file = finished / evaluate.FILE
+    wanted = _results(finished)
     whole = file.read_bytes()
     lines = whole.splitlines(keepends=True)
     if damage == "torn":
@@ -99,7 +108,11 @@ def test_damaged_rows_are_computed_again(
         file.write_bytes(whole[:-1])
     elif damage == "flipped":
         at = lines[3].index(b'"accuracy": ') + len(b'"accuracy": ')
-        flipped = lines[3][:at] + (b"1" if lines[3][at : at + 1] == b"0" else b"0") + lines[3][at + 1 :]
+        flipped = (
+            lines[3][:at]
+            + (b"1" if lines[3][at : at + 1] == b"0" else b"0")
+            + lines[3][at + 1 :]
+        )
         assert flipped != lines[3]
         file.write_bytes(b"".join([*lines[:3], flipped, *lines[4:]]))
     elif damage == "errored":
@@ -108,7 +121,8 @@ def test_damaged_rows_are_computed_again(
         row = json.loads(lines[5])
         file.write_bytes(b"".join([*lines[:5], *lines[6:]]))
         RunDir(finished).append(
-            evaluate.FILE, [{"method": row["method"], "id": row["id"], "error": "out of memory"}]
+            evaluate.FILE,
+            [{"method": row["method"], "id": row["id"], "error": "out of memory"}],
         )
     else:
         file.write_bytes(whole + b"[1, 2]\n\xff\xfe\n{}\n")
@@ -122,10 +136,13 @@ def test_damaged_rows_are_computed_again(
         # The batch of 8 is asked again; what both sessions read adds up, one reply token a prompt. Both
         # methods read all tokens of the prompts but the last once, and these 36 are one group.
         assert ("evaluate 64/72 (88 %)" in result.out) is (damage == "torn")
-        tokens, again = [json.loads(line)["tokens"] for line in lines], 8 if damage == "torn" else 0
+        tokens = [json.loads(line)["tokens"] for line in lines]
+        again = 8 if damage == "torn" else 0
         spent = opened(finished).status()["spent"]["evaluate"]
         once = sum(tokens[:36]) - 36
-        assert spent["prompt_tokens"] == once * (2 if again else 1) + len(tokens) + again
+        assert (
+            spent["prompt_tokens"] == once * (2 if again else 1) + len(tokens) + again
+        )
         assert spent["reply_tokens"] == len(tokens) + again
     assert _results(finished) == wanted
     rows = [json.loads(line) for line in file.read_bytes().splitlines()]
@@ -142,7 +159,8 @@ def test_an_error_in_a_batch_is_recorded_and_retried(
     finished: Path,
     tmp_path: Path,
 ) -> None:
-    generate, calls = LM._generate_batch, []
+    generate = LM._generate_batch
+    calls = []
 
     def fails_once(lm: LM, rows: list[list[int]], *args: int) -> list[str]:
         calls.append(len(rows))
@@ -153,11 +171,18 @@ def test_an_error_in_a_batch_is_recorded_and_retried(
     monkeypatch.setattr(LM, "_generate_batch", fails_once)
     other = tmp_path / "other"
     first = posbench(*small, f"runtime.outputs={other}", verb=True)
-    assert first.status == 1 and "8 rows of predictions.jsonl failed" in first.err and "again" in first.err
+    assert (
+        first.status == 1
+        and "8 rows of predictions.jsonl failed" in first.err
+        and "again" in first.err
+    )
     folder = _only(other)
     assert not (folder / "DONE").exists() and not (folder / "metrics.csv").exists()
     assert (
-        sum("error" in json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines())
+        sum(
+            "error" in json.loads(line)
+            for line in (folder / evaluate.FILE).read_text().splitlines()
+        )
         == calls[1]
     )
     assert json.loads((folder / "status.json").read_text())["state"] == "incomplete"
@@ -172,7 +197,8 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
     finished: Path,
     tmp_path: Path,
 ) -> None:
-    generate, calls = LM._generate_batch, []
+    generate = LM._generate_batch
+    calls = []
 
     def holds_three(lm: LM, rows: list[list[int]], *args: Any) -> list[str]:
         calls.append(len(rows))
@@ -187,23 +213,35 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
     # runs in quarters.
     assert calls == [8, 4, *[2] * 32, *[1] * 8]
     folder = _only(other)
-    assert pd.read_csv(folder / "metrics.csv").equals(pd.read_csv(finished / "metrics.csv"))
+    assert pd.read_csv(folder / "metrics.csv").equals(
+        pd.read_csv(finished / "metrics.csv")
+    )
     monkeypatch.setattr(
-        LM, "_generate_batch", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+        LM,
+        "_generate_batch",
+        lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")),
     )
     full = posbench(
-        *small, f"runtime.outputs={tmp_path / 'full'}", "stages=[evaluate]", "method=none", verb=True
+        *small,
+        f"runtime.outputs={tmp_path / 'full'}",
+        "stages=[evaluate]",
+        "method=none",
+        verb=True,
     )
     assert full.status == 1 and "36 rows of predictions.jsonl failed" in full.err
 
 
-def test_one_process_per_folder(finished: Path, posbench: Callable[..., Result], small: list[str]) -> None:
+def test_one_process_per_folder(
+    finished: Path, posbench: Callable[..., Result], small: list[str]
+) -> None:
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
     with owned(finished):
         second = posbench(*small)
     assert second.status == 2 and second.err.count("\n") == 1
     assert (
-        "run folder" in second.err and str(finished) in second.err and "one process at a time" in second.err
+        "run folder" in second.err
+        and str(finished) in second.err
+        and "one process at a time" in second.err
     )
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
     assert posbench(*small).status == 0
@@ -238,7 +276,9 @@ def test_the_unmodified_model_is_evaluated_once(
     assert other.parent == finished.parent
 
     def unmodified(folder: Path) -> list[Row]:
-        return [row for row in opened(folder).rows(evaluate.FILE) if row["method"] == "none"]
+        return [
+            row for row in opened(folder).rows(evaluate.FILE) if row["method"] == "none"
+        ]
 
     assert unmodified(other) == unmodified(finished) and len(unmodified(other)) == 36
 
@@ -249,7 +289,8 @@ def test_rescore_needs_no_model(
     table = (finished / "metrics.csv").read_bytes()
     (finished / "metrics.csv").unlink()
     monkeypatch.setattr(
-        "posbench.model.load._load_checkpoint", lambda *args: pytest.fail("a model was loaded")
+        "posbench.model.load._load_checkpoint",
+        lambda *args: pytest.fail("a model was loaded"),
     )
     result = posbench("rescore", str(finished), verb=True)
     assert result.status == 0, result.err
@@ -258,12 +299,19 @@ def test_rescore_needs_no_model(
 
 
 def test_interrupt_from_the_keyboard(
-    posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LM, "_generate_batch", interrupt)
     result = posbench(*small)
-    assert result.status == 130 and "the same command resumes" in result.err and "Traceback" not in result.err
+    assert (
+        result.status == 130
+        and "the same command resumes" in result.err
+        and "Traceback" not in result.err
+    )
     assert not (_only(outputs) / "DONE").exists()

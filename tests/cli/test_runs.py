@@ -21,15 +21,21 @@ FEW = ["task.limit=4", "method.channel=3", "method.layers=[1,2]", "stages=[evalu
 def test_a_sweep_over_the_task_is_found_compared_and_scored_again(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
-    assert posbench("-m", *small, *FEW, "method.factor=0.5", "task.seed=1,2").status == 0
+    assert (
+        posbench("-m", *small, *FEW, "method.factor=0.5", "task.seed=1,2").status == 0
+    )
     runs = run_folders(outputs)
     (sweep,) = (outputs / "kv_retrieval").glob("v*/sweep__*")
-    assert {run.parent for run in (*runs, sweep)} == {outputs / "kv_retrieval/v001"} and len(runs) == 2
+    assert {run.parent for run in (*runs, sweep)} == {
+        outputs / "kv_retrieval/v001"
+    } and len(runs) == 2
     listed = posbench("ls", "runs", "--json", "--outputs", str(outputs), verb=True)
     found = {record["run"]: record for record in json.loads(listed.out)}
     assert {record["settings"]["task.seed"] for record in found.values()} == {"1", "2"}
     for run in runs:
-        table = pd.read_csv(run / "metrics.csv").query("gold_position == 'all' and method != 'none'")
+        table = pd.read_csv(run / "metrics.csv").query(
+            "gold_position == 'all' and method != 'none'"
+        )
         own = table.set_index("metric")["value"]
         record = found[run.name.rpartition("__")[2]]
         assert record["folder"] == str(run) and record["score"] == own["accuracy"]
@@ -38,8 +44,14 @@ def test_a_sweep_over_the_task_is_found_compared_and_scored_again(
     assert compared.status == 0 and "unpaired, 0 of its 12 prompts" in compared.err
     _another_score(runs[0])
     summary = pd.read_csv(sweep / "summary.csv")
-    again = posbench("rescore", sweep.name.rpartition("__")[2], "--outputs", str(outputs), verb=True)
-    assert again.status == 0 and "1 of 24 scores changed" in again.out and "0 of 24 scores" in again.out
+    again = posbench(
+        "rescore", sweep.name.rpartition("__")[2], "--outputs", str(outputs), verb=True
+    )
+    assert (
+        again.status == 0
+        and "1 of 24 scores changed" in again.out
+        and "0 of 24 scores" in again.out
+    )
     assert pd.read_csv(sweep / "summary.csv").equals(summary)
     assert not opened(sweep).damaged() and not opened(runs[0]).damaged()
     (runs[1] / "metrics.csv").write_bytes((runs[0] / "metrics.csv").read_bytes())

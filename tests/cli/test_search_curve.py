@@ -67,18 +67,32 @@ def test_a_search_leaves_its_tables_and_figures_and_the_method_uses_what_it_foun
     folder = _only(outputs)
     block = yaml.safe_load((folder / "found.yaml").read_text())["layer_scaling"]
     ran = json.loads((folder / "method.json").read_text())
-    assert ran["points"] == block["points"] and len(block["points"]) == 4 and ran["scales"] is None
-    search, generations = pd.read_csv(folder / "search.csv"), pd.read_csv(folder / "generations.csv")
+    assert (
+        ran["points"] == block["points"]
+        and len(block["points"]) == 4
+        and ran["scales"] is None
+    )
+    search = pd.read_csv(folder / "search.csv")
+    generations = pd.read_csv(folder / "generations.csv")
     assert search["selected"].sum() == 1 and search["unmodified"].sum() == 1
     assert search["fitness"].is_monotonic_decreasing
     weighted = search["beginning"] * 0.2 + search["middle"] * 0.3 + search["end"] * 0.5
-    pd.testing.assert_series_equal(search["fitness"], weighted, check_names=False, rtol=1e-6)
-    assert list(generations["generation"]) == [0, 1, 2, 3] and generations["best"].is_monotonic_increasing
+    pd.testing.assert_series_equal(
+        search["fitness"], weighted, check_names=False, rtol=1e-6
+    )
+    assert (
+        list(generations["generation"]) == [0, 1, 2, 3]
+        and generations["best"].is_monotonic_increasing
+    )
     won = search[search["selected"]].iloc[0]
     assert won["fitness"] == pytest.approx(generations["best"].iloc[-1])
     # The method reads the same scales off the points as the search scored.
-    method = LayerScaling(points=tuple(map(tuple, block["points"])), curve=block["curve"], x=block["x"])
-    assert method.layer_scales(4) == pytest.approx([won[f"scale_{i}"] for i in range(4)])
+    method = LayerScaling(
+        points=tuple(map(tuple, block["points"])), curve=block["curve"], x=block["x"]
+    )
+    assert method.layer_scales(4) == pytest.approx(
+        [won[f"scale_{i}"] for i in range(4)]
+    )
     for name in ("convergence", "curve", "accuracy"):
         assert (folder / "figures" / f"{name}.png").is_file()
     assert "given up" in (folder / "report.html").read_text()
@@ -102,7 +116,8 @@ def test_fitness_is_the_accuracy_that_the_evaluate_stage_would_report(
     )
     with LayerScaling(scales=tuple(row[f"scale_{i}"] for i in range(4))).applied(lm):
         right = [
-            e.answers[0] in lm.generate([e.prompt], max_new_tokens=1)[0] for e in task.examples("calibration")
+            e.answers[0] in lm.generate([e.prompt], max_new_tokens=1)[0]
+            for e in task.examples("calibration")
         ]
     assert row["middle"] == pytest.approx(sum(right) / 6)
 
@@ -113,7 +128,10 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(GENETIC, id="genetic", marks=pytest.mark.slow), pytest.param(GRADIENT, id="gradient")],
+    [
+        pytest.param(GENETIC, id="genetic", marks=pytest.mark.slow),
+        pytest.param(GRADIENT, id="gradient"),
+    ],
 )
 def test_a_killed_search_ends_with_the_same_bytes(
     command: list[str],
@@ -125,7 +143,8 @@ def test_a_killed_search_ends_with_the_same_bytes(
     names = (GeneticSearch if command is GENETIC else GradientSearch).results
     assert posbench(*command, "stages=[search]").status == 0
     whole = _only(outputs)
-    forward, left = LM.pad, [0]
+    forward = LM.pad
+    left = [0]
 
     def pad(lm: LM, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         left[0] -= 1
@@ -139,14 +158,29 @@ def test_a_killed_search_ends_with_the_same_bytes(
         left[0] = moment + 1
         with pytest.raises(Killed):
             posbench(*command, "stages=[search]", f"runtime.outputs={own}", verb=True)
-        assert posbench(*command, "stages=[search]", f"runtime.outputs={own}", verb=True).status == 0
+        assert (
+            posbench(
+                *command, "stages=[search]", f"runtime.outputs={own}", verb=True
+            ).status
+            == 0
+        )
         resumed = _only(own)
         for name in names:
-            assert (resumed / name).read_bytes() == (whole / name).read_bytes(), (moment, name)
-        assert (resumed / "found.yaml").read_bytes() == (whole / "found.yaml").read_bytes()
+            assert (resumed / name).read_bytes() == (whole / name).read_bytes(), (
+                moment,
+                name,
+            )
+        assert (resumed / "found.yaml").read_bytes() == (
+            whole / "found.yaml"
+        ).read_bytes()
         if command is GENETIC:
-            rows = [json.loads(line) for line in (resumed / "search.jsonl").read_text().splitlines()]
-            asked = Counter((tuple(row["scales"]), e) for row in rows for e in row["examples"])
+            rows = [
+                json.loads(line)
+                for line in (resumed / "search.jsonl").read_text().splitlines()
+            ]
+            asked = Counter(
+                (tuple(row["scales"]), e) for row in rows for e in row["examples"]
+            )
             original = (whole / "search.jsonl").read_text().splitlines()
             assert len(rows) == len(original) and max(asked.values()) <= 2
 
@@ -155,7 +189,9 @@ def test_a_search_is_shared_between_runs_that_differ_in_the_stages(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert posbench(*GENETIC, "stages=[search]").status == 0
-    monkeypatch.setattr(GeneticSearch, "search", lambda self, run: pytest.fail("searched again"))
+    monkeypatch.setattr(
+        GeneticSearch, "search", lambda self, run: pytest.fail("searched again")
+    )
     result = posbench(*GENETIC, "stages=[search,evaluate]", "runtime.resamples=101")
     assert result.status == 0, result.err
 
@@ -169,7 +205,8 @@ def test_gradient_lowers_the_loss_and_leaves_scales_to_the_method(
     assert len(epochs) == 3 and epochs["loss"].iloc[-1] < epochs["loss"].iloc[0]
     ran = json.loads((_only(outputs) / "method.json").read_text())
     assert (
-        ran["scales"] == pytest.approx([epochs[f"scale_{i}"].iloc[-1] for i in range(4)])
+        ran["scales"]
+        == pytest.approx([epochs[f"scale_{i}"].iloc[-1] for i in range(4)])
         and ran["points"] is None
     )
 
@@ -177,7 +214,11 @@ def test_gradient_lowers_the_loss_and_leaves_scales_to_the_method(
 def test_the_gradient_is_that_of_the_method_itself() -> None:
     lm = package.load("tiny", dtype="float64")
     task = package.tasks.KVRetrieval(
-        prompt="compact", records="words", calibration_pairs=24, calibration_examples=4, pairs=24
+        prompt="compact",
+        records="words",
+        calibration_pairs=24,
+        calibration_examples=4,
+        pairs=24,
     )
     examples = task.examples("calibration")
     pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
@@ -185,7 +226,11 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
     def loss(values: list[float]) -> float:
         with LayerScaling(scales=tuple(values)).applied(lm):
             return float(
-                lm.answer_loss([e.prompt for e in examples], [e.answers[0] for e in examples]).double().mean()
+                lm.answer_loss(
+                    [e.prompt for e in examples], [e.answers[0] for e in examples]
+                )
+                .double()
+                .mean()
             )
 
     at = [1.1, 1.4, 1.3, 1.6]
@@ -196,8 +241,13 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
     (gradient,) = torch.autograd.grad(own, scales)
     # For the same reason the differences cannot be smaller.
     for layer, slope in enumerate(gradient.tolist()):
-        up, down = ([s + sign * 5e-4 * (i == layer) for i, s in enumerate(at)] for sign in (1, -1))
-        assert slope == pytest.approx((loss(up) - loss(down)) / 1e-3, rel=0.02, abs=5e-3)
+        up, down = (
+            [s + sign * 5e-4 * (i == layer) for i, s in enumerate(at)]
+            for sign in (1, -1)
+        )
+        assert slope == pytest.approx(
+            (loss(up) - loss(down)) / 1e-3, rel=0.02, abs=5e-3
+        )
 
 
 @pytest.mark.parametrize(
@@ -207,9 +257,18 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
             ["method=layer_scaling", "stages=[search]"],
             ["stages", "by channel", "serves scale_channel", "posbench ls searches"],
         ),
-        (["method=scale_channel", "search=genetic"], ["search = 'genetic'", "add method=layer_scaling"]),
-        (["method=none", "search=gradient"], ["search = 'gradient'", "add method=layer_scaling"]),
-        ([*GENETIC, "stages=[search]", "method.points=[[0,1.2]]"], ["method.points", "nothing typed"]),
+        (
+            ["method=scale_channel", "search=genetic"],
+            ["search = 'genetic'", "add method=layer_scaling"],
+        ),
+        (
+            ["method=none", "search=gradient"],
+            ["search = 'gradient'", "add method=layer_scaling"],
+        ),
+        (
+            [*GENETIC, "stages=[search]", "method.points=[[0,1.2]]"],
+            ["method.points", "nothing typed"],
+        ),
         (
             [*GENETIC, "stages=[search]", "search.step_x=1", "search.points=5"],
             ["search.points", "at most 4", "step_x"],
@@ -222,15 +281,23 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
             [*GENETIC, "stages=[search]", "task.calibration_positions=[0,3,20]"],
             ["task.calibration_positions", "0 to 19"],
         ),
-        ([*GENETIC, "stages=[search]", "search.weights=[1,1,1]"], ["search.weights", "sum 1"]),
-        ([*GRADIENT, "stages=[search]", "search.learning_rate=0"], ["search.learning_rate", "above 0"]),
+        (
+            [*GENETIC, "stages=[search]", "search.weights=[1,1,1]"],
+            ["search.weights", "sum 1"],
+        ),
+        (
+            [*GRADIENT, "stages=[search]", "search.learning_rate=0"],
+            ["search.learning_rate", "above 0"],
+        ),
         (
             ["model=tiny_alibi", *GENETIC[1:], "stages=[search]"],
             ["method", "layer_scaling", "rotary position embedding"],
         ),
     ],
 )
-def test_refusals(args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path) -> None:
+def test_refusals(
+    args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path
+) -> None:
     result = posbench(*args)
     assert result.status == 2, result.out
     assert len(result.err.strip().splitlines()) == 1
@@ -242,7 +309,12 @@ def test_without_a_search_that_serves_it_the_method_runs_with_the_published_bloc
     posbench: Callable[..., Result],
 ) -> None:
     # The model's own stages ask for a search, and the default search serves another method: it is left out.
-    result = posbench("model=tiny", "method=layer_scaling", "task.limit=2", "runtime.intervene_examples=1")
+    result = posbench(
+        "model=tiny",
+        "method=layer_scaling",
+        "task.limit=2",
+        "runtime.intervene_examples=1",
+    )
     assert result.status == 0, result.err
     assert "search" not in result.out.split("constants:")[0]
 
@@ -251,9 +323,13 @@ def test_scales_are_found_with_the_other_methods_of_the_list_applied(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
     command = [
-        part.replace("method=layer_scaling", "method=[layer_scaling,scale_channel]") for part in GENETIC
+        part.replace("method=layer_scaling", "method=[layer_scaling,scale_channel]")
+        for part in GENETIC
     ]
-    assert posbench(*command, "search.generations=0", "stages=[search,evaluate]").status == 0
+    assert (
+        posbench(*command, "search.generations=0", "stages=[search,evaluate]").status
+        == 0
+    )
     folder = _only(outputs)
     row = pd.read_csv(folder / "search.csv").query("selected").iloc[0]
     block = yaml.safe_load((folder / "found.yaml").read_text())["layer_scaling"]
@@ -269,10 +345,16 @@ def test_scales_are_found_with_the_other_methods_of_the_list_applied(
         calibration_examples=6,
         calibration_positions=(10,),
     )
-    channel = ScaleChannel(**{key: parts["scale_channel"][key] for key in ("channel", "factor", "layers")})
-    with LayerScaling(scales=tuple(row[f"scale_{i}"] for i in range(4))).applied(lm), channel.applied(lm):
+    channel = ScaleChannel(
+        **{key: parts["scale_channel"][key] for key in ("channel", "factor", "layers")}
+    )
+    with (
+        LayerScaling(scales=tuple(row[f"scale_{i}"] for i in range(4))).applied(lm),
+        channel.applied(lm),
+    ):
         right = [
-            e.answers[0] in lm.generate([e.prompt], max_new_tokens=1)[0] for e in task.examples("calibration")
+            e.answers[0] in lm.generate([e.prompt], max_new_tokens=1)[0]
+            for e in task.examples("calibration")
         ]
     assert row["middle"] == pytest.approx(sum(right) / 6)
 
@@ -295,16 +377,24 @@ def test_a_channel_is_found_with_the_scales_of_the_list_applied(
     row = pd.read_csv(_only(outputs) / "search.csv").iloc[0]
     lm = package.load("tiny")
     task = package.tasks.KVRetrieval(
-        prompt="compact", records="words", pairs=32, calibration_pairs=32, calibration_examples=4
+        prompt="compact",
+        records="words",
+        pairs=32,
+        calibration_pairs=32,
+        calibration_examples=4,
     )
     examples = task.examples("calibration")
     pairs = [e.prompt for e in examples], [e.answers[0] for e in examples]
     channel = ScaleChannel(
-        channel=int(row["channel"]), factor=-1.0, layers=(int(row["layer_first"]), int(row["layer_last"]))
+        channel=int(row["channel"]),
+        factor=-1.0,
+        layers=(int(row["layer_first"]), int(row["layer_last"])),
     )
     with LayerScaling(scales=(1.1, 1.9, 1.2, 1.6)).applied(lm):
         noise = embedded_noise("tiny", log_probabilities)
-        assert_same(row["loss_unmodified"], lm.answer_loss(*pairs).mean(), noise, "losses")
+        assert_same(
+            row["loss_unmodified"], lm.answer_loss(*pairs).mean(), noise, "losses"
+        )
         with channel.applied(lm):
             assert_same(row["loss"], lm.answer_loss(*pairs).mean(), noise, "losses")
     assert abs(row["loss_unmodified"] - lm.answer_loss(*pairs).mean().item()) > 1e-2

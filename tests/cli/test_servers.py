@@ -40,7 +40,9 @@ def transformers_serve(folder: Path) -> Iterator[str]:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     asked = [str(folder), "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-    with subprocess.Popen([sys.executable, "-c", *SERVE, *asked], stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", *SERVE, *asked], stderr=subprocess.DEVNULL
+    ) as process:
         try:
             look = build_opener(ProxyHandler({}))
             for _ in range(600):
@@ -63,7 +65,9 @@ def test_transformers_serve_replies_as_the_model_in_process(
     folder = shutil.copytree(paths.MODELS / "tiny", tmp_path / "tiny")
     assert posbench("model=tiny", "method=none", "stages=[evaluate]", *FEW).status == 0
     with transformers_serve(folder) as url:
-        result = posbench("model=tiny", f"model.base_url={url}", f"model.served={folder}", *FEW)
+        result = posbench(
+            "model=tiny", f"model.base_url={url}", f"model.served={folder}", *FEW
+        )
     assert result.status == 0, result.err
     assert "counted other tokens" not in " ".join(result.out.split())
     served = replies(outputs, "served")
@@ -71,15 +75,24 @@ def test_transformers_serve_replies_as_the_model_in_process(
 
 
 @pytest.mark.slow
-def test_llama_cpp_serves_the_fix_as_it_is_in_process(posbench: Call, outputs: Path, tmp_path: Path) -> None:
+def test_llama_cpp_serves_the_fix_as_it_is_in_process(
+    posbench: Call, outputs: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("xllamacpp")
     fix = ["model=tiny", "method.last=all"]
     out = str(tmp_path / "fixed")
     assert posbench("export", *fix, "--to", "gguf", "--out", out, verb=True).status == 0
     assert posbench(*fix, "stages=[evaluate]", *FEW).status == 0
     server = serve(Path(out) / "model.gguf", 512)
-    result = posbench("model=tiny", "model.name=fixed", f"model.base_url={server.listening_address}/v1", *FEW)
+    result = posbench(
+        "model=tiny",
+        "model.name=fixed",
+        f"model.base_url={server.listening_address}/v1",
+        *FEW,
+    )
     assert result.status == 0, result.err
     assert "counted other tokens" not in " ".join(result.out.split())
     served = replies(outputs, "served")
-    assert len(served) == 180 and served == replies(outputs, "scale_channel") != replies(outputs, "none")
+    assert len(served) == 180 and served == replies(
+        outputs, "scale_channel"
+    ) != replies(outputs, "none")

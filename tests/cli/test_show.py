@@ -24,21 +24,39 @@ def test_examples_of_a_run_are_shown(
     channel = ["method.channel=3", "method.factor=0", "method.layers=[1,2]"]
     assert posbench(*small[:-1], *channel, "stages=[evaluate]").status == 0
     (folder,) = run_folders(outputs)
-    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "predictions.jsonl").read_text().splitlines()
+    ]
     ids = list(dict.fromkeys(row["id"] for row in rows))
     missed = {row["id"] for row in rows if row["scores"]["accuracy"] < 1}
     assert all(len(row["answers"]) == 1 for row in rows) and missed
     # Some, all, and the wrong ones.
     shown = posbench("show", str(folder), verb=True)
-    assert shown.status == 0 and shown.out.count("\nid ") == 5 and f"{len(ids) - 5} more: " in shown.out
-    assert shown.out.startswith(f"{len(missed)} of {len(ids)} examples are scored below 1")
+    assert (
+        shown.status == 0
+        and shown.out.count("\nid ") == 5
+        and f"{len(ids) - 5} more: " in shown.out
+    )
+    assert shown.out.startswith(
+        f"{len(missed)} of {len(ids)} examples are scored below 1"
+    )
     wrong = posbench("show", str(folder), "--wrong", "--all", verb=True).out
-    assert {line.split(",")[0][3:] for line in wrong.splitlines() if line.startswith("id ")} == missed
+    assert {
+        line.split(",")[0][3:] for line in wrong.splitlines() if line.startswith("id ")
+    } == missed
     # One in full: both methods, the answer of the row, the prompt of the task.
     (one,) = (row for row in rows if row["id"] == ids[7] and row["method"] == "none")
     text = posbench("show", str(folder), "--id", ids[7], verb=True).out
-    assert f"expected: {one['answers'][0]}\nunmodified: accuracy {one['scores']['accuracy']:g}" in text
-    assert "\nscale_channel: accuracy " in text and "[..." not in text and "Json data: {" in text
+    assert (
+        f"expected: {one['answers'][0]}\nunmodified: accuracy {one['scores']['accuracy']:g}"
+        in text
+    )
+    assert (
+        "\nscale_channel: accuracy " in text
+        and "[..." not in text
+        and "Json data: {" in text
+    )
     # Mistakes are one line.
     for args, words in (
         ([str(folder), "--id", f"{ids[7]}9"], "did you mean 0-"),
@@ -47,7 +65,9 @@ def test_examples_of_a_run_are_shown(
         ([str(outputs)], "it holds config.yaml"),
     ):
         refused = posbench("show", *args, verb=True)
-        assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1), args
+        assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1), (
+            args
+        )
         assert words in refused.err
     (folder / "predictions.jsonl").unlink()
     assert "damaged: predictions.jsonl" in posbench("show", str(folder), verb=True).err
@@ -56,12 +76,18 @@ def test_examples_of_a_run_are_shown(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_says_how_it_is_called(posbench: Callable[..., Result], verb: str) -> None:
+def test_every_verb_says_how_it_is_called(
+    posbench: Callable[..., Result], verb: str
+) -> None:
     told = posbench(*verb.split(), "--help", verb=True)
     lines = told.out.splitlines()
     assert (told.status, told.err) == (0, "") and "Raises" not in told.out
-    assert re.fullmatch(r"[A-Z].*\.", lines[0]) and lines[2].startswith(f"usage: posbench {verb} ")
-    assert any(line.startswith("example: ") and f"posbench {verb} " in line for line in lines)
+    assert re.fullmatch(r"[A-Z].*\.", lines[0]) and lines[2].startswith(
+        f"usage: posbench {verb} "
+    )
+    assert any(
+        line.startswith("example: ") and f"posbench {verb} " in line for line in lines
+    )
     for args in (["-h"], *([["something", "--help"]] if verb != "lm_eval" else [])):
         assert posbench(*verb.split(), *args, verb=True).out == told.out
 
@@ -71,29 +97,47 @@ def test_a_config_that_is_none_is_one_line(
     posbench: Callable[..., Result], tmp_path: Path, text: str
 ) -> None:
     run = RunDir(tmp_path)
-    row = {"id": "a", "method": "none", "answers": ["x"], "scores": {"accuracy": 1.0}, "output": "x"}
+    row = {
+        "id": "a",
+        "method": "none",
+        "answers": ["x"],
+        "scores": {"accuracy": 1.0},
+        "output": "x",
+    }
     run.write_rows("predictions.jsonl", [row])
     (tmp_path / "DONE").touch()
     (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
     for verb in ("show", "rescore", "report"):
         told = posbench(verb, str(tmp_path), verb=True)
-        lines = [line for line in told.err.splitlines() if not line.startswith("WARNING ")]
-        assert (told.status, len(lines)) == (2, 1) and lines[0].startswith("posbench: config.yaml = "), verb
+        lines = [
+            line for line in told.err.splitlines() if not line.startswith("WARNING ")
+        ]
+        assert (told.status, len(lines)) == (2, 1) and lines[0].startswith(
+            "posbench: config.yaml = "
+        ), verb
 
 
-def test_a_piped_list_has_a_line_for_each_choice(posbench: Callable[..., Result]) -> None:
-    header, *listed = [line.split("\t") for line in posbench("ls", "tasks", verb=True).out.splitlines()]
+def test_a_piped_list_has_a_line_for_each_choice(
+    posbench: Callable[..., Result],
+) -> None:
+    header, *listed = [
+        line.split("\t") for line in posbench("ls", "tasks", verb=True).out.splitlines()
+    ]
     assert header == ["name", "version", "metric", "size", "source", "licence"]
     assert [row[0] for row in listed] == choices(paths.CONF / "task")
     (nq,) = (row for row in listed if row[0] == "nq_multidoc")
-    assert nq[3] == "2655 questions with 10, 20 or 30 documents; the first 500 by default"
+    assert (
+        nq[3] == "2655 questions with 10, 20 or 30 documents; the first 500 by default"
+    )
     as_json = json.loads(posbench("ls", "tasks", "--json", verb=True).out)
     assert [list(map(str, row.values())) for row in as_json] == listed
 
 
 def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
     """As in ``posbench --help | head``: the pipe is closed before anything is read."""
-    call = subprocess.Popen([*PROCESS, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    call = subprocess.Popen(
+        [*PROCESS, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert call.stdout and call.stderr
     call.stdout.close()
     assert call.wait() == 141 and call.stderr.read() == b""

@@ -22,7 +22,9 @@ def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
     first = posbench(*ROLLOUT)
     assert first.status == 0, first.err
     (folder,) = run_folders(outputs)
-    assert folder.parent.parent.name == "rollout" and folder.name.startswith("tiny__rollout__none__")
+    assert folder.parent.parent.name == "rollout" and folder.name.startswith(
+        "tiny__rollout__none__"
+    )
     rollout = pd.read_csv(folder / "rollout.csv")
     assert np.allclose(rollout.groupby(["rollout", "layers"])["weight"].sum(), 1), (
         "every layer hands on all of its weight"
@@ -34,7 +36,8 @@ def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
     drawn = (folder / "figures" / "rollout.png").read_bytes()
     (folder / "figures" / "rollout.png").unlink()
     monkeypatch.setattr(
-        "posbench.run.base.load", lambda *args, **kwargs: pytest.fail("a finished run loaded the model")
+        "posbench.run.base.load",
+        lambda *args, **kwargs: pytest.fail("a finished run loaded the model"),
     )
     assert posbench("report", str(folder), verb=True).status == 0
     assert (folder / "figures" / "rollout.png").read_bytes() == drawn, "byte-stable"
@@ -51,29 +54,43 @@ def test_study_runs_inside_a_typed_method_and_by_default_in_none(
     tables = {}
     for folder in run_folders(outputs):
         method = yaml.safe_load((folder / "config.yaml").read_text())["method"]
-        tables[method["name"], method.get("scale")] = pd.read_csv(folder / "rollout.csv")["weight"].to_numpy()
-    plain, scaled, neutral = (tables[key] for key in (("none", None), (scaling[7:], 1.585), (scaling[7:], 1)))
+        tables[method["name"], method.get("scale")] = pd.read_csv(
+            folder / "rollout.csv"
+        )["weight"].to_numpy()
+    plain, scaled, neutral = (
+        tables[key] for key in (("none", None), (scaling[7:], 1.585), (scaling[7:], 1))
+    )
     assert np.abs(plain - scaled).max() > 1e-3 and np.abs(plain - neutral).max() < 1e-6
 
 
 def test_study_without_a_model_loads_none(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: pytest.fail("it loaded a model"))
+    monkeypatch.setattr(
+        "posbench.run.base.load",
+        lambda *args, **kwargs: pytest.fail("it loaded a model"),
+    )
     result = posbench("study=masks")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert folder.name.startswith("masks__")
-    assert set(pd.read_csv(folder / "findings.csv")["verdict"]) == {"holds", "contradicted"}
+    assert set(pd.read_csv(folder / "findings.csv")["verdict"]) == {
+        "holds",
+        "contradicted",
+    }
 
 
-def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_sweep_over_models_collects_the_verdicts(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     assert posbench("-m", "model=tiny,tiny_b", *ROLLOUT).status == 0
     (summary,) = outputs.glob("*/*/sweep__*/findings_summary.csv")
     assert set(pd.read_csv(summary)["model"]) == {"tiny", "tiny_b"}
 
 
-def test_a_sweep_without_a_model_has_a_page(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_a_sweep_without_a_model_has_a_page(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     few = ["study.draws=20", "study.tokens=8", "study.dim=16", "study.show=[1]"]
     result = posbench("-m", "study=causal_mask", "study.input_norm=unit,sqrt_dim", *few)
     assert result.status == 0, result.err
@@ -90,7 +107,10 @@ def test_a_sweep_without_a_model_has_a_page(posbench: Callable[..., Result], out
             ["study=rollout", "study.prompts=1"],
             "study.prompts = 1: allowed: a whole number from 2 to 1000000",
         ),
-        (["study=rollout", "study.prompts=many"], "study.prompts = 'many': allowed: a whole number"),
+        (
+            ["study=rollout", "study.prompts=many"],
+            "study.prompts = 'many': allowed: a whole number",
+        ),
         (
             ["study=doubling", "task=mmlu"],
             "task = 'mmlu': allowed: kv_retrieval with model tiny, which knows its words only",
@@ -100,16 +120,27 @@ def test_a_sweep_without_a_model_has_a_page(posbench: Callable[..., Result], out
             "task = 'mmlu': allowed: kv_retrieval with model tiny, which knows its words only",
         ),
         (["study=masks", "model=tiny"], "model = 'tiny': allowed: no model"),
-        (["study=rollout", "method=scale_channel"], "scale_channel runs the last token apart"),
-        (["study=rollout", "stages=[evaluate]"], "stages = ['evaluate']: allowed: stages with study"),
+        (
+            ["study=rollout", "method=scale_channel"],
+            "scale_channel runs the last token apart",
+        ),
+        (
+            ["study=rollout", "stages=[evaluate]"],
+            "stages = ['evaluate']: allowed: stages with study",
+        ),
         (["stages=[study]"], "posbench ls studies"),
         (["study=masks", "method=none"], "study masks looks at none"),
-        (["study=masks", "study._target_=posbench.model.lm.LM"], "a subclass of posbench.studies.base.Study"),
+        (
+            ["study=masks", "study._target_=posbench.model.lm.LM"],
+            "a subclass of posbench.studies.base.Study",
+        ),
     ],
 )
 def test_bad_study_gets_one_line_and_leaves_nothing(
     posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
 ) -> None:
     result = posbench(*args)
-    assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
+    assert (
+        result.status == 2 and result.err.count("\n") == 1 and message in result.err
+    ), result.err
     assert not run_folders(outputs)

@@ -33,14 +33,22 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models") / "bytes"
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<s>", "</s>", *letters])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}[assistant]"
+    backend = Tokenizer(
+        models.BPE(
+            vocab={t: i for i, t in enumerate(["<s>", "</s>", *letters])}, merges=[]
+        )
     )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}[assistant]"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -79,7 +87,11 @@ def test_a_task_runs_stops_and_goes_on(
 ) -> None:
     make, count = TASKS[name]
     (tmp_path / "files").mkdir()
-    stages = "[search,intervene,evaluate,report]" if name == "nq_multidoc" else "[intervene,evaluate,report]"
+    stages = (
+        "[search,intervene,evaluate,report]"
+        if name == "nq_multidoc"
+        else "[intervene,evaluate,report]"
+    )
     search = [
         "search.strings=2",
         "search.length=40",
@@ -106,7 +118,9 @@ def test_a_task_runs_stops_and_goes_on(
     first = posbench(*args)
     assert first.status == 0, first.err
     (folder,) = run_folders(outputs)
-    rows = [json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()
+    ]
     assert len(rows) == 2 * count, "two methods, and what the limit leaves"
     metrics = pd.read_csv(folder / "metrics.csv")
     assert set(metrics["method"]) == {
@@ -118,11 +132,18 @@ def test_a_task_runs_stops_and_goes_on(
     assert prompts["prompts"] == count
     for shown in prompts["first"].values():
         assert hashlib.sha256(shown["text"].encode()).hexdigest() == shown["sha256"]
-        assert len(shown["text"].encode()) + (not shown["text"].startswith("<s>")) == shown["tokens"]
+        assert (
+            len(shown["text"].encode()) + (not shown["text"].startswith("<s>"))
+            == shown["tokens"]
+        )
     if name in ("mmlu", "ceval"):
-        assert all(row["output"] in "ABCD" and len(row["loglikelihoods"]) == 4 for row in rows)
+        assert all(
+            row["output"] in "ABCD" and len(row["loglikelihoods"]) == 4 for row in rows
+        )
     page = (folder / "report.html").read_text()
-    assert "First prompt" in page and ("By subset" in page) == ((folder / "subsets.csv").is_file())
+    assert "First prompt" in page and ("By subset" in page) == (
+        (folder / "subsets.csv").is_file()
+    )
 
     if name not in RESUMED:
         return
@@ -132,18 +153,26 @@ def test_a_task_runs_stops_and_goes_on(
     (folder / evaluate.FILE).write_bytes(b"".join(whole[:-1]))
     (folder / "DONE").unlink()
     made: list[int] = []
-    generate, choose = LM.generate, LM.continuations
+    generate = LM.generate
+    choose = LM.continuations
     monkeypatch.setattr(
-        LM, "generate", lambda lm, rows, **k: made.append(len(rows)) or generate(lm, rows, **k)
+        LM,
+        "generate",
+        lambda lm, rows, **k: made.append(len(rows)) or generate(lm, rows, **k),
     )
     monkeypatch.setattr(
-        LM, "continuations", lambda lm, rows, c, **k: made.append(len(rows)) or choose(lm, rows, c, **k)
+        LM,
+        "continuations",
+        lambda lm, rows, c, **k: made.append(len(rows)) or choose(lm, rows, c, **k),
     )
     assert posbench(*args).status == 0
     assert 1 <= sum(made) <= count, "only the batch with the missing row"
     assert {f: (folder / f).read_bytes() for f in wanted} == wanted
     assert len((folder / evaluate.FILE).read_bytes().splitlines()) == len(whole)
-    assert yaml.safe_load((folder / "config.yaml").read_text())["task"]["limit"] is not None
+    assert (
+        yaml.safe_load((folder / "config.yaml").read_text())["task"]["limit"]
+        is not None
+    )
 
 
 def test_a_benchmark_without_calibration_is_not_searched_on(
@@ -157,14 +186,20 @@ def test_a_benchmark_without_calibration_is_not_searched_on(
         "stages=[search,evaluate]",
         "search.length=200",
     )
-    assert result.status == 2 and "no calibration questions" in result.err and not run_folders(outputs)
+    assert (
+        result.status == 2
+        and "no calibration questions" in result.err
+        and not run_folders(outputs)
+    )
 
 
 def test_unlabelled_questions_become_a_submission(
     reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
 ) -> None:
     for subset in ("qasper", "space_digest"):
-        test_zero_scrolls.write(tmp_path, subset, test_zero_scrolls.row(subset, output=None), split="test")
+        test_zero_scrolls.write(
+            tmp_path, subset, test_zero_scrolls.row(subset, output=None), split="test"
+        )
     result = posbench(
         "model=hf",
         f"model.path={reader}",
@@ -178,6 +213,10 @@ def test_unlabelled_questions_become_a_submission(
     )
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
-    table = pd.read_csv(folder / "submission/none/zero_scrolls_predictions.csv", dtype=str)
+    table = pd.read_csv(
+        folder / "submission/none/zero_scrolls_predictions.csv", dtype=str
+    )
     assert list(table.columns) == ["Task", "ID", "Prediction"] and len(table) == 2
-    assert not (folder / "metrics.csv").exists() and "nothing is scored" in " ".join(result.out.split())
+    assert not (folder / "metrics.csv").exists() and "nothing is scored" in " ".join(
+        result.out.split()
+    )

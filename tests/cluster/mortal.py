@@ -32,7 +32,9 @@ class Mortal(Study):
         """Table ``squares``."""
         if (Path(self.deadly) / str(self.number)).is_file():
             os.kill(os.getpid(), signal.SIGKILL)
-        return {"squares": pd.DataFrame([{"number": self.number, "square": self.number**2}])}
+        return {
+            "squares": pd.DataFrame([{"number": self.number, "square": self.number**2}])
+        }
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Is the square large?"""

@@ -50,14 +50,17 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> list[str]:
     """What of this is not here."""
-    return [name for name in NEEDED if not shutil.which(name)] + ["root"] * (os.geteuid() != 0)
+    return [name for name in NEEDED if not shutil.which(name)] + ["root"] * (
+        os.geteuid() != 0
+    )
 
 
 class Slurm:
     """The daemons; ``place`` must not lie under /tmp, which the second node has for itself."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.daemons = place, dict[str, subprocess.Popen[bytes]]()
+        self.place = place
+        self.daemons = dict[str, subprocess.Popen[bytes]]()
         place.mkdir(parents=True, exist_ok=True)
         (place / "state").mkdir(exist_ok=True)
         self.conf = place / "slurm.conf"
@@ -70,7 +73,15 @@ class Slurm:
         shutil.chown("/run/munge", "munge", "munge")
         self._run(
             "munged",
-            ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", "munged", "-F", "--force"],
+            [
+                "setpriv",
+                "--reuid=munge",
+                "--regid=munge",
+                "--clear-groups",
+                "munged",
+                "-F",
+                "--force",
+            ],
         )
         self._run("slurmctld", ["slurmctld", "-D", "-i"])
         for node in ("n1", "n2"):
@@ -81,21 +92,30 @@ class Slurm:
         """Start a node's daemon; that of n2 in a mount namespace of its own, with an empty /tmp."""
         alone = "mount --make-rprivate / && mount -t tmpfs none /tmp && exec slurmd -D -N n2"
         self._run(
-            node, ["unshare", "-m", "sh", "-c", alone] if node == "n2" else ["slurmd", "-D", "-N", node]
+            node,
+            ["unshare", "-m", "sh", "-c", alone]
+            if node == "n2"
+            else ["slurmd", "-D", "-N", node],
         )
 
     def wait_idle(self) -> None:
         """Wait until both nodes can take jobs."""
         for _ in range(120):
-            told = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], capture_output=True, text=True)
+            told = subprocess.run(
+                ["sinfo", "-h", "-N", "-o", "%N %t"], capture_output=True, text=True
+            )
             if sorted(told.stdout.split()) == ["idle", "idle", "n1", "n2"]:
                 return
             time.sleep(0.5)
-        raise RuntimeError(f"no idle nodes: {told.stdout}{told.stderr}; see {self.place}")
+        raise RuntimeError(
+            f"no idle nodes: {told.stdout}{told.stderr}; see {self.place}"
+        )
 
     def stop(self) -> None:
         """Stop all, and whatever jobs are left."""
-        subprocess.run(["scancel", "--full", "--user=root"], check=False, capture_output=True)
+        subprocess.run(
+            ["scancel", "--full", "--user=root"], check=False, capture_output=True
+        )
         time.sleep(1)
         for daemon in reversed(self.daemons.values()):
             daemon.send_signal(signal.SIGKILL)

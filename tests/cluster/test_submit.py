@@ -19,7 +19,12 @@ from posbench.run.lease import owned, started
 from tests.conftest import PROCESS, Result, config_of, run_folders
 
 LOCAL = "runtime/cluster=local"
-SMALL = ["stages=[evaluate,report]", "task.limit=4", "runtime.batch_tokens=512", "runtime.resamples=100"]
+SMALL = [
+    "stages=[evaluate,report]",
+    "task.limit=4",
+    "runtime.batch_tokens=512",
+    "runtime.resamples=100",
+]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +53,15 @@ def test_nothing_is_sent_unless_every_run_can_go(
     assert not outputs.exists()
 
 
-def test_a_run_here_takes_no_cluster(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_a_run_here_takes_no_cluster(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     told = posbench(*SMALL, "runtime/cluster=slurm")
-    assert told.status == 2 and "posbench submit with the same arguments" in told.err and not outputs.exists()
+    assert (
+        told.status == 2
+        and "posbench submit with the same arguments" in told.err
+        and not outputs.exists()
+    )
     none = posbench("jobs", str(outputs), verb=True)
     assert none.status == 2 and "no such folder" in none.err
     outputs.mkdir()
@@ -75,30 +86,61 @@ def test_a_folder_tells_its_run(args: list[str], outputs: Path) -> None:
     config = config_of(*args, f"runtime.outputs={outputs}")
     folder = prepared_folder(config, "posbench")
     again = recorded(folder)
-    assert {**again.raw, "runtime": 0} == {**config.raw, "runtime": 0} and again.stages == config.stages
+    assert {**again.raw, "runtime": 0} == {
+        **config.raw,
+        "runtime": 0,
+    } and again.stages == config.stages
     assert prepared_folder(again, "posbench").samefile(folder)
 
 
-def test_shards_one_after_another(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+def test_shards_one_after_another(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
     """The last one finishes the run; the search is made once, before."""
-    args = [*SMALL, "stages=[search,intervene,evaluate]", "search.strings=6", "task.calibration_examples=6"]
+    args = [
+        *SMALL,
+        "stages=[search,intervene,evaluate]",
+        "search.strings=6",
+        "task.calibration_examples=6",
+    ]
     args += ["runtime.intervene_examples=2"]
-    assert posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
+    assert (
+        posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
+    )
     folder = prepared_folder(config_of(*args, f"runtime.outputs={outputs}"), "posbench")
     for number in (2, 0, 1):
         assert not RunDir(folder).done
-        assert posbench("resume", str(folder), f"--shard={number}/3", verb=True).status == 0
-    assert opened(folder).done and not opened(folder).damaged() and not (folder / ".parts").exists()
+        assert (
+            posbench("resume", str(folder), f"--shard={number}/3", verb=True).status
+            == 0
+        )
+    assert (
+        opened(folder).done
+        and not opened(folder).damaged()
+        and not (folder / ".parts").exists()
+    )
     (serial,) = run_folders(tmp_path / "serial")
-    for name in ("found.yaml", "attention.jsonl", "attention.csv", "predictions.jsonl", "metrics.csv"):
+    for name in (
+        "found.yaml",
+        "attention.jsonl",
+        "attention.csv",
+        "predictions.jsonl",
+        "metrics.csv",
+    ):
         assert (folder / name).read_bytes() == (serial / name).read_bytes(), name
     again = posbench("resume", str(folder), "--shard=0/3", verb=True)
     assert again.status == 0 and not (folder / ".parts").exists()
 
 
-def test_states_are_those_of_the_folders(posbench: Callable[..., Result], outputs: Path) -> None:
-    folder = prepared_folder(config_of(*SMALL, f"runtime.outputs={outputs}"), "posbench")
-    one = Submission("a", "slurm", ("task.limit=4",), True, None, jobs="a", first=1, shards=2)
+def test_states_are_those_of_the_folders(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    folder = prepared_folder(
+        config_of(*SMALL, f"runtime.outputs={outputs}"), "posbench"
+    )
+    one = Submission(
+        "a", "slurm", ("task.limit=4",), True, None, jobs="a", first=1, shards=2
+    )
     jobs.record(folder, one)
     assert jobs.submissions(folder) == [one]
     assert jobs.state(folder, {("a", 2)}) == ("waiting", "0 of 2 shards are made")
@@ -111,20 +153,38 @@ def test_states_are_those_of_the_folders(posbench: Callable[..., Result], output
         assert jobs.state(folder, set())[0] == "running"
     logs = one.logs(folder)
     logs.mkdir(parents=True)
-    for number, text in {0: "another run's", 1: "posbench: no memory\n", 2: "started\n\n"}.items():
+    for number, text in {
+        0: "another run's",
+        1: "posbench: no memory\n",
+        2: "started\n\n",
+    }.items():
         (logs / f"77_{number}_0_log.err").write_text(text)
         os.utime(logs / f"77_{number}_0_log.err", (time.time() - number,) * 2)
     RunDir(folder, opened(folder).id).finish("failed", "MachineError: no memory")
-    assert jobs.state(folder, set()) == ("failed", "0 of 2 shards are made; posbench: no memory")
+    assert jobs.state(folder, set()) == (
+        "failed",
+        "0 of 2 shards are made; posbench: no memory",
+    )
     told = posbench("jobs", str(outputs), "--json", verb=True)
-    assert told.status == 1 and json.loads(told.out)[0]["said"].endswith("made; posbench: no memory")
+    assert told.status == 1 and json.loads(told.out)[0]["said"].endswith(
+        "made; posbench: no memory"
+    )
     jobs.record(
         folder,
         Submission(
-            "b", "local", (), False, None, jobs="b", first=0, pids=((os.getpid(), started(os.getpid())),)
+            "b",
+            "local",
+            (),
+            False,
+            None,
+            jobs="b",
+            first=0,
+            pids=((os.getpid(), started(os.getpid())),),
         ),
     )
-    assert jobs.state(folder, set())[0] == "waiting" and [s.id for s in jobs.submissions(folder)] == [
+    assert jobs.state(folder, set())[0] == "waiting" and [
+        s.id for s in jobs.submissions(folder)
+    ] == [
         "a",
         "b",
     ]
@@ -133,24 +193,47 @@ def test_states_are_those_of_the_folders(posbench: Callable[..., Result], output
 
 
 @pytest.mark.slow
-def test_processes_of_this_machine(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+def test_processes_of_this_machine(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
     args = ["-m", *SMALL, "method.factor=1,0"]
-    assert posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
-    command = [*PROCESS, "submit", *args, LOCAL, "--shards", "2", f"runtime.outputs={outputs}"]
+    assert (
+        posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
+    )
+    command = [
+        *PROCESS,
+        "submit",
+        *args,
+        LOCAL,
+        "--shards",
+        "2",
+        f"runtime.outputs={outputs}",
+    ]
     sent = subprocess.run(command, capture_output=True, text=True, check=True)
     assert sent.stdout.count("\tsubmitted\t") == 2, sent
     early = posbench("jobs", str(outputs), verb=True).out
-    assert {"waiting", "running"} & set(early.split()), "its jobs have no part in the pipe that it ends"
+    assert {"waiting", "running"} & set(early.split()), (
+        "its jobs have no part in the pipe that it ends"
+    )
     twice = posbench("submit", *args, LOCAL)
-    assert twice.status == 0 and "\tsubmitted\t" not in twice.out, "they wait, run, or are done"
+    assert twice.status == 0 and "\tsubmitted\t" not in twice.out, (
+        "they wait, run, or are done"
+    )
     for _ in range(120):
-        if not {"waiting", "running"} & set(posbench("jobs", str(outputs), verb=True).out.split()):
+        if not {"waiting", "running"} & set(
+            posbench("jobs", str(outputs), verb=True).out.split()
+        ):
             break
         time.sleep(1)
     told = posbench("collect", str(outputs), verb=True)
     assert told.status == 0 and "2 of 2 runs done" in told.err, told
     for one in (tmp_path / "serial").rglob("*.csv"):
         if not one.parent.name.startswith("sweep__"):
-            assert (outputs / one.relative_to(tmp_path / "serial")).read_bytes() == one.read_bytes()
-    (summary,), (same) = (tmp_path / "serial").rglob("summary.csv"), [*outputs.rglob("summary.csv")]
+            assert (
+                outputs / one.relative_to(tmp_path / "serial")
+            ).read_bytes() == one.read_bytes()
+    (summary,), (same) = (
+        (tmp_path / "serial").rglob("summary.csv"),
+        [*outputs.rglob("summary.csv")],
+    )
     assert [file.read_bytes() for file in same] == [summary.read_bytes()]

@@ -27,11 +27,14 @@ def run(posbench: Callable[..., Result], outputs: Path, small: list[str]) -> Pat
     return run_folders(outputs)[0]
 
 
-def test_a_run_becomes_an_adapter(run: Path, posbench: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_run_becomes_an_adapter(
+    run: Path, posbench: Callable[..., Result], tmp_path: Path
+) -> None:
     out = tmp_path / "fix"
     result = posbench("export", str(run), "--to", "lora", "--out", str(out), verb=True)
     assert result.status == 0, result.err
-    record, ran = json.loads((out / RECORD).read_text()), json.loads((run / "method.json").read_text())
+    record = json.loads((out / RECORD).read_text())
+    ran = json.loads((run / "method.json").read_text())
     node = record["raw"]["method"]
     assert {key: node[key] for key in ("channel", "factor", "layers")} == {
         key: ran[key] for key in ("channel", "factor", "layers")
@@ -39,38 +42,62 @@ def test_a_run_becomes_an_adapter(run: Path, posbench: Callable[..., Result], tm
     assert ran["last"] == 1 and node["last"] == "all", "the twin is written"
     assert "All tokens scaled instead of the last alone" in words(result)
     card = (out / CARD).read_text()
-    assert record["price"] in card and f"channel: {ran['channel']}" in card and "PeftModel" in card
+    assert (
+        record["price"] in card
+        and f"channel: {ran['channel']}" in card
+        and "PeftModel" in card
+    )
     assert posbench("verify", str(out), verb=True).status == 0
     # What is not as it was written is named.
     adapter = out / "adapter_config.json"
     adapter.write_text(adapter.read_text().replace('"r": 1', '"r": 2'))
     again = posbench("verify", str(out), verb=True)
-    assert again.status == 2 and "adapter_config.json" in again.err and "write it again" in again.err
+    assert (
+        again.status == 2
+        and "adapter_config.json" in again.err
+        and "write it again" in again.err
+    )
 
 
-def test_the_price_is_that_of_a_plain_loop(posbench: Callable[..., Result], tmp_path: Path) -> None:
+def test_the_price_is_that_of_a_plain_loop(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
     import posbench as package
     from posbench.methods import ScaleChannel
     from posbench.pipeline.compose import composed
     from posbench.schema import instantiate
     from posbench.tasks import Task
 
-    call = ["export", "model=tiny", *SMALL, "--to", "lora", "--out", str(tmp_path / "fix")]
+    call = [
+        "export",
+        "model=tiny",
+        *SMALL,
+        "--to",
+        "lora",
+        "--out",
+        str(tmp_path / "fix"),
+    ]
     assert posbench(*call, verb=True).status == 0
     told = json.loads((tmp_path / "fix" / RECORD).read_text())["price"]
-    lm, task = package.load("tiny"), instantiate(composed("model=tiny", *SMALL).raw["task"], Task, "task")
+    lm = package.load("tiny")
+    task = instantiate(composed("model=tiny", *SMALL).raw["task"], Task, "task")
     means = {}
     for last in (1, "all"):
         losses = []
         for e in task.examples("calibration"):
-            with ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), last=last).applied(lm):
+            with ScaleChannel(
+                channel=15, factor=-1.0, layers=(1, 3), last=last
+            ).applied(lm):
                 (row,) = lm.continuations(
-                    [lm.encode(e.prompt).ids], [[lm.answer_ids(e.prompt, e.answers[0])[1]]]
+                    [lm.encode(e.prompt).ids],
+                    [[lm.answer_ids(e.prompt, e.answers[0])[1]]],
                 )
             losses.append(-row[0][0] / len(lm.answer_ids(e.prompt, e.answers[0])[1]))
         means[last] = sum(losses) / len(losses)
     assert f"loss {means['all']:.4g} instead of {means[1]:.4g} nats" in told
-    assert f"difference {means['all'] - means[1]:.3f} [" in told and told.endswith("; 12 prompts")
+    assert f"difference {means['all'] - means[1]:.3f} [" in told and told.endswith(
+        "; 12 prompts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,12 +107,21 @@ def test_the_price_is_that_of_a_plain_loop(posbench: Callable[..., Result], tmp_
             ["model=tiny", "--to", "lora", "--exact"],
             "--exact = 'lora': allowed: a format that holds the method",
         ),
-        (["model=tiny", "--to", "nothing"], "--to = 'nothing': allowed: checkpoint, lora"),
+        (
+            ["model=tiny", "--to", "nothing"],
+            "--to = 'nothing': allowed: checkpoint, lora",
+        ),
         (["model=tiny", "--to", "lora", "method=none"], "nothing changes here"),
-        (["model=tiny", "search.deploy=lora", "--to", "lora"], "export = 'search.deploy=lora'"),
+        (
+            ["model=tiny", "search.deploy=lora", "--to", "lora"],
+            "export = 'search.deploy=lora'",
+        ),
         (["nowhere", "--to", "lora"], "DIR = 'nowhere': allowed: a run folder"),
         (["model=tiny", "--to", "lora", "method.channel=99"], "method.channel = [99]"),
-        (["model=tiny_nope", "model.rope=none", "--to", "lora"], "other engines would rotate"),
+        (
+            ["model=tiny_nope", "model.rope=none", "--to", "lora"],
+            "other engines would rotate",
+        ),
     ],
 )
 def test_refusals_leave_nothing(
@@ -96,10 +132,17 @@ def test_refusals_leave_nothing(
     assert not list(tmp_path.glob("*fix*"))
 
 
-def test_what_stands_there_stays(posbench: Callable[..., Result], tmp_path: Path) -> None:
+def test_what_stands_there_stays(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    result = posbench("export", "model=tiny", "--to", "lora", "--out", str(tmp_path), verb=True)
-    assert result.status == 2 and "a new folder, or a folder of posbench export" in result.err
+    result = posbench(
+        "export", "model=tiny", "--to", "lora", "--out", str(tmp_path), verb=True
+    )
+    assert (
+        result.status == 2
+        and "a new folder, or a folder of posbench export" in result.err
+    )
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
@@ -109,9 +152,25 @@ def test_files_that_do_not_do_it_are_removed(
     from posbench.export import lora
 
     right = lora.factors
-    wrong = lambda lm, change: {name: (a, -b) for name, (a, b) in right(lm, change).items()}  # noqa: E731
+
+    def wrong(lm, change):
+        return {name: (a, -b) for name, (a, b) in right(lm, change).items()}
+
     monkeypatch.setattr(lora, "factors", wrong)
-    assert main(["export", "model=tiny", *SMALL, "--to", "lora", "--out", str(tmp_path / "fix")]) == 2
+    assert (
+        main(
+            [
+                "export",
+                "model=tiny",
+                *SMALL,
+                "--to",
+                "lora",
+                "--out",
+                str(tmp_path / "fix"),
+            ]
+        )
+        == 2
+    )
     assert "files that do what the method does" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -130,21 +189,41 @@ def test_side_effects_of_the_same_constants_are_told(
 
 
 def test_other_weights_are_named(
-    small: list[str], checkpoint: Path, posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+    small: list[str],
+    checkpoint: Path,
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
 ) -> None:
     own = tmp_path / "own"
     shutil.copytree(checkpoint, own)
     run = [key for key in small if not key.startswith("model.path=")]
     assert posbench(*run, f"model.path={own}").status == 0
-    call = ["export", str(run_folders(outputs)[0]), "--to", "lora", "--out", str(tmp_path / "fix")]
+    call = [
+        "export",
+        str(run_folders(outputs)[0]),
+        "--to",
+        "lora",
+        "--out",
+        str(tmp_path / "fix"),
+    ]
     assert posbench(*call, verb=True).status == 0
     weights = load_file(own / "model.safetensors")
     save_file(
-        {name: value * 1.5 for name, value in weights.items()}, own / "model.safetensors", {"format": "pt"}
+        {name: value * 1.5 for name, value in weights.items()},
+        own / "model.safetensors",
+        {"format": "pt"},
     )
-    for again in (["verify", str(tmp_path / "fix")], [*call[:-1], str(tmp_path / "other")]):
+    for again in (
+        ["verify", str(tmp_path / "fix")],
+        [*call[:-1], str(tmp_path / "other")],
+    ):
         result = posbench(*again, verb=True)
-        assert result.status == 2 and "model.path" in result.err and "what the run read" in result.err
+        assert (
+            result.status == 2
+            and "model.path" in result.err
+            and "what the run read" in result.err
+        )
     assert not (tmp_path / "other").exists()
 
 
@@ -159,7 +238,14 @@ def test_only_an_export_as_it_was_written_is_replaced(
     }
     (out / "mine.yaml").write_text("mine")
     refused = posbench(*call, verb=True)
-    assert refused.status == 2 and "--out" in refused.err and (out / "mine.yaml").read_text() == "mine"
+    assert (
+        refused.status == 2
+        and "--out" in refused.err
+        and (out / "mine.yaml").read_text() == "mine"
+    )
     (out / "mine.yaml").unlink()
     (out / CARD).write_text("my notes")
-    assert posbench(*call, verb=True).status == 2 and (out / CARD).read_text() == "my notes"
+    assert (
+        posbench(*call, verb=True).status == 2
+        and (out / CARD).read_text() == "my notes"
+    )

@@ -27,14 +27,29 @@ from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
 
 SCALED = ScaleChannel(channel=(3, 7), factor=-1.5, layers=(1, 3), last="all")
-INTERPOLATED, OTHER_BASE = PositionInterpolation(scale=1.7), AttentionBuckets(bases=(20000.0,))
+INTERPOLATED = PositionInterpolation(scale=1.7)
+OTHER_BASE = AttentionBuckets(bases=(20000.0,))
 BOTH = Composed(parts={"position_interpolation": INTERPOLATED, "scale_channel": SCALED})
-RANKS = Composed(parts={"a": SCALED, "b": ScaleChannel(channel=5, factor=2.0, layers=(0, 2), last="all")})
+RANKS = Composed(
+    parts={
+        "a": SCALED,
+        "b": ScaleChannel(channel=5, factor=2.0, layers=(0, 2), last="all"),
+    }
+)
 """Layers with one, two and three channels."""
-FEW = ("llama-tied-llama3", "phi3-partial", "gpt_neox", "qwen3", "mpt-clip", "falcon-7b")
+FEW = (
+    "llama-tied-llama3",
+    "phi3-partial",
+    "gpt_neox",
+    "qwen3",
+    "mpt-clip",
+    "falcon-7b",
+)
 """Biases and grouped keys; fused in blocks; fused in groups; normed; clipped; one key for all queries."""
 PROMPTS = [
-    torch.randint(1, VOCABULARY - 2, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    torch.randint(
+        1, VOCABULARY - 2, (n,), generator=torch.Generator().manual_seed(n)
+    ).tolist()
     for n in (20, 31, 40)
 ]
 
@@ -57,33 +72,61 @@ def measured(to: str, fix: base.Fix, folder: Path) -> base.Measured:
 
 @pytest.mark.parametrize("to", ["checkpoint", "lora"])
 @pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in BUILDERS]
+    "name",
+    [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in BUILDERS],
 )
 def test_scaled_channels_in_every_family(name: str, to: str, tmp_path: Path) -> None:
-    found = measured(to, fix_of(build(name), SCALED, tmp_path / "model"), tmp_path / "out")
-    assert_same(found.difference, 0.0, family_noise(name, log_probabilities), "an export")
+    found = measured(
+        to, fix_of(build(name), SCALED, tmp_path / "model"), tmp_path / "out"
+    )
+    assert_same(
+        found.difference, 0.0, family_noise(name, log_probabilities), "an export"
+    )
     assert found.holds
     assert found.unmodified > 0.01, "the unmodified model is far away"
 
 
-@pytest.mark.parametrize("method", [INTERPOLATED, OTHER_BASE, BOTH], ids=lambda m: type(m).__name__)
-@pytest.mark.parametrize("name", ["llama-gqa", *(pytest.param(n, marks=pytest.mark.slow) for n in BUILDERS)])
-def test_rotary_embeddings_are_a_config(name: str, method: Method, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", [INTERPOLATED, OTHER_BASE, BOTH], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", *(pytest.param(n, marks=pytest.mark.slow) for n in BUILDERS)]
+)
+def test_rotary_embeddings_are_a_config(
+    name: str, method: Method, tmp_path: Path
+) -> None:
     model = build(name)
     try:
         fix = fix_of(model, method, tmp_path / "model")
         found = measured("checkpoint", fix, tmp_path / "out")
-    except UserError as error:  # no RoPE, one that is not plain, or a config that takes no other
-        assert "rope" in str(error).lower() or "rotary" in str(error) or "does not fold" in str(error)
-        assert name not in ("llama-gqa", "mistral", "qwen2", "gemma", "gpt_neox", "olmo2")
+    except (
+        UserError
+    ) as error:  # no RoPE, one that is not plain, or a config that takes no other
+        assert (
+            "rope" in str(error).lower()
+            or "rotary" in str(error)
+            or "does not fold" in str(error)
+        )
+        assert name not in (
+            "llama-gqa",
+            "mistral",
+            "qwen2",
+            "gemma",
+            "gpt_neox",
+            "olmo2",
+        )
         return
     assert found.holds and found.unmodified > 0.01
     weights = list((tmp_path / "out").glob("*.safetensors"))
-    assert bool(weights) == (method is BOTH), "weights that stay as they are are not written"
+    assert bool(weights) == (method is BOTH), (
+        "weights that stay as they are are not written"
+    )
 
 
 def test_layers_may_differ_in_channels(tmp_path: Path) -> None:
-    found = measured("lora", fix_of(build("llama-gqa"), RANKS, tmp_path / "model"), tmp_path / "out")
+    found = measured(
+        "lora", fix_of(build("llama-gqa"), RANKS, tmp_path / "model"), tmp_path / "out"
+    )
     assert found.holds and found.unmodified > 0.01
 
 
@@ -93,9 +136,14 @@ def test_weights_are_restored_to_the_bit(tmp_path: Path) -> None:
     change = SCALED.folded(lm)
     assert change is not None
     with pytest.raises(KeyError), scaled_weights(lm, change):
-        assert any(not torch.equal(before[n], v) for n, v in lm.model.state_dict().items())
+        assert any(
+            not torch.equal(before[n], v) for n, v in lm.model.state_dict().items()
+        )
         raise KeyError
-    assert all(torch.equal(before[name], value) for name, value in lm.model.state_dict().items())
+    assert all(
+        torch.equal(before[name], value)
+        for name, value in lm.model.state_dict().items()
+    )
 
 
 def test_shared_projections_are_refused(tmp_path: Path) -> None:
@@ -103,7 +151,10 @@ def test_shared_projections_are_refused(tmp_path: Path) -> None:
     first, last = (model.model.layers[i].self_attn for i in (0, 3))
     last.q_proj.weight = first.q_proj.weight
     fix = base.Fix(load(model), SCALED, "x", lambda: load(model))
-    with pytest.raises(UserError, match=r"shares its weights with model.layers.0.self_attn.q_proj.weight"):
+    with pytest.raises(
+        UserError,
+        match=r"shares its weights with model.layers.0.self_attn.q_proj.weight",
+    ):
         measured("checkpoint", fix, tmp_path / "out")
 
 
@@ -124,12 +175,23 @@ def test_half_precision_stays_half(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_take_an_adapter(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
-    config = hf.LlamaConfig(**shape, vocab_size=VOCABULARY, initializer_range=0.3, pad_token_id=0)
+    config = hf.LlamaConfig(
+        **shape, vocab_size=VOCABULARY, initializer_range=0.3, pad_token_id=0
+    )
     hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    packed = hf.BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
-    read = partial(hf.AutoModelForCausalLM.from_pretrained, tmp_path / "model", dtype=torch.float32)
+    packed = hf.BitsAndBytesConfig(
+        **{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32
+    )
+    read = partial(
+        hf.AutoModelForCausalLM.from_pretrained, tmp_path / "model", dtype=torch.float32
+    )
     again = lambda: load(read(quantization_config=packed, device_map="cpu"))  # noqa: E731
     fix = base.Fix(again(), SCALED, "x", again, "float32", str(tmp_path / "model"))
     found = measured("lora", fix, tmp_path / "out")
@@ -141,11 +203,23 @@ def test_quantised_weights_take_an_adapter(bits: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "method", "said"),
     [
-        ("checkpoint", lambda lm: ScaleChannel(channel=3, factor=0.0, layers=(0, 1)), "--to transformers"),
-        ("checkpoint", LayerScaling.example, "layer_scaling .* does not fold .* --to transformers"),
+        (
+            "checkpoint",
+            lambda lm: ScaleChannel(channel=3, factor=0.0, layers=(0, 1)),
+            "--to transformers",
+        ),
+        (
+            "checkpoint",
+            LayerScaling.example,
+            "layer_scaling .* does not fold .* --to transformers",
+        ),
         ("lora", MsPoE.example, "ms_poe .* does not fold .* --to transformers"),
         ("lora", MoICE.example, "moice .* does not fold .* --to transformers"),
-        ("lora", lambda lm: INTERPOLATED, "rotary embeddings change here; next: --to checkpoint"),
+        (
+            "lora",
+            lambda lm: INTERPOLATED,
+            "rotary embeddings change here; next: --to checkpoint",
+        ),
     ],
 )
 def test_what_does_not_fold_is_refused(
@@ -153,25 +227,36 @@ def test_what_does_not_fold_is_refused(
 ) -> None:
     model = build("llama")
     with pytest.raises(UserError, match=said):
-        measured(to, fix_of(model, method(load(model)), tmp_path / "model"), tmp_path / "out")
+        measured(
+            to, fix_of(model, method(load(model)), tmp_path / "model"), tmp_path / "out"
+        )
 
 
-def test_a_wrong_adapter_is_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_adapter_is_far_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from posbench.export import lora
 
     right = lora.factors
     monkeypatch.setattr(
-        lora, "factors", lambda lm, change: {n: (a, 2 * b) for n, (a, b) in right(lm, change).items()}
+        lora,
+        "factors",
+        lambda lm, change: {n: (a, 2 * b) for n, (a, b) in right(lm, change).items()},
     )
-    found = measured("lora", fix_of(build("llama"), SCALED, tmp_path / "model"), tmp_path / "out")
+    found = measured(
+        "lora", fix_of(build("llama"), SCALED, tmp_path / "model"), tmp_path / "out"
+    )
     assert not found.holds and found.difference > 0.01
 
 
 def test_right_padding_has_no_last_token() -> None:
     lm = load(build("llama-gqa"))
-    ids, mask = torch.tensor([PROMPTS[0]]), torch.ones(1, len(PROMPTS[0]), dtype=torch.long)
+    ids = torch.tensor([PROMPTS[0]])
+    mask = torch.ones(1, len(PROMPTS[0]), dtype=torch.long)
     mask[:, -4:] = 0
-    last, everyone = (ScaleChannel(channel=3, factor=-1.5, layers=(1, 3), last=n) for n in (1, "all"))
+    last, everyone = (
+        ScaleChannel(channel=3, factor=-1.5, layers=(1, 3), last=n) for n in (1, "all")
+    )
     with last.applied(lm), pytest.raises(ValueError, match="padded on the left"):
         lm.model(input_ids=ids, attention_mask=mask)
     with everyone.applied(lm):

@@ -19,34 +19,63 @@ from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
 from posbench.model.load import load
 from posbench.tasks.kv_retrieval import KVRetrieval
-from tests.export.test_formats import BOTH, INTERPOLATED, OTHER_BASE, RANKS, SCALED, fix_of, measured
+from tests.export.test_formats import (
+    BOTH,
+    INTERPOLATED,
+    OTHER_BASE,
+    RANKS,
+    SCALED,
+    fix_of,
+    measured,
+)
 from tests.models import BUILDERS, GROUPED, LOCAL, build
 from tests.rounding import assert_same, embedded_noise, family_noise, log_probabilities
 
 pytest.importorskip("xllamacpp")
 FEW = ("llama-tied-llama3", "qwen3")
 """Biases, grouped keys and Llama 3 frequencies, interleaved; norms, in halves."""
-PLAIN = ("llama", "llama-gqa", "llama-tied-llama3", "mistral", "qwen2", "qwen2-yarn", "qwen3")
+PLAIN = (
+    "llama",
+    "llama-gqa",
+    "llama-tied-llama3",
+    "mistral",
+    "qwen2",
+    "qwen2-yarn",
+    "qwen3",
+)
 GEMMA = dict(**GROUPED, head_dim=20, **LOCAL, query_pre_attn_scalar=20)
 
 
 @pytest.mark.parametrize("to", ["gguf", "gguf-lora"])
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN])
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN]
+)
 def test_scaled_channels_in_every_family(name: str, to: str, tmp_path: Path) -> None:
-    found = measured(to, fix_of(build(name), SCALED, tmp_path / "model"), tmp_path / "out")
-    assert_same(found.difference, 0.0, family_noise(name, log_probabilities), "llama.cpp")
+    found = measured(
+        to, fix_of(build(name), SCALED, tmp_path / "model"), tmp_path / "out"
+    )
+    assert_same(
+        found.difference, 0.0, family_noise(name, log_probabilities), "llama.cpp"
+    )
     assert found.tolerance == 1e-4
     assert found.unmodified > 0.01, "the unmodified model is far away"
 
 
-@pytest.mark.parametrize("to", ["gguf", pytest.param("gguf-lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma", "gemma2")), "gemma3"]
+    "to", ["gguf", pytest.param("gguf-lora", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma", "gemma2")), "gemma3"],
 )
 def test_gemma_but_for_its_activation(
     name: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capped = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, attn_implementation="eager")
+    capped = dict(
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        attn_implementation="eager",
+    )
     for key, builder in {
         "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**GEMMA, **capped)),
         "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**GEMMA)),
@@ -69,7 +98,9 @@ def test_gemma_but_for_its_activation(
 
 
 @pytest.mark.parametrize(
-    "method", [INTERPOLATED, OTHER_BASE, BOTH, RANKS], ids=["linear", "base", "both", "ranks"]
+    "method",
+    [INTERPOLATED, OTHER_BASE, BOTH, RANKS],
+    ids=["linear", "base", "both", "ranks"],
 )
 def test_what_else_folds(method: Method, tmp_path: Path) -> None:
     fix = fix_of(build("llama-gqa"), method, tmp_path / "model")
@@ -83,14 +114,20 @@ def test_what_else_folds(method: Method, tmp_path: Path) -> None:
 
 def test_rows_turn_as_in_a_rotation_of_neighbours() -> None:
     generator = torch.Generator().manual_seed(0)
-    heads, size, wide, angle = 3, 8, 10, torch.rand(4, generator=generator, dtype=torch.float64)
+    heads = 3
+    size = 8
+    wide = 10
+    angle = torch.rand(4, generator=generator, dtype=torch.float64)
     rows = torch.randn(heads * size, wide, generator=generator, dtype=torch.float64)
     x = torch.randn(wide, generator=generator, dtype=torch.float64)
-    halves, pairs = (rows @ x).view(heads, size), (gguf.interleaved(rows, heads) @ x).view(heads, size)
-    cos, sin = angle.cos(), angle.sin()
+    halves = (rows @ x).view(heads, size)
+    pairs = (gguf.interleaved(rows, heads) @ x).view(heads, size)
+    cos = angle.cos()
+    sin = angle.sin()
     for head in range(heads):
         for i in range(size // 2):
-            one, two = halves[head, i], halves[head, i + size // 2]
+            one = halves[head, i]
+            two = halves[head, i + size // 2]
             assert torch.equal(pairs[head, 2 * i : 2 * i + 2], torch.stack([one, two]))
             turned = one * cos[i] - two * sin[i], one * sin[i] + two * cos[i]
             # A rotation of neighbours, written as complex numbers.
@@ -100,50 +137,80 @@ def test_rows_turn_as_in_a_rotation_of_neighbours() -> None:
             assert torch.allclose(torch.stack(turned), torch.view_as_real(other))
 
 
-def test_rows_in_the_wrong_order_are_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_the_wrong_order_are_far_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gguf, "interleaved", lambda rows, heads: rows)
-    found = measured("gguf-lora", fix_of(build("mistral"), SCALED, tmp_path / "model"), tmp_path / "out")
+    found = measured(
+        "gguf-lora",
+        fix_of(build("mistral"), SCALED, tmp_path / "model"),
+        tmp_path / "out",
+    )
     assert not found.holds and found.difference > 0.1
 
 
 @pytest.mark.parametrize(
-    "method", [Unmodified(), ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), last="all")]
+    "method",
+    [Unmodified(), ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), last="all")],
 )
-def test_the_embedded_model_reads_texts(method: Method, tiny: Any, tmp_path: Path) -> None:
+def test_the_embedded_model_reads_texts(
+    method: Method, tiny: Any, tmp_path: Path
+) -> None:
     fix = base.Fix(tiny, method, "tiny", lambda: tiny)
-    task = KVRetrieval(pairs=12, prompt="compact", records="words", limit=2, calibration_pairs=8)
+    task = KVRetrieval(
+        pairs=12, prompt="compact", records="words", limit=2, calibration_pairs=8
+    )
     texts = [example.prompt for example in task.examples("evaluation")[:6]]
     form = base.find("gguf")
     form.check(fix)
     form.write(fix, tmp_path)
     found = base.measure(form, fix, tmp_path, [tiny.encode(text).ids for text in texts])
-    assert_same(found.difference, 0.0, embedded_noise("tiny", log_probabilities), "llama.cpp")
+    assert_same(
+        found.difference, 0.0, embedded_noise("tiny", log_probabilities), "llama.cpp"
+    )
     assert (found.unmodified > 0.5) == (not isinstance(method, Unmodified))
     server = serve(tmp_path / "model.gguf", 128)
     with method.applied(tiny):
         replies = tiny.generate(texts, max_new_tokens=3)
     for text, reply in zip(texts, replies, strict=True):
-        answer = server.handle_completions({"prompt": text, "max_tokens": 3, "temperature": 0})
-        assert answer["choices"][0]["text"] == reply and answer["usage"]["prompt_tokens"] == 51
+        answer = server.handle_completions(
+            {"prompt": text, "max_tokens": 3, "temperature": 0}
+        )
+        assert (
+            answer["choices"][0]["text"] == reply
+            and answer["usage"]["prompt_tokens"] == 51
+        )
 
 
-def test_a_tokenizer_is_followed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_followed_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = ["it's 1234567 o'clock,\n\n  AT ten\t\u00e4\u65e5\u672c", "x = 12;\r\n  y"]
     (regex,) = [split for split, name in gguf.SPLITS.items() if name == "llama-bpe"]
     spelt = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(regex), "isolated")
-    spelt.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    spelt.pre_tokenizer = pre_tokenizers.Sequence(
+        [cut, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     spelt.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|begin|>", "<|end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    spelt.train_from_iterator(["123 456 123 12 it's ten o'clock, at ten 1234567\n\n"] * 9, trainer)
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=spelt, bos_token=special[0], eos_token=special[1])
+    spelt.train_from_iterator(
+        ["123 456 123 12 it's ten o'clock, at ten 1234567\n\n"] * 9, trainer
+    )
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=spelt, bos_token=special[0], eos_token=special[1]
+    )
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**GROUPED, "vocab_size": 420}))
     lm = load(model, tokenizer=tokenizer)
-    fix, form = base.Fix(lm, Unmodified(), "x", lambda: lm), gguf.Export()
+    fix = base.Fix(lm, Unmodified(), "x", lambda: lm)
+    form = gguf.Export()
     form.check(fix)
     form.write(fix, tmp_path)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -165,7 +232,10 @@ def test_half_precision_is_float16(tmp_path: Path) -> None:
     model = build("qwen2")
     fix = replace(fix_of(model, SCALED, tmp_path / "model"), dtype="bfloat16")
     assert measured("gguf", fix, tmp_path / "out").holds
-    kinds = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    kinds = {
+        t.name: t.tensor_type.name
+        for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors
+    }
     assert kinds["blk.0.attn_q.weight"] == "F16" and kinds["blk.0.attn_q.bias"] == "F32"
 
 
@@ -174,7 +244,11 @@ def test_half_precision_is_float16(tmp_path: Path) -> None:
     [
         ("phi3", SCALED, "a model of type llama, .* not phi3.* convert_hf_to_gguf.py"),
         ("gemma2", SCALED, "query_pre_attn_scalar 20 "),
-        ("mistral-window", SCALED, r"\(31 tokens\) exceeds the available context size \(24 "),
+        (
+            "mistral-window",
+            SCALED,
+            r"\(31 tokens\) exceeds the available context size \(24 ",
+        ),
     ],
 )
 def test_what_llama_cpp_reads_otherwise_is_refused(

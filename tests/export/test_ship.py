@@ -26,19 +26,28 @@ def test_from_a_checkpoint_to_a_served_fix(
 ) -> None:
     pytest.importorskip("uvicorn", reason="needs transformers[serving]")
     monkeypatch.chdir(tmp_path)
-    block = re.search(r"^## From a checkpoint.*?^```\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    block = re.search(
+        r"^## From a checkpoint.*?^```\n(.*?)^```", PAGE.read_text(), re.S | re.M
+    )
     assert block
-    search, export, serve, ask, compare = (shlex.split(line, comments=True) for line in block[1].splitlines())
-    few, outputs = ["task.limit=20", "runtime.resamples=100"], tmp_path / "outputs"
+    search, export, serve, ask, compare = (
+        shlex.split(line, comments=True) for line in block[1].splitlines()
+    )
+    few = ["task.limit=20", "runtime.resamples=100"]
+    outputs = tmp_path / "outputs"
     assert posbench(*search[1:], *few).status == 0
     (run,) = run_folders(outputs)
     named = [str(run) if word == "RUN" else word for word in export[1:]]
     assert posbench(*named, verb=True).status == 0
-    with subprocess.Popen([sys.executable, "-c", SERVE, *serve[1:]], stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE, *serve[1:]], stderr=subprocess.DEVNULL
+    ) as server:
         try:
             for _ in range(300):
                 try:
-                    build_opener(ProxyHandler({})).open("http://localhost:8000/health", timeout=5).close()
+                    build_opener(ProxyHandler({})).open(
+                        "http://localhost:8000/health", timeout=5
+                    ).close()
                     break
                 except OSError:
                     assert server.poll() is None, "it ended by itself"
@@ -48,7 +57,9 @@ def test_from_a_checkpoint_to_a_served_fix(
             server.kill()
     assert result.status == 0, result.err
     (served,) = set(run_folders(outputs)) - {run}
-    result = posbench(compare[1], str(run), str(served), verb=True)  # by their own names
+    result = posbench(
+        compare[1], str(run), str(served), verb=True
+    )  # by their own names
     assert result.status == 0, result.err
     (file,) = outputs.glob("compare/*/comparison.csv")
     rows = list(csv.DictReader(file.open()))

@@ -33,21 +33,29 @@ METHODS: dict[str, Method] = {
     "last token": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2)),
     "last three": ScaleChannel(channel=(3, 5), factor=0.5, layers=(1, 3), last=3),
     "all tokens": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), last="all"),
-    "last, own keys": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), tokens="last"),
-    "earlier keys": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), tokens="earlier"),
+    "last, own keys": ScaleChannel(
+        channel=3, factor=-1.0, layers=(1, 2), tokens="last"
+    ),
+    "earlier keys": ScaleChannel(
+        channel=3, factor=-1.0, layers=(1, 2), tokens="earlier"
+    ),
     "layers": LayerScaling(scales=(1.2, 1.8, 1.0, 1.6)),
     "one scale": PositionInterpolation(scale=1.5),
     "heads": MsPoE(first_layer=1),
     "heads, official": MsPoE(first_layer=1, variant="official", alpha=2.0),
     "heads, reversed": MsPoE(first_layer=1, order="reversed"),
     "bases": AttentionBuckets(bases=(None, 13000.0, 25000.0)),
-    "bases, probabilities": AttentionBuckets(bases=(10000.0, 25000.0), mixture="probabilities"),
+    "bases, probabilities": AttentionBuckets(
+        bases=(10000.0, 25000.0), mixture="probabilities"
+    ),
     "even mixture": MoICE(weights="uniform", bases=(10000.0, None, 25000.0), top_k=3),
 }
 SAMPLE = ("llama", "gemma3", "phi3-longrope", "falcon-7b", "mpt-clip")
 """Apart, normed per kind of layer, fused in blocks with partial rotation, fused in groups, without RoPE."""
 PROMPTS = [
-    torch.randint(1, VOCABULARY - 2, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    torch.randint(
+        1, VOCABULARY - 2, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
     for length in (40, 9)  # one beyond every window, one within
 ]
 
@@ -73,7 +81,9 @@ def fits(method: Method, lm: LM) -> bool:
 
 
 @pytest.mark.slow
-def test_every_method_in_a_process_without_posbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_method_in_a_process_without_posbench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     check_models(SAMPLE, Path())
 
@@ -83,7 +93,14 @@ def test_the_command(
     posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    call = ["export", "model=tiny", "method=scale_channel", "task.limit=4", "--to", "transformers"]
+    call = [
+        "export",
+        "model=tiny",
+        "method=scale_channel",
+        "task.limit=4",
+        "--to",
+        "transformers",
+    ]
     assert posbench(*call, "--out", "fix", verb=True).status == 0
     assert posbench("verify", "fix", verb=True).status == 0
     # Code that computes something else is found.
@@ -100,13 +117,16 @@ def test_every_family(tmp_path: Path) -> None:
 
 def check_models(names: Any, folder: Path) -> None:
     """One process for all models, since its start takes seconds."""
-    jobs, cases = [], []
+    jobs = []
+    cases = []
     for model in names:
         lm = load(build(model))
         plain = next_token(lm, PROMPTS)
         for what, method in METHODS.items():
             if fits(method, lm):
-                written = export(lm, method, folder / f"{model}-{what}".replace(" ", "_"))
+                written = export(
+                    lm, method, folder / f"{model}-{what}".replace(" ", "_")
+                )
                 with method.applied(lm):
                     cases.append((f"{model}, {what}", next_token(lm, PROMPTS), plain))
                 jobs.append(job(lm, written, PROMPTS))
@@ -114,13 +134,17 @@ def check_models(names: Any, folder: Path) -> None:
     for (what, wanted, plain), got in zip(cases, answers(jobs), strict=True):
         noise = family_noise(what.split(",")[0], log_probabilities)
         assert_same(difference(wanted, got), 0.0, noise, "an export")
-        assert difference(plain, got) > 1e-2, f"{what}: the unmodified model answers the same"
+        assert difference(plain, got) > 1e-2, (
+            f"{what}: the unmodified model answers the same"
+        )
 
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
     """Load what was written, as its users do."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     return lambda folder: transformers.AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32
@@ -129,12 +153,20 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], 
 
 @pytest.mark.parametrize("model", ["mistral-window", "gpt_neox"])
 @pytest.mark.parametrize("what", METHODS)
-def test_generation(served: Callable[[Path], Any], model: str, what: str, tmp_path: Path) -> None:
+def test_generation(
+    served: Callable[[Path], Any], model: str, what: str, tmp_path: Path
+) -> None:
     """Greedy tokens and their scores from a batch with left padding, with a cache, are those in process."""
-    lm, method = load(build(model)), METHODS[what]
+    lm = load(build(model))
+    method = METHODS[what]
     inputs = lm.pad(PROMPTS)
     inputs.pop("position_ids")
-    how = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    how = dict(
+        max_new_tokens=8,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     with method.applied(lm):
         wanted = lm.model.generate(**inputs, **how)
     plain = lm.model.generate(**inputs, **how)
@@ -146,16 +178,21 @@ def test_generation(served: Callable[[Path], Any], model: str, what: str, tmp_pa
 
 
 @pytest.mark.parametrize("what", ["last token", "layers", "heads", "bases"])
-def test_a_copy_stands_alone(served: Callable[[Path], Any], what: str, tmp_path: Path) -> None:
+def test_a_copy_stands_alone(
+    served: Callable[[Path], Any], what: str, tmp_path: Path
+) -> None:
     """No part of a copied model works on the model that it was copied from, nor on another of its code."""
-    lm, method = load(build("llama-gqa")), METHODS[what]
+    lm = load(build("llama-gqa"))
+    method = METHODS[what]
     model = served(export(lm, method, tmp_path / "out"))
     other = served(export(load(build("llama-gqa", seed=1)), method, tmp_path / "other"))
     copied = copy.deepcopy(model)
     wanted = next_token(LM(copied, None, "copy", 512), PROMPTS)
     served_model = next_token(LM(model, None, "served", 512), PROMPTS)
     # Kernels may round by where weights lie: those of a file are mapped elsewhere than copied ones.
-    assert_same(wanted, served_model, family_noise("llama-gqa", log_probabilities), "an export")
+    assert_same(
+        wanted, served_model, family_noise("llama-gqa", log_probabilities), "an export"
+    )
     for spoiled in (model, other):
         with torch.no_grad():
             for parameter in spoiled.parameters():
@@ -164,7 +201,9 @@ def test_a_copy_stands_alone(served: Callable[[Path], Any], what: str, tmp_path:
     assert torch.equal(next_token(LM(copied, None, "copy", 512), PROMPTS), wanted)
 
 
-def test_a_trained_router_goes_along(served: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_trained_router_goes_along(
+    served: Callable[[Path], Any], tmp_path: Path
+) -> None:
     lm = load(build("gemma"))
     torch.manual_seed(1)
     routers = new_routers(lm.model, 3)
@@ -179,15 +218,19 @@ def test_a_trained_router_goes_along(served: Callable[[Path], Any], tmp_path: Pa
         wanted = next_token(lm, PROMPTS)
     with MoICE(weights="uniform", bases=bases, top_k=3).applied(lm):
         even = next_token(lm, PROMPTS)
-    got = next_token(LM(served(export(lm, method, tmp_path / "out")), None, "served", 512), PROMPTS)
+    got = next_token(
+        LM(served(export(lm, method, tmp_path / "out")), None, "served", 512), PROMPTS
+    )
     assert_same(got, wanted, family_noise("gemma", log_probabilities), "an export")
     assert difference(even, got) > 1e-2
 
 
 def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> None:
     """All logits, the last ones, and the loss of a plain call are those in process."""
-    lm, method = load(build("llama-gqa")), METHODS["last three"]
-    model, inputs = served(export(lm, method, tmp_path / "out")), lm.pad([PROMPTS[0]])
+    lm = load(build("llama-gqa"))
+    method = METHODS["last three"]
+    model = served(export(lm, method, tmp_path / "out"))
+    inputs = lm.pad([PROMPTS[0]])
     for more in ({}, {"logits_to_keep": 5}, {"labels": inputs["input_ids"]}):
         with method.applied(lm), torch.inference_mode():
             wanted = lm.model(**inputs, **more)
@@ -195,14 +238,21 @@ def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> 
             got = model(**inputs, **more)
         assert_same(got.logits, wanted.logits, family_noise("llama-gqa"), "an export")
         if more.get("labels") is not None:
-            assert_same(got.loss, wanted.loss, family_noise("llama-gqa", log_probabilities), "an export")
+            assert_same(
+                got.loss,
+                wanted.loss,
+                family_noise("llama-gqa", log_probabilities),
+                "an export",
+            )
 
 
 def test_never_loaded_as_the_unmodified_model(checkpoint: Path, tmp_path: Path) -> None:
     lm = load(str(checkpoint), dtype="float32")
     folder = export(lm, LayerScaling(scales=(1.0, 2.0, 1.0, 1.0)), tmp_path / "out")
     with pytest.raises(ValueError, match="trust_remote_code"):
-        transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False
+        )
     ids = transformers.AutoTokenizer.from_pretrained(folder)("the")["input_ids"]
     assert ids == lm.need_tokenizer()("the")["input_ids"]
 
@@ -211,16 +261,34 @@ def test_never_loaded_as_the_unmodified_model(checkpoint: Path, tmp_path: Path) 
 def test_code_that_goes_out_needs_transformers_alone(file: Path) -> None:
     named = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names = (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        )
         named |= {name.split(".")[0] for name in names}
-        named |= {str(node.module).split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
-    known = {"torch", "transformers", "inspect", "contextlib", "functools", "sys", "typing"}
-    assert named <= ({"vllm", "math", "typing"} if file.stem.startswith("vllm") else known)
+        named |= (
+            {str(node.module).split(".")[0]}
+            if isinstance(node, ast.ImportFrom)
+            else set()
+        )
+    known = {
+        "torch",
+        "transformers",
+        "inspect",
+        "contextlib",
+        "functools",
+        "sys",
+        "typing",
+    }
+    assert named <= (
+        {"vllm", "math", "typing"} if file.stem.startswith("vllm") else known
+    )
 
 
 def test_refusals() -> None:
     lm = load(build("llama"))
-    with pytest.raises(UserError, match="holds unmodified; this one holds scale_channel"):
+    with pytest.raises(
+        UserError, match="holds unmodified; this one holds scale_channel"
+    ):
         Export().check(fix_of(lm, Unmodified()))
     with torch.device("meta"):
         bare = BUILDERS["llama"]()

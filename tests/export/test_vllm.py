@@ -42,12 +42,20 @@ MODELS: dict[str, Any] = {
     "gemma2": (hf.Gemma2Config, dict(query_pre_attn_scalar=32, sliding_window=24)),
     "phi3": (hf.Phi3Config, dict(sliding_window=None)),
     "mixtral": (hf.MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
-    "qwen3_moe": (hf.Qwen3MoeConfig, dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    ),
 }
 LAYERS = LayerScaling(scales=(1.0, 0.6, 1.9))
-PROMPTS = [torch.randint(1, 259, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (100, 9)]
+PROMPTS = [
+    torch.randint(1, 259, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (100, 9)
+]
 
-vllm = pytest.mark.skipif(bool(vllm_plugin.Export().missing()), reason="needs vLLM: see POSBENCH_VLLM_PYTHON")
+vllm = pytest.mark.skipif(
+    bool(vllm_plugin.Export().missing()), reason="needs vLLM: see POSBENCH_VLLM_PYTHON"
+)
 
 
 def fix_of(kind: str, method: Method, folder: Path) -> Fix:
@@ -62,7 +70,9 @@ def fix_of(kind: str, method: Method, folder: Path) -> Fix:
     model.save_pretrained(folder)
 
     def again() -> LM:
-        return load(hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        return load(
+            hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        )
 
     return Fix(again(), method, str(folder), again, files=str(folder))
 
@@ -88,8 +98,14 @@ def test_vllm_scales_the_layers(kind: str, tmp_path: Path) -> None:
 @vllm
 @pytest.mark.parametrize("name", ["checkpoint", "lora"])
 def test_vllm_loads_what_folds(name: str, tmp_path: Path) -> None:
-    fix = fix_of("llama", ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), last="all"), tmp_path / "model")
-    out = written({"checkpoint": checkpoint, "lora": lora}[name].Export(), fix, tmp_path / "out")
+    fix = fix_of(
+        "llama",
+        ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), last="all"),
+        tmp_path / "model",
+    )
+    out = written(
+        {"checkpoint": checkpoint, "lora": lora}[name].Export(), fix, tmp_path / "out"
+    )
     call: dict[str, Any] = {"model": str(out), "dtype": "float32"}
     if name == "lora":
         call |= {"model": fix.base, "enable_lora": True, "max_lora_rank": 8}
@@ -103,22 +119,36 @@ def test_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fix = fix_of("mistral", LAYERS, tmp_path / "model")
     out = written(vllm_plugin.Export(), fix, tmp_path / "out")
     project = tomllib.loads((out / "pyproject.toml").read_text())
-    ((package, entry),) = project["project"]["entry-points"]["vllm.general_plugins"].items()
+    ((package, entry),) = project["project"]["entry-points"][
+        "vllm.general_plugins"
+    ].items()
     module, function = entry.split(":")
     monkeypatch.syspath_prepend(str(out))
-    assert callable(getattr(importlib.import_module(module), function)) and module == package
+    assert (
+        callable(getattr(importlib.import_module(module), function))
+        and module == package
+    )
     assert [package] == project["tool"]["setuptools"]["packages"]
     text = (out / package / "model.py").read_text()
     assert "SCALES = (1.0, 0.6, 1.9)" in text and "posbench." not in text
-    assert "from vllm.model_executor.models.mistral import MistralForCausalLM as Base" in text
-    other = vllm_plugin.name_of(replace(fix, method=LayerScaling(scales=(1.0, 0.6, 1.8))))
+    assert (
+        "from vllm.model_executor.models.mistral import MistralForCausalLM as Base"
+        in text
+    )
+    other = vllm_plugin.name_of(
+        replace(fix, method=LayerScaling(scales=(1.0, 0.6, 1.8)))
+    )
     assert other != package, "two fixes may be installed side by side"
 
 
 @pytest.mark.parametrize(
     ("model", "method", "said"),
     [
-        ("falcon", LayerScaling(scales=(1.0, 0.6, 1.9, 1.0)), "llama, mistral, .*; model is falcon"),
+        (
+            "falcon",
+            LayerScaling(scales=(1.0, 0.6, 1.9, 1.0)),
+            "llama, mistral, .*; model is falcon",
+        ),
         (
             "llama-tied-llama3",
             LayerScaling(scales=(1.0, 0.6, 1.9, 1.0)),
@@ -144,8 +174,13 @@ def test_without_vllm_it_says_so(
     if not vllm_plugin.Export().missing():
         pytest.skip("vLLM is here")
     call = ["export", "model=tiny", "method=layer_scaling", "task.limit=4"]
-    result = posbench(*call, "--to", "vllm-plugin", "--out", str(tmp_path / "fix"), verb=True)
-    assert result.status == 0 and "not verified: vLLM is not installed here" in " ".join(result.out.split())
+    result = posbench(
+        *call, "--to", "vllm-plugin", "--out", str(tmp_path / "fix"), verb=True
+    )
+    assert (
+        result.status == 0
+        and "not verified: vLLM is not installed here" in " ".join(result.out.split())
+    )
     assert "Not verified" in (tmp_path / "fix" / CARD).read_text()
     again = posbench("verify", str(tmp_path / "fix"), verb=True)
     assert again.status == 2 and vllm_plugin.PYTHON in again.err

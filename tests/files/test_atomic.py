@@ -13,7 +13,9 @@ from posbench.files.atomic import digest, rounded, write_bytes, write_csv, write
 from posbench.files.markdown import markdown
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "table.csv"
     write_text(file, "old")
 
@@ -26,13 +28,21 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert file.read_text() == "old"
     monkeypatch.undo()
     write_bytes(file, b"new")
-    assert file.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["table.csv"]
+    assert file.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == [
+        "table.csv"
+    ]
 
 
 def test_csv_bytes_do_not_depend_on_rounding_noise(tmp_path: Path) -> None:
     for name, value in (("a", 0.1 + 0.2), ("b", 0.3)):
-        write_csv(tmp_path / name, pd.DataFrame({"x": [value, float("nan")], "y": ["é", ""]}))
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == "x,y\n0.3,é\n,\n".encode()
+        write_csv(
+            tmp_path / name, pd.DataFrame({"x": [value, float("nan")], "y": ["é", ""]})
+        )
+    assert (
+        (tmp_path / "a").read_bytes()
+        == (tmp_path / "b").read_bytes()
+        == "x,y\n0.3,é\n,\n".encode()
+    )
 
 
 def test_equal_content_has_an_equal_digest() -> None:
@@ -42,7 +52,10 @@ def test_equal_content_has_an_equal_digest() -> None:
 
 
 def test_rows_keep_six_significant_digits() -> None:
-    assert rounded(np.array([[1 / 3, 2e-9 / 3], [123456.7, 0]])) == [[0.333333, 6.66667e-10], [123457.0, 0.0]]
+    assert rounded(np.array([[1 / 3, 2e-9 / 3], [123456.7, 0]])) == [
+        [0.333333, 6.66667e-10],
+        [123457.0, 0.0],
+    ]
 
 
 def test_a_markdown_table() -> None:

@@ -34,7 +34,9 @@ def _true(file: Path) -> str:
 def test_a_hash_is_remembered_until_the_file_changes(big: Path, tmp_path: Path) -> None:
     assert sha256(big) == _true(big)
     (note,) = (tmp_path / "cache").rglob("*.json")
-    note.write_text(json.dumps({**json.loads(note.read_text()), "sha256": "remembered"}))
+    note.write_text(
+        json.dumps({**json.loads(note.read_text()), "sha256": "remembered"})
+    )
     assert sha256(big) == "remembered"
     at = big.stat()
     with open(big, "r+b") as stream:
@@ -72,18 +74,24 @@ def _file(path: Path) -> Source:
 
 
 def test_content_counts_and_the_place_does_not(tmp_path: Path) -> None:
-    one, moved = tmp_path / "one.jsonl", tmp_path / "folder" / "two.jsonl"
+    one = tmp_path / "one.jsonl"
+    moved = tmp_path / "folder" / "two.jsonl"
     one.write_text("{}\n")
     moved.parent.mkdir()
     shutil.copy(one, moved)
-    first, second = contents([_file(one)]), contents([_file(moved)])
-    assert keys(first, "task") == keys(second, "task") and first[0].fact["sha256"] == _true(one)
+    first = contents([_file(one)])
+    second = contents([_file(moved)])
+    assert keys(first, "task") == keys(second, "task") and first[0].fact[
+        "sha256"
+    ] == _true(one)
     raws = [{"task": {"path": str(file), "seed": 0}} for file in (one, moved)]
     assert in_place(raws[0], first) == in_place(raws[1], second) != raws[0]
     os.utime(one)
     assert changed(first) is None
     one.write_text("[]\n")
-    assert changed(first) == first[0] and keys(contents([_file(one)]), "task") != keys(first, "task")
+    assert changed(first) == first[0] and keys(contents([_file(one)]), "task") != keys(
+        first, "task"
+    )
     one.unlink()
     assert changed(first) == first[0]
     with pytest.raises(UserError, match=r"task\.path"):
@@ -91,7 +99,12 @@ def test_content_counts_and_the_place_does_not(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_the_files_that_are_read(tmp_path: Path) -> None:
-    folder = Source(kind="path", id=str(tmp_path), field="task.path", files=("*.jsonl", "data/*.jsonl"))
+    folder = Source(
+        kind="path",
+        id=str(tmp_path),
+        field="task.path",
+        files=("*.jsonl", "data/*.jsonl"),
+    )
     (tmp_path / "data").mkdir()
     for name in ("a.jsonl", "data/b.jsonl"):
         (tmp_path / name).write_text(name)
@@ -120,7 +133,14 @@ def test_a_checkpoint_is_its_index_and_what_that_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ['{"weight_map": ["a"]}', '{"weight_map": {"x": 5}}', '{"weight_map": {}}', "[]", "{", "\udcff"]
+    [
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"x": 5}}',
+        '{"weight_map": {}}',
+        "[]",
+        "{",
+        "\udcff",
+    ]
     + [
         f'{{"weight_map": {{"x": "{name}"}}}}'
         for name in ("../x.bin", "../x.safetensors", "sub/x.safetensors")
@@ -130,7 +150,13 @@ def test_a_checkpoint_is_its_index_and_what_that_names(tmp_path: Path) -> None:
         '{"weight_map": {"x": "a.safetensors", "y": "/tmp/x.safetensors"}}',
     ],
 )
-def test_an_index_that_names_anything_else_is_refused(index: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_bytes(index.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match="weight_map names safetensors files of its own folder"):
+def test_an_index_that_names_anything_else_is_refused(
+    index: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(
+        index.encode(errors="surrogateescape")
+    )
+    with pytest.raises(
+        UserError, match="weight_map names safetensors files of its own folder"
+    ):
         sources.shards(tmp_path)

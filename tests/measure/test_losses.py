@@ -42,10 +42,16 @@ def test_one_prefill_serves_all_candidates_to_the_bit(name):
     longest = targets.shape[1]
     for candidate, losses in zip(candidates, together[1:], strict=True):
         with torch.inference_mode(), replace(candidate, last=longest).applied(lm):
-            alone = lm.answer_nats(lm.model(**inputs, logits_to_keep=longest).logits, targets)
+            alone = lm.answer_nats(
+                lm.model(**inputs, logits_to_keep=longest).logits, targets
+            )
         assert losses.tolist() == alone.double().tolist()
-    assert len(set(together[:, 0].tolist())) == len(together), "equal candidates would test nothing"
-    unmodified, neutral = candidate_losses(lm, pairs[:1], [replace(candidates[0], factor=1.0)])
+    assert len(set(together[:, 0].tolist())) == len(together), (
+        "equal candidates would test nothing"
+    )
+    unmodified, neutral = candidate_losses(
+        lm, pairs[:1], [replace(candidates[0], factor=1.0)]
+    )
     if name not in ("qwen3", "gemma3", "mpt-clip", "olmo2"):
         assert unmodified.tolist() == neutral.tolist()
     # Keys that are projected again round anew.

@@ -28,12 +28,20 @@ def test_scores_give_back_the_attention(family: str) -> None:
     lm = package.load(BUILDERS[family]())
     rows = _rows()
     found = [each.mean for each in score_maps(lm, [rows[:2], rows[2:]])]
-    assert len(found) == lm.layers and found[0].shape == (9, 9) and np.isnan(found[0][0, 1:]).all()
+    assert (
+        len(found) == lm.layers
+        and found[0].shape == (9, 9)
+        and np.isnan(found[0][0, 1:]).all()
+    )
     single = [[each.mean for each in score_maps(lm, [[row]])] for row in rows]
-    exact = score_maps(package.load(copy.deepcopy(lm.model).double()), [[row] for row in rows[:1]])
+    exact = score_maps(
+        package.load(copy.deepcopy(lm.model).double()), [[row] for row in rows[:1]]
+    )
     # Log weights are near -2, whatever the scores are.
     noise = largest_difference(single[0], [each.mean for each in exact]) + EPSILON
-    assert_same(np.nan_to_num(found), np.nan_to_num(np.mean(single, axis=0)), noise, "scores")
+    assert_same(
+        np.nan_to_num(found), np.nan_to_num(np.mean(single, axis=0)), noise, "scores"
+    )
     # Independent: eager weights are exp(score) over a row's sum, so log weights differ from scores by one
     # number per row.
     lm.model.set_attn_implementation("eager")
@@ -48,7 +56,8 @@ def test_scores_give_back_the_attention(family: str) -> None:
 
 def test_mean_map_is_the_mean_of_single_maps() -> None:
     torch.manual_seed(0)
-    query, key = torch.randn(5, 3, 12, 4), torch.randn(5, 3, 12, 4)
+    query = torch.randn(5, 3, 12, 4)
+    key = torch.randn(5, 3, 12, 4)
     found = MeanMap(12)
     found.add(query[:3], key[:3], 0.5)
     found.add(query[3:], key[3:], 0.5)
@@ -59,10 +68,13 @@ def test_mean_map_is_the_mean_of_single_maps() -> None:
     for half, rows in zip(found.halves, ([0, 2, 4], [1, 3]), strict=True):
         assert_same(half[lower], each[rows].mean(0)[lower], noise, "scores")
     for (near, shift), scores in zip(found.each, each, strict=True):
-        rows, distances = [], []
+        rows = []
+        distances = []
         for i in range(5, 12):
             keys = scores[i, 1:i]
-            rows.append(keys[-(len(keys) // 4) :].mean() - keys[: len(keys) // 4].mean())
+            rows.append(
+                keys[-(len(keys) // 4) :].mean() - keys[: len(keys) // 4].mean()
+            )
         for distance in range(1, 10):
             pairs = np.array([scores[j + distance, j] for j in range(1, 12 - distance)])
             half = len(pairs) // 2
@@ -73,7 +85,8 @@ def test_mean_map_is_the_mean_of_single_maps() -> None:
 def test_description_tells_relative_from_absolute_patterns() -> None:
     """Planted scores: a decay with distance, and on top of it, or not, a slope along the keys; noise in every
     sample."""
-    n, samples = 24, 40
+    n = 24
+    samples = 40
     place = torch.arange(n, dtype=torch.float32)
     rng = torch.Generator().manual_seed(0)
     told = {}
@@ -85,12 +98,18 @@ def test_description_tells_relative_from_absolute_patterns() -> None:
             # Keys that are unit vectors make the scores themselves the products.
             found.add(noisy[None, None], torch.eye(n)[None, None])
         told[slope] = found.facts()
-    relative, absolute = told[0.0], told[0.1]
+    relative = told[0.0]
+    absolute = told[0.1]
     lower = np.tril_indices(n - 1, -1)
     exact = scores.numpy()[1:, 1:]
     share = np.var(diagonal_normalised(exact)[lower]) / np.var(exact[lower])
-    assert relative["shift_ci_low"] < 0 < relative["shift_ci_high"] and relative["beyond"] < 0.01
-    assert absolute["shift_ci_high"] < 0 and absolute["beyond"] == pytest.approx(share, rel=0.2)
+    assert (
+        relative["shift_ci_low"] < 0 < relative["shift_ci_high"]
+        and relative["beyond"] < 0.01
+    )
+    assert absolute["shift_ci_high"] < 0 and absolute["beyond"] == pytest.approx(
+        share, rel=0.2
+    )
     assert (
         relative["near_ci_low"] > 0
         and absolute["near_ci_low"] > relative["near_ci_high"]

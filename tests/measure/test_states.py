@@ -43,18 +43,30 @@ def test_averages_equal_stored_hidden_states(lm):
     assert rows.shape == (10, 20) and (rows > 0).all() and (rows < VOCABULARY).all()
     with torch.no_grad():
         states = lm.model(rows, output_hidden_states=True).hidden_states
-        inputs = [lm.model.model.layers[i].input_layernorm(states[i]) for i in range(LAYERS)]
+        inputs = [
+            lm.model.model.layers[i].input_layernorm(states[i]) for i in range(LAYERS)
+        ]
     noise = states_noise("qwen2")
-    assert_same(averages["residual"], torch.stack(states).mean(1), noise, "hidden states")
-    assert_same(averages["attention_input"], torch.stack(inputs).mean(1), noise, "hidden states")
+    assert_same(
+        averages["residual"], torch.stack(states).mean(1), noise, "hidden states"
+    )
+    assert_same(
+        averages["attention_input"], torch.stack(inputs).mean(1), noise, "hidden states"
+    )
 
 
 def test_an_average_goes_on_where_it_was_killed(lm, monkeypatch):
     monkeypatch.setattr("posbench.measure.states.SAVE_EVERY", 4)
-    strings, kept, done = Strings(count=11, length=8, alphabet="tokens", batch_size=4), [], []
+    strings = Strings(count=11, length=8, alphabet="tokens", batch_size=4)
+    kept = []
+    done = []
 
     def keep(state):
-        kept.append(type(state)(state.count, {name: value.clone() for name, value in state.sums.items()}))
+        kept.append(
+            type(state)(
+                state.count, {name: value.clone() for name, value in state.sums.items()}
+            )
+        )
 
     whole = average_states(lm, strings, keep=keep)
     assert [state.count for state in kept] == [4, 8]
@@ -64,7 +76,9 @@ def test_an_average_goes_on_where_it_was_killed(lm, monkeypatch):
 
 
 def test_strings_of_characters_have_the_asked_length_and_fit_the_window(lm):
-    lm.tokenizer, lm.context_window, strings = Letters(), 30, Strings(count=3, length=30, seed=1)
+    lm.tokenizer = Letters()
+    lm.context_window = 30
+    strings = Strings(count=3, length=30, seed=1)
     rows = strings.draw(lm)
     assert [len(row) for row in rows] == [30] * 3
     assert all(piece.isalnum() for row in rows for piece in row)

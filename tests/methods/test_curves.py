@@ -40,36 +40,56 @@ def test_ends_range_and_constant(points, layers, curve):
 @given(control_points(least=2), st.integers(2, 40))
 def test_bezier_agrees_with_a_dense_de_casteljau_curve(points, layers):
     curve = de_casteljau(points, np.linspace(0, 1, 2001))
-    assert (np.diff(curve[:, 0]) > 0).all()  # x(t) rises, so that bisection finds the only t
+    assert (
+        np.diff(curve[:, 0]) > 0
+    ).all()  # x(t) rises, so that bisection finds the only t
     at = np.linspace(points[0][0], points[-1][0], layers)
     expected = np.interp(at, curve[:, 0], curve[:, 1])
     # Where the curve is nearly upright a chord of the dense curve is this far off at most.
-    np.testing.assert_allclose(layer_scales("bezier", points, layers), expected, atol=2e-3)
+    np.testing.assert_allclose(
+        layer_scales("bezier", points, layers), expected, atol=2e-3
+    )
 
 
 @given(
-    control_points(least=2), st.floats(-40, 40), st.floats(0.01, 30), st.sampled_from(["bezier", "linear"])
+    control_points(least=2),
+    st.floats(-40, 40),
+    st.floats(0.01, 30),
+    st.sampled_from(["bezier", "linear"]),
 )
 def test_shifting_and_stretching_x_changes_nothing(points, shift, stretch, curve):
     moved = [(shift + stretch * x, y) for x, y in points]
-    np.testing.assert_allclose(layer_scales(curve, moved, 32), layer_scales(curve, points, 32), atol=1e-7)
+    np.testing.assert_allclose(
+        layer_scales(curve, moved, 32), layer_scales(curve, points, 32), atol=1e-7
+    )
 
 
-@given(control_points(least=2, most=2), st.integers(1, 40), st.sampled_from(["stretched", "absolute"]))
+@given(
+    control_points(least=2, most=2),
+    st.integers(1, 40),
+    st.sampled_from(["stretched", "absolute"]),
+)
 def test_bezier_of_degree_one_is_the_straight_line(points, layers, x):
     np.testing.assert_allclose(
-        layer_scales("bezier", points, layers, x), layer_scales("linear", points, layers, x), atol=1e-12
+        layer_scales("bezier", points, layers, x),
+        layer_scales("linear", points, layers, x),
+        atol=1e-12,
     )
 
 
 @given(control_points(), st.integers(1, 40))
 def test_absolute_layers(points, layers):
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points]
     h = np.arange(layers)
     np.testing.assert_allclose(
-        layer_scales("linear", points, layers, "absolute"), np.interp(h, xs, ys), atol=1e-12
+        layer_scales("linear", points, layers, "absolute"),
+        np.interp(h, xs, ys),
+        atol=1e-12,
     )
-    step = [ys[max([k for k, x in enumerate(xs) if x <= layer], default=0)] for layer in h]
+    step = [
+        ys[max([k for k, x in enumerate(xs) if x <= layer], default=0)] for layer in h
+    ]
     assert layer_scales("step", points, layers, "absolute") == step
     bezier = layer_scales("bezier", points, layers, "absolute")
     for layer, scale in zip(h, bezier, strict=True):
@@ -84,9 +104,9 @@ def test_worked_example():
     # twenty-sevenths.
     scales = layer_scales("bezier", [(0, 1.0), (1, 2.0), (2, 1.0), (3, 1.0)], 4)
     np.testing.assert_allclose(scales, [1, 1 + 12 / 27, 1 + 6 / 27, 1], atol=1e-12)
-    assert layer_scales("step", [(0, 1.0), (10, 1.2), (21, 1.4), (31, 1.6)], 32) == [1.0] * 10 + [
-        1.2
-    ] * 11 + [1.4] * 10 + [1.6]
+    assert layer_scales("step", [(0, 1.0), (10, 1.2), (21, 1.4), (31, 1.6)], 32) == [
+        1.0
+    ] * 10 + [1.2] * 11 + [1.4] * 10 + [1.6]
 
 
 def test_a_curve_that_turns_back_still_crosses_every_layer():
@@ -94,7 +114,9 @@ def test_a_curve_that_turns_back_still_crosses_every_layer():
     assert scales[0] == 1.0 and scales[-1] == 1.2 and all(1 <= s <= 2 for s in scales)
 
 
-@pytest.mark.parametrize("bad", [dict(curve="spline"), dict(x="log"), dict(points=[]), dict(layers=0)])
+@pytest.mark.parametrize(
+    "bad", [dict(curve="spline"), dict(x="log"), dict(points=[]), dict(layers=0)]
+)
 def test_unknown_curves_are_refused(bad):
     with pytest.raises(ValueError, match="no curve"):
         layer_scales(**dict(curve="bezier", points=[(0, 1.0)], layers=4) | bad)

@@ -45,7 +45,10 @@ PARTIAL: dict[str, tuple[Callable[[Path], None], str]] = {
         _tensors(lambda t: {k: v for k, v in t.items() if ".layers.3." not in k}),
         "9 missing, the first model.layers.3.input_layernorm.weight",
     ),
-    "a tensor": (_tensors(lambda t: {k: v for k, v in t.items() if k != Q}), f"1 missing, the first {Q}"),
+    "a tensor": (
+        _tensors(lambda t: {k: v for k, v in t.items() if k != Q}),
+        f"1 missing, the first {Q}",
+    ),
     "a deeper config": (
         _config(num_hidden_layers=6),
         "18 missing, the first model.layers.4.input_layernorm.weight",
@@ -58,8 +61,14 @@ PARTIAL: dict[str, tuple[Callable[[Path], None], str]] = {
         _tensors(lambda t: {f"student.{k}": v for k, v in t.items()}),
         "39 missing, the first lm_head.weight; 39 not of this model, the first student.lm_head.weight",
     ),
-    "another shape": (_tensors(lambda t: {**t, Q: t[Q][:8].clone()}), f"1 of another shape, the first {Q}"),
-    "another vocabulary": (_config(vocab_size=400), "2 of another shape, the first lm_head.weight"),
+    "another shape": (
+        _tensors(lambda t: {**t, Q: t[Q][:8].clone()}),
+        f"1 of another shape, the first {Q}",
+    ),
+    "another vocabulary": (
+        _config(vocab_size=400),
+        "2 of another shape, the first lm_head.weight",
+    ),
 }
 
 
@@ -76,7 +85,9 @@ def test_weights_that_are_not_the_models_are_refused(name: str, copy: Path) -> N
     with pytest.raises(UserError) as refused:
         load(copy)
     text = str(refused.value)
-    assert f"({told})" in text and "\n" not in text and "model.allow_partial=true" in text
+    assert (
+        f"({told})" in text and "\n" not in text and "model.allow_partial=true" in text
+    )
 
 
 def test_partial_weights_are_named_in_every_table_and_drawn_alike(
@@ -86,7 +97,11 @@ def test_partial_weights_are_named_in_every_table_and_drawn_alike(
     args = [*small, f"model.path={copy}", "task.limit=2"]
     args += ["method=none", "stages=[evaluate,report]"]
     refused = posbench(*args)
-    assert refused.status == 2 and refused.err.count("\n") == 1 and "9 missing" in refused.err
+    assert (
+        refused.status == 2
+        and refused.err.count("\n") == 1
+        and "9 missing" in refused.err
+    )
     assert not outputs.exists()
     made = posbench(*args, "model.allow_partial=true")
     assert made.status == 0 and "random-partial" in made.out
@@ -95,7 +110,9 @@ def test_partial_weights_are_named_in_every_table_and_drawn_alike(
     assert set(pd.read_csv(folder / "metrics.csv")["model"]) == {"random-partial"}
     assert "random-partial" in (folder / "report.html").read_text()
     rescored = posbench("rescore", str(folder), verb=True)
-    assert rescored.status == 0 and set(pd.read_csv(folder / "metrics.csv")["model"]) == {"random-partial"}
+    assert rescored.status == 0 and set(
+        pd.read_csv(folder / "metrics.csv")["model"]
+    ) == {"random-partial"}
     states = [load(copy, allow_partial=True).model.state_dict() for _ in range(2)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
@@ -113,12 +130,15 @@ def test_the_harness_refuses_too(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_the_checkpoint_of_every_family_is_complete(name: str, tiny: LM, tmp_path: Path) -> None:
+def test_the_checkpoint_of_every_family_is_complete(
+    name: str, tiny: LM, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = BUILDERS[name]().eval()
     model.save_pretrained(tmp_path)
     tiny.need_tokenizer().save_pretrained(tmp_path)
-    lm, ids = load(tmp_path, device="cpu"), torch.arange(1, 9)[None] % VOCABULARY
+    lm = load(tmp_path, device="cpu")
+    ids = torch.arange(1, 9)[None] % VOCABULARY
     with torch.inference_mode():
         assert torch.equal(lm.model(input_ids=ids).logits, model(input_ids=ids).logits)
 
@@ -126,10 +146,14 @@ def test_the_checkpoint_of_every_family_is_complete(name: str, tiny: LM, tmp_pat
 BROKEN: dict[str, Callable[[Path], Any]] = {
     "text as hidden size": _config(hidden_size="wide"),
     "no heads": _config(num_attention_heads=0, num_key_value_heads=0),
-    "an empty tokenizer.json": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "an empty tokenizer.json": lambda folder: (folder / "tokenizer.json").write_text(
+        "{}"
+    ),
     "an index that holds a list": lambda folder: (
         (folder / "model.safetensors").unlink(),
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}'),
+        (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": ["model.safetensors"]}'
+        ),
     ),
     "an index that names a file elsewhere": lambda folder: (
         (folder / "model.safetensors").rename(folder.parent / "x.bin"),
@@ -138,13 +162,17 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
         ),
     ),
     "an embedding smaller than the tokenizer": lambda folder: (
-        _tensors(lambda t: {k: v[:50].clone() if len(v) == 72 else v for k, v in t.items()})(folder),
+        _tensors(
+            lambda t: {k: v[:50].clone() if len(v) == 72 else v for k, v in t.items()}
+        )(folder),
         _config(vocab_size=50)(folder),
     ),
-    "a chat template that is none": lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
-    "a chat template that divides by zero": lambda folder: (folder / "chat_template.jinja").write_text(
-        "{{ 1/0 }}"
-    ),
+    "a chat template that is none": lambda folder: (
+        folder / "chat_template.jinja"
+    ).write_text("{% if %}"),
+    "a chat template that divides by zero": lambda folder: (
+        folder / "chat_template.jinja"
+    ).write_text("{{ 1/0 }}"),
 }
 
 
@@ -155,4 +183,6 @@ def test_a_broken_checkpoint_gets_one_line(name: str, copy: Path) -> None:
         load(copy, device="cpu").encode("a prompt")
     text = str(refused.value)
     assert text.startswith("model.") and "\n" not in text
-    assert ("a tokenizer of at most 50 tokens" in text) is name.startswith("an embedding")
+    assert ("a tokenizer of at most 50 tokens" in text) is name.startswith(
+        "an embedding"
+    )

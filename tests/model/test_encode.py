@@ -41,26 +41,34 @@ GEMMA = (
 def characters(bos: bool = True) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, so that lengths and cuts can be read off."""
     letters = sorted({chr(c) for c in range(32, 127)} | {"\n", "é"})
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *letters])}
+    vocabulary = {
+        token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *letters])
+    }
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
 
 
 def reader(
-    template: str | None = None, chat_template: str = "auto", bos: bool = True, window: int = 4096
+    template: str | None = None,
+    chat_template: str = "auto",
+    bos: bool = True,
+    window: int = 4096,
 ) -> LM:
     """A random model behind the character tokenizer."""
     torch.manual_seed(0)
     tokenizer = characters(bos)
     tokenizer.chat_template = template
     lm = posbench.load(BUILDERS["llama"](), tokenizer=tokenizer)
-    lm.chat_template, lm.context_window = chat_template, window
+    lm.chat_template = chat_template
+    lm.context_window = window
     return lm
 
 
@@ -111,9 +119,12 @@ def wanted(patterns: tuple[str, str], prompt: str, system: str, prefill: str) ->
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("system", ["", "Be brief."])
 @pytest.mark.parametrize("bos", [True, False])
-def test_templates_and_the_beginning_of_sequence(name: str, system: str, bos: bool) -> None:
+def test_templates_and_the_beginning_of_sequence(
+    name: str, system: str, bos: bool
+) -> None:
     template, chosen, patterns = TEMPLATES[name]
-    lm, text = reader(template, chosen, bos), wanted(patterns, "Why?", system, "A:")
+    lm = reader(template, chosen, bos)
+    text = wanted(patterns, "Why?", system, "A:")
     assert lm.render("Why?", system=system, prefill="A:") == text
     encoded = lm.encode("Why?", system=system, prefill="A:")
     assert encoded.text == text
@@ -123,12 +134,16 @@ def test_templates_and_the_beginning_of_sequence(name: str, system: str, bos: bo
     once = "the beginning of sequence exactly once"
     assert encoded.ids.count(0) == int(bos or text.startswith("<s>")), once
     at = [span for span in encoded.offsets if span != (0, 0)]
-    assert at == [(i, i + 1) for i in range(4)], "offsets count characters of the task's prompt"
+    assert at == [(i, i + 1) for i in range(4)], (
+        "offsets count characters of the task's prompt"
+    )
     assert lm.render("Why?", chat=False) == "Why?"
 
 
 def test_unknown_templates_are_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.chat_template.*auto \| none \| vicuna"):
+    with pytest.raises(
+        UserError, match=r"model\.chat_template.*auto \| none \| vicuna"
+    ):
         posbench.load("tiny", chat_template="vicunna")
 
 
@@ -141,14 +156,19 @@ def test_middle_truncation_is_longbenchs() -> None:
     for most in (50, 51):
         half = most // 2
         text = "".join(
-            lm.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])
+            lm.tokenizer.decode(part, skip_special_tokens=True)
+            for part in (ids[:half], ids[-half:])
         )  # type: ignore[union-attr]
         cut = lm.encode(prompt, truncation="middle", most=most)
         assert cut.text == f"<s>[INST] {text} [/INST]"
         assert cut.dropped == len(ids) - len(lm.tokenizer(text)["input_ids"])  # type: ignore[operator]
         for (first, last), token in zip(cut.offsets, cut.ids, strict=True):
-            assert (first, last) == (0, 0) or lm.tokenizer.decode([token]) == prompt[first:last]  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=r"201.*at most 50 tokens before any chat template"):
+            assert (first, last) == (0, 0) or lm.tokenizer.decode([token]) == prompt[
+                first:last
+            ]  # type: ignore[union-attr]
+    with pytest.raises(
+        UserError, match=r"201.*at most 50 tokens before any chat template"
+    ):
         lm.encode(prompt, most=50)
     # Without a length of its own the prompt takes what window, template and answer leave.
     lm.context_window = 100
@@ -161,13 +181,20 @@ def test_middle_truncation_is_longbenchs() -> None:
 
 @pytest.mark.parametrize("kind", ["document", "words"])
 def test_document_truncation_keeps_the_question(kind: Any) -> None:
-    document, separator = " ".join(f"w{i:03d}" for i in range(600)), " [cut]"
+    document = " ".join(f"w{i:03d}" for i in range(600))
+    separator = " [cut]"
     prompt = f"Read. {document} Question: why?"
     span = (6, 6 + len(document))
     lm = reader(LLAMA2, window=2000)
-    whole = lm.encode(prompt, truncation=kind, document=span, separator=separator, reserve=100)
+    whole = lm.encode(
+        prompt, truncation=kind, document=span, separator=separator, reserve=100
+    )
     inner = whole.text.removeprefix("<s>[INST] ").removesuffix(" [/INST]")
-    kept = inner.removeprefix("Read. ").removesuffix(" Question: why?").removesuffix(separator)
+    kept = (
+        inner.removeprefix("Read. ")
+        .removesuffix(" Question: why?")
+        .removesuffix(separator)
+    )
     assert document.startswith(kept) and f"{kept}{separator} Question: why?" in inner
     assert len(whole.ids) <= 1900
     if kind == "document":
@@ -175,8 +202,12 @@ def test_document_truncation_keeps_the_question(kind: Any) -> None:
     else:
         assert len(kept.split(" ")) == 350, "250 words at a time, as L-Eval"
     last = whole.offsets[-len(" [/INST]") - 1]
-    assert last == (len(prompt) - 1, len(prompt)), "spans behind the cut still count in the task's prompt"
-    fits = reader(LLAMA2).encode(prompt, truncation=kind, document=span, separator=separator)
+    assert last == (len(prompt) - 1, len(prompt)), (
+        "spans behind the cut still count in the task's prompt"
+    )
+    fits = reader(LLAMA2).encode(
+        prompt, truncation=kind, document=span, separator=separator
+    )
     assert fits.dropped == 0 and separator not in fits.text
     lm.context_window = 60
     with pytest.raises(UserError, match="prompt length"):
@@ -185,24 +216,40 @@ def test_document_truncation_keeps_the_question(kind: Any) -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", task_files.TASKS)
-def test_every_task_in_every_kind_of_template(name: str, template: str, tmp_path: Path) -> None:
+def test_every_task_in_every_kind_of_template(
+    name: str, template: str, tmp_path: Path
+) -> None:
     """The prompts themselves are held character by character in each task's own tests."""
     text, chosen, patterns = TEMPLATES[template]
     lm = reader(text, chosen)
-    fields = dict(o.removeprefix("task.").split("=", 1) for o in task_files.TASKS[name][0](tmp_path))
-    cls, _ = target(yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text()), Task, "task")
-    task = build(cls, {key: yaml.safe_load(value) for key, value in fields.items()}, "task")
+    fields = dict(
+        o.removeprefix("task.").split("=", 1)
+        for o in task_files.TASKS[name][0](tmp_path)
+    )
+    cls, _ = target(
+        yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text()), Task, "task"
+    )
+    task = build(
+        cls, {key: yaml.safe_load(value) for key, value in fields.items()}, "task"
+    )
     seen = set()
     for e in task.evaluation():
         rendered = lm.render(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill)
-        assert rendered == wanted(patterns if e.chat else BARE, e.prompt, e.system, e.prefill)
+        assert rendered == wanted(
+            patterns if e.chat else BARE, e.prompt, e.system, e.prefill
+        )
         seen.add(e.chat)
     # LongBench leaves the template out for six data sets, L-Eval for SFiction's facts, the exams for all.
-    some, none = ("longbench", "leval_closed"), ("mmlu", "ceval")
-    assert seen == ({True, False} if name in some else {False} if name in none else {True})
+    some = ("longbench", "leval_closed")
+    none = ("mmlu", "ceval")
+    assert seen == (
+        {True, False} if name in some else {False} if name in none else {True}
+    )
 
 
-PROMPT = 'Json data: {"bal": "kop", "dip": "gel", "mop": "nap"} The value of key "dip" is "'
+PROMPT = (
+    'Json data: {"bal": "kop", "dip": "gel", "mop": "nap"} The value of key "dip" is "'
+)
 
 
 def test_prompts_over_the_window_are_refused_or_cut_in_the_middle(tiny: LM) -> None:
@@ -210,13 +257,18 @@ def test_prompts_over_the_window_are_refused_or_cut_in_the_middle(tiny: LM) -> N
     lm = posbench.load("tiny", context_window=len(ids) - 3)
     with pytest.raises(UserError, match=f"at most {len(ids) - 4} tokens"):
         lm.encode(PROMPT, reserve=1)
-    cut, half = lm.encode(PROMPT, reserve=1, truncation="middle"), (len(ids) - 4) // 2
-    assert cut.ids == ids[:half] + ids[-half:], "LongBench keeps the whole half of each end"
+    cut = lm.encode(PROMPT, reserve=1, truncation="middle")
+    half = (len(ids) - 4) // 2
+    assert cut.ids == ids[:half] + ids[-half:], (
+        "LongBench keeps the whole half of each end"
+    )
     assert cut.dropped == len(ids) - 2 * half and len(cut.offsets) == len(cut.ids)
 
 
 def test_offsets_of_longer_tokens_point_into_the_prompt() -> None:
     lm = posbench.load("tiny", chat_template="auto")
-    lm.tokenizer.chat_template = "{% for m in messages %}bal bap {{ m['content'] }}{% endfor %}"  # type: ignore[union-attr]
+    lm.tokenizer.chat_template = (
+        "{% for m in messages %}bal bap {{ m['content'] }}{% endfor %}"  # type: ignore[union-attr]
+    )
     assert lm.render(PROMPT) == "bal bap " + PROMPT
     assert "".join(PROMPT[a:b] for a, b in lm.encode(PROMPT).offsets if b > a) == PROMPT

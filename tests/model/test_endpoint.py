@@ -11,7 +11,15 @@ import pytest
 
 from posbench.errors import UserError
 from posbench.model.encode import Encoded
-from posbench.model.endpoint import Endpoint, Failed, Reply, Untokenized, first_nats, spoken, text_encoder
+from posbench.model.endpoint import (
+    Endpoint,
+    Failed,
+    Reply,
+    Untokenized,
+    first_nats,
+    spoken,
+    text_encoder,
+)
 from posbench.model.load import ModelConfig, load
 from tests.server import serving
 
@@ -31,15 +39,23 @@ def test_log_likelihoods_count_what_the_choices_do_not_share() -> None:
     with serving(ways=("echo",)) as server:
         reply = endpoint(server.url).choose("One or two?", [" the one", " the two of"])
     assert reply.nats == pytest.approx((nats(" one"), nats(" two", " of")))
-    assert reply.text == ("the one" if nats(" one") > nats(" two", " of") else "the two of")
+    assert reply.text == (
+        "the one" if nats(" one") > nats(" two", " of") else "the two of"
+    )
     assert (reply.by, reply.prompt_tokens) == ("log-likelihoods", 2 * 11 + 8 + 11)
 
 
 def test_first_tokens_choose_in_completions_and_in_chat() -> None:
     with serving(ways=("first",)) as server:
         reply = endpoint(server.url).choose("?", [" A", " B", " C"])
-        assert (reply.text, reply.nats, reply.by) == ("C", (-1.5, None, -0.3), "first token")
-        chat = endpoint(server.url, api="chat").choose([{"role": "user", "content": "?"}], [" A", " B", " C"])
+        assert (reply.text, reply.nats, reply.by) == (
+            "C",
+            (-1.5, None, -0.3),
+            "first token",
+        )
+        chat = endpoint(server.url, api="chat").choose(
+            [{"role": "user", "content": "?"}], [" A", " B", " C"]
+        )
         assert (chat.text, chat.nats) == ("B", (-1.0, -0.5, None))
         # Both begin with the same token: the letter tells.
         told = endpoint(server.url).choose("?", [" A one", " A two"])
@@ -49,13 +65,23 @@ def test_first_tokens_choose_in_completions_and_in_chat() -> None:
 @pytest.mark.parametrize(
     ("top", "choices", "wanted"),
     [
-        ({" A": -1.0, "A": -0.1, " B": -2.0}, [" A", " B"], [-1.0, -2.0]),  # as it stands comes first
+        (
+            {" A": -1.0, "A": -0.1, " B": -2.0},
+            [" A", " B"],
+            [-1.0, -2.0],
+        ),  # as it stands comes first
         ({"A": -0.1, "\nB": -2.0}, [" A", " B"], [-0.1, -2.0]),
         ({" ": -0.1, "the": -0.2}, [" A", " B"], [None, None]),
-        ({" pe": -0.4, " p": -0.3}, [" pear", " plum"], [-0.4, None]),  # " p" begins both
+        (
+            {" pe": -0.4, " p": -0.3},
+            [" pear", " plum"],
+            [-0.4, None],
+        ),  # " p" begins both
     ],
 )
-def test_first_nats(top: dict[str, float], choices: list[str], wanted: list[float | None]) -> None:
+def test_first_nats(
+    top: dict[str, float], choices: list[str], wanted: list[float | None]
+) -> None:
     assert first_nats(top, choices) == wanted
 
 
@@ -101,9 +127,18 @@ def test_without_a_tokenizer_prompts_go_as_they_are(checkpoint: Path) -> None:
     bare = text_encoder(ModelConfig(name="fake", base_url="http://h/v1"))
     assert isinstance(bare, Untokenized)
     code = bare.encode("Who?", system="Be short.", prefill="Answer:", reserve=3)
-    assert (code.text, code.prompt, code.ids) == ("Be short.\n\nWho?Answer:", "Who?", [])
-    known = text_encoder(ModelConfig(name="fake", base_url="http://h/v1", path=str(checkpoint)))
-    assert known.context_window == 256 and known.encode("bal", system="bel").prompt == "bal"
+    assert (code.text, code.prompt, code.ids) == (
+        "Be short.\n\nWho?Answer:",
+        "Who?",
+        [],
+    )
+    known = text_encoder(
+        ModelConfig(name="fake", base_url="http://h/v1", path=str(checkpoint))
+    )
+    assert (
+        known.context_window == 256
+        and known.encode("bal", system="bel").prompt == "bal"
+    )
 
 
 def test_messages_hold_the_prompt_that_is_left() -> None:
@@ -111,10 +146,15 @@ def test_messages_hold_the_prompt_that_is_left() -> None:
         made = endpoint(server.url, api="chat")
         code = Encoded([1], [], "whatever", prompt="short")
         system, user = made.prompt(Untokenized("fake"), code, "Be kind.")
-    assert system == {"role": "system", "content": "Be kind."} and user["content"] == "short"  # type: ignore[index]
+    assert (
+        system == {"role": "system", "content": "Be kind."}
+        and user["content"] == "short"
+    )  # type: ignore[index]
 
 
-def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(UserError, match=r"pip install 'posbench\[endpoint\]'"):
         Endpoint(ModelConfig(name="fake", base_url="http://h/v1"))
@@ -127,7 +167,9 @@ def test_a_served_model_is_never_loaded_in_its_place() -> None:
 
 def test_what_is_no_reply_is_a_failure() -> None:
     with serving(
-        lambda prompt, n: "cut" if prompt == "x" else "overflow" if prompt == "long" else ""
+        lambda prompt, n: (
+            "cut" if prompt == "x" else "overflow" if prompt == "long" else ""
+        )
     ) as server:
         made = endpoint(server.url)
         with pytest.raises(Failed, match="no JSON"):

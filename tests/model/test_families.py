@@ -57,7 +57,9 @@ def test_the_row_finds_every_attention_module(name):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_context_window(name):
     config = build(name).config
-    assert families.context_window(config) == (512 if config.model_type in ("mpt", "falcon") else 4096)
+    assert families.context_window(config) == (
+        512 if config.model_type in ("mpt", "falcon") else 4096
+    )
 
 
 def test_a_prompt_over_the_alibi_table_is_refused(tmp_path):
@@ -72,7 +74,9 @@ def test_a_prompt_over_the_alibi_table_is_refused(tmp_path):
         lm.encode('"bal": "kop", ' * 130)
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "mpt", "falcon", "falcon-7b", "falcon-alibi"])
+@pytest.mark.parametrize(
+    "name", ["phi3", "gpt_neox", "mpt", "falcon", "falcon-7b", "falcon-alibi"]
+)
 def test_projected_keys_are_those_the_model_caches(name):
     """Unrotated in MPT and ALiBi Falcon; elsewhere position 0, where the rotation does nothing."""
     model = build(name)
@@ -84,11 +88,15 @@ def test_projected_keys_are_those_the_model_caches(name):
     )
     with torch.no_grad():
         cached = model(ids, use_cache=True).past_key_values.layers[1].keys
-        keys = families.finish_keys(model, 1, families.project_keys(model, 1, seen["h"]), None)
+        keys = families.finish_keys(
+            model, 1, families.project_keys(model, 1, seen["h"]), None
+        )
     handle.remove()
     repeated = keys.repeat_interleave(cached.shape[1] // keys.shape[1], dim=1)
     positions = slice(None) if name in ("mpt", "falcon-alibi") else slice(0, 1)
-    assert_same(cached[:, :, positions], repeated[:, :, positions], states_noise(name), "keys")
+    assert_same(
+        cached[:, :, positions], repeated[:, :, positions], states_noise(name), "keys"
+    )
 
 
 def test_rope_that_changes_with_the_length_is_announced(caplog):
@@ -99,7 +107,11 @@ def test_rope_that_changes_with_the_length_is_announced(caplog):
     method = ScaleChannel(channel=5, factor=0.0, layers=(1, 2))
     method.check(lm)
     assert not caplog.records
-    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model.config.rope_parameters = {
+        "rope_type": "dynamic",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+    }
     method.check(lm)
     assert "dynamic" in caplog.text
 
@@ -122,4 +134,7 @@ def test_the_vision_model_reads_its_text_config():
     model = build("gemma3-vision")
     assert families.text_config(model).model_type == "gemma3_text"
     assert isinstance(AutoConfig.for_model("gemma3"), type(model.config))
-    assert families.family_of(SimpleNamespace(config=model.config)).layers == "model.language_model.layers"
+    assert (
+        families.family_of(SimpleNamespace(config=model.config)).layers
+        == "model.language_model.layers"
+    )

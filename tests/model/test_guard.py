@@ -43,7 +43,9 @@ CALLS: dict[str, Callable[[LM], Any]] = {
     "score_maps": lambda lm: score_maps(lm, [[IDS]]),
     "average_states": lambda lm: average_states(lm, STRINGS),
     "moments": lambda lm: moments(lm, STRINGS, "residual", [3], 2, lambda n: None),
-    "gradient": lambda lm: answer_loss(lm, torch.ones(lm.layers, requires_grad=True), [PAIR]),
+    "gradient": lambda lm: answer_loss(
+        lm, torch.ones(lm.layers, requires_grad=True), [PAIR]
+    ),
     "router": lambda lm: text_loss(lm, IDS),
     "probe": lambda lm: probe(lm, IDS),
 }
@@ -64,15 +66,25 @@ def damaged(lm: LM, name: str, value: float) -> Iterator[None]:
 
 def _hooks(lm: LM) -> int:
     # The library leaves some of its own in a model that was once asked for its hidden states.
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in lm.model.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in lm.model.modules()
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_stops_and_names_model_layer_and_dtype(name: str, tiny: LM) -> None:
-    before, hooks = CALLS[name](tiny), _hooks(tiny)
-    with damaged(tiny, "model.layers.2.mlp.down_proj.weight", float("nan")), pytest.raises(UserError) as told:
+    before = CALLS[name](tiny)
+    hooks = _hooks(tiny)
+    with (
+        damaged(tiny, "model.layers.2.mlp.down_proj.weight", float("nan")),
+        pytest.raises(UserError) as told,
+    ):
         CALLS[name](tiny)
-    assert told.value.field == "model" and told.value.value == "tiny" and told.value.status == 2
+    assert (
+        told.value.field == "model"
+        and told.value.value == "tiny"
+        and told.value.status == 2
+    )
     where = "the attention of layer 3 gets" if name == "probe" else "layer 2 gives"
     assert told.value.allowed == f"finite numbers; in float32 {where} NaN or infinity"
     if name == "generate":
@@ -87,20 +99,32 @@ def test_every_call_stops_and_names_model_layer_and_dtype(name: str, tiny: LM) -
         ("model.layers.0.input_layernorm.weight", float("nan"), "layer 0"),
         ("lm_head.weight", float("nan"), "its"),
         # Their squares overflow in the norm, which then answers 0: finite, and nothing.
-        ("model.layers.3.mlp.down_proj.weight", 1e30, "all logits of a token are equal"),
+        (
+            "model.layers.3.mlp.down_proj.weight",
+            1e30,
+            "all logits of a token are equal",
+        ),
     ],
 )
 def test_where_the_numbers_end(parameter: str, value: float, where: str) -> None:
     model = build("llama").float()
     lm = posbench.load(model, name="mine")
-    with damaged(lm, parameter, value), pytest.raises(UserError, match=f"in float32 {where}"):
+    with (
+        damaged(lm, parameter, value),
+        pytest.raises(UserError, match=f"in float32 {where}"),
+    ):
         lm.logits(torch.tensor([IDS]))
 
 
 def test_a_shut_token_is_legal_and_a_row_of_nothing_is_not() -> None:
     shut = torch.tensor([[0.0, 1.0, float("-inf")]])
     assert finite(shut) is shut
-    for row in ([float("nan"), 0.0], [float("inf"), 0.0], [float("-inf")] * 2, [0.0, 0.0]):
+    for row in (
+        [float("nan"), 0.0],
+        [float("inf"), 0.0],
+        [float("-inf")] * 2,
+        [0.0, 0.0],
+    ):
         bad = torch.tensor([[0.0, 1.0], row])
         with pytest.raises(Exception, match=r"NaN|equal"):
             finite(bad)
@@ -114,33 +138,54 @@ def test_a_kernel_that_swallows_nan_is_looked_into(tiny: LM) -> None:
         pytest.raises(UserError, match="the attention of layer 1 gets NaN"),
     ):
         probe(tiny, IDS)
-    with pytest.raises(UserError, match=r"scale = 1e-300"), PositionInterpolation(scale=1e-300).applied(tiny):
+    with (
+        pytest.raises(UserError, match=r"scale = 1e-300"),
+        PositionInterpolation(scale=1e-300).applied(tiny),
+    ):
         pass
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_parameters_are_looked_at_when_loaded(value: float, tmp_path: Path, checkpoint: Path) -> None:
+def test_parameters_are_looked_at_when_loaded(
+    value: float, tmp_path: Path, checkpoint: Path
+) -> None:
     lm = posbench.load(checkpoint)
     with damaged(lm, "model.layers.1.self_attn.q_proj.weight", value):
         lm.model.save_pretrained(tmp_path)
         lm.tokenizer.save_pretrained(tmp_path)  # type: ignore[union-attr]
         with pytest.raises(
-            UserError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight of model holds NaN"
+            UserError,
+            match=r"model\.layers\.1\.self_attn\.q_proj\.weight of model holds NaN",
         ):
             posbench.load(lm.model)
-    with pytest.raises(UserError, match=r"q_proj\.weight of mine holds NaN or infinity"):
+    with pytest.raises(
+        UserError, match=r"q_proj\.weight of mine holds NaN or infinity"
+    ):
         posbench.load(tmp_path, name="mine")
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["method.factor=1e38"], ["model = 'tiny'", "layer", "float32", "give scale_channel milder values"]),
-        (["method=position_interpolation", "method.scale=1e-300"], ["method.scale = 1e-300", "above 1e-06"]),
-        (["study=crop_mask", "model.path={nan}"], ["model = 'tiny'", "model.embed_tokens.weight", "NaN"]),
+        (
+            ["method.factor=1e38"],
+            ["model = 'tiny'", "layer", "float32", "give scale_channel milder values"],
+        ),
+        (
+            ["method=position_interpolation", "method.scale=1e-300"],
+            ["method.scale = 1e-300", "above 1e-06"],
+        ),
+        (
+            ["study=crop_mask", "model.path={nan}"],
+            ["model = 'tiny'", "model.embed_tokens.weight", "NaN"],
+        ),
         (
             ["stages=[evaluate]", "model.path={big}", "model.dtype=bfloat16"],
-            ["model = 'tiny'", "logits of a token are equal", "set model.dtype=float32"],
+            [
+                "model = 'tiny'",
+                "logits of a token are equal",
+                "set model.dtype=float32",
+            ],
         ),
     ],
 )
@@ -157,8 +202,15 @@ def test_a_run_stops_before_there_is_a_folder(
             with damaged(tiny, "model.embed_tokens.weight", value):
                 tiny.model.save_pretrained(tmp_path / name)
                 tiny.tokenizer.save_pretrained(tmp_path / name)  # type: ignore[union-attr]
-    result = posbench(*(a.format(nan=tmp_path / "nan", big=tmp_path / "big") for a in args), "task.limit=2")
-    assert result.status == 2 and result.err.count("\n") == 1 and run_folders(outputs) == []
+    result = posbench(
+        *(a.format(nan=tmp_path / "nan", big=tmp_path / "big") for a in args),
+        "task.limit=2",
+    )
+    assert (
+        result.status == 2
+        and result.err.count("\n") == 1
+        and run_folders(outputs) == []
+    )
     assert [word for word in words if word not in result.err] == [], result.err
 
 
@@ -183,11 +235,15 @@ def in_thread(work: Callable[[], Any]) -> BaseException | None:
 
 def state(lm: LM) -> dict[str, Any]:
     kept = {n: dict(vars(m)) for n, m in lm.model.named_modules()}
-    return {n: {k: v for k, v in own.items() if not k.startswith("_")} for n, own in kept.items()}
+    return {
+        n: {k: v for k, v in own.items() if not k.startswith("_")}
+        for n, own in kept.items()
+    }
 
 
 def test_a_second_thread_is_refused_and_nothing_is_mixed(tiny: LM) -> None:
-    before, kept = CALLS["generate"](tiny), state(tiny)
+    before = CALLS["generate"](tiny)
+    kept = state(tiny)
 
     def block() -> None:
         with METHOD.applied(tiny):
@@ -197,11 +253,15 @@ def test_a_second_thread_is_refused_and_nothing_is_mixed(tiny: LM) -> None:
         inside = CALLS["generate"](tiny)
         for work in (block, *(lambda call=call: call(tiny) for call in CALLS.values())):
             error = in_thread(work)
-            assert isinstance(error, UserError) and "model = 'tiny'" in str(error), error
+            assert isinstance(error, UserError) and "model = 'tiny'" in str(error), (
+                error
+            )
             assert "one block or call at a time" in str(
                 error
             ) and "another thread is in scale_channel" in str(error)
-        with PositionInterpolation(scale=1.5).applied(tiny):  # nested in one thread: legal
+        with PositionInterpolation(scale=1.5).applied(
+            tiny
+        ):  # nested in one thread: legal
             CALLS["generate"](tiny)
         assert CALLS["generate"](tiny) == inside
     assert CALLS["generate"](tiny) == before and state(tiny) == kept
@@ -209,8 +269,12 @@ def test_a_second_thread_is_refused_and_nothing_is_mixed(tiny: LM) -> None:
 
 
 def test_threads_that_meet_at_a_barrier(tiny: LM) -> None:
-    before, kept, wins, errors = CALLS["generate"](tiny), state(tiny), [], []
-    barrier, inside = threading.Barrier(4), threading.Barrier(4)
+    before = CALLS["generate"](tiny)
+    kept = state(tiny)
+    wins = []
+    errors = []
+    barrier = threading.Barrier(4)
+    inside = threading.Barrier(4)
 
     def work() -> None:
         barrier.wait(60)
@@ -234,11 +298,15 @@ def test_threads_that_meet_at_a_barrier(tiny: LM) -> None:
 
 
 def test_crossed_exits_raise_and_the_model_is_itself_again(tiny: LM) -> None:
-    before, kept = CALLS["generate"](tiny), state(tiny)
-    one, other = METHOD.applied(tiny), PositionInterpolation(scale=2.0).applied(tiny)
+    before = CALLS["generate"](tiny)
+    kept = state(tiny)
+    one = METHOD.applied(tiny)
+    other = PositionInterpolation(scale=2.0).applied(tiny)
     one.__enter__()
     other.__enter__()
-    with pytest.raises(RuntimeError, match="scale_channel was left before position_interpolation"):
+    with pytest.raises(
+        RuntimeError, match="scale_channel was left before position_interpolation"
+    ):
         one.__exit__(None, None, None)
     other.__exit__(None, None, None)
     assert CALLS["generate"](tiny) == before and state(tiny) == kept
@@ -251,6 +319,11 @@ def test_an_exception_in_a_block_lets_others_in(tiny: LM) -> None:
 
 
 def test_a_batch_that_hooks_read_is_checked(tiny: LM) -> None:
-    with damaged(tiny, "model.layers.2.mlp.down_proj.weight", float("nan")), pytest.raises(UserError) as told:
-        HiddenPerturbation(length=16, channel=3)._channels(tiny, [list(range(16))], UNMODIFIED, [3])
+    with (
+        damaged(tiny, "model.layers.2.mlp.down_proj.weight", float("nan")),
+        pytest.raises(UserError) as told,
+    ):
+        HiddenPerturbation(length=16, channel=3)._channels(
+            tiny, [list(range(16))], UNMODIFIED, [3]
+        )
     assert "layer 2 gives NaN" in str(told.value)

@@ -17,7 +17,9 @@ def fresh(size: int) -> torch.Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(0, 6))
-def test_caches_that_share_memory_hold_what_their_own_would(draw: random.Random, spare: int) -> None:
+def test_caches_that_share_memory_hold_what_their_own_would(
+    draw: random.Random, spare: int
+) -> None:
     torch.manual_seed(draw.randrange(1000))
     first = fresh(4), fresh(4)
     # Each cache, and what it must hold.
@@ -25,7 +27,9 @@ def test_caches_that_share_memory_hold_what_their_own_would(draw: random.Random,
     for _ in range(25):
         number = draw.randrange(len(live))
         cache, (keys, values) = live[number]
-        match draw.choice(["fork", "fork", "grow", "grow", "grow", "end", "cut", "other keys"]):
+        match draw.choice(
+            ["fork", "fork", "grow", "grow", "grow", "end", "cut", "other keys"]
+        ):
             case "fork":
                 live.append((fork(cache), (keys, values)))
                 continue
@@ -37,12 +41,18 @@ def test_caches_that_share_memory_hold_what_their_own_would(draw: random.Random,
                 count = draw.choice([1, 1, 2, 5])
                 more = fresh(count), fresh(count)
                 given_back = cache.update(*more, 0)
-                keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
-                assert torch.equal(given_back[0], keys) and torch.equal(given_back[1], values)
+                keys = torch.cat([keys, more[0]], 2)
+                values = torch.cat([values, more[1]], 2)
+                assert torch.equal(given_back[0], keys) and torch.equal(
+                    given_back[1], values
+                )
             case "cut":
                 size = max(keys.shape[2] - draw.randrange(4), 1)
-                keys, values, layer = keys[:, :, :size], values[:, :, :size], cache.layers[0]
-                layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
+                keys = keys[:, :, :size]
+                values = values[:, :, :size]
+                layer = cache.layers[0]
+                layer.keys = layer.keys[:, :, :size]
+                layer.values = layer.values[:, :, :size]
             case "other keys":
                 keys = torch.rand_like(keys)
                 cache.layers[0].keys = keys.clone()
@@ -50,7 +60,9 @@ def test_caches_that_share_memory_hold_what_their_own_would(draw: random.Random,
         live[number] = live[number][0], (keys, values)
         for each, (own_keys, own_values) in live:
             assert torch.equal(each.layers[0].keys, own_keys), "keys of another one"
-            assert torch.equal(each.layers[0].values, own_values), "values of another one"
+            assert torch.equal(each.layers[0].values, own_values), (
+                "values of another one"
+            )
 
 
 def test_a_fork_after_another_copies_nothing() -> None:
@@ -59,9 +71,13 @@ def test_a_fork_after_another_copies_nothing() -> None:
     for _ in range(3):
         other = fork(cache)
         other.update(fresh(1), fresh(1), 0)
-        assert other.layers[0].keys.data_ptr() == place and cache.layers[0].keys.shape[2] == 50
+        assert (
+            other.layers[0].keys.data_ptr() == place
+            and cache.layers[0].keys.shape[2] == 50
+        )
         del other
-    one, two = fork(cache), fork(cache)
+    one = fork(cache)
+    two = fork(cache)
     for each in (one, two):
         each.update(fresh(1), fresh(1), 0)
     assert one.layers[0].keys.data_ptr() == place != two.layers[0].keys.data_ptr()

@@ -11,10 +11,26 @@ from posbench.model.lm import batches
 from posbench.tasks import KVRetrieval
 from tests.model.test_encode import reader
 from tests.models import BUILDERS, VOCABULARY, build
-from tests.rounding import assert_same, attention_noise, embedded_noise, log_probabilities, noise_floor
+from tests.rounding import (
+    assert_same,
+    attention_noise,
+    embedded_noise,
+    log_probabilities,
+    noise_floor,
+)
 
-SMALL = dict(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=1, positions=(0, 3, 5))
-METHODS = {"none": Unmodified(), "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1))}
+SMALL = dict(
+    prompt="compact",
+    records="words",
+    pairs=6,
+    limit=2,
+    max_new_tokens=1,
+    positions=(0, 3, 5),
+)
+METHODS = {
+    "none": Unmodified(),
+    "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1)),
+}
 
 
 def test_batches_are_of_similar_length_longest_first_and_hold_a_budget_of_tokens():
@@ -33,7 +49,8 @@ def test_last_attention_sees_the_scaled_queries_and_keys():
     attention = lm.model.model.layers[2].self_attn
     captured = {}
     hook = attention.register_forward_pre_hook(
-        lambda module, args, kwargs: captured.__setitem__("h", kwargs["hidden_states"]), with_kwargs=True
+        lambda module, args, kwargs: captured.__setitem__("h", kwargs["hidden_states"]),
+        with_kwargs=True,
     )
     with torch.no_grad():
         lm.model(ids)
@@ -41,12 +58,22 @@ def test_last_attention_sees_the_scaled_queries_and_keys():
         hook.remove()
         hidden[..., 5] *= -1
         q, k = (
-            p(hidden).unflatten(-1, (4, -1)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj)
+            p(hidden).unflatten(-1, (4, -1)).transpose(1, 2)
+            for p in (attention.q_proj, attention.k_proj)
         )
         cos, sin = lm.model.model.rotary_emb(hidden, torch.arange(20)[None])
-        turn = lambda x: x * cos[:, None] + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin[:, None]  # noqa: E731
-        expected = ((turn(q)[:, :, -1:] @ turn(k).transpose(-1, -2)) * 12**-0.5).softmax(-1)[:, :, 0]
-        with ScaleChannel(channel=5, factor=-1.0, layers=(2, 2)).applied(lm), lm.last_attention() as rows:
+
+        def turn(x):
+            half_turn = torch.cat([-x[..., 6:], x[..., :6]], -1)
+            return x * cos[:, None] + half_turn * sin[:, None]
+
+        expected = (
+            (turn(q)[:, :, -1:] @ turn(k).transpose(-1, -2)) * 12**-0.5
+        ).softmax(-1)[:, :, 0]
+        with (
+            ScaleChannel(channel=5, factor=-1.0, layers=(2, 2)).applied(lm),
+            lm.last_attention() as rows,
+        ):
             lm.model(ids)
     assert_same(rows[2], expected, attention_noise("llama"), "attention")
 
@@ -55,7 +82,9 @@ def test_generation_does_not_depend_on_the_batch(tiny):
     prompts = [
         e.prompt
         for pairs in (5, 6)
-        for e in KVRetrieval(**(SMALL | {"pairs": pairs, "positions": (0, 2)})).examples("evaluation")
+        for e in KVRetrieval(
+            **(SMALL | {"pairs": pairs, "positions": (0, 2)})
+        ).examples("evaluation")
     ]
     alone = [tiny.generate([p], max_new_tokens=1)[0] for p in prompts]
     assert tiny.generate(prompts, max_new_tokens=1, batch_size=8) == alone
@@ -67,13 +96,20 @@ def test_tokens_of_prompts_and_replies_are_counted_without_what_fills_them_up(ti
     prompts = [
         e.prompt
         for pairs in (4, 7)
-        for e in KVRetrieval(**(SMALL | {"pairs": pairs, "positions": (0,)})).examples("evaluation")
+        for e in KVRetrieval(**(SMALL | {"pairs": pairs, "positions": (0,)})).examples(
+            "evaluation"
+        )
     ]
-    read, written, new = 0, 0, []
+    read = 0
+    written = 0
+    new = []
     for prompt in prompts:
         ids = torch.tensor([tiny.encode(prompt).ids])
-        out = tiny.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-        read, written = read + ids.shape[1], written + out.shape[1] - ids.shape[1]
+        out = tiny.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
+        )
+        read = read + ids.shape[1]
+        written = written + out.shape[1] - ids.shape[1]
         new.append(out.shape[1] - ids.shape[1])
     before = tiny.read, tiny.written
     tiny.generate(prompts, max_new_tokens=9, batch_size=8)
@@ -83,11 +119,19 @@ def test_tokens_of_prompts_and_replies_are_counted_without_what_fills_them_up(ti
 
 def test_generation_is_greedy_whatever_the_checkpoint_says(tiny):
     prompts = [KVRetrieval(**SMALL).examples("evaluation")[0].prompt]
-    plain, before = tiny.generate(prompts, max_new_tokens=5), tiny.model.generation_config
-    sampling = {"do_sample": True, "temperature": 50.0, "repetition_penalty": 5.0, "max_length": 7}
+    plain = tiny.generate(prompts, max_new_tokens=5)
+    before = tiny.model.generation_config
+    sampling = {
+        "do_sample": True,
+        "temperature": 50.0,
+        "repetition_penalty": 5.0,
+        "max_length": 7,
+    }
     tiny.model.generation_config = type(before)(**sampling)
     try:
-        assert [tiny.generate(prompts, max_new_tokens=5) for _ in range(3)] == [plain] * 3
+        assert [tiny.generate(prompts, max_new_tokens=5) for _ in range(3)] == [
+            plain
+        ] * 3
         assert tiny.model.generation_config.temperature == 50
     finally:
         tiny.model.generation_config = before
@@ -97,8 +141,12 @@ def test_generation_is_greedy_whatever_the_checkpoint_says(tiny):
 def test_stop_texts_and_shortest_replies():
     lm = reader()
     # A random model would also say specials and tokens that the tokenizer has not got.
-    others = torch.tensor([i for i in range(lm.model.config.vocab_size) if not 3 <= i < len(lm.tokenizer)])
-    lm.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, others, -1e9))
+    others = torch.tensor(
+        [i for i in range(lm.model.config.vocab_size) if not 3 <= i < len(lm.tokenizer)]
+    )
+    lm.model.lm_head.register_forward_hook(
+        lambda _, __, logits: logits.index_fill(-1, others, -1e9)
+    )
     prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
     full = lm.generate(prompts, max_new_tokens=8)
     assert all(len(text) == 8 for text in full)
@@ -109,20 +157,29 @@ def test_stop_texts_and_shortest_replies():
     both = (full[0][4], full[2][3:6])
     wanted = [min((text.split(stop, 1)[0] for stop in both), key=len) for text in full]
     assert lm.generate(prompts, max_new_tokens=8, stop=both) == wanted
-    assert lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]]) == [""], "a reply may be empty"
-    longer = lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]], min_new_tokens=1)[0]
+    assert lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]]) == [""], (
+        "a reply may be empty"
+    )
+    longer = lm.generate(
+        prompts[:1], max_new_tokens=8, stop=[full[0][0]], min_new_tokens=1
+    )[0]
     assert longer and longer[0] != full[0][0]
 
 
 def test_a_stop_text_that_the_tokenizer_cannot_spell_never_comes(tiny):
-    rows = [tiny.encode(e.prompt).ids for e in KVRetrieval(**SMALL).examples("evaluation")[:2]]
+    rows = [
+        tiny.encode(e.prompt).ids
+        for e in KVRetrieval(**SMALL).examples("evaluation")[:2]
+    ]
     plain = tiny.generate(rows, max_new_tokens=3)
     assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == plain
 
 
 def test_answer_loss_is_the_cross_entropy_of_the_answer(tiny):
     examples = KVRetrieval(**SMALL).examples("evaluation")
-    found = tiny.answer_loss([e.prompt for e in examples], [e.answers[0] for e in examples], batch_size=4)
+    found = tiny.answer_loss(
+        [e.prompt for e in examples], [e.answers[0] for e in examples], batch_size=4
+    )
     for example, loss in zip(examples, found, strict=True):
         prompt, answer = tiny.answer_ids(example.prompt, example.answers[0])
         assert len(answer) == 1
@@ -148,11 +205,15 @@ def test_choices_on_one_prefill_equal_one_forward_each(family, method):
             for choice, (total, greedy) in zip(row, got, strict=True):
                 # Independent: the prompt again for each choice, fed token by token on its own cache.
                 out = lm.model(input_ids=torch.tensor([prompt]), use_cache=True)
-                want, best = 0.0, True
+                want = 0.0
+                best = True
                 for token in choice:
                     want += float(out.logits[0, -1].log_softmax(-1)[token])
                     best &= int(out.logits[0, -1].argmax()) == token
-                    given = {"past_key_values": fork(out.past_key_values), "use_cache": True}
+                    given = {
+                        "past_key_values": fork(out.past_key_values),
+                        "use_cache": True,
+                    }
                     out = lm.model(input_ids=torch.tensor([[token]]), **given)
                 # Norms and rotations are in float32 whatever the dtype.
                 assert_same(total, want, len(choice) * noise, "losses")

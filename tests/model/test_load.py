@@ -29,9 +29,22 @@ from posbench.tasks.kv_retrieval import WORDS
 from tests.models import VOCABULARY, build
 from tests.rounding import assert_same, log_probabilities, noise_floor
 
-TASK = KVRetrieval(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=2, positions=(0, 3, 5))
+TASK = KVRetrieval(
+    prompt="compact",
+    records="words",
+    pairs=6,
+    limit=2,
+    max_new_tokens=2,
+    positions=(0, 3, 5),
+)
 SEARCH = ChannelSearch(
-    strings=6, length=40, window=6, skip=2, alphabet="tokens", batch_size=4, factors=(0.0,)
+    strings=6,
+    length=40,
+    window=6,
+    skip=2,
+    alphabet="tokens",
+    batch_size=4,
+    factors=(0.0,),
 )
 PARTS = (
     "model.embed_tokens",
@@ -40,7 +53,10 @@ PARTS = (
     "lm_head",
     *(f"model.layers.{i}" for i in range(4)),
 )
-OFFLOADED = {name: "disk" if name in ("model.layers.1", "model.layers.3") else "cpu" for name in PARTS}
+OFFLOADED = {
+    name: "disk" if name in ("model.layers.1", "model.layers.3") else "cpu"
+    for name in PARTS
+}
 MAPS: dict[str, dict[str, Any]] = {
     "one device": {"device_map": {"": "cpu"}},
     "auto": {"device_map": "auto"},
@@ -62,7 +78,9 @@ def _everything(lm: LM) -> dict[str, Any]:
     out["losses"] = candidate_losses(lm, pairs, SEARCH.ask(found, [(1, 2)], 5))
     for name, factor in (("plain", 1.0), ("scaled", -1.0)):
         with ScaleChannel(channel=5, factor=factor, layers=(1, 3)).applied(lm):
-            out[f"{name} text"] = lm.generate([e.ids for e in encoded], max_new_tokens=2, batch_size=4)
+            out[f"{name} text"] = lm.generate(
+                [e.ids for e in encoded], max_new_tokens=2, batch_size=4
+            )
             out[f"{name} attention"] = attention_to_items(lm, encoded, examples)
             out[f"{name} loss"] = lm.answer_loss(
                 [e.prompt for e in examples], [e.answers[0] for e in examples]
@@ -85,21 +103,27 @@ def test_sharded_and_offloaded_models_give_the_same_numbers(
     assert lm.device == torch.device("cpu")
     found = _everything(lm)
     assert found.keys() == plain.keys()
-    noise = noise_floor(load(checkpoint).model, torch.arange(5, 60)[None], log_probabilities)
+    noise = noise_floor(
+        load(checkpoint).model, torch.arange(5, 60)[None], log_probabilities
+    )
     for key, value in plain.items():
         if isinstance(value, list):
             assert found[key] == value, key
         else:
             assert_same(found[key], value, noise, "a sharded model")
     # The method does something here, or the comparison would prove nothing.
-    assert not np.allclose(plain["scaled attention"], plain["plain attention"], atol=1e-3)
+    assert not np.allclose(
+        plain["scaled attention"], plain["plain attention"], atol=1e-3
+    )
 
 
 def test_a_run_takes_the_device_map(
     tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = []
-    monkeypatch.setattr("posbench.run.base.load", lambda *a, **k: maps.append(load(*a, **k)) or maps[-1])
+    monkeypatch.setattr(
+        "posbench.run.base.load", lambda *a, **k: maps.append(load(*a, **k)) or maps[-1]
+    )
     args = [a for a in small if not a.startswith("runtime.device=")]
     sharded = ["runtime.device_map=auto", "runtime.max_memory={cpu:18KB}"]
     for name, extra in (
@@ -108,21 +132,33 @@ def test_a_run_takes_the_device_map(
     ):
         assert main([*args, *extra, f"runtime.outputs={tmp_path / name}"]) == 0
     assert "disk" in maps[1].model.hf_device_map.values() or torch.cuda.is_available()
-    one, two = (sorted((tmp_path / name).glob("*/v*/*/predictions.jsonl")) for name in ("plain", "sharded"))
-    rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in (*one, *two)]
+    one, two = (
+        sorted((tmp_path / name).glob("*/v*/*/predictions.jsonl"))
+        for name in ("plain", "sharded")
+    )
+    rows = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (*one, *two)
+    ]
     assert len(rows) == 2 and len(rows[0]) == 72 and rows[0] == rows[1]
 
 
-def test_weights_that_do_not_fit_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_the_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14 GiB")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
-    with pytest.raises(UserError, match=r"runtime\.device = 'cpu': .*runtime\.device_map=auto"):
+    with pytest.raises(
+        UserError, match=r"runtime\.device = 'cpu': .*runtime\.device_map=auto"
+    ):
         load(checkpoint, device="cpu")
 
 
-def test_auto_keeps_the_precision_of_a_checkpoint_except_on_a_cpu(tmp_path: Path, checkpoint: Path) -> None:
+def test_auto_keeps_the_precision_of_a_checkpoint_except_on_a_cpu(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     posbench.load(checkpoint).model.to(torch.bfloat16).save_pretrained(tmp_path)
     for file in checkpoint.glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -138,7 +174,11 @@ def test_averages_of_a_low_precision_model_are_summed_in_full(checkpoint: Path) 
     strings = Strings(count=64, length=40, alphabet="tokens")
     found = average_states(lm, strings)["residual"]
     states = [
-        torch.stack(lm.model(torch.tensor(rows), output_hidden_states=True).hidden_states).double().sum(1)
+        torch.stack(
+            lm.model(torch.tensor(rows), output_hidden_states=True).hidden_states
+        )
+        .double()
+        .sum(1)
         for rows in np.array(strings.draw(lm)).reshape(8, 8, -1).tolist()
     ]
     expected = torch.stack(states).sum(0) / 64
@@ -154,13 +194,19 @@ def test_float16_that_overflows_is_refused() -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1e4)
         model.model.layers[1].mlp.up_proj.weight.mul_(1e2)
-    with pytest.raises(UserError, match=r"in float16 .*layer 2.*set model\.dtype=bfloat16 or"):
+    with pytest.raises(
+        UserError, match=r"in float16 .*layer 2.*set model\.dtype=bfloat16 or"
+    ):
         probe(lm, ids)
     probe(posbench.load(model.to(torch.bfloat16)), ids)
-    assert not torch.isfinite(lm.model.to(torch.float16)(torch.tensor([ids])).logits).all()
+    assert not torch.isfinite(
+        lm.model.to(torch.float16)(torch.tensor([ids])).logits
+    ).all()
 
 
-def test_an_answer_longer_than_the_window_is_refused_even_with_truncation(checkpoint: Path) -> None:
+def test_an_answer_longer_than_the_window_is_refused_even_with_truncation(
+    checkpoint: Path,
+) -> None:
     lm = load(checkpoint, context_window=20)
     with pytest.raises(UserError, match="at most 0 tokens"):
         lm.encode(" ".join(WORDS[:30]), truncation="middle", reserve=20)
@@ -175,4 +221,6 @@ def test_methods_on_a_model_whose_modules_accelerate_serves(name: str) -> None:
         with every([paths.CONF], {})[name].cls.example(lm).applied(lm):
             return lm.logits(torch.arange(5, 40)[None])
 
-    assert logits(dispatch_model(build("llama"), {"": "cpu"}, force_hooks=True)).equal(logits(build("llama")))
+    assert logits(dispatch_model(build("llama"), {"": "cpu"}, force_hooks=True)).equal(
+        logits(build("llama"))
+    )

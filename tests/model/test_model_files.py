@@ -30,7 +30,9 @@ from tests.models import BUILDERS, LAYERS, SHAPE, VOCABULARY, build
 from tests.parity.test_families import errors
 from tests.rounding import assert_same, family_noise, noise_floor
 
-TABLE4 = pd.read_csv(paths.EXPERIMENTS / "reference/yu2025_table4_parameters.csv", dtype=str)
+TABLE4 = pd.read_csv(
+    paths.EXPERIMENTS / "reference/yu2025_table4_parameters.csv", dtype=str
+)
 FILES = {
     "LLaMA-2-7b-chat": ("llama2_7b", "meta-llama/Llama-2-7b-chat-hf"),
     "LLaMA-2-13b-chat": ("llama2_13b", "meta-llama/Llama-2-13b-chat-hf"),
@@ -53,7 +55,9 @@ def test_published_constants_are_those_of_table_4(printed: str) -> None:
     row = TABLE4[TABLE4["model"] == printed].set_index("metric")["value"]
     config = model_config(name)
     block = config.blocks["scale_channel"]
-    assert config.path == path and block["channel"] == int(row["channel_index"].replace(",", ""))
+    assert config.path == path and block["channel"] == int(
+        row["channel_index"].replace(",", "")
+    )
     assert block["factor"] == float(row["scale_factor"])
     assert block["layers"] == [int(layer) for layer in row["applied_layers"].split("~")]
     assert "Yu et al. 2025, Table 4" in block["source"]
@@ -64,12 +68,19 @@ def test_every_constant_says_where_it_comes_from(name: str) -> None:
     data = yaml.safe_load((paths.CONF / "model" / f"{name}.yaml").read_text())
     blocks = with_blocks(data)["blocks"]
     assert data["source"] and all(
-        blocks[method]["source"] for method in choices(paths.CONF / "method") if method in blocks
+        blocks[method]["source"]
+        for method in choices(paths.CONF / "method")
+        if method in blocks
     )
     if "scale_channel" in blocks:
         assert set(blocks["scale_channel"]) == {"channel", "factor", "layers", "source"}
     # The paper prints a channel of TinyLlama-NoPE, but no factor; LPES prints no control points of any model.
-    known = {name for name, _ in FILES.values()} | {"tiny", "tiny_b", "tiny_nope", "tiny_alibi"}
+    known = {name for name, _ in FILES.values()} | {
+        "tiny",
+        "tiny_b",
+        "tiny_nope",
+        "tiny_alibi",
+    }
     assert ("scale_channel" in blocks) == (name in known)
 
 
@@ -78,11 +89,15 @@ def test_every_constant_says_where_it_comes_from(name: str) -> None:
 
 def _positions() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    return torch.randint(1, VOCABULARY, (2, 20)), torch.stack([torch.randperm(20), torch.randperm(20) * 7])
+    return torch.randint(1, VOCABULARY, (2, 20)), torch.stack(
+        [torch.randperm(20), torch.randperm(20) * 7]
+    )
 
 
 ROTATES = [
-    name for name in BUILDERS if not name.startswith(("mpt", "falcon-alibi", "smollm3-nope", "gemma3-vision"))
+    name
+    for name in BUILDERS
+    if not name.startswith(("mpt", "falcon-alibi", "smollm3-nope", "gemma3-vision"))
 ]
 
 
@@ -129,7 +144,9 @@ def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
     for rope, equal in (("none", True), ("checkpoint", False)):
         model = load(checkpoint, rope=rope, device="cpu").model
         with torch.no_grad():
-            same = torch.equal(model(ids).logits, model(ids, position_ids=shuffled).logits)
+            same = torch.equal(
+                model(ids).logits, model(ids, position_ids=shuffled).logits
+            )
         assert same == equal, rope
     assert model_config("tinyllama_nope").rope == "none"
 
@@ -140,7 +157,11 @@ def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
         MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=20)),
         FalconForCausalLM(
             FalconConfig(
-                hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=20, alibi=True
+                hidden_size=16,
+                num_attention_heads=2,
+                num_hidden_layers=1,
+                vocab_size=20,
+                alibi=True,
             )
         ),
     ],

@@ -29,7 +29,8 @@ def forest(seed, questions=2, branches=3):
     def words(count):
         return random.integers(1, VOCABULARY, count).tolist()
 
-    head, rows = words(40), []
+    head = words(40)
+    rows = []
     for _ in range(questions):
         trunk = head + words(35 + int(random.integers(20)))
         for _ in range(branches):
@@ -41,7 +42,11 @@ def forest(seed, questions=2, branches=3):
 
 
 trees = st.lists(
-    st.tuples(st.integers(0, 7), st.integers(0, 90), st.lists(st.integers(0, 2), min_size=1, max_size=70)),
+    st.tuples(
+        st.integers(0, 7),
+        st.integers(0, 90),
+        st.lists(st.integers(0, 2), min_size=1, max_size=70),
+    ),
     min_size=1,
     max_size=12,
 )
@@ -49,20 +54,29 @@ trees = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(trees, st.integers(1, 5), st.sampled_from([None, 64, 300]))
-def test_a_layout_computes_each_token_behind_what_it_sees_and_little_twice(tree, size, most):
+def test_a_layout_computes_each_token_behind_what_it_sees_and_little_twice(
+    tree, size, most
+):
     rows = []
     for parent, keep, own in tree:
         rows.append((rows[parent % len(rows)][:keep] if rows else []) + own)
     found = layout(rows)
-    held, done = {}, set()
+    held = {}
+    done = set()
     for batch in batches(rows, found.stretches, size, most):
         assert len({each.level for each in batch}) == 1 and len(batch) <= size
-        assert most is None or len(batch) == 1 or len(batch) * max(len(rows[e.row]) for e in batch) <= most
+        assert (
+            most is None
+            or len(batch) == 1
+            or len(batch) * max(len(rows[e.row]) for e in batch) <= most
+        )
         for row, start, _ in batch:
             # Everything before a stretch was computed in an earlier batch.
             assert set(found.slots[row][:start].tolist()) <= done
         for row, start, _ in batch:
-            for place, token in zip(found.slots[row][start:].tolist(), rows[row][start:], strict=True):
+            for place, token in zip(
+                found.slots[row][start:].tolist(), rows[row][start:], strict=True
+            ):
                 assert place not in done
                 held[place] = token
         done |= held.keys()
@@ -92,10 +106,14 @@ def methods(lm):
     channel = ScaleChannel(channel=(5, 17), factor=-0.5, layers=(1, 2))
     found = {"none": Unmodified(), "scale_channel": channel}
     if lm.name == "llama":
-        found |= {tokens: replace(channel, tokens=tokens) for tokens in ("earlier", "last")}
+        found |= {
+            tokens: replace(channel, tokens=tokens) for tokens in ("earlier", "last")
+        }
     if rotates(lm):
         scaling = LayerScaling(scales=(1.0, 1.5, 1.2, 0.8))
-        found["both"] = Composed(parts={"layer_scaling": scaling, "scale_channel": channel})
+        found["both"] = Composed(
+            parts={"layer_scaling": scaling, "scale_channel": channel}
+        )
     return found
 
 
@@ -114,16 +132,25 @@ def alone(lm, row, answer):
         later = torch.tensor([answer])
         places = len(row) + torch.arange(len(answer))[None]
         mask = torch.ones(1, len(row) + len(answer), dtype=torch.long)
-        given = dict(past_key_values=out.past_key_values, position_ids=places, attention_mask=mask)
-        return torch.cat([out.logits[0, -1:], lm.model(input_ids=later, **given).logits[0]])
+        given = dict(
+            past_key_values=out.past_key_values,
+            position_ids=places,
+            attention_mask=mask,
+        )
+        return torch.cat(
+            [out.logits[0, -1:], lm.model(input_ids=later, **given).logits[0]]
+        )
 
 
 def batched(lm, rows, answer, prefix):
     """Log-probabilities [B, A, V] of prompts in one batch, read whole or going on from a prefix."""
     given = lm.pad(rows, prefix)
-    mask, last = given["attention_mask"], given["position_ids"]
+    mask = given["attention_mask"]
+    last = given["position_ids"]
     out = lm.model(**given, use_cache=True, logits_to_keep=1)
-    mask = torch.cat([mask, torch.ones(len(rows), len(answer), dtype=torch.long)], dim=1)
+    mask = torch.cat(
+        [mask, torch.ones(len(rows), len(answer), dtype=torch.long)], dim=1
+    )
     later = dict(input_ids=torch.tensor([answer] * len(rows)), attention_mask=mask)
     later["position_ids"] = last[:, -1:] + 1 + torch.arange(len(answer))
     more = lm.model(**later, past_key_values=out.past_key_values)
@@ -132,7 +159,8 @@ def batched(lm, rows, answer, prefix):
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in CHANGING])
 def test_shared_prefills_give_what_plain_batches_and_prompts_read_alone_do(name):
-    rows, answer = forest(len(name)), [3, 5, 8]
+    rows = forest(len(name))
+    answer = [3, 5, 8]
     rows.sort(key=lambda row: -len(row))
     lm = posbench.load(build(name, dtype=torch.float32), name=name)
     assert obstacle(lm.model) == ""
@@ -146,5 +174,7 @@ def test_shared_prefills_give_what_plain_batches_and_prompts_read_alone_do(name)
         with method.applied(lm), torch.inference_mode():
             shared, plain = (batched(lm, rows, answer, each) for each in (prefix, None))
             assert_same(shared, plain, noise, "shared prefills")
-            singly = torch.stack([alone(lm, row, answer) for row in rows]).log_softmax(-1)
+            singly = torch.stack([alone(lm, row, answer) for row in rows]).log_softmax(
+                -1
+            )
             assert_same(shared, singly, noise, "shared prefills")

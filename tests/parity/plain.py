@@ -46,22 +46,31 @@ class Layer:
         width = int(x.shape[-1] * self.share)
         rates = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         angle = torch.arange(len(x), dtype=torch.float64)[:, None] / scale * rates
-        first, second = torch.arange(width // 2), torch.arange(width // 2) + width // 2
+        first = torch.arange(width // 2)
+        second = torch.arange(width // 2) + width // 2
         if self.interleaved:
             first, second = 2 * first, 2 * first + 1
-        out, cos, sin = x.clone(), angle.cos().to(x), angle.sin().to(x)
+        out = x.clone()
+        cos = angle.cos().to(x)
+        sin = angle.sin().to(x)
         out[:, first] = x[:, first] * cos - x[:, second] * sin
         out[:, second] = x[:, second] * cos + x[:, first] * sin
         return out
 
     def weights(self, query: Tensor, key: Tensor) -> Tensor:
         """Attention weights [T, T] of rotated queries and keys [T, d]."""
-        return (query @ key.T * self.scaling).masked_fill(~self.open, float("-inf")).softmax(-1)
+        return (
+            (query @ key.T * self.scaling)
+            .masked_fill(~self.open, float("-inf"))
+            .softmax(-1)
+        )
 
 
 def share_of(model: PreTrainedModel) -> float:
     """Share of a head's coordinates that rotates."""
-    return (getattr(model.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    return (getattr(model.config, "rope_parameters", None) or {}).get(
+        "partial_rotary_factor", 1.0
+    )
 
 
 @contextmanager
@@ -74,12 +83,17 @@ def attending_plainly(
     phi, cohere = (model.config.model_type == name for name in ("phi3", "cohere2"))
 
     def function(attention, query, key, value, mask, scaling=None, **_):
-        out, groups = torch.zeros_like(query), query.shape[1] // key.shape[1]
+        out = torch.zeros_like(query)
+        groups = query.shape[1] // key.shape[1]
         total = query.shape[2]
         at = torch.arange(total)
         # Phi-3 keeps its window in the config alone; Cohere 2 has one in some layers, and rotates in these
         # only.
-        window = (model.config if phi else attention).sliding_window if phi or cohere else None
+        window = (
+            (model.config if phi else attention).sliding_window
+            if phi or cohere
+            else None
+        )
         seen = (at[:, None] >= at) & (at > at[:, None] - (window or total))
         for row, pad in enumerate(pads):
             part = [
@@ -97,14 +111,18 @@ def attending_plainly(
             )
             if cohere and not window:
                 heads = zip(layer.query, layer.key, layer.value, strict=True)
-                out[row, :, pad:] = torch.stack([layer.weights(q, k) @ v for q, k, v in heads])
+                out[row, :, pad:] = torch.stack(
+                    [layer.weights(q, k) @ v for q, k, v in heads]
+                )
             else:
                 out[row, :, pad:] = attend(layer)
         return out.transpose(1, 2), None
 
     before = model.config._attn_implementation
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q, k))
+        patch.setattr(
+            module, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: (q, k)
+        )
         patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "plain", function)
         model.set_attn_implementation("plain")
         try:
@@ -115,7 +133,9 @@ def attending_plainly(
 
 def batch(pads: list[int], total: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Random token ids, mask and positions [B, T] with left padding."""
-    ids = torch.randint(1, 250, (len(pads), total), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        1, 250, (len(pads), total), generator=torch.Generator().manual_seed(seed)
+    )
     mask = (torch.arange(total) >= torch.tensor(pads)[:, None]).long()
     return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
 
@@ -125,7 +145,11 @@ def prompt_then_steps(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, prompt: int
 ) -> Tensor:
     """Logits [B, T, V] of a prompt in one call and of the other tokens one by one on its cache."""
-    out = model(ids[:, :prompt], attention_mask=mask[:, :prompt], position_ids=positions[:, :prompt])
+    out = model(
+        ids[:, :prompt],
+        attention_mask=mask[:, :prompt],
+        position_ids=positions[:, :prompt],
+    )
     logits = [out.logits]
     for t in range(prompt, ids.shape[1]):
         now = slice(t, t + 1)

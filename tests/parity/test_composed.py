@@ -76,9 +76,14 @@ def two_attentions(model, ids, mask, *, scales, first_row):
 
         def call(*args, **kwargs):
             bound = signature.bind(*args, **kwargs).arguments
-            arguments = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
+            arguments = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get(
+                "kwargs", {}
+            )
             angles = torch.stack(
-                [torch.outer(row.float() / scale, frequencies(module)) for row in positions]
+                [
+                    torch.outer(row.float() / scale, frequencies(module))
+                    for row in positions
+                ]
             ).repeat(1, 1, 2)
             arguments["position_embeddings"] = (angles.cos(), angles.sin())
             first = Memory()
@@ -88,34 +93,52 @@ def two_attentions(model, ids, mask, *, scales, first_row):
             scaled = arguments["hidden_states"].clone()
             scaled[..., list(CHANNEL["channel"])] *= CHANNEL["factor"]
             kept = Memory({"value": first.kept["value"]})
-            second = forward(**arguments | {"past_key_values": kept, "hidden_states": scaled})
-            return (torch.cat([base[0][:, :first_row], second[0][:, first_row:]], dim=1), *base[1:])
+            second = forward(
+                **arguments | {"past_key_values": kept, "hidden_states": scaled}
+            )
+            return (
+                torch.cat([base[0][:, :first_row], second[0][:, first_row:]], dim=1),
+                *base[1:],
+            )
 
         return replaced(module, "forward", call)
 
     with ExitStack() as stack:
-        for number, (module, scale) in enumerate(zip(attentions(model), scales, strict=True)):
+        for number, (module, scale) in enumerate(
+            zip(attentions(model), scales, strict=True)
+        ):
             stack.enter_context(wrap(number, module, scale))
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        return model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
-@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-gqa", "mistral-window", "qwen2", "qwen3"]
+)
 def test_layer_scaling_with_scale_channel_equals_two_attentions(name, padded):
     model = build(name)
     both = Composed(
-        parts={"layer_scaling": LayerScaling(scales=SCALES), "scale_channel": ScaleChannel(**CHANNEL)}
+        parts={
+            "layer_scaling": LayerScaling(scales=SCALES),
+            "scale_channel": ScaleChannel(**CHANNEL),
+        }
     )
     ids, mask = prompts(padded)
     prefill, steps, tokens = through_posbench(posbench.load(model), both, ids, mask)
     whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
     expected = two_attentions(model, tokens, whole, scales=SCALES, first_row=PROMPT - 1)
     noise = family_noise(name)
-    assert_same(prefill[mask.bool()], expected[:, :PROMPT][mask.bool()], noise, "logits")
+    assert_same(
+        prefill[mask.bool()], expected[:, :PROMPT][mask.bool()], noise, "logits"
+    )
     assert_same(steps, expected[:, PROMPT - 1 : -1], noise, "logits")
     for other in (
         two_attentions(model, tokens, whole, scales=SCALES, first_row=tokens.shape[1]),
-        two_attentions(model, tokens, whole, scales=(1.0,) * LAYERS, first_row=PROMPT - 1),
+        two_attentions(
+            model, tokens, whole, scales=(1.0,) * LAYERS, first_row=PROMPT - 1
+        ),
     ):
         effect = (expected - other)[:, PROMPT - 1 :].abs().max()
         assert effect > 100 * SLACK * noise, "one of the two has no effect to test"
@@ -132,12 +155,21 @@ def test_position_scales_multiply():
     for order in (parts, dict(reversed(parts.items()))):
         with Composed(parts=order).applied(lm):
             found = lm.logits(ids, mask)
-        assert_same(found[mask.bool()], expected[mask.bool()], family_noise("llama-gqa"), "logits")
+        assert_same(
+            found[mask.bool()],
+            expected[mask.bool()],
+            family_noise("llama-gqa"),
+            "logits",
+        )
 
 
 @pytest.mark.parametrize(
     "other",
-    [LayerScaling(scales=SCALES), ScaleChannel(**CHANNEL), MsPoE(ratios=(1.2, 1.8), first_layer=1)],
+    [
+        LayerScaling(scales=SCALES),
+        ScaleChannel(**CHANNEL),
+        MsPoE(ratios=(1.2, 1.8), first_layer=1),
+    ],
     ids=["layer_scaling", "scale_channel", "ms_poe"],
 )
 def test_buckets_around_another_method_mix_its_runs(other):
@@ -148,16 +180,27 @@ def test_buckets_around_another_method_mix_its_runs(other):
     prefill, steps, tokens = through_posbench(lm, Composed(parts=parts), ids, mask)
     found = []
     for base in BASES:
-        one = Composed(parts={"attention_buckets": AttentionBuckets(bases=(base,)), "other": other})
+        one = Composed(
+            parts={"attention_buckets": AttentionBuckets(bases=(base,)), "other": other}
+        )
         with one.applied(lm), torch.no_grad():
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            out = lm.model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-            later, seen = [out.logits[:, -1:]], mask
+            out = lm.model(
+                ids, attention_mask=mask, position_ids=positions, use_cache=True
+            )
+            later = [out.logits[:, -1:]]
+            seen = mask
             for step in range(STEPS - 1):
-                seen = torch.cat([seen, torch.ones(len(ids), 1, dtype=torch.long)], dim=1)
-                given, at = tokens[:, PROMPT + step : PROMPT + step + 1], seen.sum(-1, keepdim=True) - 1
+                seen = torch.cat(
+                    [seen, torch.ones(len(ids), 1, dtype=torch.long)], dim=1
+                )
+                given = tokens[:, PROMPT + step : PROMPT + step + 1]
+                at = seen.sum(-1, keepdim=True) - 1
                 out = lm.model(
-                    given, attention_mask=seen, position_ids=at, past_key_values=out.past_key_values
+                    given,
+                    attention_mask=seen,
+                    position_ids=at,
+                    past_key_values=out.past_key_values,
                 )
                 later.append(out.logits)
         found.append((lm_logits(lm, one, ids, mask), torch.cat(later, dim=1)))
@@ -209,12 +252,17 @@ def test_a_part_that_does_not_fit_leaves_the_model_alone():
     }
     both = Composed(parts=parts)
     with (
-        pytest.raises(UserError, match=r"^method\.parts\.scale_channel\.channel = \[4000\]"),
+        pytest.raises(
+            UserError, match=r"^method\.parts\.scale_channel\.channel = \[4000\]"
+        ),
         both.applied(lm),
     ):
         pass
     assert torch.equal(lm.logits(ids, mask), before)
-    assert both.needs_prompt and not Composed(parts={"layer_scaling": parts["layer_scaling"]}).needs_prompt
+    assert (
+        both.needs_prompt
+        and not Composed(parts={"layer_scaling": parts["layer_scaling"]}).needs_prompt
+    )
 
 
 def test_the_command_line_builds_the_parts_in_order():
@@ -242,15 +290,24 @@ def test_the_command_line_builds_the_parts_in_order():
         (["method=[]"], "different ones of"),
         (["method=[layer_scaling,scale_channel]", "method.factor=0"], "name the part"),
         (
-            ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.factr=0"],
+            [
+                "method=[layer_scaling,scale_channel]",
+                "method.parts.scale_channel.factr=0",
+            ],
             "did you mean method.parts.scale_channel.factor",
         ),
         (
-            ["method=[scale_channel,layer_scaling]", "method.parts.layer_scaling.points=null"],
+            [
+                "method=[scale_channel,layer_scaling]",
+                "method.parts.layer_scaling.points=null",
+            ],
             "method.parts.layer_scaling.points = None",
         ),
         (
-            ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.last=0.5"],
+            [
+                "method=[layer_scaling,scale_channel]",
+                "method.parts.scale_channel.last=0.5",
+            ],
             "method.parts.scale_channel.last = 0.5",
         ),
     ],
@@ -264,12 +321,22 @@ def test_mistakes_are_told_in_one_line(overrides, words):
 
 def test_a_search_serves_its_part_of_a_list():
     both = "method=[layer_scaling,scale_channel]"
-    channel, genetic = config_of(both), config_of(both, "search=genetic")
-    assert (channel.target.name, genetic.target.name) == ("scale_channel", "layer_scaling")
-    assert channel.stages == genetic.stages == ("search", "intervene", "evaluate", "report")
+    channel = config_of(both)
+    genetic = config_of(both, "search=genetic")
+    assert (channel.target.name, genetic.target.name) == (
+        "scale_channel",
+        "layer_scaling",
+    )
+    assert (
+        channel.stages
+        == genetic.stages
+        == ("search", "intervene", "evaluate", "report")
+    )
     values = {"channel": 3, "factor": 0.5, "layers": (0, 1)}
     found = channel.choice.build(values, channel.target)
-    assert found.parts["scale_channel"] == ScaleChannel(channel=3, factor=0.5, layers=(0, 1))
+    assert found.parts["scale_channel"] == ScaleChannel(
+        channel=3, factor=0.5, layers=(0, 1)
+    )
     assert found.parts["layer_scaling"] == genetic.choice.build().parts["layer_scaling"]
     # What is typed stays.
     typed = config_of(both, "method.parts.scale_channel.channel=9")
@@ -283,7 +350,10 @@ def test_a_search_serves_its_part_of_a_list():
         (["method=[position_interpolation,ms_poe]"], "posbench ls searches"),
         (["method=[scale_channel,layer_scaling]"], "search that method alone"),
         (["method=[attention_buckets,scale_channel]"], "search that method alone"),
-        (["method=[layer_scaling,scale_channel]", "search=gradient"], "search that method alone"),
+        (
+            ["method=[layer_scaling,scale_channel]", "search=gradient"],
+            "search that method alone",
+        ),
     ],
     ids=lambda case: "-".join(case) if isinstance(case, list) else None,
 )

@@ -16,7 +16,8 @@ from posbench.model.hooks import replaced
 from tests.models import BUILDERS, VOCABULARY, attentions, build
 from tests.rounding import EPSILON, SLACK, assert_same, attention_noise, family_noise
 
-PROMPT, STEPS = 33, 12
+PROMPT = 33
+STEPS = 12
 EAGER = ("gemma2", "mpt", "mpt-clip")
 LEFT_IN_SINGLE = 0.2
 """Share of a model's noise that is left in float64: transformers norms, rotates and softmaxes in float32."""
@@ -40,7 +41,8 @@ class Memory:
     is_sliding = False
 
     def __init__(self, give=()):
-        self.give, self.kept = dict(give), {}
+        self.give = dict(give)
+        self.kept = {}
 
     def update(self, key, value, layer, *_, **__):
         self.kept = {"key": key, "value": value}
@@ -52,7 +54,16 @@ class Memory:
 
 @torch.no_grad()
 def double_forward(
-    model, ids, mask, *, first_row, channels, factor, layers, scale_keys=True, scale_values=False
+    model,
+    ids,
+    mask,
+    *,
+    first_row,
+    channels,
+    factor,
+    layers,
+    scale_keys=True,
+    scale_values=False,
 ):
     """Logits [B, T, V]: each chosen attention runs on its input and on the scaled input with the values of
     the first run."""
@@ -63,18 +74,24 @@ def double_forward(
 
         def call(*args, **kwargs):
             bound = inspect.signature(forward).bind(*args, **kwargs)
-            arguments = {k: v for k, v in bound.arguments.items() if k != "kwargs"} | bound.arguments.get(
-                "kwargs", {}
-            )
-            first, hidden = Memory(), arguments["hidden_states"]
+            arguments = {
+                k: v for k, v in bound.arguments.items() if k != "kwargs"
+            } | bound.arguments.get("kwargs", {})
+            first = Memory()
+            hidden = arguments["hidden_states"]
             base = forward(**arguments | {place: first})
             scaled = hidden.clone()
             scaled[..., list(channels)] *= factor
             kept = {} if scale_values else {"value": first.kept["value"]}
             if not scale_keys:
                 kept["key"] = first.kept["key"]
-            second = forward(**arguments | {place: Memory(kept), "hidden_states": scaled})
-            return (torch.cat([base[0][:, :first_row], second[0][:, first_row:]], dim=1), *base[1:])
+            second = forward(
+                **arguments | {place: Memory(kept), "hidden_states": scaled}
+            )
+            return (
+                torch.cat([base[0][:, :first_row], second[0][:, first_row:]], dim=1),
+                *base[1:],
+            )
 
         return call
 
@@ -82,12 +99,15 @@ def double_forward(
         for module in attentions(model)[layers[0] : layers[1] + 1]:
             stack.enter_context(replaced(module, "forward", twice(module.forward)))
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        return model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits
 
 
 def prompts(padded, batch=4):
     torch.manual_seed(1)
-    ids, mask = torch.randint(1, VOCABULARY - 1, (batch, PROMPT)), torch.ones(batch, PROMPT, dtype=torch.long)
+    ids = torch.randint(1, VOCABULARY - 1, (batch, PROMPT))
+    mask = torch.ones(batch, PROMPT, dtype=torch.long)
     for row, pads in enumerate([7, 0, PROMPT - 1, 1][:batch] if padded else []):
         ids[row, :pads], mask[row, :pads] = 0, 0
     return ids, mask
@@ -118,11 +138,18 @@ def errors(model, method, *, padded, steps=STEPS, **wrong):
     whole = torch.cat([mask, torch.ones(len(ids), steps, dtype=torch.long)], dim=1)
     first_row = 0 if method.last == "all" else PROMPT - method.last
     setting = (
-        dict(channels=method.channels, factor=method.factor, layers=method.layers, first_row=first_row)
+        dict(
+            channels=method.channels,
+            factor=method.factor,
+            layers=method.layers,
+            first_row=first_row,
+        )
         | wrong
     )
     expected = double_forward(model, tokens, whole, **setting)
-    plain = double_forward(model, tokens, whole, **setting | dict(first_row=tokens.shape[1]))
+    plain = double_forward(
+        model, tokens, whole, **setting | dict(first_row=tokens.shape[1])
+    )
     seen = mask.bool()
     return (
         (prefill - expected[:, :PROMPT])[seen].abs().max().item(),
@@ -144,7 +171,9 @@ def test_prefill_and_cached_decoding_equal_two_attentions(name, padded):
     model, noise = exact(name, padded)
     for channels, factor, layers in SETTINGS:
         prompt, generated, effect = errors(
-            model, ScaleChannel(channel=channels, factor=factor, layers=layers), padded=padded
+            model,
+            ScaleChannel(channel=channels, factor=factor, layers=layers),
+            padded=padded,
         )
         assert_rounding(prompt, generated, noise)
         assert effect > EFFECT, "the setting has no effect to test"
@@ -163,18 +192,24 @@ def test_more_scaled_rows(name, last):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_single_precision(name):
     prompt, generated, _ = errors(
-        build(name), ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 2)), padded=True
+        build(name),
+        ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 2)),
+        padded=True,
     )
     assert_rounding(prompt, generated, family_noise(name))
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str
+    "wrong",
+    [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))],
+    ids=str,
 )
 @pytest.mark.parametrize("name", BUILDERS)
 def test_wrong_interventions_are_told_apart(name, wrong):
     method = ScaleChannel(channel=(0, 5, 17, 41), factor=-1.0, layers=(1, 2))
-    prompt, generated, _ = errors(exact(name, True)[0], method, padded=True, steps=2, **wrong)
+    prompt, generated, _ = errors(
+        exact(name, True)[0], method, padded=True, steps=2, **wrong
+    )
     assert min(prompt, generated) > 20 * SLACK * family_noise(name)
 
 
@@ -199,7 +234,10 @@ MUTATIONS = [
 @pytest.mark.parametrize(("name", "mutation"), MUTATIONS, ids=str)
 def test_a_wrong_family_row_does_not_go_unnoticed(name, mutation, monkeypatch):
     model, _ = exact(name, True)
-    rows = tuple(replace(f, **mutation) if f is families.family_of(model) else f for f in families.FAMILIES)
+    rows = tuple(
+        replace(f, **mutation) if f is families.family_of(model) else f
+        for f in families.FAMILIES
+    )
     assert rows != families.FAMILIES
     monkeypatch.setattr(families, "FAMILIES", rows)
     method = ScaleChannel(channel=(0, 5, 17, 41), factor=-1.0, layers=(0, 3))
@@ -216,7 +254,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        self.inner, self.out_features = [linear], linear.out_features
+        self.inner = [linear]
+        self.out_features = linear.out_features
 
     def forward(self, x):
         step = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
@@ -232,7 +271,10 @@ class Adapted(nn.Linear):
 
 def _adapted(linear):
     new = Adapted(
-        linear.in_features, linear.out_features, bias=linear.bias is not None, dtype=linear.weight.dtype
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        dtype=linear.weight.dtype,
     )
     new.load_state_dict(linear.state_dict())
     new.down = torch.randn(linear.in_features, 2, dtype=linear.weight.dtype) * 0.3
@@ -284,14 +326,20 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
         if families.family_of(model).interface:
             assert torch.equal(inside[mask.bool()], outside[mask.bool()])
         else:  # another kernel runs inside
-            assert_same(inside[mask.bool()], outside[mask.bool()], family_noise(name), "logits")
+            assert_same(
+                inside[mask.bool()], outside[mask.bool()], family_noise(name), "logits"
+            )
         if families.family_of(model).interface:
             model.set_attn_implementation("eager")
         else:
             model.config._attn_implementation = "eager"
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         full = model(
-            ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False
+            ids,
+            attention_mask=mask,
+            position_ids=positions,
+            output_attentions=True,
+            use_cache=False,
         ).attentions
     assert sorted(rows) == list(range(lm.layers))
     for layer, row in rows.items():

@@ -61,14 +61,21 @@ def of_kind(*kinds):
 @of_kind("prefill+greedy", "batch2+greedy", "leftpad2+greedy", "len1+greedy")
 @torch.no_grad()
 def test_prompt_and_greedy_decoding(lm, arrays, noise, case):
-    name, kind = case["id"], case["kind"]
+    name = case["id"]
+    kind = case["kind"]
     ids = torch.tensor(arrays["batch_ids" if "2" in kind else "prompt_ids"])
     if kind == "len1+greedy":
         ids = ids[:, :1]
-    mask = torch.tensor(arrays["batch_mask"]) if kind.startswith("leftpad") else torch.ones_like(ids)
+    mask = (
+        torch.tensor(arrays["batch_mask"])
+        if kind.startswith("leftpad")
+        else torch.ones_like(ids)
+    )
     tokens = arrays[f"{name}/tokens"]
     with method_of(case).applied(lm):
-        out = lm.model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+        out = lm.model(
+            ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+        )
         generated = lm.model.generate(
             ids,
             attention_mask=mask,
@@ -79,13 +86,17 @@ def test_prompt_and_greedy_decoding(lm, arrays, noise, case):
             output_logits=True,
         )
     if f"{name}/prefill_logits" in arrays:
-        assert_same(out.logits.squeeze(0), arrays[f"{name}/prefill_logits"], noise, "golden")
+        assert_same(
+            out.logits.squeeze(0), arrays[f"{name}/prefill_logits"], noise, "golden"
+        )
     if f"{name}/last_logits" in arrays:
         assert_same(out.logits[:, -1], arrays[f"{name}/last_logits"], noise, "golden")
     if f"{name}/key_cache" in arrays:
         keys = torch.stack([layer.keys[0] for layer in out.past_key_values.layers])
         assert_same(keys, arrays[f"{name}/key_cache"], noise, "golden")
-    np.testing.assert_array_equal(generated.sequences[:, ids.shape[1] :].squeeze(0).numpy(), tokens)
+    np.testing.assert_array_equal(
+        generated.sequences[:, ids.shape[1] :].squeeze(0).numpy(), tokens
+    )
     steps = torch.stack(generated.logits, dim=1).squeeze(0)
     assert_same(steps, arrays[f"{name}/step_logits"], noise, "golden")
 
@@ -93,14 +104,17 @@ def test_prompt_and_greedy_decoding(lm, arrays, noise, case):
 @of_kind("teacher_forced")
 @torch.no_grad()
 def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, noise, case):
-    start, rows = case["prompt_len"], case["answer_len"] + 1
+    start = case["prompt_len"]
+    rows = case["answer_len"] + 1
     ids = torch.tensor(arrays["prompt_ids"])[:, : start + case["answer_len"]]
     labels = ids.clone()
     labels[:, :start] = -100
     with method_of(case).applied(lm):
         once = lm.model(ids, labels=labels)
     one_row = ScaleChannel(
-        channel=tuple(case["channels"]), factor=case["factor"], layers=method_of(case).layers
+        channel=tuple(case["channels"]),
+        factor=case["factor"],
+        layers=method_of(case).layers,
     )
     with one_row.applied(lm):
         prompt = lm.model(ids[:, :start])
@@ -122,7 +136,9 @@ def test_official_channel_filter():
     np.testing.assert_array_equal(found.monotone_layers, golden["mono_count"])
     used = golden["mono_count"] > 0
     np.testing.assert_allclose(
-        found.smoothness[used], golden["smoothness_min"][used], rtol=MANIFEST["tolerance"]["smoothness_rtol"]
+        found.smoothness[used],
+        golden["smoothness_min"][used],
+        rtol=MANIFEST["tolerance"]["smoothness_rtol"],
     )
     assert found.ranking == golden["ranking"].tolist()
     assert found.ranking[:10] == golden["top10"].tolist()

@@ -37,7 +37,9 @@ METHOD = ScaleChannel(channel=15, factor=0.5, layers=(1, 3))
 def prompt(number: int, pairs: int) -> str:
     """A prompt in the words of the embedded model that asks for a pair in the middle."""
     words = [WORDS[(7 * number + 5 * k) % len(WORDS)] for k in range(2 * pairs)]
-    body = '", "'.join(f'{a}": "{b}' for a, b in zip(words[::2], words[1::2], strict=True))
+    body = '", "'.join(
+        f'{a}": "{b}' for a, b in zip(words[::2], words[1::2], strict=True)
+    )
     return f'Json data: {{"{body}"}} The value of key "{words[pairs - pairs % 2]}" is "'
 
 
@@ -69,24 +71,37 @@ def ours(batch_size: int | str = 1, **settings: Any) -> PosbenchLM:
 
 
 def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
-    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+    return [
+        Instance(request_type=kind, doc={}, arguments=a, idx=i)
+        for i, a in enumerate(arguments)
+    ]
 
 
 def pairs() -> list[Instance]:
-    return asked("loglikelihood", *((context, choice) for choice in CHOICES for context in CONTEXTS))
+    return asked(
+        "loglikelihood",
+        *((context, choice) for choice in CHOICES for context in CONTEXTS),
+    )
 
 
 def generations(*, until: str = '"', most: int = 6) -> list[Instance]:
     return asked(
         "generate_until",
-        *((c, {"until": [until], "max_gen_toks": most, "do_sample": False}) for c in CONTEXTS),
+        *(
+            (c, {"until": [until], "max_gen_toks": most, "do_sample": False})
+            for c in CONTEXTS
+        ),
     )
 
 
-def assert_scores(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
+def assert_scores(
+    found: list[tuple[float, bool]], expected: list[tuple[float, bool]]
+) -> None:
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     noise = LONGEST * embedded_noise("tiny", log_probabilities)
-    assert_same([nats for nats, _ in found], [nats for nats, _ in expected], noise, "losses")
+    assert_same(
+        [nats for nats, _ in found], [nats for nats, _ in expected], noise, "losses"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +125,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "gold",
         "target_delimiter": "",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metric_list": [
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+        ],
     }
     answer = {
         "task": "pb_answer",
@@ -124,13 +141,20 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-def results(model: Any, tasks: TaskManager, **settings: Any) -> tuple[float, list[Any], list[Any]]:
+def results(
+    model: Any, tasks: TaskManager, **settings: Any
+) -> tuple[float, list[Any], list[Any]]:
     """Accuracy, and every answer of both tasks."""
     out = simple_evaluate(
-        model=model, tasks=["pb_choice", "pb_answer"], task_manager=tasks, bootstrap_iters=0, **settings
+        model=model,
+        tasks=["pb_choice", "pb_answer"],
+        task_manager=tasks,
+        bootstrap_iters=0,
+        **settings,
     )
     samples = [
-        [sample["filtered_resps"] for sample in out["samples"][name]] for name in ("pb_choice", "pb_answer")
+        [sample["filtered_resps"] for sample in out["samples"][name]]
+        for name in ("pb_choice", "pb_answer")
     ]
     return out["results"]["pb_choice"]["acc,none"], samples[0], samples[1]
 
@@ -149,23 +173,32 @@ def test_whole_tasks_give_the_harness_s_own_numbers(stock: HFLM, tasks: TaskMana
 
 @pytest.mark.parametrize(
     ("settings", "batch_size"),
-    [({"method": "none"}, 1), ({"method": "none"}, 4), (NEUTRAL, 1), (NEUTRAL, 4), (NEUTRAL, "auto")],
+    [
+        ({"method": "none"}, 1),
+        ({"method": "none"}, 4),
+        (NEUTRAL, 1),
+        (NEUTRAL, 4),
+        (NEUTRAL, "auto"),
+    ],
 )
 def test_a_neutral_method_scores_as_the_harness_does(
     stock: HFLM, settings: dict[str, Any], batch_size: int | str
 ):
     model = ours(batch_size, max_batch_size=2, max_length=128, **settings)
     assert_scores(
-        model.loglikelihood(pairs(), disable_tqdm=True), stock.loglikelihood(pairs(), disable_tqdm=True)
+        model.loglikelihood(pairs(), disable_tqdm=True),
+        stock.loglikelihood(pairs(), disable_tqdm=True),
     )
-    assert model.generate_until(generations(), disable_tqdm=True) == stock.generate_until(
+    assert model.generate_until(
         generations(), disable_tqdm=True
-    )
+    ) == stock.generate_until(generations(), disable_tqdm=True)
 
 
 def test_prompts_over_max_length_lose_their_beginning_as_in_the_harness():
     lm = posbench.load("tiny", device="cpu")
-    expected = HFLM(lm.model, tokenizer=lm.tokenizer, max_length=20).loglikelihood(pairs(), disable_tqdm=True)
+    expected = HFLM(lm.model, tokenizer=lm.tokenizer, max_length=20).loglikelihood(
+        pairs(), disable_tqdm=True
+    )
     full = ours(4).loglikelihood(pairs(), disable_tqdm=True)
     found = ours(4, max_length=20, **NEUTRAL).loglikelihood(pairs(), disable_tqdm=True)
     assert_scores(found, expected)
@@ -174,24 +207,35 @@ def test_prompts_over_max_length_lose_their_beginning_as_in_the_harness():
 
 def test_a_text_without_context_follows_the_prefix_token(stock: HFLM):
     requests = asked("loglikelihood", ("", "bal"), ("", 'Json data: {"bal": "kop'))
-    assert_scores(ours(4, **NEUTRAL).loglikelihood(requests), stock.loglikelihood(requests))
+    assert_scores(
+        ours(4, **NEUTRAL).loglikelihood(requests), stock.loglikelihood(requests)
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_scores_under_the_method_are_those_of_one_prompt_at_a_time(stock: HFLM, batch_size: int):
+def test_scores_under_the_method_are_those_of_one_prompt_at_a_time(
+    stock: HFLM, batch_size: int
+):
     """Teacher-forced, token by token on the cache, through stock calls inside the plain method block."""
-    model, lm = ours(batch_size, **HALF), posbench.load("tiny", device="cpu")
+    model = ours(batch_size, **HALF)
+    lm = posbench.load("tiny", device="cpu")
     found = model.loglikelihood(pairs(), disable_tqdm=True)
     expected = []
     with METHOD.applied(lm), torch.inference_mode():
         for context, choice in (request.args for request in pairs()):
             tokens = lm.tokenizer(choice)["input_ids"]
-            out = lm.model(torch.tensor([lm.tokenizer(context)["input_ids"]]), use_cache=True)
-            nats, greedy = 0.0, True
+            out = lm.model(
+                torch.tensor([lm.tokenizer(context)["input_ids"]]), use_cache=True
+            )
+            nats = 0.0
+            greedy = True
             for token in tokens:
                 row = F.log_softmax(out.logits[0, -1].double(), dim=-1)
-                nats, greedy = nats + float(row[token]), greedy and int(row.argmax()) == token
-                out = lm.model(torch.tensor([[token]]), past_key_values=out.past_key_values)
+                nats = nats + float(row[token])
+                greedy = greedy and int(row.argmax()) == token
+                out = lm.model(
+                    torch.tensor([[token]]), past_key_values=out.past_key_values
+                )
             expected.append((nats, greedy))
     assert_scores(found, expected)
     neutral = stock.loglikelihood(pairs(), disable_tqdm=True)
@@ -206,16 +250,27 @@ def test_scores_under_the_method_are_those_of_answer_loss():
         with METHOD.applied(lm):
             loss = float(lm.answer_loss([context], [choice])[0])
         noise = LONGEST * embedded_noise("tiny", log_probabilities)
-        assert_same(nats, -loss * len(lm.tokenizer(choice)["input_ids"]), noise, "losses")
+        assert_same(
+            nats, -loss * len(lm.tokenizer(choice)["input_ids"]), noise, "losses"
+        )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_generations_under_the_method_are_its_own(stock: HFLM, batch_size: int):
-    settings = {"method": "scale_channel", "channel": 15, "factor": -8.0, "layers": [0, 3]}
-    found = ours(batch_size, **settings).generate_until(generations(until="kop"), disable_tqdm=True)
+    settings = {
+        "method": "scale_channel",
+        "channel": 15,
+        "factor": -8.0,
+        "layers": [0, 3],
+    }
+    found = ours(batch_size, **settings).generate_until(
+        generations(until="kop"), disable_tqdm=True
+    )
     lm = posbench.load("tiny", device="cpu")
     with ScaleChannel(channel=15, factor=-8.0, layers=(0, 3)).applied(lm):
-        expected = [lm.generate([c], max_new_tokens=6, stop=["kop"])[0] for c in CONTEXTS]
+        expected = [
+            lm.generate([c], max_new_tokens=6, stop=["kop"])[0] for c in CONTEXTS
+        ]
     assert found == expected
     assert found != stock.generate_until(generations(until="kop"), disable_tqdm=True)
 
@@ -223,7 +278,8 @@ def test_generations_under_the_method_are_its_own(stock: HFLM, batch_size: int):
 @pytest.mark.parametrize(("cached", "prefills"), [(True, 6), (False, 24)])
 def test_a_context_runs_once_for_all_its_continuations(cached: bool, prefills: int):
     model = ours(1, method="none", logits_cache=cached)
-    forward, lengths = model.lm.model.forward, []
+    forward = model.lm.model.forward
+    lengths = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is None:
@@ -245,19 +301,27 @@ def test_the_model_is_itself_between_calls():
 
 def test_whole_texts_are_scored_where_all_tokens_are_treated_alike():
     texts = asked("loglikelihood_rolling", *((context,) for context in CONTEXTS))
-    found = ours(4, method="none", max_length=16).loglikelihood_rolling(texts, disable_tqdm=True)
-    lm = posbench.load("tiny", device="cpu")
-    expected = HFLM(lm.model, tokenizer=lm.tokenizer, max_length=16).loglikelihood_rolling(
+    found = ours(4, method="none", max_length=16).loglikelihood_rolling(
         texts, disable_tqdm=True
     )
+    lm = posbench.load("tiny", device="cpu")
+    expected = HFLM(
+        lm.model, tokenizer=lm.tokenizer, max_length=16
+    ).loglikelihood_rolling(texts, disable_tqdm=True)
     noise = embedded_noise("tiny", log_probabilities)
     tokens = [len(lm.tokenizer(context)["input_ids"]) for context in CONTEXTS]
     assert_same(found, expected, max(tokens) * noise, "losses")
-    everywhere = ours(4, **HALF, last="all").loglikelihood_rolling(texts, disable_tqdm=True)
+    everywhere = ours(4, **HALF, last="all").loglikelihood_rolling(
+        texts, disable_tqdm=True
+    )
     with ScaleChannel(channel=15, factor=0.5, layers=(1, 3), last="all").applied(lm):
         for nats, context, count in zip(everywhere, CONTEXTS, tokens, strict=True):
-            ids = torch.tensor([[lm.tokenizer.eos_token_id, *lm.tokenizer(context)["input_ids"]]])
-            loss = F.cross_entropy(lm.logits(ids[:, :-1])[0], ids[0, 1:], reduction="sum")
+            ids = torch.tensor(
+                [[lm.tokenizer.eos_token_id, *lm.tokenizer(context)["input_ids"]]]
+            )
+            loss = F.cross_entropy(
+                lm.logits(ids[:, :-1])[0], ids[0, 1:], reduction="sum"
+            )
             assert_same(nats, -loss, count * noise, "losses")
     with pytest.raises(UserError, match="whole texts"):
         ours(4, **HALF).loglikelihood_rolling(texts)
@@ -290,28 +354,43 @@ def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
         channel=15, factor=-1.0, layers=(1, 3)
     )
     given = configured(
-        "tiny", "scale_channel", {"channel": "15:20", "layers": [0, 2], "last": 2, "dtype": "float64"}
+        "tiny",
+        "scale_channel",
+        {"channel": "15:20", "layers": [0, 2], "last": 2, "dtype": "float64"},
     )
-    assert given.choice.build() == ScaleChannel(channel=(15, 20), factor=-1.0, layers=(0, 2), last=2)
+    assert given.choice.build() == ScaleChannel(
+        channel=(15, 20), factor=-1.0, layers=(0, 2), last=2
+    )
     assert given.model.dtype == "float64"
-    own = yaml.safe_load((posbench.model.load.paths.CONF / "model" / "tiny.yaml").read_text()) | {
-        "name": "mine"
-    }
+    own = yaml.safe_load(
+        (posbench.model.load.paths.CONF / "model" / "tiny.yaml").read_text()
+    ) | {"name": "mine"}
     own["scale_channel"]["factor"] = 0.25
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(yaml.safe_dump(own))
-    assert configured("mine", "scale_channel", {}, str(tmp_path)).choice.build().factor == 0.25
+    assert (
+        configured("mine", "scale_channel", {}, str(tmp_path)).choice.build().factor
+        == 0.25
+    )
 
 
 def test_several_methods_are_joined_by_plus_signs():
     arguments = "pretrained=tiny,method=layer_scaling+scale_channel,"
     arguments += "parts.scale_channel.layers=0:2,parts.scale_channel.factor=-8"
-    model, lm = PosbenchLM.create_from_arg_string(arguments), posbench.load("tiny", device="cpu")
+    model = PosbenchLM.create_from_arg_string(arguments)
+    lm = posbench.load("tiny", device="cpu")
     parts = model.method.parts
-    assert list(parts) == ["layer_scaling", "scale_channel"] and parts["scale_channel"].layers == (0, 2)
+    assert list(parts) == ["layer_scaling", "scale_channel"] and parts[
+        "scale_channel"
+    ].layers == (0, 2)
     found = model.generate_until(generations(until="kop"), disable_tqdm=True)
-    with parts["layer_scaling"].applied(lm), ScaleChannel(channel=15, factor=-8.0, layers=(0, 2)).applied(lm):
-        expected = [lm.generate([c], max_new_tokens=6, stop=["kop"])[0] for c in CONTEXTS]
+    with (
+        parts["layer_scaling"].applied(lm),
+        ScaleChannel(channel=15, factor=-8.0, layers=(0, 2)).applied(lm),
+    ):
+        expected = [
+            lm.generate([c], max_new_tokens=6, stop=["kop"])[0] for c in CONTEXTS
+        ]
     assert found == expected
     assert found != ours(2, method="layer_scaling").generate_until(
         generations(until="kop"), disable_tqdm=True
@@ -336,7 +415,10 @@ def test_a_directory_is_a_model(checkpoint: Path):
         ("method=scale_channel", "model_args.pretrained"),
         ("pretrained=tiny,method=scale_chanel", "method"),
         ("pretrained=tiny,method=layer_scaling+scale_chanel", "method"),
-        ("pretrained=tiny,method=layer_scaling+scale_channel,layers=0:2", "model_args.layers"),
+        (
+            "pretrained=tiny,method=layer_scaling+scale_channel,layers=0:2",
+            "model_args.layers",
+        ),
         ("pretrained=tiny,method=scale_channel,chanel=3", "model_args.chanel"),
         ("pretrained=tiny,channel=3", "model_args.channel"),
         ("pretrained=tiny,method=scale_channel,channel=48", "method.channel"),
@@ -350,15 +432,23 @@ def test_a_directory_is_a_model(checkpoint: Path):
     ],
 )
 def test_bad_arguments_are_one_line(
-    arguments: str, field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    field: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     # Reading the harness's own list of tasks takes seconds, and the model comes first.
     monkeypatch.setattr(
-        "lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None
+        "lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks",
+        lambda self, metadata: None,
     )
     flags = ["--model", "posbench", "--model_args", arguments, "--tasks", "none"]
     assert main(["lm_eval", *flags]) == 2
-    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("posbench: ")]
+    err = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("posbench: ")
+    ]
     assert len(err) == 1
     assert err[0].startswith(f"posbench: {field} = ")
 
@@ -380,6 +470,8 @@ def test_generation_without_numbers_is_refused() -> None:
     lm = PosbenchLM("tiny", device="cpu")
     with torch.no_grad():
         lm.lm.model.model.layers[2].mlp.down_proj.weight.fill_(float("nan"))
-    asked = Instance("generate_until", {}, (CONTEXTS[0], {"until": ["x"], "max_gen_toks": 2}), 0)
+    asked = Instance(
+        "generate_until", {}, (CONTEXTS[0], {"until": ["x"], "max_gen_toks": 2}), 0
+    )
     with pytest.raises(UserError, match="layer 2 gives NaN"):
         lm.generate_until([asked], disable_tqdm=True)

@@ -39,7 +39,10 @@ def applies(needs, lm) -> bool:
     """Whether a model has what a method needs."""
     kinds = getattr(rope.rotary_module(lm.model), "rope_type", "default")
     return not needs.rope or (
-        (bool(rope.rotated_layers(lm.model)) and not (needs.plain and kinds != "default"))
+        (
+            bool(rope.rotated_layers(lm.model))
+            and not (needs.plain and kinds != "default")
+        )
         and not (needs.by_hand and not families.family_of(lm.model).interface)
     )
 
@@ -48,7 +51,10 @@ def noise_of(family, lm) -> float:
     """The noise floor of a family's model, or of the embedded one."""
     if family != "tiny":
         return family_noise(family)
-    return noise_floor(lm.model, torch.randint(6, 60, (4, 40), generator=torch.Generator().manual_seed(0)))
+    return noise_floor(
+        lm.model,
+        torch.randint(6, 60, (4, 40), generator=torch.Generator().manual_seed(0)),
+    )
 
 
 @pytest.mark.parametrize("family", ["tiny", *BUILDERS])
@@ -65,13 +71,18 @@ def test_identity_and_restoration(name, family):
     mask[0, :9] = 0
     before = lm.logits(ids, mask)
     if not applies(choice.cls.needs, lm):
-        with pytest.raises(UserError, match=r"a model with|a family whose"), found.applied(lm):
+        with (
+            pytest.raises(UserError, match=r"a model with|a family whose"),
+            found.applied(lm),
+        ):
             pass
         return
     attributes = {key: dict(vars(module)) for key, module in lm.model.named_modules()}
     with found.neutral().applied(lm):
         neutral = lm.logits(ids, mask)
-    assert_same(neutral[mask.bool()], before[mask.bool()], noise_of(family, lm), "logits")
+    assert_same(
+        neutral[mask.bool()], before[mask.bool()], noise_of(family, lm), "logits"
+    )
     with found.applied(lm):
         assert torch.equal(lm.logits(ids, mask), before) == (name == "none")
         lm.model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
@@ -97,8 +108,12 @@ def test_a_prefill_that_it_shares_gives_what_prompts_read_alone_give(name):
     with under.applied(lm):
         store.fill(lm, 2, None)
     with method.applied(lm), torch.inference_mode():
-        shared = lm.model(**lm.pad(rows, store.prefix(lm, range(3))), logits_to_keep=1).logits[:, -1]
+        shared = lm.model(
+            **lm.pad(rows, store.prefix(lm, range(3))), logits_to_keep=1
+        ).logits[:, -1]
         for row, found in zip(rows, shared, strict=True):
             wanted = lm.logits(torch.tensor([row]))[0, -1]
             noise = family_noise("mistral-window", log_probabilities)
-            assert_same(found.log_softmax(-1), wanted.log_softmax(-1), noise, "shared prefills")
+            assert_same(
+                found.log_softmax(-1), wanted.log_softmax(-1), noise, "shared prefills"
+            )

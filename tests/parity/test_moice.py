@@ -14,18 +14,33 @@ from transformers import AutoModelForCausalLM
 import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
-from posbench.methods.moice import BASES, MoICE, auxiliary_loss, load_routers, mixing, mixture
+from posbench.methods.moice import (
+    BASES,
+    MoICE,
+    auxiliary_loss,
+    load_routers,
+    mixing,
+    mixture,
+)
 from posbench.search.router import RouterSearch
 from posbench.tasks import KVRetrieval
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
-from tests.rounding import EPSILON, assert_same, family_noise, largest_difference, noise_floor
+from tests.rounding import (
+    EPSILON,
+    assert_same,
+    family_noise,
+    largest_difference,
+    noise_floor,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 CASES = MANIFEST["moice"]["llama-mha-moice"]["cases"]
 ROUTER = GOLDEN / "moice_router.safetensors"
-PADS, PROMPT, STEPS = [0, 5, 11], 30, 6
+PADS = [0, 5, 11]
+PROMPT = 30
+STEPS = 6
 APART = (10000.0, 20.0, 300.0)
 """Bases far enough apart to tell in prompts this short."""
 
@@ -38,7 +53,10 @@ def router_file(folder, lm, experts, std=1.0):
     """Random routers for every layer of a model, some of which may rotate nothing."""
     generator = torch.Generator().manual_seed(3)
     config = lm.model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = (
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
     shapes = {1: (experts, width), 2: (experts, experts), 3: (experts, width)}
     tensors = {
         gate(i, n): torch.randn(shape, generator=generator) * std
@@ -63,10 +81,14 @@ def plain_weights(layer, query, tensors, top_k):
 def plainly(model, ids, pads, tensors, top_k):
     def attend(layer):
         out = torch.zeros_like(layer.query)
-        for head, (query, key, value) in enumerate(zip(layer.query, layer.key, layer.value, strict=True)):
+        for head, (query, key, value) in enumerate(
+            zip(layer.query, layer.key, layer.value, strict=True)
+        ):
             weights = plain_weights(layer, query, tensors, top_k)
             for number, base in enumerate(APART):
-                attention = layer.weights(layer.turn(query, base=base), layer.turn(key, base=base))
+                attention = layer.weights(
+                    layer.turn(query, base=base), layer.turn(key, base=base)
+                )
                 out[head] += weights[:, number, None] * (attention @ value)
         return out
 
@@ -75,7 +97,8 @@ def plainly(model, ids, pads, tensors, top_k):
 
 
 @pytest.mark.parametrize(
-    ("family", "top_k"), [*((family, 3) for family in FAMILIES), ("llama-gqa", 1), ("qwen2", 2)]
+    ("family", "top_k"),
+    [*((family, 3) for family in FAMILIES), ("llama-gqa", 1), ("qwen2", 2)],
 )
 def test_prompt_and_steps_equal_a_plain_recomputation(tmp_path, family, top_k):
     lm = posbench.load(build(family))
@@ -99,7 +122,9 @@ def test_a_batch_equals_its_rows_one_by_one(tmp_path):
         together = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
         for row, pad in enumerate(PADS):
             one = slice(row, row + 1), slice(pad, None)
-            alone = prompt_then_steps(lm.model, ids[one], mask[one], positions[one], PROMPT - pad)
+            alone = prompt_then_steps(
+                lm.model, ids[one], mask[one], positions[one], PROMPT - pad
+            )
             assert_same(together[one], alone, family_noise("llama-gqa"), "logits")
 
 
@@ -137,7 +162,9 @@ def test_together_with_a_scaled_channel(family):
 @pytest.fixture(scope="module")
 def golden():
     with np.load(GOLDEN / "moice_llama-mha-moice.npz") as data:
-        return posbench.load(AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha")), dict(data)
+        return posbench.load(
+            AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha")
+        ), dict(data)
 
 
 @pytest.mark.parametrize("kind", ["", "batch_"], ids=["one", "batch"])
@@ -146,7 +173,11 @@ def golden():
 def test_outputs_of_the_released_program(golden, case, kind):
     (lm, arrays), name = golden, case["id"]
     ids = torch.tensor(arrays["batch_ids" if kind else "prompt_ids"])
-    method = MoICE(weights=str(ROUTER), bases=tuple(map(float, case["base_set"])), top_k=case["topk"])
+    method = MoICE(
+        weights=str(ROUTER),
+        bases=tuple(map(float, case["base_set"])),
+        top_k=case["topk"],
+    )
     with method.applied(lm):
         out = lm.model(ids)
         generated = lm.model.generate(
@@ -158,16 +189,23 @@ def test_outputs_of_the_released_program(golden, case, kind):
             return_dict_in_generate=True,
             output_logits=True,
         )
-    tokens, steps = generated.sequences[:, ids.shape[1] :], torch.stack(generated.logits, 1)
+    tokens = generated.sequences[:, ids.shape[1] :]
+    steps = torch.stack(generated.logits, 1)
     noise = noise_floor(lm.model, ids)
     if kind:
-        assert_same(out.logits[:, -1], arrays[f"{name}/batch_last_logits"], noise, "golden")
+        assert_same(
+            out.logits[:, -1], arrays[f"{name}/batch_last_logits"], noise, "golden"
+        )
     else:
         assert_same(out.logits[0], arrays[f"{name}/prefill_logits"], noise, "golden")
-        tokens, steps = tokens[0], steps[0]
+        tokens = tokens[0]
+        steps = steps[0]
         if f"{name}/key_cache_unrotated" in arrays:
             keys = torch.stack(
-                [layer.keys[0, :, ::8].transpose(0, 1) for layer in out.past_key_values.layers]
+                [
+                    layer.keys[0, :, ::8].transpose(0, 1)
+                    for layer in out.past_key_values.layers
+                ]
             )
             assert_same(keys, arrays[f"{name}/key_cache_unrotated"], noise, "golden")
     np.testing.assert_array_equal(tokens, arrays[f"{name}/{kind}tokens"])
@@ -178,24 +216,32 @@ def test_outputs_of_the_released_program(golden, case, kind):
 @torch.no_grad()
 def test_router_and_auxiliary_loss_of_the_released_program(golden, case):
     lm, arrays = golden
-    ids, bases = torch.tensor(arrays["prompt_ids"]), tuple(map(float, case["base_set"]))
+    ids = torch.tensor(arrays["prompt_ids"])
+    bases = tuple(map(float, case["base_set"]))
 
     def router_logits(lm):
         """What the routers of all layers say, [L, T, heads, bases]."""
-        heard, routers = {}, load_routers(lm, str(ROUTER), len(BASES))
+        heard = {}
+        routers = load_routers(lm, str(ROUTER), len(BASES))
         with mixing(lm.model, routers, bases, case["topk"], heard.__setitem__):
             lm.model(ids)
-        return torch.stack([heard[layer][0].transpose(0, 1) for layer in range(lm.layers)])
+        return torch.stack(
+            [heard[layer][0].transpose(0, 1) for layer in range(lm.layers)]
+        )
 
-    logits, exact = router_logits(lm), router_logits(posbench.load(copy.deepcopy(lm.model).double()))
-    expected, noise = arrays[f"{case['id']}/router_logits"], largest_difference(logits, exact)
+    logits = router_logits(lm)
+    exact = router_logits(posbench.load(copy.deepcopy(lm.model).double()))
+    expected = arrays[f"{case['id']}/router_logits"]
+    noise = largest_difference(logits, exact)
     assert_same(logits, expected, noise, "golden")
     loss = auxiliary_loss(logits.flatten(0, 2), case["topk"])
     assert_same(loss, case["aux_loss"], noise, "golden")
 
 
 def test_the_auxiliary_loss_says_nothing_where_all_experts_are_kept():
-    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    logits = torch.randn(
+        50, 7, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     constant = auxiliary_loss(logits, 7)
     constant.backward()
     assert_same(constant, 7.0, 7 * EPSILON, "losses")
@@ -206,15 +252,19 @@ def test_the_auxiliary_loss_says_nothing_where_all_experts_are_kept():
 
 
 def test_the_router_of_the_embedded_model_helps_on_prompts_it_was_not_trained_on():
-    lm, rows = posbench.load("tiny"), []
-    task = KVRetrieval(pairs=32, positions=(0, 15, 31), records="words", prompt="compact", limit=8)
+    lm = posbench.load("tiny")
+    rows = []
+    task = KVRetrieval(
+        pairs=32, positions=(0, 15, 31), records="words", prompt="compact", limit=8
+    )
     for example in task.examples("evaluation"):
         prompt, answer = lm.answer_ids(example.prompt, example.answers[0])
         rows.append(prompt + answer)
     routers = load_routers(lm, "posbench://tiny/moice.safetensors", len(BASES))
     losses = RouterSearch().held_out(lm, rows, routers, MoICE())
     trained, even, stock = (
-        torch.tensor(losses[n]).mean() for n in ("trained router", "even mixture", "unmodified")
+        torch.tensor(losses[n]).mean()
+        for n in ("trained router", "even mixture", "unmodified")
     )
     assert trained < stock < even
 
@@ -238,6 +288,9 @@ def test_mixture_keeps_the_largest():
 )
 def test_bad_parameters(golden, given, field):
     lm = golden[0]
-    with pytest.raises(UserError) as error, MoICE(**{"weights": str(ROUTER), **given}).applied(lm):
+    with (
+        pytest.raises(UserError) as error,
+        MoICE(**{"weights": str(ROUTER), **given}).applied(lm),
+    ):
         pass
     assert error.value.field == f"method.{field}"

@@ -21,22 +21,32 @@ from tests.rounding import EPSILON, assert_same, family_noise, noise_floor
 GOLDEN = Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 CASES = MANIFEST["ms_poe"]["llama-mha"]["cases"]
-PADS, PROMPT, STEPS = [0, 5, 11], 40, 6
+PADS = [0, 5, 11]
+PROMPT = 40
+STEPS = 6
 
 
 def plain_ratios(layer, variant, prompt, low=1.2, high=1.8, alpha=3.0):
     """Ratio of each head from full attention over the prompt, the formulas of the paper or of the released
     program."""
-    aware, heads = [], len(layer.query)
+    aware = []
+    heads = len(layer.query)
     for query, key in zip(layer.query, layer.key, strict=True):
-        pair = (layer.turn(query), layer.turn(key)) if variant == "paper" else (query, key)
+        pair = (
+            (layer.turn(query), layer.turn(key)) if variant == "paper" else (query, key)
+        )
         row = layer.weights(*pair)[prompt - 1]
         keys = int(layer.open[prompt - 1].sum())
         bound = alpha / keys
-        aware.append(int(((row >= bound) if variant == "paper" else (row > bound)).sum()) / keys)
+        aware.append(
+            int(((row >= bound) if variant == "paper" else (row > bound)).sum()) / keys
+        )
     ranked = sorted(range(heads), key=lambda head: (-aware[head], head))
     if variant == "paper":
-        return [low + (high - low) * ranked.index(head) / (heads - 1) for head in range(heads)]
+        return [
+            low + (high - low) * ranked.index(head) / (heads - 1)
+            for head in range(heads)
+        ]
     return [low + (high - low) * ranked[head] / heads for head in range(heads)]
 
 
@@ -51,10 +61,19 @@ def plainly(model, ids, pads, variant, first=2):
             ratios = plain_ratios(layer, variant, PROMPT - longest)
             found[layer.number, longest] = ratios
         # The released program rotates a group's key once, with the ratio of the group's first query head.
-        group = len(ratios) // model.config.num_key_value_heads if variant == "official" else 1
+        group = (
+            len(ratios) // model.config.num_key_value_heads
+            if variant == "official"
+            else 1
+        )
         keyed = [ratios[head - head % group] for head in range(len(ratios))]
         heads = zip(ratios, keyed, layer.query, layer.key, layer.value, strict=True)
-        return torch.stack([layer.weights(layer.turn(q, r), layer.turn(k, s)) @ v for r, s, q, k, v in heads])
+        return torch.stack(
+            [
+                layer.weights(layer.turn(q, r), layer.turn(k, s)) @ v
+                for r, s, q, k, v in heads
+            ]
+        )
 
     with attending_plainly(model, pads, attend), torch.no_grad():
         return model(ids, use_cache=False).logits, found
@@ -69,7 +88,9 @@ def test_prompt_and_steps_equal_a_plain_recomputation(family, variant):
     assert len({tuple(r) for r in ratios.values()}) > 1
     with MsPoE(variant=variant).applied(lm):
         found = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
-    assert_same(found[mask.bool()], expected[mask.bool()], family_noise(family), "logits")
+    assert_same(
+        found[mask.bool()], expected[mask.bool()], family_noise(family), "logits"
+    )
     stock = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
     assert (stock - expected)[mask.bool()].abs().max() > 1e-2
 
@@ -82,7 +103,9 @@ def test_a_batch_equals_its_rows_one_by_one_with_a_ranking_each():
         together = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
         for row, pad in enumerate(PADS):
             one = slice(row, row + 1), slice(pad, None)
-            alone = prompt_then_steps(lm.model, ids[one], mask[one], positions[one], PROMPT - pad)
+            alone = prompt_then_steps(
+                lm.model, ids[one], mask[one], positions[one], PROMPT - pad
+            )
             assert_same(together[one], alone, family_noise("llama-gqa"), "logits")
 
 
@@ -96,7 +119,9 @@ def test_a_cache_that_is_copied_reordered_or_cut_back_goes_on_as_it_should():
         return lm.model(ids[rows][:, -1:], past_key_values=cache, **given).logits
 
     with MsPoE().applied(lm):
-        out = lm.model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1])
+        out = lm.model(
+            ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1]
+        )
         every = torch.arange(len(ids))
         expected = step(fork(out.past_key_values), every)
         assert torch.equal(step(fork(out.past_key_values), every), expected)
@@ -108,17 +133,26 @@ def test_a_cache_that_is_copied_reordered_or_cut_back_goes_on_as_it_should():
         # Beams of one prompt: rows share positions and ranking, their later tokens differ.
         twice = torch.tensor([1, 1])
         beams = lm.model(
-            ids[twice][:, :-2], attention_mask=mask[twice][:, :-2], position_ids=positions[twice][:, :-2]
+            ids[twice][:, :-2],
+            attention_mask=mask[twice][:, :-2],
+            position_ids=positions[twice][:, :-2],
         )
-        cache, tokens = beams.past_key_values, torch.tensor([[7], [9]])
-        now = {"attention_mask": mask[twice][:, :-1], "position_ids": positions[twice][:, -2:-1]}
+        cache = beams.past_key_values
+        tokens = torch.tensor([[7], [9]])
+        now = {
+            "attention_mask": mask[twice][:, :-1],
+            "position_ids": positions[twice][:, -2:-1],
+        }
         lm.model(tokens, past_key_values=cache, **now)
         straight = step(fork(cache), twice)
         assert (straight[0] - straight[1]).abs().max() > 1e-2
         cache.reorder_cache(torch.tensor([1, 0]))
         assert_same(step(cache, twice), straight.flip(0), noise, "logits")
     outside = lm.model(ids[:, :-1]).past_key_values
-    with pytest.raises(ValueError, match="filled outside the block"), MsPoE().applied(lm):
+    with (
+        pytest.raises(ValueError, match="filled outside the block"),
+        MsPoE().applied(lm),
+    ):
         step(outside, every)
 
 
@@ -146,22 +180,36 @@ def test_one_ratio_for_all_heads_is_position_interpolation_also_with_a_scaled_ch
     scale = ScaleChannel(channel=3, factor=-1.0, layers=(1, 3))
     for extra in (Unmodified(), scale):
         found = []
-        for method in (MsPoE(ratios=(2.0, 2.0), first_layer=0), PositionInterpolation(scale=2.0)):
+        for method in (
+            MsPoE(ratios=(2.0, 2.0), first_layer=0),
+            PositionInterpolation(scale=2.0),
+        ):
             with method.applied(lm), extra.applied(lm):
-                found.append(prompt_then_steps(lm.model, ids, mask, positions, PROMPT)[mask.bool()])
+                found.append(
+                    prompt_then_steps(lm.model, ids, mask, positions, PROMPT)[
+                        mask.bool()
+                    ]
+                )
         assert_same(*found, family_noise("llama-gqa"), "logits")
 
 
 def test_inside_scaled_positions_the_scales_multiply_and_outside_it_is_refused():
     lm = posbench.load(build("llama-gqa"))
     ids, mask, positions = batch(PADS, PROMPT + STEPS)
-    outer, inner = PositionInterpolation(scale=1.5), MsPoE(ratios=(2.0, 2.0), first_layer=0)
+    outer = PositionInterpolation(scale=1.5)
+    inner = MsPoE(ratios=(2.0, 2.0), first_layer=0)
     with outer.applied(lm), inner.applied(lm):
         both = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
     with PositionInterpolation(scale=3.0).applied(lm):
         expected = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
-    assert_same(both[mask.bool()], expected[mask.bool()], family_noise("llama-gqa"), "logits")
-    with inner.applied(lm), pytest.raises(UserError, match="put that one last"), outer.applied(lm):
+    assert_same(
+        both[mask.bool()], expected[mask.bool()], family_noise("llama-gqa"), "logits"
+    )
+    with (
+        inner.applied(lm),
+        pytest.raises(UserError, match="put that one last"),
+        outer.applied(lm),
+    ):
         pass
     with inner.applied(lm):
         pass
@@ -170,14 +218,21 @@ def test_inside_scaled_positions_the_scales_multiply_and_outside_it_is_refused()
 @pytest.fixture(scope="module")
 def golden():
     with np.load(GOLDEN / "ms_poe_llama-mha.npz") as data:
-        return posbench.load(AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha")), dict(data)
+        return posbench.load(
+            AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha")
+        ), dict(data)
 
 
 def method_of(case):
     order = (
-        "reversed" if case["head_type"] == "normal" else "rank" if case["id"].startswith("rankfix") else None
+        "reversed"
+        if case["head_type"] == "normal"
+        else "rank"
+        if case["id"].startswith("rankfix")
+        else None
     )
-    ratios, first = (case["ratio_min"], case["ratio_max"]), case["layers"][0]
+    ratios = (case["ratio_min"], case["ratio_max"])
+    first = case["layers"][0]
     return MsPoE(ratios=ratios, first_layer=first, variant="official", order=order)
 
 
@@ -210,13 +265,34 @@ def test_outputs_of_the_released_program(golden, case):
             output_logits=True,
         )
     noise = noise_floor(lm.model, ids)
-    assert_same(torch.stack(kept["ratios"]), arrays[f"{name}/query_head_ratio"], EPSILON, "golden")
+    assert_same(
+        torch.stack(kept["ratios"]),
+        arrays[f"{name}/query_head_ratio"],
+        EPSILON,
+        "golden",
+    )
     if f"{name}/outlier_fraction" in arrays and case["head_type"] is None:
-        assert_same(torch.stack(kept["fraction"]), arrays[f"{name}/outlier_fraction"], EPSILON, "golden")
-    assert_same(out.logits[0, ::16], arrays[f"{name}/prefill_logits_every16"], noise, "golden")
-    assert_same(out.logits[0, -1], arrays[f"{name}/prefill_last_logits"], noise, "golden")
-    np.testing.assert_array_equal(generated.sequences[0, ids.shape[1] :], arrays[f"{name}/tokens"])
-    assert_same(torch.stack(generated.logits, 1)[0], arrays[f"{name}/step_logits"], noise, "golden")
+        assert_same(
+            torch.stack(kept["fraction"]),
+            arrays[f"{name}/outlier_fraction"],
+            EPSILON,
+            "golden",
+        )
+    assert_same(
+        out.logits[0, ::16], arrays[f"{name}/prefill_logits_every16"], noise, "golden"
+    )
+    assert_same(
+        out.logits[0, -1], arrays[f"{name}/prefill_last_logits"], noise, "golden"
+    )
+    np.testing.assert_array_equal(
+        generated.sequences[0, ids.shape[1] :], arrays[f"{name}/tokens"]
+    )
+    assert_same(
+        torch.stack(generated.logits, 1)[0],
+        arrays[f"{name}/step_logits"],
+        noise,
+        "golden",
+    )
 
 
 @torch.no_grad()
@@ -226,7 +302,9 @@ def test_ties_chunks_and_a_second_prompt_of_the_released_program(golden):
     with MsPoE(variant="official").applied(lm):
         short = lm.model(ids[:, :8]).logits[0, -1]
         begun = lm.model(ids[:, :128])
-        chunk = lm.model(ids[:, 128:], past_key_values=begun.past_key_values).logits[0, -1]
+        chunk = lm.model(ids[:, 128:], past_key_values=begun.past_key_values).logits[
+            0, -1
+        ]
         # Ranked anew: what the released program gives after a reset.
         fresh = lm.model(torch.tensor(arrays["noreset/ids"])).logits[0, -1]
     noise = noise_floor(lm.model, ids)
@@ -236,16 +314,22 @@ def test_ties_chunks_and_a_second_prompt_of_the_released_program(golden):
         (fresh, "noreset/fresh_logits"),
     ):
         assert_same(found, arrays[name], noise, "golden")
-    assert np.abs(arrays["noreset/fresh_logits"] - arrays["noreset/stale_logits"]).max() > 1e-3
+    assert (
+        np.abs(arrays["noreset/fresh_logits"] - arrays["noreset/stale_logits"]).max()
+        > 1e-3
+    )
 
 
 def test_order_of_ties_and_of_the_variants():
     outlying = torch.tensor([[2, 5, 2, 9]])
-    paper, official = MsPoE(ratios=(1.0, 4.0)), MsPoE(ratios=(1.0, 5.0), variant="official")
+    paper = MsPoE(ratios=(1.0, 4.0))
+    official = MsPoE(ratios=(1.0, 5.0), variant="official")
     assert paper.head_ratios(outlying).tolist() == [[3.0, 2.0, 4.0, 1.0]]
     # Ranked: heads 3, 1, 0, 2; head i gets the ratio with that number.
     assert official.head_ratios(outlying).tolist() == [[4.0, 2.0, 1.0, 3.0]]
-    assert MsPoE(ratios=(1.0, 4.0), order="reversed").head_ratios(outlying).tolist() == [[4.0, 3.0, 2.0, 1.0]]
+    assert MsPoE(ratios=(1.0, 4.0), order="reversed").head_ratios(
+        outlying
+    ).tolist() == [[4.0, 3.0, 2.0, 1.0]]
 
 
 def test_a_text_without_a_prompt_has_no_ranking():
@@ -255,7 +339,13 @@ def test_a_text_without_a_prompt_has_no_ranking():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("ratios", (1.8, 1.2)), ("ratios", (0.0, 1.2)), ("first_layer", 4), ("first_layer", -1), ("alpha", 0.0)],
+    [
+        ("ratios", (1.8, 1.2)),
+        ("ratios", (0.0, 1.2)),
+        ("first_layer", 4),
+        ("first_layer", -1),
+        ("alpha", 0.0),
+    ],
 )
 def test_bad_parameters(field, value):
     lm = posbench.load(build("llama"))

@@ -12,7 +12,18 @@ from tests.rounding import assert_same, family_noise
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-gqa", "mistral-window", "qwen2", "gemma", "mpt", "gpt_neox", "qwen3", "phi3"]
+    "name",
+    [
+        "llama",
+        "llama-gqa",
+        "mistral-window",
+        "qwen2",
+        "gemma",
+        "mpt",
+        "gpt_neox",
+        "qwen3",
+        "phi3",
+    ],
 )
 def test_direct_reprojection_gives_the_same_logits(name):
     lm = posbench.load(build(name))

@@ -20,15 +20,21 @@ from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.parity import plain
 from tests.rounding import assert_same, attention_noise, family_noise, states_noise
 
-LENGTHS, SPANS, TARGETS = [40, 33], [(10, 30), (3, 22)], [(2, 9), (1, 22)]
+LENGTHS = [40, 33]
+SPANS = [(10, 30), (3, 22)]
+TARGETS = [(2, 9), (1, 22)]
 TOTAL = max(LENGTHS)
 PADS = [TOTAL - length for length in LENGTHS]
-MOVABLE = [name for name in BUILDERS if not name.startswith(("mpt", "falcon", "smollm3-nope"))]
+MOVABLE = [
+    name for name in BUILDERS if not name.startswith(("mpt", "falcon", "smollm3-nope"))
+]
 
 
 def prompts(lm):
     """A batch of two prompts, the second one padded."""
-    rows = torch.randint(1, VOCABULARY - 1, (2, TOTAL), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = torch.randint(
+        1, VOCABULARY - 1, (2, TOTAL), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     return lm.pad([row[-length:] for row, length in zip(rows, LENGTHS, strict=True)])
 
 
@@ -41,7 +47,9 @@ def inside(row):
 def states(lm, inputs, block=None):
     """Embedding and block outputs of every layer, [L + 1, B, T, D], inside a block."""
     with block or nullcontext():
-        return torch.stack(lm.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states)
+        return torch.stack(
+            lm.model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
+        )
 
 
 def far(a, b):
@@ -55,13 +63,24 @@ def test_span_that_sees_nothing_before_it_is_the_span_as_a_prompt_of_its_own(nam
     lm = posbench.load(build(name))
     inputs = prompts(lm)
     free = states(lm, inputs)
-    shut = states(lm, inputs, crop_mask(lm, LENGTHS, SPANS, range(LAYERS), keep_first=False))
+    shut = states(
+        lm, inputs, crop_mask(lm, LENGTHS, SPANS, range(LAYERS), keep_first=False)
+    )
     for row in range(2):
-        alone = states(lm, {"input_ids": inputs["input_ids"][row : row + 1, inside(row)]})[:, 0]
-        assert_same(shut[:, row, inside(row)], alone, states_noise(name), "hidden states")
+        alone = states(
+            lm, {"input_ids": inputs["input_ids"][row : row + 1, inside(row)]}
+        )[:, 0]
+        assert_same(
+            shut[:, row, inside(row)], alone, states_noise(name), "hidden states"
+        )
         assert far(free[:, row, inside(row)], alone) > 0.5, "without the crop it can"
         before = slice(PADS[row], inside(row).start)
-        assert_same(shut[:, row, before], free[:, row, before], states_noise(name), "hidden states")
+        assert_same(
+            shut[:, row, before],
+            free[:, row, before],
+            states_noise(name),
+            "hidden states",
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "mpt", "falcon-alibi"])
@@ -80,7 +99,10 @@ def test_crop_of_some_layers_ends_with_them_and_the_first_token_may_stay(name):
         block = (
             []
             if keep is None
-            else [crop_mask(lm, LENGTHS, SPANS, range(LAYERS), keep_first=keep) for _ in range(2)]
+            else [
+                crop_mask(lm, LENGTHS, SPANS, range(LAYERS), keep_first=keep)
+                for _ in range(2)
+            ]
         )
         one, two = (
             states(lm, x, b)[-1, 0, inside(0)]
@@ -93,10 +115,13 @@ def test_crop_of_some_layers_ends_with_them_and_the_first_token_may_stay(name):
             assert far(one, two) > 0.01
     other["input_ids"][0, 0] = 7
     kept = [
-        states(lm, x, crop_mask(lm, LENGTHS, SPANS, range(LAYERS)))[-1, 0, inside(0)] for x in (inputs, other)
+        states(lm, x, crop_mask(lm, LENGTHS, SPANS, range(LAYERS)))[-1, 0, inside(0)]
+        for x in (inputs, other)
     ]
     assert far(*kept) > 0.01, "the first token reaches it"
-    nothing = states(lm, inputs, crop_mask(lm, LENGTHS, [(0, 0), (0, 0)], range(LAYERS)))
+    nothing = states(
+        lm, inputs, crop_mask(lm, LENGTHS, [(0, 0), (0, 0)], range(LAYERS))
+    )
     assert torch.equal(nothing, free)
 
 
@@ -119,7 +144,8 @@ def test_crop_and_move_equal_attention_written_out(name):
     number = {LENGTHS[0]: 0, LENGTHS[1]: 1}
 
     def attend(layer, crop, move):
-        row, total = number[layer.query.shape[1]], layer.query.shape[1]
+        row = number[layer.query.shape[1]]
+        total = layer.query.shape[1]
         (start, stop), (to, to_stop) = SPANS[row], TARGETS[row]
         chosen = layer.number in (1, 2)
         places = list(range(total))
@@ -129,7 +155,10 @@ def test_crop_and_move_equal_attention_written_out(name):
         layer = replace(layer, open=layer.open.clone())
         if crop and chosen:
             for query in range(start, stop):
-                layer.open[query, [key for key in range(total) if key and not start <= key < stop]] = False
+                layer.open[
+                    query,
+                    [key for key in range(total) if key and not start <= key < stop],
+                ] = False
         out = []
         for q, k, v in zip(layer.query, layer.key, layer.value, strict=True):
             weights = layer.weights(layer.turn(q), layer.turn(k))
@@ -138,7 +167,9 @@ def test_crop_and_move_equal_attention_written_out(name):
         return torch.stack(out)
 
     def expected(crop=False, move=False):
-        with plain.attending_plainly(lm.model, PADS, lambda layer: attend(layer, crop, move)):
+        with plain.attending_plainly(
+            lm.model, PADS, lambda layer: attend(layer, crop, move)
+        ):
             return lm.logits(inputs["input_ids"], inputs["attention_mask"])
 
     # Cohere 2 rotates, and is written out, in layers 0 and 2 only.
@@ -149,14 +180,20 @@ def test_crop_and_move_equal_attention_written_out(name):
     with move_positions(lm, LENGTHS, SPANS, TARGETS, [1, 2]):
         got["move"] = lm.logits(inputs["input_ids"], inputs["attention_mask"])
     seen = inputs["attention_mask"].bool()
-    for key, value in {"none": expected(), "crop": expected(crop=True), "move": expected(move=True)}.items():
+    for key, value in {
+        "none": expected(),
+        "crop": expected(crop=True),
+        "move": expected(move=True),
+    }.items():
         assert_same(got[key][seen], value[seen], family_noise(name), "logits")
         if key != "none":
             rows = slice(-1, None)
-            assert far(got[key][:, rows], got["none"][:, rows]) > 1e-2, "and the last token notices"
-    assert torch.equal(got["move"][:, :-1][seen[:, :-1]], got["none"][:, :-1][seen[:, :-1]]), (
-        "earlier rows do not"
-    )
+            assert far(got[key][:, rows], got["none"][:, rows]) > 1e-2, (
+                "and the last token notices"
+            )
+    assert torch.equal(
+        got["move"][:, :-1][seen[:, :-1]], got["none"][:, :-1][seen[:, :-1]]
+    ), "earlier rows do not"
 
 
 @pytest.mark.parametrize("name", MOVABLE)
@@ -166,7 +203,9 @@ def test_last_row_of_the_first_layer_is_that_of_a_prompt_with_those_position_ids
     places = inputs["position_ids"].clone()
     for row, ((_, _), (to, to_stop)) in enumerate(zip(SPANS, TARGETS, strict=True)):
         columns = inside(row)
-        places[row, columns] = to + torch.arange(columns.stop - columns.start).clamp(max=to_stop - to - 1)
+        places[row, columns] = to + torch.arange(columns.stop - columns.start).clamp(
+            max=to_stop - to - 1
+        )
     first = {}
     for key, positions, block in (
         ("free", inputs["position_ids"], nullcontext()),
@@ -182,7 +221,9 @@ def test_last_row_of_the_first_layer_is_that_of_a_prompt_with_those_position_ids
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_tokens_behind_the_prompt_see_the_moved_span_too_with_and_without_a_cache(attention):
+def test_tokens_behind_the_prompt_see_the_moved_span_too_with_and_without_a_cache(
+    attention,
+):
     model = build("mistral-window")
     model.set_attn_implementation(attention)
     lm = posbench.load(model)
@@ -191,7 +232,9 @@ def test_tokens_behind_the_prompt_see_the_moved_span_too_with_and_without_a_cach
     blocks = {
         "none": nullcontext,
         # The window of 24 tokens: part of the span falls out of it as tokens are generated.
-        "move": lambda: move_positions(lm, LENGTHS, [(20, 30), (15, 24)], [(3, 9), (1, 22)]),
+        "move": lambda: move_positions(
+            lm, LENGTHS, [(20, 30), (15, 24)], [(3, 9), (1, 22)]
+        ),
         "crop": lambda: crop_mask(lm, LENGTHS, SPANS, [0, 1]),
         "subtract": lambda: subtract_channel(lm, LENGTHS, SPANS, 5, {1: 2.0, 3: -1.0}),
     }
@@ -199,19 +242,34 @@ def test_tokens_behind_the_prompt_see_the_moved_span_too_with_and_without_a_cach
         with block():
             steps = plain.prompt_then_steps(model, ids, mask, positions, TOTAL)
             whole = lm.logits(ids, mask)
-        assert_same(steps[mask.bool()], whole[mask.bool()], family_noise("mistral-window"), "logits")
+        assert_same(
+            steps[mask.bool()],
+            whole[mask.bool()],
+            family_noise("mistral-window"),
+            "logits",
+        )
         logits[key] = steps[:, -1]
-    assert all(far(logits[key], logits["none"]) > 1e-2 for key in ("move", "crop", "subtract"))
+    assert all(
+        far(logits[key], logits["none"]) > 1e-2 for key in ("move", "crop", "subtract")
+    )
 
 
 def test_attention_weights_that_eager_returns_have_the_moved_last_row():
     model = build("llama")
     model.set_attn_implementation("eager")
     lm = posbench.load(model)
-    with move_positions(lm, LENGTHS, SPANS, TARGETS), lm.last_attention() as rows, torch.no_grad():
-        weights = model(**prompts(lm), use_cache=False, output_attentions=True).attentions
+    with (
+        move_positions(lm, LENGTHS, SPANS, TARGETS),
+        lm.last_attention() as rows,
+        torch.no_grad(),
+    ):
+        weights = model(
+            **prompts(lm), use_cache=False, output_attentions=True
+        ).attentions
     for layer in range(LAYERS):
-        assert_same(weights[layer][:, :, -1], rows[layer], attention_noise("llama"), "attention")
+        assert_same(
+            weights[layer][:, :, -1], rows[layer], attention_noise("llama"), "attention"
+        )
     assert weights[0].shape == (2, 4, TOTAL, TOTAL)
 
 
@@ -226,7 +284,8 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
     lm = posbench.load(build(name))
-    inputs, channel = prompts(lm), 11
+    inputs = prompts(lm)
+    channel = 11
     change = torch.zeros(2, TOTAL, lm.model.get_input_embeddings().weight.shape[1])
     for row in range(2):
         change[row, inside(row), channel] = 1.5
@@ -235,7 +294,9 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
     def by_norm(layers):
         blocks = lm.model.get_submodule(families.family_of(lm.model).layers)
         hooks = [
-            blocks[i].get_submodule(NORMS[name]).register_forward_hook(lambda m, a, out: out - change)
+            blocks[i]
+            .get_submodule(NORMS[name])
+            .register_forward_hook(lambda m, a, out: out - change)
             for i in layers
         ]
         yield
@@ -243,16 +304,30 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
             hook.remove()
 
     base = states(lm, inputs)
-    got = states(lm, inputs, subtract_channel(lm, LENGTHS, SPANS, channel, {1: 1.5, 2: 1.5}))
+    got = states(
+        lm, inputs, subtract_channel(lm, LENGTHS, SPANS, channel, {1: 1.5, 2: 1.5})
+    )
     noise = states_noise(name)
     assert_same(got, states(lm, inputs, by_norm([1, 2])), noise, "hidden states")
     assert far(got, base) > 1e-2
-    got = states(lm, inputs, subtract_channel(lm, LENGTHS, SPANS, channel, {0: 1.5}, site="residual"))
+    got = states(
+        lm,
+        inputs,
+        subtract_channel(lm, LENGTHS, SPANS, channel, {0: 1.5}, site="residual"),
+    )
     changed = base[0] - change
     ids = {key: value for key, value in inputs.items() if key != "input_ids"}
-    assert_same(got[1:], states(lm, ids | {"inputs_embeds": changed})[1:], noise, "hidden states")
+    assert_same(
+        got[1:],
+        states(lm, ids | {"inputs_embeds": changed})[1:],
+        noise,
+        "hidden states",
+    )
     assert far(got[1:], base[1:]) > 1e-2
-    with subtract_channel(lm, LENGTHS, SPANS, channel, {1: 1.5}), channel_input(lm, [channel]) as after:
+    with (
+        subtract_channel(lm, LENGTHS, SPANS, channel, {1: 1.5}),
+        channel_input(lm, [channel]) as after,
+    ):
         states(lm, inputs)
     with channel_input(lm, [channel]) as before:
         states(lm, inputs)
@@ -263,12 +338,19 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
 def test_the_model_is_as_before_to_the_bit_also_after_an_exception(name):
     lm = posbench.load(build(name))
     inputs = prompts(lm)
-    before, attention = states(lm, inputs), lm.model.config._attn_implementation
-    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in lm.model.modules()]
+    before = states(lm, inputs)
+    attention = lm.model.config._attn_implementation
+    hooks = [
+        (len(m._forward_pre_hooks), len(m._forward_hooks)) for m in lm.model.modules()
+    ]
     blocks = [
         lambda: crop_mask(lm, LENGTHS, SPANS, range(LAYERS)),
         lambda: subtract_channel(lm, LENGTHS, SPANS, 3, {0: 1.0}),
-        *([] if name == "mpt" else [lambda: move_positions(lm, LENGTHS, SPANS, TARGETS)]),
+        *(
+            []
+            if name == "mpt"
+            else [lambda: move_positions(lm, LENGTHS, SPANS, TARGETS)]
+        ),
     ]
     for block in blocks:
         with pytest.raises(KeyboardInterrupt), block():
@@ -276,7 +358,9 @@ def test_the_model_is_as_before_to_the_bit_also_after_an_exception(name):
             raise KeyboardInterrupt
         assert torch.equal(states(lm, inputs), before)
     assert lm.model.config._attn_implementation == attention
-    assert hooks == [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in lm.model.modules()]
+    assert hooks == [
+        (len(m._forward_pre_hooks), len(m._forward_hooks)) for m in lm.model.modules()
+    ]
 
 
 def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
@@ -301,7 +385,9 @@ def test_positions_of_a_model_without_rope_cannot_be_moved(name):
     assert not can_move(lm)
     with pytest.raises(UserError) as error, move_positions(lm, LENGTHS, SPANS, TARGETS):
         pass
-    assert "rotary position embedding" in str(error.value) and "\n" not in str(error.value)
+    assert "rotary position embedding" in str(error.value) and "\n" not in str(
+        error.value
+    )
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
@@ -312,13 +398,24 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         move_positions(lm, LENGTHS, SPANS, TARGETS),
     ):
         pass
-    with pytest.raises(ValueError, match="span"), crop_mask(lm, LENGTHS, [(0, 3), (30, 34)], [0]):
+    with (
+        pytest.raises(ValueError, match="span"),
+        crop_mask(lm, LENGTHS, [(0, 3), (30, 34)], [0]),
+    ):
         pass
-    with pytest.raises(ValueError, match="1 spans for 2"), crop_mask(lm, LENGTHS, [(0, 3)], [0]):
+    with (
+        pytest.raises(ValueError, match="1 spans for 2"),
+        crop_mask(lm, LENGTHS, [(0, 3)], [0]),
+    ):
         pass
     with pytest.raises(ValueError, match="3 rows"), crop_mask(lm, LENGTHS, SPANS, [0]):
         lm.logits(torch.ones(3, TOTAL, dtype=torch.long))
-    monkeypatch.setattr(lm.model.config, "_attn_implementation_internal", "flash_attention_2")
-    for block in (crop_mask(lm, LENGTHS, SPANS, [0]), move_positions(lm, LENGTHS, SPANS, TARGETS)):
+    monkeypatch.setattr(
+        lm.model.config, "_attn_implementation_internal", "flash_attention_2"
+    )
+    for block in (
+        crop_mask(lm, LENGTHS, SPANS, [0]),
+        move_positions(lm, LENGTHS, SPANS, TARGETS),
+    ):
         with pytest.raises(UserError, match=r"model\.attention=sdpa"), block:
             pass

@@ -59,52 +59,97 @@ def own(tmp_path: Path) -> Path:
 
 def test_every_key_that_nobody_sets_has_its_classs_default() -> None:
     raw = composed("model=phi4").raw
-    for group, cls in (("task", KVRetrieval), ("search", ChannelSearch), ("runtime", Runtime)):
-        node = {key: value for key, value in raw[group].items() if key not in ("_target_", "name")}
-        assert node == {key: value for key, value in defaults(cls).items() if key != "name"}, group
+    for group, cls in (
+        ("task", KVRetrieval),
+        ("search", ChannelSearch),
+        ("runtime", Runtime),
+    ):
+        node = {
+            key: value
+            for key, value in raw[group].items()
+            if key not in ("_target_", "name")
+        }
+        assert node == {
+            key: value for key, value in defaults(cls).items() if key != "name"
+        }, group
     assert raw["task"]["name"] == "kv_retrieval" and raw["search"]["name"] == "channel"
     assert raw["model"]["name"] == "phi4" and raw["model"]["dtype"] == "bfloat16"
     assert {f.name for f in fields(ModelConfig)} - {"blocks"} <= set(raw["model"])
     assert raw["method"] == {
-        **{"name": "scale_channel", "_target_": "posbench.methods.scale_channel.ScaleChannel"},
-        **{"channel": None, "factor": None, "layers": None, "last": 1, "tokens": "both"},
+        **{
+            "name": "scale_channel",
+            "_target_": "posbench.methods.scale_channel.ScaleChannel",
+        },
+        **{
+            "channel": None,
+            "factor": None,
+            "layers": None,
+            "last": 1,
+            "tokens": "both",
+        },
     }
 
 
 def test_a_models_block_stands_over_defaults_and_what_is_typed_over_the_block() -> None:
-    raw = composed("model=tiny", "task.pairs=16", "search.strings=9", "method.factor=0.25").raw
-    assert (raw["task"]["pairs"], raw["task"]["prompt"], raw["task"]["max_new_tokens"]) == (16, "compact", 1)
+    raw = composed(
+        "model=tiny", "task.pairs=16", "search.strings=9", "method.factor=0.25"
+    ).raw
+    assert (
+        raw["task"]["pairs"],
+        raw["task"]["prompt"],
+        raw["task"]["max_new_tokens"],
+    ) == (16, "compact", 1)
     assert raw["search"]["strings"] == 9 and raw["search"]["length"] == 128
     assert (raw["method"]["channel"], raw["method"]["factor"]) == (15, 0.25)
-    assert "source" not in raw["method"], "what the block says of itself is no parameter"
+    assert "source" not in raw["method"], (
+        "what the block says of itself is no parameter"
+    )
     # A typed null is typed.
-    assert composed("model=tiny", "method.channel=null").raw["method"]["channel"] is None
+    assert (
+        composed("model=tiny", "method.channel=null").raw["method"]["channel"] is None
+    )
     # A typed block is the model's block.
-    assert composed("model=tiny", "model.scale_channel.channel=3").raw["method"]["channel"] == 3
+    assert (
+        composed("model=tiny", "model.scale_channel.channel=3").raw["method"]["channel"]
+        == 3
+    )
 
 
 def test_a_model_without_a_block_for_the_task_leaves_the_papers_settings() -> None:
     raw = composed("model=tiny", "task=longbench").raw
     assert raw["task"]["max_prompt_tokens"] is None
-    assert composed("model=mistral7b", "task=longbench").raw["task"]["max_prompt_tokens"] == 19500
+    assert (
+        composed("model=mistral7b", "task=longbench").raw["task"]["max_prompt_tokens"]
+        == 19500
+    )
 
 
 def test_what_an_experiment_sets_stands_over_the_models_block() -> None:
     file = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table1_kv.yaml").read_text())
     own = composed("experiment=yu2025_table1_kv", "model=tiny").raw["task"]
     assert "pairs" not in file["task"] or own["pairs"] == file["task"]["pairs"]
-    set_by = {key: value for key, value in file["task"].items() if not isinstance(value, dict)}
+    set_by = {
+        key: value for key, value in file["task"].items() if not isinstance(value, dict)
+    }
     assert set_by and {key: own[key] for key in set_by} == set_by
-    typed = composed("experiment=yu2025_table1_kv", "model=tiny", "task.pairs=5").raw["task"]
+    typed = composed("experiment=yu2025_table1_kv", "model=tiny", "task.pairs=5").raw[
+        "task"
+    ]
     assert typed["pairs"] == 5
 
 
 def test_choices_of_one_class_share_its_modules_block(own: Path) -> None:
     dir_ = ["--config-dir", str(own), "model=mine"]
-    for extra, strings, top_k in (([], 11, 10), (["search=exhaustive"], 11, 10), (["search=fast"], 2000, 2)):
+    for extra, strings, top_k in (
+        ([], 11, 10),
+        (["search=exhaustive"], 11, 10),
+        (["search=fast"], 2000, 2),
+    ):
         (made,) = _jobs(*dir_, *extra)
         found = made.raw["search"]["strings"], made.raw["search"]["top_k"]
-        assert found == (strings, top_k), "the block of the choice's own name comes first"
+        assert found == (strings, top_k), (
+            "the block of the choice's own name comes first"
+        )
     (made,) = _jobs(*dir_, "search=fast", "search.length=60")
     assert made.raw["search"]["length"] == 60
     (made,) = _jobs(*dir_, "task=qa")
@@ -112,15 +157,28 @@ def test_choices_of_one_class_share_its_modules_block(own: Path) -> None:
 
 
 def test_a_list_of_methods_takes_the_block_of_each() -> None:
-    typed = ["method.parts.scale_channel.factor=0.5", "method.parts.layer_scaling.curve=linear"]
+    typed = [
+        "method.parts.scale_channel.factor=0.5",
+        "method.parts.layer_scaling.curve=linear",
+    ]
     made = composed("model=tiny", "method=[layer_scaling, scale_channel]", *typed)
     method = made.raw["method"]
     assert method["name"] == "layer_scaling-scale_channel"
-    assert list(method["parts"]) == ["layer_scaling", "scale_channel"], "the first is the outermost"
+    assert list(method["parts"]) == ["layer_scaling", "scale_channel"], (
+        "the first is the outermost"
+    )
     scaling, channel = method["parts"].values()
     assert (channel["channel"], channel["factor"], channel["last"]) == (15, 0.5, 1)
-    assert (scaling["points"][0], scaling["curve"], scaling["scales"]) == ([0.0, 1.0], "linear", None)
-    assert made.overrides == ("model=tiny", "method=layer_scaling-scale_channel", *typed)
+    assert (scaling["points"][0], scaling["curve"], scaling["scales"]) == (
+        [0.0, 1.0],
+        "linear",
+        None,
+    )
+    assert made.overrides == (
+        "model=tiny",
+        "method=layer_scaling-scale_channel",
+        *typed,
+    )
 
 
 def test_references_are_resolved_against_the_model() -> None:
@@ -135,7 +193,9 @@ def test_references_are_resolved_against_the_model() -> None:
 
 def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
     jobs = _jobs("experiment=yu2025_fig6", "task.pairs=8")
-    values = yaml.safe_load((paths.EXPERIMENTS / "yu2025_fig6.yaml").read_text())["experiment"]["grid"]
+    values = yaml.safe_load((paths.EXPERIMENTS / "yu2025_fig6.yaml").read_text())[
+        "experiment"
+    ]["grid"]
     assert [job.raw["method"]["factor"] for job in jobs] == values["method.factor"]
     assert all(job.multirun and job.raw["task"]["pairs"] == 8 for job in jobs)
     assert [job.number for job in jobs] == list(range(len(jobs)))
@@ -156,7 +216,9 @@ def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
         ("null", None),
     ],
 )
-def test_stages_need_no_brackets_in_a_sweep_either(typed: str, stages: list[str] | None) -> None:
+def test_stages_need_no_brackets_in_a_sweep_either(
+    typed: str, stages: list[str] | None
+) -> None:
     assert composed(f"stages={typed}").raw["stages"] == stages
     found: list[Composed] = []
     compose(["-m", "method.factor=0,1", f"stages={typed}"], found.append)
@@ -164,9 +226,16 @@ def test_stages_need_no_brackets_in_a_sweep_either(typed: str, stages: list[str]
 
 
 def test_lists_stand_among_the_values_of_a_sweep() -> None:
-    jobs = _jobs("-m", "method=none,[layer_scaling, scale_channel]", "task.positions=[0],[1,2]", "model=tiny")
+    jobs = _jobs(
+        "-m",
+        "method=none,[layer_scaling, scale_channel]",
+        "task.positions=[0],[1,2]",
+        "model=tiny",
+    )
     shown = [(job.raw["method"]["name"], job.raw["task"]["positions"]) for job in jobs]
-    assert shown == [(m, p) for m in ("none", "layer_scaling-scale_channel") for p in ([0], [1, 2])]
+    assert shown == [
+        (m, p) for m in ("none", "layer_scaling-scale_channel") for p in ([0], [1, 2])
+    ]
 
 
 def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -174,11 +243,19 @@ def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) 
 
     def each(job: Composed) -> None:
         made.append(job)
-        leave(job.records, job.number, {"overrides": job.overrides, "multirun": True, "status": 0})
+        leave(
+            job.records,
+            job.number,
+            {"overrides": job.overrides, "multirun": True, "status": 0},
+        )
 
     records = compose(["-m", "task.seed=1,${model.nothing},3"], each)
     assert [job.raw["task"]["seed"] for job in made] == [1, 3]
-    assert [record["status"] for record in records] == [0, 2, 0] and "task.seed" in records[1]["error"]
+    assert [record["status"] for record in records] == [
+        0,
+        2,
+        0,
+    ] and "task.seed" in records[1]["error"]
 
 
 def test_nothing_outlives_composing() -> None:
@@ -194,16 +271,29 @@ def test_nothing_outlives_composing() -> None:
 # A folder of the user
 
 
-def test_a_users_folder_adds_choices(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_folder_adds_choices(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in (str(own), own.name):
         monkeypatch.chdir(own.parent)
-        (made,) = _jobs("--config-dir", folder, "model=mine", "method=[twice,scale_channel]")
+        (made,) = _jobs(
+            "--config-dir", folder, "model=mine", "method=[twice,scale_channel]"
+        )
         assert (made.raw["model"]["name"], made.raw["task"]["pairs"]) == ("mine", 7)
         parts = made.raw["method"]["parts"]
         assert list(parts) == ["twice", "scale_channel"]
         assert parts["twice"]["channel"] == [1, 2] and parts["twice"]["last"] == 1
-    (made,) = _jobs("--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "method.factor=1")
-    assert (made.raw["model"]["name"], made.raw["experiment"]["name"]) == ("mine", "yu2025_fig6")
+    (made,) = _jobs(
+        "--config-dir",
+        str(own),
+        "experiment=yu2025_fig6",
+        "model=mine",
+        "method.factor=1",
+    )
+    assert (made.raw["model"]["name"], made.raw["experiment"]["name"]) == (
+        "mine",
+        "yu2025_fig6",
+    )
 
 
 # Mistakes
@@ -212,20 +302,41 @@ def test_a_users_folder_adds_choices(own: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["modle=tiny"], ["modle = 'tiny'", "model, task, method", "did you mean model?"]),
+        (
+            ["modle=tiny"],
+            ["modle = 'tiny'", "model, task, method", "did you mean model?"],
+        ),
         (["+foo.bar=1"], ["foo.bar", "remove it"]),
-        (["model=mistral"], ["model = 'mistral'", "llama2_7b, ", "did you mean mistral7b?"]),
+        (
+            ["model=mistral"],
+            ["model = 'mistral'", "llama2_7b, ", "did you mean mistral7b?"],
+        ),
         (["study=crop"], ["did you mean crop_mask?"]),
         (["search=x"], ["posbench ls searches"]),
-        (["method=[layer_scaling,scale_chanel]"], ["did you mean scale_channel?", "different ones of"]),
+        (
+            ["method=[layer_scaling,scale_chanel]"],
+            ["did you mean scale_channel?", "different ones of"],
+        ),
         (["method=[scale_channel,scale_channel]"], ["different ones of"]),
         (["method=[]"], ["different ones of"]),
-        (["experiment=yu2025_fig66"], ["experiment = 'yu2025_fig66'", "did you mean yu2025_fig6?"]),
+        (
+            ["experiment=yu2025_fig66"],
+            ["experiment = 'yu2025_fig66'", "did you mean yu2025_fig6?"],
+        ),
         (["model=tiny,hf"], ["model = 'tiny,hf'", "one value", "-m (--multirun)"]),
-        (["task.pairs=[1"], ["task.pairs = 'task.pairs=[1'", "key=value", "close brackets"]),
+        (
+            ["task.pairs=[1"],
+            ["task.pairs = 'task.pairs=[1'", "key=value", "close brackets"],
+        ),
         (["model=tiny", "model==tiny"], ["model = 'model==tiny'", "in quotes"]),
-        (["+model.longbensh.max_prompt_tokens=1"], ["model.longbensh", "did you mean longbench?"]),
-        (["model=tiny", "task._target_=posbench.tasks.Nothing"], ["task._target_", "import path of a class"]),
+        (
+            ["+model.longbensh.max_prompt_tokens=1"],
+            ["model.longbensh", "did you mean longbench?"],
+        ),
+        (
+            ["model=tiny", "task._target_=posbench.tasks.Nothing"],
+            ["task._target_", "import path of a class"],
+        ),
     ],
     ids=lambda case: case[-1] if "=" in case[-1] and " " not in case[-1] else None,
 )
@@ -261,7 +372,10 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
     [
         ["model=tiny_b", "task.pairs=16", "++method.factor=0"],
         ["-m", "method.factor=1,0", "model=tiny,tiny_b", "stages=[evaluate],[search]"],
-        ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.factor=0.5"],
+        [
+            "method=[layer_scaling,scale_channel]",
+            "method.parts.scale_channel.factor=0.5",
+        ],
         ["experiment=yu2025_table1_kv", "model=tiny"],
         ["experiment=lpes_table15", "task.seed=1"],
     ],
@@ -273,13 +387,21 @@ def test_the_compose_api_gives_what_hydra_main_gives(args: list[str]) -> None:
     assert [job.number for job in direct] == list(range(len(direct)))
 
 
-def test_a_sweep_of_hydras_own_is_left_to_it(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_of_hydras_own_is_left_to_it(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (own / "here").mkdir()
     monkeypatch.chdir(own / "here")
-    text = {"defaults": ["config", "_self_"], "experiment": {"name": "swept", "title": "x"}}
+    text = {
+        "defaults": ["config", "_self_"],
+        "experiment": {"name": "swept", "title": "x"},
+    }
     text["hydra"] = {"mode": "MULTIRUN", "sweeper": {"params": {"++task.pairs": "4,5"}}}
     (own / "experiment").mkdir()
     (own / "experiment/swept.yaml").write_text(yaml.safe_dump(text))
     jobs = _jobs("--config-dir", str(own), "experiment=swept")
-    assert [(job.raw["task"]["pairs"], job.multirun) for job in jobs] == [(4, True), (5, True)]
+    assert [(job.raw["task"]["pairs"], job.multirun) for job in jobs] == [
+        (4, True),
+        (5, True),
+    ]
     assert not [*Path().iterdir()], "Hydra writes nothing here"

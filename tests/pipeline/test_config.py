@@ -24,13 +24,20 @@ from tests.conftest import config_of
 def _all(*args: str) -> dict[str, Any]:
     """The checked configs of a sweep, by its overrides."""
     found = {}
-    compose(args, lambda made: found.__setitem__(" ".join(made.overrides), check(made.raw, made.typed)))
+    compose(
+        args,
+        lambda made: found.__setitem__(
+            " ".join(made.overrides), check(made.raw, made.typed)
+        ),
+    )
     return found
 
 
 @pytest.mark.parametrize("group", ["task", "search", "runtime"])
 def test_every_choice_composes_and_checks(group: str) -> None:
-    names = [name for name in choices(paths.CONF / group) if name != "own_data"]  # nothing without a file
+    names = [
+        name for name in choices(paths.CONF / group) if name != "own_data"
+    ]  # nothing without a file
     found = _all("-m", f"{group}={','.join(names)}", "model=tiny", "stages=[evaluate]")
     assert len(found) == len(names)
     if group == "task":
@@ -39,16 +46,21 @@ def test_every_choice_composes_and_checks(group: str) -> None:
 
 def test_every_method_composes_and_checks() -> None:
     """Each one whose constants the model has; of the others, the first that is missing is named."""
-    names, found = choices(paths.CONF / "method"), dict[str, MethodChoice]()
+    names = choices(paths.CONF / "method")
+    found = dict[str, MethodChoice]()
     compose(
         ["-m", f"method={','.join(names)}", "model=tiny"],
-        lambda made: found.__setitem__(made.raw["method"]["name"], MethodChoice.of(made.raw["method"], ())),
+        lambda made: found.__setitem__(
+            made.raw["method"]["name"], MethodChoice.of(made.raw["method"], ())
+        ),
     )
     assert list(found) == names
     for choice in found.values():
         missing = [key for key in required(choice.cls) if choice.values[key] is None]
         if missing:
-            with pytest.raises(UserError, match=rf"method\.({'|'.join(missing)}) = None"):
+            with pytest.raises(
+                UserError, match=rf"method\.({'|'.join(missing)}) = None"
+            ):
                 choice.build()
         else:
             assert type(choice.build()) is choice.cls
@@ -56,9 +68,16 @@ def test_every_method_composes_and_checks() -> None:
 
 def test_every_model_composes_and_checks() -> None:
     names = choices(paths.CONF / "model")
-    found = _all("-m", f"model={','.join(names)}", "model.path=posbench://tiny", "stages=[search]")
+    found = _all(
+        "-m",
+        f"model={','.join(names)}",
+        "model.path=posbench://tiny",
+        "stages=[search]",
+    )
     # A checkpoint that no YAML describes is called by its path.
-    assert [config.model.name for config in found.values()] == [n.replace("hf", "tiny") for n in names]
+    assert [config.model.name for config in found.values()] == [
+        n.replace("hf", "tiny") for n in names
+    ]
 
 
 @pytest.mark.parametrize("name", choices(paths.CONF / "model"))
@@ -76,10 +95,20 @@ def test_every_study_composes_and_checks(study: str) -> None:
 
 @pytest.mark.parametrize("name", choices(paths.EXPERIMENTS))
 def test_every_experiment_composes_at_both_ends_of_its_grid(name: str) -> None:
-    grid = (yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())["experiment"]).get("grid") or {}
+    grid = (
+        (
+            yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())[
+                "experiment"
+            ]
+        ).get("grid")
+        or {}
+    )
     for end in (0, -1) if grid else (0,):
         spelled = {key: values[end] for key, values in grid.items()}
-        texts = {k: v if isinstance(v, str) else json.dumps(v).replace('"', "") for k, v in spelled.items()}
+        texts = {
+            k: v if isinstance(v, str) else json.dumps(v).replace('"', "")
+            for k, v in spelled.items()
+        }
         point = [f"{key}={text}" for key, text in texts.items()]
         config = config_of(f"experiment={name}", *point)
         assert config.experiment is not None and config.experiment.name == name
@@ -89,7 +118,10 @@ def test_every_experiment_composes_at_both_ends_of_its_grid(name: str) -> None:
 def test_a_file_holds_only_what_differs_from_the_defaults(group: str) -> None:
     for name in choices(paths.CONF / group):
         data = yaml.safe_load((paths.CONF / group / f"{name}.yaml").read_text())
-        base = next((b for b in data.get("defaults", []) if b in choices(paths.CONF / group)), name)
+        base = next(
+            (b for b in data.get("defaults", []) if b in choices(paths.CONF / group)),
+            name,
+        )
         named = yaml.safe_load((paths.CONF / group / f"{base}.yaml").read_text())
         own = defaults(target(named, object, group)[0])
         for key in set(data) - {"_target_", "defaults"}:
@@ -99,7 +131,9 @@ def test_a_file_holds_only_what_differs_from_the_defaults(group: str) -> None:
 def test_without_a_models_own_values_the_settings_are_the_papers() -> None:
     config = config_of("model=mistral7b")
     assert config.task == KVRetrieval() and config.search == ChannelSearch()
-    assert config.choice.build() == ScaleChannel(channel=213, factor=0.0, layers=(10, 25))
+    assert config.choice.build() == ScaleChannel(
+        channel=213, factor=0.0, layers=(10, 25)
+    )
     assert config.stages == ("intervene", "evaluate", "report")
 
 
@@ -111,7 +145,9 @@ def test_what_is_typed_wins_over_what_is_found() -> None:
         return config.choice.build(found, config.target)
 
     assert built("model=tiny") == ScaleChannel(channel=5, factor=0.0, layers=(1, 3))
-    assert built("model=tiny", "method.factor=-1") == ScaleChannel(channel=5, factor=-1.0, layers=(1, 3))
+    assert built("model=tiny", "method.factor=-1") == ScaleChannel(
+        channel=5, factor=-1.0, layers=(1, 3)
+    )
     # Published constants give way to a search, typed ones do not.
     searched = built("model=mistral7b", "stages=[search,evaluate]", "method.channel=7")
     assert searched == ScaleChannel(channel=7, factor=0.0, layers=(1, 3))
@@ -123,9 +159,16 @@ def test_a_method_without_constants_is_searched_first_unless_stages_are_typed() 
     assert alone.stages == ("search", "intervene", "evaluate", "report")
     assert trial(alone) == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
     scales = config_of("model=hf", model, "method=layer_scaling", "search=genetic")
-    assert scales.stages[0] == "search" and "search" not in config_of("model=hf", model, "method=none").stages
+    assert (
+        scales.stages[0] == "search"
+        and "search" not in config_of("model=hf", model, "method=none").stages
+    )
     given = [f"method.{name}" for name in ("channel=3", "factor=0", "layers=[1,2]")]
-    assert config_of("model=hf", model, *given).stages == ("intervene", "evaluate", "report")
+    assert config_of("model=hf", model, *given).stages == (
+        "intervene",
+        "evaluate",
+        "report",
+    )
     command = r"posbench stages=\[search\] model=posbench://tiny method=scale_channel"
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
         config_of("model=hf", model, "stages=[evaluate]")
@@ -133,12 +176,19 @@ def test_a_method_without_constants_is_searched_first_unless_stages_are_typed() 
     assert config_of("model=hf", model, "task=mmlu").choice.build() == Unmodified()
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
         config_of("model=hf", model, "task=mmlu", "method=scale_channel")
-    assert config_of("model=tiny", "task=mmlu").stages == ("intervene", "evaluate", "report")
+    assert config_of("model=tiny", "task=mmlu").stages == (
+        "intervene",
+        "evaluate",
+        "report",
+    )
 
 
 def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
     config = config_of("model=tiny", "method=none")
-    assert config.stages == ("intervene", "evaluate", "report") and config.choice.build() == Unmodified()
+    assert (
+        config.stages == ("intervene", "evaluate", "report")
+        and config.choice.build() == Unmodified()
+    )
     with pytest.raises(UserError, match="no search for method none by channel"):
         config_of("model=tiny", "method=none", "stages=[search,evaluate]")
 
@@ -149,7 +199,10 @@ def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
         ([], "model task method search runtime"),
         (["stages=[evaluate]"], "model task method runtime"),
         (["study=crop_mask"], "model task method runtime study"),
-        (["study=crop_mask", "stages=[study,evaluate]"], "model task method runtime study"),
+        (
+            ["study=crop_mask", "stages=[study,evaluate]"],
+            "model task method runtime study",
+        ),
         (["study=masks"], "runtime study"),
         (
             ["experiment=yu2025_fig6", "method.factor=1", "stages=[evaluate]"],
@@ -157,37 +210,64 @@ def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
         ),
     ],
 )
-def test_the_record_holds_the_groups_that_took_part(overrides: list[str], groups: str) -> None:
+def test_the_record_holds_the_groups_that_took_part(
+    overrides: list[str], groups: str
+) -> None:
     config = config_of(*overrides)
     assert set(config.raw) - {"stages", "typed"} == set(groups.split())
     assert config.raw["stages"] == list(config.stages)
-    assert config.raw["typed"] == (["method.factor"] if "method.factor=1" in overrides else [])
+    assert config.raw["typed"] == (
+        ["method.factor"] if "method.factor=1" in overrides else []
+    )
 
 
 def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
     good = composed("experiment=lpes_table3").raw
-    for key, value in (("source", "a\udc80b"), ("models", {"LLaMA-2-7B-chat": "a\udc80b"})):
+    for key, value in (
+        ("source", "a\udc80b"),
+        ("models", {"LLaMA-2-7B-chat": "a\udc80b"}),
+    ):
         reference = {**good["experiment"]["reference"], key: value}
-        with pytest.raises(UserError, match=rf"^experiment\.reference\.{key}.* = .*UTF-8 text"):
-            check({**good, "experiment": {**good["experiment"], "reference": reference}})
+        with pytest.raises(
+            UserError, match=rf"^experiment\.reference\.{key}.* = .*UTF-8 text"
+        ):
+            check(
+                {**good, "experiment": {**good["experiment"], "reference": reference}}
+            )
 
 
 def test_all_mistakes_are_told_together() -> None:
     with pytest.raises(UserError) as caught:
         config_of(
-            "task.pairs=1", "search.strings=0", "search.window=x", "runtime.batch_size=0", "model.dtype=int8"
+            "task.pairs=1",
+            "search.strings=0",
+            "search.window=x",
+            "runtime.batch_size=0",
+            "model.dtype=int8",
         )
     fields = [fault.field for fault in caught.value.faults]
-    wanted = ["task.pairs", "search.strings", "search.window", "model.dtype", "runtime.batch_size"]
+    wanted = [
+        "task.pairs",
+        "search.strings",
+        "search.window",
+        "model.dtype",
+        "runtime.batch_size",
+    ]
     assert sorted(fields) == sorted(wanted)
-    assert all("\n" not in str(fault) and "; next: " in str(fault) for fault in caught.value.faults)
+    assert all(
+        "\n" not in str(fault) and "; next: " in str(fault)
+        for fault in caught.value.faults
+    )
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
         ({"modle": 1}, "modle = 1: allowed: model, task"),
-        ({"model": None}, "model = None: allowed: a choice of that group; next: posbench ls models"),
+        (
+            {"model": None},
+            "model = None: allowed: a choice of that group; next: posbench ls models",
+        ),
         ({"search": None}, "posbench ls searches"),
         (
             {"method": {"_target_": "posbench.methods.Nothing"}},
@@ -198,9 +278,15 @@ def test_all_mistakes_are_told_together() -> None:
             "a subclass of posbench.methods.base.Method",
         ),
         ({"task": {}}, "task._target_ = None"),
-        ({"stages": "search"}, "stages = 'search': allowed: a list [...] of search, study, intervene"),
+        (
+            {"stages": "search"},
+            "stages = 'search': allowed: a list [...] of search, study, intervene",
+        ),
         ({"stages": ["report", "evaluate"]}, "in this order"),
-        ({"stages": ["study"]}, "study = None: allowed: a study; next: posbench ls studies"),
+        (
+            {"stages": ["study"]},
+            "study = None: allowed: a study; next: posbench ls studies",
+        ),
     ],
 )
 def test_a_config_that_hydra_did_not_make(raw: dict[str, Any], words: str) -> None:
@@ -211,8 +297,16 @@ def test_a_config_that_hydra_did_not_make(raw: dict[str, Any], words: str) -> No
 
 
 def test_a_config_needs_its_checkpoint_and_the_files_of_its_task() -> None:
-    found = needs(composed("model=mistral7b", "task.path=/a.jsonl", "task.calibration_path=/b.jsonl").raw)
-    assert [source.id for source in found] == ["mistralai/Mistral-7B-Instruct-v0.2", "/a.jsonl", "/b.jsonl"]
+    found = needs(
+        composed(
+            "model=mistral7b", "task.path=/a.jsonl", "task.calibration_path=/b.jsonl"
+        ).raw
+    )
+    assert [source.id for source in found] == [
+        "mistralai/Mistral-7B-Instruct-v0.2",
+        "/a.jsonl",
+        "/b.jsonl",
+    ]
 
 
 def test_a_model_config_outside_a_run() -> None:

@@ -40,15 +40,20 @@ def told(*overrides):
 @pytest.mark.parametrize("share", ["4GiB", "2MiB", "null"])
 @pytest.mark.parametrize("method", ["scale_channel", "ms_poe"])
 def test_tokens_are_those_that_the_model_reads(share, method, tiny, monkeypatch):
-    config, works = told(f"runtime.share={share}", f"method={method}", "runtime.batch_size=4")
+    config, works = told(
+        f"runtime.share={share}", f"method={method}", "runtime.batch_size=4"
+    )
     held = [0]
     fill = Store.fill
     monkeypatch.setattr(
-        Store, "fill", lambda self, *given: (held.append(self.layout.size), fill(self, *given))
+        Store,
+        "fill",
+        lambda self, *given: (held.append(self.layout.size), fill(self, *given)),
     )
     for stage, work in zip((intervene, answers), works, strict=True):
         run = prepared(config, {}, (), QUIET)
-        run.lm, run.evaluation = tiny, config.task.evaluation()
+        run.lm = tiny
+        run.evaluation = config.task.evaluation()
         lm, before, held[:] = run.lm, run.lm.read, [0]
         methods = {UNMODIFIED: Unmodified(), method: trial(config)}
         asked = [Subject(run, *each) for each in methods.items()]
@@ -76,9 +81,16 @@ STUDIES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("given", STUDIES, ids=lambda given: given[0])
 def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
-    given = [*given, "task.positions=[0%,50%,100%]", "stages=[study]", f"runtime.outputs={tmp_path}"]
+    given = [
+        *given,
+        "task.positions=[0%,50%,100%]",
+        "stages=[study]",
+        f"runtime.outputs={tmp_path}",
+    ]
     config, works = told(*given)
-    monkeypatch.setattr("posbench.pipeline.execute.preflight", lambda *args: None)  # reads a few tokens
+    monkeypatch.setattr(
+        "posbench.pipeline.execute.preflight", lambda *args: None
+    )  # reads a few tokens
     monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: tiny)
     before = tiny.read
     execute(config, command="test", console=QUIET)
@@ -91,19 +103,34 @@ def test_many_prompts_are_told_from_some(monkeypatch):
     _, (_, some) = told("task.limit=40")
     assert some.prompts == whole.prompts == 240
     for name in ("tokens", "computed", "pairs", "fed", "later"):
-        assert getattr(some, name) == pytest.approx(getattr(whole, name), rel=0.03), name
+        assert getattr(some, name) == pytest.approx(getattr(whole, name), rel=0.03), (
+            name
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "mpt", "gpt_neox"])
 def test_operations_and_bytes_are_those_of_a_forward(family):
     lm = load(build(family))
-    lm.model.set_attn_implementation("eager")  # whose products torch counts on every device
+    lm.model.set_attn_implementation(
+        "eager"
+    )  # whose products torch counts on every device
     shape, (batch, past, new) = Costs.of(lm), (2, 40, 3)
     ids = torch.randint(0, 20, (batch, past))
     with torch.no_grad(), FlopCounterMode(display=False) as first:
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
-    kept = sum(t.nbytes for layer in out.past_key_values.layers for t in (layer.keys, layer.values))
-    prompts = Work("", batch, batch * past, batch * past, batch * past * (past + 1) // 2, batch=batch * past)
+    kept = sum(
+        t.nbytes
+        for layer in out.past_key_values.layers
+        for t in (layer.keys, layer.values)
+    )
+    prompts = Work(
+        "",
+        batch,
+        batch * past,
+        batch * past,
+        batch * past * (past + 1) // 2,
+        batch=batch * past,
+    )
     assert kept == shape.cached(prompts)
     assert shape.weights == sum(p.nbytes for p in lm.model.parameters())
     # A kernel multiplies whole squares, of which the model needs the half.
@@ -113,7 +140,9 @@ def test_operations_and_bytes_are_those_of_a_forward(family):
     )  # norms and biases are no products
     with torch.no_grad(), FlopCounterMode(display=False) as later:
         for _ in range(new):
-            out = lm.model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+            out = lm.model(
+                ids[:, :1], past_key_values=out.past_key_values, use_cache=True
+            )
     pairs = batch * (new * past + new * (new + 1) // 2)
     replies = Work("", 0, 0, 0, 0, fed=batch * new, later=pairs)
     assert later.get_total_flops() == pytest.approx(
@@ -123,10 +152,14 @@ def test_operations_and_bytes_are_those_of_a_forward(family):
 
 def test_time_is_the_formula_by_hand():
     shape = Costs(7, 5, 1, layers=2, heads=3, cache=8, stored=4, width=2)
-    work = Work("", 10, 900, 600, pairs=1000, steps=20, fed=190, later=5000, batch=64, held=300)
+    work = Work(
+        "", 10, 900, 600, pairs=1000, steps=20, fed=190, later=5000, batch=64, held=300
+    )
     flops = 2 * 5 * 600 + 4 * 2 * 3 * 1000 + 2 * 1 * 10
     assert shape.prefill(work) == flops
     assert shape.flops(work) == flops + 2 * 5 * 190 + 4 * 2 * 3 * 5000 + 2 * 190
     read = 20 * 7 * 2 + 5000 * 8 * 2
-    assert shape.seconds(work) == pytest.approx(flops / (0.4 * 989e12) + read / (0.6 * 3.35e12))
+    assert shape.seconds(work) == pytest.approx(
+        flops / (0.4 * 989e12) + read / (0.6 * 3.35e12)
+    )
     assert shape.bytes(work) == 14 + 64 * 16 + 300 * 4 and shape.devices(work) == 1

@@ -29,7 +29,11 @@ def config() -> Any:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the package's code that a test may change."""
     copy = tmp_path / "posbench"
-    shutil.copytree(paths.PACKAGE, copy, ignore=shutil.ignore_patterns("models", "templates", "__pycache__"))
+    shutil.copytree(
+        paths.PACKAGE,
+        copy,
+        ignore=shutil.ignore_patterns("models", "templates", "__pycache__"),
+    )
     monkeypatch.setattr(paths, "PACKAGE", copy)
     yield copy
     identity._shipped.cache_clear()
@@ -42,13 +46,36 @@ def _digest() -> str:
 
 
 MOVES = [
-    *("tasks/kv_retrieval.py", "tasks/scorers.py", "stats/bootstrap.py", "theory/rope.py", "model/lm.py"),
-    *("methods/scale_channel.py", "perturbations/crop_mask.py", "measure/items.py", "run/base.py"),
-    *("search/channel.py", "studies/base.py", "embedded/network.py", "pipeline/stages/evaluate.py"),
+    *(
+        "tasks/kv_retrieval.py",
+        "tasks/scorers.py",
+        "stats/bootstrap.py",
+        "theory/rope.py",
+        "model/lm.py",
+    ),
+    *(
+        "methods/scale_channel.py",
+        "perturbations/crop_mask.py",
+        "measure/items.py",
+        "run/base.py",
+    ),
+    *(
+        "search/channel.py",
+        "studies/base.py",
+        "embedded/network.py",
+        "pipeline/stages/evaluate.py",
+    ),
     *("schema.py", "files/atomic.py"),
 ]
 LEAVES = [
-    *("report/page.py", "report/text.py", "plots/base.py", "plots/sweep.py", "cli/main.py", "errors.py"),
+    *(
+        "report/page.py",
+        "report/text.py",
+        "plots/base.py",
+        "plots/sweep.py",
+        "cli/main.py",
+        "errors.py",
+    ),
     *("versions.py", "files/sources.py", "files/markdown.py", "pipeline/execute.py"),
 ]
 
@@ -65,7 +92,8 @@ def test_code_that_can_move_a_number_starts_a_new_version_and_other_code_does_no
 
 def test_a_changed_figure_of_a_study_starts_no_version(package: Path) -> None:
     file = package / "studies/yu2025/attention_to_gold.py"
-    text, before = file.read_text(), _digest()
+    text = file.read_text()
+    before = _digest()
     assert text.count("@plot.styled") == 3
     drawn = text.replace("    figure, ", "    print()\n    figure, ")
     assert drawn.count("print()") >= 2
@@ -77,7 +105,9 @@ def test_a_changed_figure_of_a_study_starts_no_version(package: Path) -> None:
         assert _digest() != before
 
 
-def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(package: Path) -> None:
+def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(
+    package: Path,
+) -> None:
     found = [_digest()]
     (package / "methods" / "fresh.py").write_text("")
     found.append(_digest())
@@ -113,34 +143,48 @@ def _name(config: Any) -> str:
         ("stages=[evaluate,report]", False),
     ],
 )
-def test_settings_that_move_a_number_make_another_run(override: str, run: bool, config: Any) -> None:
-    name, other_name = _name(config), _name(config_of(*BASE, override))
+def test_settings_that_move_a_number_make_another_run(
+    override: str, run: bool, config: Any
+) -> None:
+    name = _name(config)
+    other_name = _name(config_of(*BASE, override))
     assert (name != other_name) is run
     if override == "method.factor=-1.0":
-        assert other_name.startswith("tiny__scale_channel__"), "the model's own value, but typed"
+        assert other_name.startswith("tiny__scale_channel__"), (
+            "the model's own value, but typed"
+        )
 
 
 def test_a_search_is_part_of_a_run_that_searches_and_a_study_names_its_folder() -> None:
-    searches = [config_of("stages=[search,evaluate]", f"search.strings={n}") for n in (8, 9)]
+    searches = [
+        config_of("stages=[search,evaluate]", f"search.strings={n}") for n in (8, 9)
+    ]
     assert _name(searches[0]) != _name(searches[1])
     assert _name(config_of("study=crop_mask")).startswith("tiny__crop_mask__none__")
 
 
-def test_a_checkpoint_is_known_by_every_byte_that_it_is_loaded_from(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_checkpoint_is_known_by_every_byte_that_it_is_loaded_from(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
-    weights, whole = copy / "model.safetensors", (copy / "model.safetensors").read_bytes()
+    weights = copy / "model.safetensors"
+    whole = (copy / "model.safetensors").read_bytes()
 
     def found() -> str:
         return identity.fingerprint(contents([checkpoint_source(str(copy))]))
 
     first = found()
-    assert first == identity.fingerprint(contents([checkpoint_source(str(checkpoint))])), (
-        "where it lies says nothing"
-    )
+    assert first == identity.fingerprint(
+        contents([checkpoint_source(str(checkpoint))])
+    ), "where it lies says nothing"
     (copy / "README.md").write_text("read me")
     assert found() == first
-    for changed in (whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:]):
+    for changed in (
+        whole[:-1] + bytes([whole[-1] ^ 1]),
+        whole + b"\0",
+        bytes([whole[0] ^ 1]) + whole[1:],
+    ):
         weights.write_bytes(changed)
         assert found() != first
     long = bytes(3 << 20)
@@ -158,7 +202,10 @@ READ: dict[str, list[str]] = {
     "task.path": [],
     "task.calibration_path": ["stages=[search,evaluate]"],
     "method.weights": ["method=moice"],
-    "method.parts.moice.weights": ["method=[moice,scale_channel]", "method.parts.moice.top_k=7"],
+    "method.parts.moice.weights": [
+        "method=[moice,scale_channel]",
+        "method.parts.moice.top_k=7",
+    ],
     "search.data": ["search=router", "method=moice", "stages=[search]"],
     "study.text": ["study=score_map"],
     "study.trainings": ["study=synthetic_results"],
@@ -174,7 +221,8 @@ def test_what_a_file_holds_is_part_of_a_run(field: str, tmp_path: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     base = BASE if not field.startswith(("study", "search")) else []
-    config, names = config_of(*base, *READ[field], f"{field}={given}"), []
+    config = config_of(*base, *READ[field], f"{field}={given}")
+    names = []
     for text in ("one", "two", "one"):
         file.write_text(text)
         names.append(_name(config))
@@ -185,10 +233,12 @@ def test_a_folder_of_data_and_the_commit_of_hub_data_are_part_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    hub, folder = tmp_path / "hub/datasets--tau--zero_scrolls", tmp_path / "own"
+    hub = tmp_path / "hub/datasets--tau--zero_scrolls"
+    folder = tmp_path / "own"
     (hub / "refs").mkdir(parents=True)
     folder.mkdir()
-    args, found = [*BASE, "task=zero_scrolls", "task.subsets=[gov_report]"], []
+    args = [*BASE, "task=zero_scrolls", "task.subsets=[gov_report]"]
+    found = []
     configs = config_of(*args), config_of(*args, f"task.path={folder}")
     for sha in ("a" * 40, "b" * 40):
         (hub / "snapshots" / sha).mkdir(parents=True)
@@ -199,23 +249,36 @@ def test_a_folder_of_data_and_the_commit_of_hub_data_are_part_of_a_run(
     assert len(set(found)) == 4
 
 
-def test_libraries_are_part_of_a_run(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_part_of_a_run(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [_name(config)]
     for library in ("torch", "transformers"):
-        monkeypatch.setattr(identity, "version", lambda asked, own=library: "9" if asked == own else "1")
+        monkeypatch.setattr(
+            identity, "version", lambda asked, own=library: "9" if asked == own else "1"
+        )
         names.append(_name(config))
     assert len(set(names)) == 3
 
 
 def test_a_record_says_where_a_run_was_made(config: Any) -> None:
     read = identity.reads(config)
-    facts = identity.provenance(config, "posbench model=tiny", identity.identity(config, read), read)
-    assert facts["command"] == "posbench model=tiny" and facts["identity"]["device"] == "cpu"
-    assert {"torch", "transformers", "numpy"} <= set(facts["packages"]) and facts["hardware"]
+    facts = identity.provenance(
+        config, "posbench model=tiny", identity.identity(config, read), read
+    )
+    assert (
+        facts["command"] == "posbench model=tiny"
+        and facts["identity"]["device"] == "cpu"
+    )
+    assert {"torch", "transformers", "numpy"} <= set(facts["packages"]) and facts[
+        "hardware"
+    ]
     assert facts["model"]["path"] == "posbench://tiny" and facts["task"]["licence"]
 
 
-def test_the_threads_of_a_run_are_its_own_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_threads_of_a_run_are_its_own_whatever_ran_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A model's file asks for one; the next run of the process has all again, shared out to its workers."""
     monkeypatch.setattr(execute, "default_threads", lambda: 4)
     before = torch.get_num_threads()

@@ -36,17 +36,22 @@ def made(plain: Composed) -> Callable[..., Ready]:
     """What is ready to run on a checkpoint, with keys as typed."""
 
     def call(path: Path, **keys: Any) -> Ready:
-        raw, typed = (
-            deepcopy(plain.raw),
-            {"model.path": str(path), "model.name": path.name, "task.limit": 20, **keys},
-        )
+        raw = deepcopy(plain.raw)
+        typed = {
+            "model.path": str(path),
+            "model.name": path.name,
+            "task.limit": 20,
+            **keys,
+        }
         for key, value in typed.items():
             *groups, last = key.split(".")
             node = raw
             for group in groups:
                 node = node[group]
             node[last] = value
-        return ready(replace(plain, raw=raw, typed=(*plain.typed, *typed)), download=False)
+        return ready(
+            replace(plain, raw=raw, typed=(*plain.typed, *typed)), download=False
+        )
 
     return call
 
@@ -58,12 +63,24 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("mine", "a/step 9", "b/step 9", "ü, (1)", "tiny"):
         (tmp_path / name).mkdir(parents=True)
-    for value in ("mine", "./mine", "mine/", "~/mine", str(tmp_path / "mine"), "some/mine", "a/../mine"):
+    for value in (
+        "mine",
+        "./mine",
+        "mine/",
+        "~/mine",
+        str(tmp_path / "mine"),
+        "some/mine",
+        "a/../mine",
+    ):
         assert model_name(value) == "mine", value
-        assert requested([f"model={value}"], [paths.CONF], False).overrides == ("model=mine",), value
+        assert requested([f"model={value}"], [paths.CONF], False).overrides == (
+            "model=mine",
+        ), value
     assert model_name("ü, (1)") == "u-1" and model_name("a/step 9") == "step-9"
     assert model_name("/") == "model" and len(model_name("x" * 300)) <= 60
-    with pytest.raises(UserError, match=r"'mistral7'.*a folder, or a hub id.*did you mean mistral7b"):
+    with pytest.raises(
+        UserError, match=r"'mistral7'.*a folder, or a hub id.*did you mean mistral7b"
+    ):
         requested(["model=mistral7"], [paths.CONF], False)
     # A folder of the name of a YAML is another model, and so is one that another folder shares its name with.
     found: list[Any] = []
@@ -71,34 +88,64 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
     compose(["-m", every], lambda one: found.append(one.raw["model"]))
     names = ["step-9", "b-step-9", "tiny", f"{model_name(str(tmp_path))}-tiny"]
     assert [one["name"] for one in found] == names
-    assert [one["path"] for one in found] == ["a/step 9", "b/step 9", "posbench://tiny", "./tiny"]
+    assert [one["path"] for one in found] == [
+        "a/step 9",
+        "b/step 9",
+        "posbench://tiny",
+        "./tiny",
+    ]
     assert composed("model=hf", "model.path=~/mine").raw["model"]["name"] == "mine"
 
 
-def test_defaults_fit_a_window_and_say_so(made: Callable[..., Ready], checkpoint: Path) -> None:
+def test_defaults_fit_a_window_and_say_so(
+    made: Callable[..., Ready], checkpoint: Path
+) -> None:
     found = made(checkpoint)
     task: Any = found.config.task
     search: Any = found.config.search
     # A prompt of n pairs of words has 4 n + 3 tokens, and the reply one.
-    assert task.pairs == (256 - 1 - 3) // 4 and task.max_new_tokens == 1 and task.calibration_pairs == 50
-    assert (search.length, search.window, search.skip, search.alphabet) == (256, 25, 7, "tokens")
+    assert (
+        task.pairs == (256 - 1 - 3) // 4
+        and task.max_new_tokens == 1
+        and task.calibration_pairs == 50
+    )
+    assert (search.length, search.window, search.skip, search.alphabet) == (
+        256,
+        25,
+        7,
+        "tokens",
+    )
     assert found.config.stages == ("search", "intervene", "evaluate", "report")
     assert "task.pairs: 140 -> 63, the window of random is 256 tokens" in found.said
-    assert "search.length: 1000 -> 256, the window of random is 256 tokens" in found.said
-    for key in ("task.pairs", "task.records", "search.length", "search.alphabet"):  # recorded as it runs
+    assert (
+        "search.length: 1000 -> 256, the window of random is 256 tokens" in found.said
+    )
+    for key in (
+        "task.pairs",
+        "task.records",
+        "search.length",
+        "search.alphabet",
+    ):  # recorded as it runs
         group, name = key.split(".")
-        assert found.config.raw[group][name] == getattr(getattr(found.config, group), name)
+        assert found.config.raw[group][name] == getattr(
+            getattr(found.config, group), name
+        )
     assert ready(composed("model=tiny")).said == ()
 
 
-def test_the_most_pairs_that_fit_are_taken(made: Callable[..., Ready], reader: Path) -> None:
+def test_the_most_pairs_that_fit_are_taken(
+    made: Callable[..., Ready], reader: Path
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(reader)
 
     def longest(task: Any) -> int:
         chats = [[{"role": "user", "content": e.prompt}] for e in task.evaluation()]
-        texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        texts = [
+            tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
+            for c in chats
+        ]
         return max(len(tokenizer(text)["input_ids"]) for text in texts)
 
     task: Any = made(reader, **{"task.limit": 2}).config.task
@@ -107,7 +154,11 @@ def test_the_most_pairs_that_fit_are_taken(made: Callable[..., Ready], reader: P
     few = made(reader, **{"model.context_window": 500, "task.limit": 2})
     task = few.config.task
     # Words of three letters, a token per byte.
-    assert task.records == "words" and task.max_new_tokens == 3 and longest(task) <= 500 - 3
+    assert (
+        task.records == "words"
+        and task.max_new_tokens == 3
+        and longest(task) <= 500 - 3
+    )
     assert longest(replace(task, pairs=task.pairs + 1)) > 500 - 3
     assert "task.records: uuid -> words, the window of bytes is 500 tokens" in few.said
 
@@ -115,13 +166,22 @@ def test_the_most_pairs_that_fit_are_taken(made: Callable[..., Ready], reader: P
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ({**WORDS, "task.pairs": 60, "task.max_new_tokens": 20}, "task.pairs = 60: allowed: at most 58"),
+        (
+            {**WORDS, "task.pairs": 60, "task.max_new_tokens": 20},
+            "task.pairs = 60: allowed: at most 58",
+        ),
         (
             {**WORDS, "task.pairs": 9, "task.max_new_tokens": 256},
             "max_new_tokens = 256: allowed: at most 217",
         ),
-        ({**WORDS, "task.pairs": 9, "search.length": 300}, "search.length = 300: allowed: at most 256"),
-        ({**WORDS, "task.pairs": 9, "search.window": 200}, "search.window = 200: allowed: at most 25"),
+        (
+            {**WORDS, "task.pairs": 9, "search.length": 300},
+            "search.length = 300: allowed: at most 256",
+        ),
+        (
+            {**WORDS, "task.pairs": 9, "search.window": 200},
+            "search.window = 200: allowed: at most 25",
+        ),
     ],
 )
 def test_what_is_typed_is_refused_with_what_would_fit(
@@ -130,31 +190,48 @@ def test_what_is_typed_is_refused_with_what_would_fit(
     with pytest.raises(UserError) as error:
         made(checkpoint, **typed)
     assert told in str(error.value) and len(error.value.faults) == 1
-    key, most = told.split(" = ")[0], int(told.split()[-1])
-    typed = {name: most if name.endswith(key) else value for name, value in typed.items()}
+    key = told.split(" = ")[0]
+    most = int(told.split()[-1])
+    typed = {
+        name: most if name.endswith(key) else value for name, value in typed.items()
+    }
     assert made(checkpoint, **typed)
 
 
 def test_a_genetic_search_fits_few_layers(checkpoint: Path) -> None:
-    chosen = f"model={checkpoint}", "method=layer_scaling", "search=genetic", "task.limit=2"
+    chosen = (
+        f"model={checkpoint}",
+        "method=layer_scaling",
+        "search=genetic",
+        "task.limit=2",
+    )
     found = ready(composed(*chosen, "search.step_x=2"))
     search: Any = found.config.search
     # Layers 0 to 3 in steps of two: places 0 and 2.
     assert search.points == 2 and any(
-        line.startswith("search.points: 4 -> 2, random has 4 layers") for line in found.said
+        line.startswith("search.points: 4 -> 2, random has 4 layers")
+        for line in found.said
     )
-    with pytest.raises(UserError, match=r"search\.points = 5: allowed: at most 4: random has 4 layers"):
+    with pytest.raises(
+        UserError, match=r"search\.points = 5: allowed: at most 4: random has 4 layers"
+    ):
         ready(composed(*chosen, "search.points=5"))
 
 
-def test_gold_positions_that_meet_are_told(made: Callable[..., Ready], checkpoint: Path) -> None:
+def test_gold_positions_that_meet_are_told(
+    made: Callable[..., Ready], checkpoint: Path
+) -> None:
     told = made(checkpoint, **WORDS, **{"task.pairs": 3}).said
     assert "task.positions: 5 -> 3 different ones, with 3 pairs" in told
 
 
 def test_an_experiment_keeps_its_sizes(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"task\.pairs = 32: allowed: at most 15"):
-        ready(composed("experiment=yu2025_fig6", "method.factor=0", "model.context_window=64"))
+        ready(
+            composed(
+                "experiment=yu2025_fig6", "method.factor=0", "model.context_window=64"
+            )
+        )
 
 
 def test_all_obstacles_are_told_together(
@@ -194,14 +271,22 @@ def test_two_checkpoints_of_one_name_are_two_runs(
         weights = bytearray((other / "model.safetensors").read_bytes())
         weights[-1] ^= 1
         (other / "model.safetensors").write_bytes(weights)
-    assert names[0] != names[1] and len({name.rpartition("__")[0] for name in names}) == 1
+    assert (
+        names[0] != names[1] and len({name.rpartition("__")[0] for name in names}) == 1
+    )
 
 
 def test_validate_tells_what_is_not_here_and_what_a_run_takes(
     posbench: Callable[..., Result], checkpoint: Path
 ) -> None:
-    away = posbench("validate", "model=some/where", "task=mmlu", "method=none", verb=True)
-    assert away.status == 2 and away.err.count("\n") == 2 and "model.path = 'some/where'" in away.err
+    away = posbench(
+        "validate", "model=some/where", "task=mmlu", "method=none", verb=True
+    )
+    assert (
+        away.status == 2
+        and away.err.count("\n") == 2
+        and "model.path = 'some/where'" in away.err
+    )
     assert away.err.count("posbench fetch model=") == 2 and "task.path" in away.err
     few = ["task.limit=3", "task.calibration_examples=4", "search.strings=10"]
     told = posbench("validate", f"model={checkpoint}", *few, "--measure", verb=True)
@@ -210,11 +295,18 @@ def test_validate_tells_what_is_not_here_and_what_a_run_takes(
     cells = {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
     # 63 pairs of words: 255 tokens; two methods, five positions, three questions in one batch; the search
     # reads its prompts of 50 pairs thrice, ten strings, and the answer under 40 candidates and none.
-    assert cells["evaluate"][:2] == ["30", f"{30 * 255:,}"] and cells["evaluate"][3] == "2"
-    assert cells["intervene"][:2] == ["30", f"{30 * 255:,}"] and cells["intervene"][3] == "0"
+    assert (
+        cells["evaluate"][:2] == ["30", f"{30 * 255:,}"] and cells["evaluate"][3] == "2"
+    )
+    assert (
+        cells["intervene"][:2] == ["30", f"{30 * 255:,}"]
+        and cells["intervene"][3] == "0"
+    )
     assert cells["search"][:2] == ["12", f"{12 * 203 + 10 * 256 + 4 * 41:,}"]
     from transformers import AutoModelForCausalLM
 
-    count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(checkpoint).parameters())
+    count = sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(checkpoint).parameters()
+    )
     assert f"{count:,} parameters, {4 * count / 1000:.1f} kB" in told.out
     assert "time: at most about" in told.out and "task.pairs: 140 -> 63" in told.out

@@ -31,8 +31,12 @@ def line(axes, label: str):
 def test_accuracy_lines_and_bands_carry_the_frame():
     axes = accuracy_by_position(metrics(), chance=0.05).axes[0]
     np.testing.assert_allclose(line(axes, "unmodified").get_xdata(), [0, 50, 100])
-    np.testing.assert_allclose(line(axes, "unmodified").get_ydata(), np.multiply(BEFORE, 100))
-    np.testing.assert_allclose(line(axes, "scale_channel").get_ydata(), np.multiply(AFTER, 100))
+    np.testing.assert_allclose(
+        line(axes, "unmodified").get_ydata(), np.multiply(BEFORE, 100)
+    )
+    np.testing.assert_allclose(
+        line(axes, "scale_channel").get_ydata(), np.multiply(AFTER, 100)
+    )
     assert set(line(axes, "chance").get_ydata()) == {5.0}
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert band.max() == pytest.approx(101) and band.min() == pytest.approx(57)
@@ -42,20 +46,28 @@ def test_accuracy_lines_and_bands_carry_the_frame():
 def test_positions_are_sorted_as_numbers_and_models_kept_apart():
     frame = pd.concat([metrics().iloc[::-1], metrics(model="other")])
     axes = accuracy_by_position(frame).axes[0]
-    np.testing.assert_allclose(line(axes, "scale_channel, model tiny").get_xdata(), [0, 50, 100])
+    np.testing.assert_allclose(
+        line(axes, "scale_channel, model tiny").get_xdata(), [0, 50, 100]
+    )
     assert len(axes.lines) == 4
 
 
 def test_a_panel_for_each_model_with_the_unmodified_one_once():
     """Each run of a sweep measured the unmodified model again; a method keeps its colour in all panels."""
     other = metrics().replace({"method": {"scale_channel": "ms_poe"}})
-    frame = pd.concat([metrics(), other, other.assign(model="other")], ignore_index=True)
+    frame = pd.concat(
+        [metrics(), other, other.assign(model="other")], ignore_index=True
+    )
     first, second = accuracy_by_model(frame).axes
     assert (first.get_title(), second.get_title()) == ("tiny", "other")
     assert (len(first.lines), len(second.lines)) == (3, 2)
     for axes in (first, second):
-        np.testing.assert_allclose(line(axes, "unmodified").get_ydata(), np.multiply(BEFORE, 100))
-        np.testing.assert_allclose(line(axes, "ms_poe").get_ydata(), np.multiply(AFTER, 100))
+        np.testing.assert_allclose(
+            line(axes, "unmodified").get_ydata(), np.multiply(BEFORE, 100)
+        )
+        np.testing.assert_allclose(
+            line(axes, "ms_poe").get_ydata(), np.multiply(AFTER, 100)
+        )
     assert line(first, "ms_poe").get_color() == line(second, "ms_poe").get_color()
     assert line(first, "ms_poe").get_color() != line(first, "scale_channel").get_color()
 
@@ -63,22 +75,30 @@ def test_a_panel_for_each_model_with_the_unmodified_one_once():
 def test_attention_names_the_strongest_layer_and_shows_the_change():
     left, right, *_ = attention_by_position(attention()).axes
     assert "layer 1" in left.get_title()
-    np.testing.assert_allclose(line(left, "scale_channel").get_ydata(), [0.03, 0.032, 0.034])
+    np.testing.assert_allclose(
+        line(left, "scale_channel").get_ydata(), [0.03, 0.032, 0.034]
+    )
     np.testing.assert_allclose(right.images[0].get_array(), np.full((2, 3), 0.01))
     assert right.images[0].norm.vmin == -right.images[0].norm.vmax
     left, *_ = attention_by_position(attention(), layers=[0, 1]).axes
-    np.testing.assert_allclose(line(left, "unmodified").get_ydata(), [0.015, 0.017, 0.019])
+    np.testing.assert_allclose(
+        line(left, "unmodified").get_ydata(), [0.015, 0.017, 0.019]
+    )
     assert "layers 0, 1" in left.get_title()
 
 
 def test_attention_of_one_method_alone_and_no_change():
     only = attention()[lambda f: f["method"] == "none"]
     _, right, *_ = attention_by_position(only).axes
-    np.testing.assert_allclose(right.images[0].get_array(), [[0.01, 0.012, 0.014], [0.02, 0.022, 0.024]])
+    np.testing.assert_allclose(
+        right.images[0].get_array(), [[0.01, 0.012, 0.014], [0.02, 0.022, 0.024]]
+    )
     _, right, *_ = attention_by_position(attention(gain=0)).axes
     assert not np.any(right.images[0].get_array())
     _, right, *_ = attention_by_position(attention(gain=-1e-9)).axes
-    assert right.images[0].norm.vmax == pytest.approx(0.05 * 0.024), "rounding is not drawn as a change"
+    assert right.images[0].norm.vmax == pytest.approx(0.05 * 0.024), (
+        "rounding is not drawn as a change"
+    )
 
 
 def test_channel_lines_have_a_panel_for_each_site_and_layer():
@@ -89,7 +109,9 @@ def test_channel_lines_have_a_panel_for_each_site_and_layer():
     np.testing.assert_allclose(raw.get_ydata(), [1.01, 1.09, 1.21, 1.29, 1.41])
     np.testing.assert_allclose(mean.get_ydata(), [1, 1.1, 1.2, 1.3, 1.4])
     low, high = figure.axes[3].get_ylim()
-    assert 0.9 < low < 1 and high < 1.5, "the other layer, near 0, does not flatten this one"
+    assert 0.9 < low < 1 and high < 1.5, (
+        "the other layer, near 0, does not flatten this one"
+    )
     huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
     axes = channel_curves(huge, 33).axes[0]
     assert "token 0: 500" in axes.get_title() and axes.get_ylim()[1] < 2
@@ -100,12 +122,21 @@ def test_channel_lines_have_a_panel_for_each_site_and_layer():
 def test_candidates_are_the_best_and_the_winner():
     axes = candidate_losses_figure(search()).axes[0]
     labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert labels[0] == "ch 0 x 0, layers 1-3" and labels[-1].startswith("ch 35 ") and len(labels) == 31
-    np.testing.assert_allclose(line(axes, "selected").get_xdata(), [search()["loss"][35]])
+    assert (
+        labels[0] == "ch 0 x 0, layers 1-3"
+        and labels[-1].startswith("ch 35 ")
+        and len(labels) == 31
+    )
+    np.testing.assert_allclose(
+        line(axes, "selected").get_xdata(), [search()["loss"][35]]
+    )
     assert set(line(axes, "unmodified").get_xdata()) == {1.5}
-    assert axes.figure.get_suptitle() == "best 30 of 40 candidates, and the selected one"
+    assert (
+        axes.figure.get_suptitle() == "best 30 of 40 candidates, and the selected one"
+    )
     assert "selected" not in [
-        one.get_label() for one in candidate_losses_figure(search(3, None)).axes[0].lines
+        one.get_label()
+        for one in candidate_losses_figure(search(3, None)).axes[0].lines
     ]
 
 
@@ -113,15 +144,21 @@ def test_factor_sweep_sorts_numbers_and_draws_the_unmodified_once():
     left, right = factor_sweep(sweep([1.0, -1.0, 0.5])).axes
     points = left.lines[0]
     np.testing.assert_allclose(points.get_xdata(), [-1, 0.5, 1])
-    np.testing.assert_allclose(points.get_ydata(), 100 * (np.mean(AFTER) - np.array([0.1, 0.05, 0.1])))
+    np.testing.assert_allclose(
+        points.get_ydata(), 100 * (np.mean(AFTER) - np.array([0.1, 0.05, 0.1]))
+    )
     assert [one.get_label() for one in right.lines] == ["-1", "0.5", "1", "unmodified"]
-    np.testing.assert_allclose(line(right, "0.5").get_ydata(), 100 * (np.array(AFTER) - 0.05))
+    np.testing.assert_allclose(
+        line(right, "0.5").get_ydata(), 100 * (np.array(AFTER) - 0.05)
+    )
 
 
 def test_a_block_of_keys_is_told_without_braces():
     blocks = {1.0: "{points:1}", 0.5: "{curve:free,step:2}"}
     both = sweep([1.0, 0.5])
-    _, settings, _ = with_setting(both.assign(block=both["method.factor"].map(blocks)), "block")
+    _, settings, _ = with_setting(
+        both.assign(block=both["method.factor"].map(blocks)), "block"
+    )
     assert sorted(settings) == ["curve free, step 2", "points 1"]
 
 
@@ -133,7 +170,9 @@ def test_sweep_over_models_keeps_each_unmodified():
     left, right = factor_sweep(pd.concat(parts), "model").axes
     assert [text.get_text() for text in left.get_xticklabels()] == ["a", "b"]
     assert len(right.lines) == 4
-    np.testing.assert_allclose(right.lines[3].get_ydata(), np.multiply(BEFORE, 100) - 10)
+    np.testing.assert_allclose(
+        right.lines[3].get_ydata(), np.multiply(BEFORE, 100) - 10
+    )
 
 
 def test_one_setting_with_two_runs_is_refused():
@@ -142,10 +181,14 @@ def test_one_setting_with_two_runs_is_refused():
 
 
 def test_attention_sweep_lines():
-    parts = [attention(g).assign(**{"run": str(g), "method.factor": g}) for g in (0.01, 0.0)]
+    parts = [
+        attention(g).assign(**{"run": str(g), "method.factor": g}) for g in (0.01, 0.0)
+    ]
     axes = attention_sweep(pd.concat(parts)).axes[0]
     np.testing.assert_allclose(line(axes, "0.01").get_ydata(), [0.03, 0.032, 0.034])
-    np.testing.assert_allclose(line(axes, "unmodified").get_ydata(), [0.02, 0.022, 0.024])
+    np.testing.assert_allclose(
+        line(axes, "unmodified").get_ydata(), [0.02, 0.022, 0.024]
+    )
 
 
 def test_subsets_are_points_with_intervals_and_averages_come_last():
@@ -164,15 +207,26 @@ def test_subsets_are_points_with_intervals_and_averages_come_last():
             0,
         )
         for method, gain in (("none", 0.0), ("x", 0.2))
-        for name, kind, value in (("a_b", "subset", 0.3), ("c", "subset", 0.5), ("all", "average", 0.4))
+        for name, kind, value in (
+            ("a_b", "subset", 0.3),
+            ("c", "subset", 0.5),
+            ("all", "average", 0.4),
+        )
     ]
     axes = by_subset(pd.DataFrame(rows, columns=list(SUBSET_COLUMNS))).axes[0]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["a b", "c", "all"]
     for container, gain in zip(axes.containers, (0, 20), strict=True):
-        np.testing.assert_allclose(container.lines[0].get_xdata(), np.array([30, 50, 40]) + gain)
-        ends = np.array([segment[:, 0] for segment in container.lines[2][0].get_segments()])
+        np.testing.assert_allclose(
+            container.lines[0].get_xdata(), np.array([30, 50, 40]) + gain
+        )
+        ends = np.array(
+            [segment[:, 0] for segment in container.lines[2][0].get_segments()]
+        )
         np.testing.assert_allclose(np.ptp(ends, axis=1), 20)
-    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["unmodified", "x"]
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == [
+        "unmodified",
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +257,20 @@ def drawn(folder: Path | str) -> None:
 
 def test_files_are_byte_stable_across_processes(tmp_path):
     other = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", DRAW, str(tmp_path / "other")], check=True, cwd=ROOT, env=other)
+    subprocess.run(
+        [sys.executable, "-c", DRAW, str(tmp_path / "other")],
+        check=True,
+        cwd=ROOT,
+        env=other,
+    )
     drawn(tmp_path / "own")  # under another hash seed
-    files = [{p.name: p.read_bytes() for p in (tmp_path / where).iterdir()} for where in ("own", "other")]
-    assert files[0] == files[1] and sorted(files[0]) == ["a.pdf", "a.png", "b.pdf", "b.png"]
+    files = [
+        {p.name: p.read_bytes() for p in (tmp_path / where).iterdir()}
+        for where in ("own", "other")
+    ]
+    assert files[0] == files[1] and sorted(files[0]) == [
+        "a.pdf",
+        "a.png",
+        "b.pdf",
+        "b.png",
+    ]

@@ -20,7 +20,13 @@ from posbench.stats.findings import columns
 from posbench.studies.behind_rope.maps import maps_figure
 from posbench.studies.cost.timing import ratio_figure
 from posbench.studies.wu2025.rollout import KINDS, rollout_figure
-from posbench.studies.yu2025 import ablations, attention_to_gold, channel_subtraction, crop_mask, doubling
+from posbench.studies.yu2025 import (
+    ablations,
+    attention_to_gold,
+    channel_subtraction,
+    crop_mask,
+    doubling,
+)
 from posbench.studies.yu2025 import hidden_perturbation as perturbed
 from tests import frames
 from tests.plots.test_search import GENERATIONS, PARTS, SEARCH
@@ -44,7 +50,9 @@ DEFICIENT = {  # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB
         [0.004733, 0.691367, 0.303900],
     ],
 }
-XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+XYZ = np.array(
+    [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+)
 
 
 def seen(colour: str, by: str) -> np.ndarray:
@@ -65,9 +73,13 @@ def test_no_two_meanings_look_alike(by):
 
 
 def test_colours_are_defined_in_one_place():
-    literal = re.compile(r"""#[0-9A-Fa-f]{6}\b|colou?r["']?\s*[=:]\s*["'](?!black|white|none)""")
+    literal = re.compile(
+        r"""#[0-9A-Fa-f]{6}\b|colou?r["']?\s*[=:]\s*["'](?!black|white|none)"""
+    )
     files = [
-        file for file in paths.PACKAGE.rglob("*.py") if file.name != "base.py" or file.parent.name != "plots"
+        file
+        for file in paths.PACKAGE.rglob("*.py")
+        if file.name != "base.py" or file.parent.name != "plots"
     ]
     assert len(files) > 100
     named = [
@@ -87,11 +99,14 @@ def rows(name: str = "", n: int = 20, **each: Any) -> pd.DataFrame:
     return table.assign(**ends, n=n)
 
 
-DEPTHS, LAYERS = [0.0, 0.5, 1.0], {"crop_first": 0, "crop_last": 1, "retrieval_first": 2, "retrieval_last": 2}
+DEPTHS = [0.0, 0.5, 1.0]
+LAYERS = {"crop_first": 0, "crop_last": 1, "retrieval_first": 2, "retrieval_last": 2}
 
 
 def cropped() -> Figure:
-    table = rows(variant=list(crop_mask.LABELS), measure=["score", "attention"], depth=DEPTHS)
+    table = rows(
+        variant=list(crop_mask.LABELS), measure=["score", "attention"], depth=DEPTHS
+    )
     layers = rows("change", variant=list(crop_mask.LABELS), layer=[0, 1, 2])
     return crop_mask.crop_figure(table.assign(**LAYERS), layers.assign(**LAYERS))
 
@@ -106,16 +121,28 @@ def doubled() -> Figure:
 def subtracted() -> Figure:
     variants = ["none", "gold", "other", "gold_control_3", "other_control_3"]
     table = rows(variant=variants, measure=["channel", "attention"], item=range(5))
-    return channel_subtraction.items_figure(table.assign(gold=2, other=3, tested_channel=7))
+    return channel_subtraction.items_figure(
+        table.assign(gold=2, other=3, tested_channel=7)
+    )
 
 
 def curved() -> Figure:
-    table = rows(variant=list(perturbed.LABELS), layer=[0, 1, 2], token=[0, 9, 20], channel=[7])
-    return perturbed.curves_figure(table.assign(control=False, start=8, end=12), n=table["n"])
+    table = rows(
+        variant=list(perturbed.LABELS), layer=[0, 1, 2], token=[0, 9, 20], channel=[7]
+    )
+    return perturbed.curves_figure(
+        table.assign(control=False, start=8, end=12), n=table["n"]
+    )
 
 
 def changed() -> Figure:
-    table = rows("change", variant=["crop", "shift"], layer=[0, 1], channel=[7, 8], where=["inside"])
+    table = rows(
+        "change",
+        variant=["crop", "shift"],
+        layer=[0, 1],
+        channel=[7, 8],
+        where=["inside"],
+    )
     return perturbed.layers_figure(table.assign(control=table["channel"] == 8))
 
 
@@ -132,32 +159,47 @@ def headed() -> Figure:
 
 def mapped() -> Figure:
     table = rows("attention", layer=[0, 1, 2], gold_position=[0, 4], item=range(5))
-    return attention_to_gold.map_panels(table, "layer", {layer: f"layer {layer}" for layer in range(3)})
+    return attention_to_gold.map_panels(
+        table, "layer", {layer: f"layer {layer}" for layer in range(3)}
+    )
 
 
 def rolled() -> Figure:
-    return rollout_figure(rows("weight", rollout=list(KINDS), layers=[1, 2], part=range(4)))
+    return rollout_figure(
+        rows("weight", rollout=list(KINDS), layers=[1, 2], part=range(4))
+    )
 
 
 def timed() -> Figure:
     table = rows("ratio", work=["prefill"], way=["none", "ms_poe"]).assign(base="none")
-    table = table.rename(columns={"ratio_ci_low": "ratio_min", "ratio_ci_high": "ratio_max"})
+    table = table.rename(
+        columns={"ratio_ci_low": "ratio_min", "ratio_ci_high": "ratio_max"}
+    )
     return ratio_figure(table.assign(paper=["", "1.45 (LPES, Table 5)"]))
 
 
 def trended() -> Figure:
-    table = rows(group=["tiny", "tiny_b"], statistic=list(sweep.PANELS), number=["-1", "0", "1", "none"])
+    table = rows(
+        group=["tiny", "tiny_b"],
+        statistic=list(sweep.PANELS),
+        number=["-1", "0", "1", "none"],
+    )
     return sweep.trend(table.assign(axis="method.factor"))
 
 
 def swept_models() -> Figure:
-    parts = [frames.attention().assign(model=model, run=model) for model in ("tiny", "tiny_b")]
+    parts = [
+        frames.attention().assign(model=model, run=model)
+        for model in ("tiny", "tiny_b")
+    ]
     return sweep.attention_sweep(pd.concat(parts), "model")
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
     "accuracy": lambda: scores.accuracy_by_position(frames.metrics(), chance=0.05),
-    "models": lambda: scores.accuracy_by_model(pd.concat([frames.metrics(), frames.metrics(model="b")])),
+    "models": lambda: scores.accuracy_by_model(
+        pd.concat([frames.metrics(), frames.metrics(model="b")])
+    ),
     "attention": lambda: attention.attention_by_position(frames.attention()),
     "factors": lambda: sweep.factor_sweep(frames.sweep([-1.0, 0.5, 1.0])),
     "channel": lambda: search.channel_curves(frames.channels(), 33, n=[7]),
@@ -165,9 +207,13 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "convergence": lambda: search.convergence(GENERATIONS, n=[360]),
     "curve": lambda: search.curve_figure(PARTS, SEARCH.assign(scored=360)),
     "maps": lambda: maps_figure(
-        [("alpha 0", {"layer 0": np.tril(np.ones((4, 4))), "layer 1": np.eye(4)})], n=[9]
+        [("alpha 0", {"layer 0": np.tril(np.ones((4, 4))), "layer 1": np.eye(4)})],
+        n=[9],
     ),
-    **{make.__name__: make for make in (cropped, doubled, subtracted, curved, changed, ablated, headed)},
+    **{
+        make.__name__: make
+        for make in (cropped, doubled, subtracted, curved, changed, ablated, headed)
+    },
     **{make.__name__: make for make in (mapped, rolled, timed, trended, swept_models)},
 }
 
@@ -190,22 +236,39 @@ def lines(figure: Figure) -> list[tuple[str, str]]:
         if hasattr(bars, "lines")
     }
     every = [line for axes in figure.axes for line in axes.get_lines()]
-    return [(str(pairs.get(line, line.get_label())), to_hex(line.get_color())) for line in every]
+    return [
+        (str(pairs.get(line, line.get_label())), to_hex(line.get_color()))
+        for line in every
+    ]
 
 
 def test_every_name_stands_in_a_legend_and_every_colour_has_a_name(figure):
-    boxes = [*figure.legends, *(box for axes in figure.axes if (box := axes.get_legend()))]
+    boxes = [
+        *figure.legends,
+        *(box for axes in figure.axes if (box := axes.get_legend())),
+    ]
     told = {text.get_text() for box in boxes for text in box.get_texts()}
-    assert {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]} <= told
+    assert {
+        label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]
+    } <= told
     named = {colour for label, colour in lines(figure) if not label.startswith("_")}
-    assert {colour for _, colour in lines(figure)} <= named | {to_hex(plot.GUIDE), to_hex(plot.SHADE)}
+    assert {colour for _, colour in lines(figure)} <= named | {
+        to_hex(plot.GUIDE),
+        to_hex(plot.SHADE),
+    }
 
 
 def test_lines_are_drawn_in_colours_of_the_palette(figure):
-    scale = {to_hex(plot.line_style(step, of=of)["color"]) for of in range(1, 9) for step in range(of)}
+    scale = {
+        to_hex(plot.line_style(step, of=of)["color"])
+        for of in range(1, 9)
+        for step in range(of)
+    }
     palette = {to_hex(colour) for colour in (*ROLES, plot.GUIDE, plot.SHADE)} | scale
     assert {colour for _, colour in lines(figure)} <= palette
-    maps = {image.get_cmap().name for axes in figure.axes for image in axes.get_images()}
+    maps = {
+        image.get_cmap().name for axes in figure.axes for image in axes.get_images()
+    }
     assert maps <= {"viridis", "PuOr_r"}, "a value and a change"
 
 
@@ -213,8 +276,14 @@ def test_models_and_n_stand_inside(figure):
     words = figure.get_suptitle()
     assert "tiny, tiny_b" in words and re.search(r"n = \d", words)
     place = figure._suptitle.get_window_extent()
-    assert figure.bbox.x0 <= place.x0 and place.x1 <= figure.bbox.x1 and place.y1 <= figure.bbox.y1
-    assert not any(axes.get_tightbbox().overlaps(place) for axes in figure.axes), "nothing lies under it"
+    assert (
+        figure.bbox.x0 <= place.x0
+        and place.x1 <= figure.bbox.x1
+        and place.y1 <= figure.bbox.y1
+    )
+    assert not any(axes.get_tightbbox().overlaps(place) for axes in figure.axes), (
+        "nothing lies under it"
+    )
 
 
 def test_what_is_exact_names_no_model():
@@ -237,12 +306,15 @@ def test_a_role_has_its_colour_wherever_it_is_drawn():
     assert handles["the gold item"].get_color() == plot.GOLD
     gold = dict(zip(*plot.entries(subtracted())[::-1], strict=True))["gold item"]
     assert gold.get_color() == plot.GOLD
-    assert dict(zip(*plot.entries(timed())[::-1], strict=True))["paper"].get_color() == plot.PAPER
+    assert (
+        dict(zip(*plot.entries(timed())[::-1], strict=True))["paper"].get_color()
+        == plot.PAPER
+    )
 
 
 def test_models_get_colours_of_their_own_and_numbers_steps_of_a_scale():
     names = [style["color"] for style in sweep._styles(["tiny", "tiny_b", *"cdefg"])]
     assert set(names) == set(plot.COLOURS)
-    assert not set(map(to_hex, (s["color"] for s in sweep._styles(["-1", "0", "1"])))) & {
-        c.lower() for c in names
-    }
+    assert not set(
+        map(to_hex, (s["color"] for s in sweep._styles(["-1", "0", "1"])))
+    ) & {c.lower() for c in names}

@@ -8,7 +8,12 @@ from posbench.errors import UserError
 from posbench.plots.search import convergence, curve_figure
 
 GENERATIONS = pd.DataFrame(
-    {"generation": [0, 1, 2], "best": [0.5, 0.6, 0.75], "mean": [0.4, 0.5, 0.7], "unmodified": 0.55}
+    {
+        "generation": [0, 1, 2],
+        "best": [0.5, 0.6, 0.75],
+        "mean": [0.4, 0.5, 0.7],
+        "unmodified": 0.55,
+    }
 )
 PARTS = pd.DataFrame(
     [
@@ -42,7 +47,9 @@ def test_convergence_draws_best_mean_and_the_unmodified_model():
 
 
 def test_several_searches_are_averaged_per_setting():
-    several = pd.concat([GENERATIONS.assign(search="4", best=b, unmodified=np.nan) for b in (0.2, 0.4)])
+    several = pd.concat(
+        [GENERATIONS.assign(search="4", best=b, unmodified=np.nan) for b in (0.2, 0.4)]
+    )
     (axes,) = convergence(several).axes
     assert [line.get_label() for line in axes.lines] == ["4"]
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [30, 30, 30])

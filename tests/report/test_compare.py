@@ -13,15 +13,28 @@ import yaml
 
 from posbench.errors import UserError
 from posbench.pipeline.stages.evaluate import write_metrics
-from posbench.report.compare import Compared, differences, labelled, look, said_of, write_comparison
+from posbench.report.compare import (
+    Compared,
+    differences,
+    labelled,
+    look,
+    said_of,
+    write_comparison,
+)
 from posbench.report.compare import _figure as drawn_of
 from posbench.run.folder import RunDir
 from posbench.schema import instantiate
 from posbench.tasks import Task
 from tests.conftest import Result
 
-TASK = {"_target_": "posbench.tasks.KVRetrieval", "name": "kv_retrieval", "pairs": 12, "records": "words"}
-QUESTIONS, PLACES = 30, (0, 5, 11)
+TASK = {
+    "_target_": "posbench.tasks.KVRetrieval",
+    "name": "kv_retrieval",
+    "pairs": 12,
+    "records": "words",
+}
+QUESTIONS = 30
+PLACES = (0, 5, 11)
 Right = Callable[[int, int], bool]
 
 
@@ -41,15 +54,27 @@ def run(
     folder = outputs / "kv_retrieval/v001" / f"{model}__{method}__{name}"
     folder.mkdir(parents=True)
     task = {**TASK, "seed": seed, **(task or {})}
-    config = {"model": {"name": model}, "task": task, "method": {"name": method, "x": name}}
+    config = {
+        "model": {"name": model},
+        "task": task,
+        "method": {"name": method, "x": name},
+    }
     out = RunDir(folder, name)
-    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "runtime": {"resamples": 100}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({**config, "runtime": {"resamples": 100}})
+    )
     rows = []
     for way in dict.fromkeys(("none", method)):
         answered: Right = right if way == method else lambda q, p: p != PLACES[1]
         for q in range(questions):
             for p in places:
-                one = {"method": way, "id": f"{q}-{p}", "gold_position": p, "cluster": str(q), "subset": ""}
+                one = {
+                    "method": way,
+                    "id": f"{q}-{p}",
+                    "gold_position": p,
+                    "cluster": str(q),
+                    "subset": "",
+                }
                 told = {"scores": {"accuracy": float(answered(q, p))}, "output": "x"}
                 rows.append({**one, **told, "prompt": f"{seed} {q} {p}"})
     out.write_rows("predictions.jsonl", rows)
@@ -84,7 +109,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def compared(runs: dict[str, Path], first: str, second: str) -> tuple[dict[str, Any], str]:
+def compared(
+    runs: dict[str, Path], first: str, second: str
+) -> tuple[dict[str, Any], str]:
     """How two runs differ, and what is said of it."""
     a, b = labelled([Compared.of(runs[name]) for name in (first, second)])
     found = differences(a, b)
@@ -97,9 +124,14 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     assert files == [out / "comparison.csv", out / "accuracy.png"] and said == []
     lines = pd.read_csv(out / "comparison.csv").set_index("run")
     line = lines.loc["aaaa0002"]
-    ours, theirs = ([f(q, p) for q in range(QUESTIONS) for p in PLACES] for f in (best, better))
+    ours, theirs = (
+        [f(q, p) for q in range(QUESTIONS) for p in PLACES] for f in (best, better)
+    )
     change = np.subtract(ours, theirs, dtype=float)
-    assert line["score"] == pytest.approx(np.mean(ours)) and line["pairs"] == line["n"] == 90
+    assert (
+        line["score"] == pytest.approx(np.mean(ours))
+        and line["pairs"] == line["n"] == 90
+    )
     assert line["score_difference"] == pytest.approx(change.mean())
     # Of whole questions, by hand: a third of them gains one answer of three.
     each = change.reshape(QUESTIONS, 3).mean(1)
@@ -107,28 +139,47 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     reach = line["score_difference_ci_high"] - line["score_difference_ci_low"]
     assert reach / 2 == pytest.approx(half, rel=0.2)
     assert line["score_difference_ci_low"] > 0, "every question gains or stays"
-    assert line["position_bias_difference"] < 0 and np.isnan(lines.loc["aaaa0001", "score_difference"])
+    assert line["position_bias_difference"] < 0 and np.isnan(
+        lines.loc["aaaa0001", "score_difference"]
+    )
     first, second = look(told)
     assert first["run"] == "aaaa0001\nx=aaaa0001" and first["score difference"] == ""
     low, high = (100 * line[f"score_difference_ci_{end}"] for end in ("low", "high"))
-    assert second["score difference"] == f"{100 * change.mean():+.1f}\n[{low:.1f}, {high:.1f}]"
-    figure = drawn_of(labelled([Compared.of(runs[name]) for name in ("better", "best")]))
-    assert figure is not None and figure.get_suptitle() == "tiny, n = 30" and len(figure.axes[0].lines) == 3
-    assert {file.name for file in out.iterdir()} == {"comparison.csv", "accuracy.png", "accuracy.pdf"}
+    assert (
+        second["score difference"]
+        == f"{100 * change.mean():+.1f}\n[{low:.1f}, {high:.1f}]"
+    )
+    figure = drawn_of(
+        labelled([Compared.of(runs[name]) for name in ("better", "best")])
+    )
+    assert (
+        figure is not None
+        and figure.get_suptitle() == "tiny, n = 30"
+        and len(figure.axes[0].lines) == 3
+    )
+    assert {file.name for file in out.iterdir()} == {
+        "comparison.csv",
+        "accuracy.png",
+        "accuracy.pdf",
+    }
 
 
 def test_other_prompts_are_not_paired_and_that_is_said(runs: dict[str, Path]) -> None:
     alone, said = compared(runs, "better", "seed")
     assert alone["pairs"] == 0 and "unpaired, 0 of its 90 prompts" in said
     paired, nothing = compared(runs, "better", "best")
-    assert nothing == "" and alone["score"].value == pytest.approx(paired["score"].value)
+    assert nothing == "" and alone["score"].value == pytest.approx(
+        paired["score"].value
+    )
     wide, narrow = (at["score"].ci_high - at["score"].ci_low for at in (alone, paired))
     assert wide > 1.2 * narrow
     # Neither asked all that the other did.
     assert "unpaired, 60 of its 80 prompts" in compared(runs, "better", "other")[1]
 
 
-def test_fewer_prompts_are_paired_over_those_that_both_asked(runs: dict[str, Path]) -> None:
+def test_fewer_prompts_are_paired_over_those_that_both_asked(
+    runs: dict[str, Path],
+) -> None:
     for names, sign in ((("better", "few"), 1), (("few", "better"), -1)):
         found, said = compared(runs, *names)
         assert found["pairs"] == 36 and "over the 36 prompts" in said
@@ -142,13 +193,19 @@ def test_two_models_answer_the_same_prompts(runs: dict[str, Path]) -> None:
     assert differences(found[0], found[2])["pairs"] == 90
 
 
-def test_rows_that_do_not_tell_their_prompt_are_not_taken_for_the_same(tmp_path: Path) -> None:
+def test_rows_that_do_not_tell_their_prompt_are_not_taken_for_the_same(
+    tmp_path: Path,
+) -> None:
     runs = {
-        name: run(tmp_path, name, better, seed=seed) for seed, name in enumerate(("aaaa0001", "aaaa0002"))
+        name: run(tmp_path, name, better, seed=seed)
+        for seed, name in enumerate(("aaaa0001", "aaaa0002"))
     }
     for name, folder in runs.items():
         out = RunDir(folder, name)
-        rows = [{k: v for k, v in row.items() if k != "prompt"} for row in out.rows("predictions.jsonl")]
+        rows = [
+            {k: v for k, v in row.items() if k != "prompt"}
+            for row in out.rows("predictions.jsonl")
+        ]
         out.write_rows("predictions.jsonl", rows)
         out.seal("posbench")
     assert "unpaired" in compared(runs, *runs)[1]
@@ -174,14 +231,18 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     old.mkdir(parents=True)
     for name in ("comparison.csv", "of_another_version.png"):
         (old / name).write_text("old")
-    told = posbench("compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True)
+    told = posbench(
+        "compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True
+    )
     assert told.status == 0 and f"comparison: {old / 'comparison.csv'}" in told.err
     header, *lines = [line.split("\t") for line in told.out.splitlines()]
-    assert header == [*pd.read_csv(old / "comparison.csv")] and [line[0] for line in lines] == [
-        *("aaaa0001", "aaaa0003")
-    ]
+    assert header == [*pd.read_csv(old / "comparison.csv")] and [
+        line[0] for line in lines
+    ] == [*("aaaa0001", "aaaa0003")]
     assert "RUN = 'x'" in posbench("compare", "x", "y", verb=True).err
-    assert not (old / "of_another_version.png").exists(), "it takes the place of the first"
+    assert not (old / "of_another_version.png").exists(), (
+        "it takes the place of the first"
+    )
     assert len(pd.read_csv(old / "comparison.csv")) == 2
     (second / "DONE").unlink()
     assert "finished run" in posbench("compare", str(first), str(second), verb=True).err

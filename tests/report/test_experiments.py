@@ -16,7 +16,12 @@ from posbench.report.experiments import PAPERS, captions, covering, page
 from posbench.run.folder import RunDir
 from posbench.stats.findings import COLUMNS
 
-TABLES_AND_FIGURES = {"yu2025": (6, 14), "lpes": (17, 6), "wu2025": (1, 18), "behind_rope": (0, 16)}
+TABLES_AND_FIGURES = {
+    "yu2025": (6, 14),
+    "lpes": (17, 6),
+    "wu2025": (1, 18),
+    "behind_rope": (0, 16),
+}
 """Counted in the papers: they number their tables and figures from 1 without a gap."""
 README = paths.EXPERIMENTS / "README.md"
 
@@ -34,7 +39,8 @@ def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
 
 
 def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -> None:
-    every, listed = experiments.experiments(), captions()
+    every = experiments.experiments()
+    listed = captions()
     for row in listed.to_dict("records"):
         names = covering(every, row["paper"], row["item"])
         assert bool(names) != bool(row["reason"]), (row["paper"], row["item"], names)
@@ -55,7 +61,9 @@ def _told(text: str) -> list[list[str]]:
         for line in text.splitlines()
         if line.startswith(("|", "## ")) or line.endswith(" without an experiment.")
     ]
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")][:3] for line in lines]
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")][:3] for line in lines
+    ]
 
 
 def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
@@ -66,17 +74,28 @@ def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
     )
 
 
-def _run(folder: Path, seconds: float | None, *verdicts: str, model: str = "tiny") -> Path:
+def _run(
+    folder: Path, seconds: float | None, *verdicts: str, model: str = "tiny"
+) -> Path:
     """A finished run that says no more than the page reads."""
     run = RunDir(folder, "x")
     folder.mkdir(parents=True)
     command = f"posbench experiment={model} runtime.outputs=/tmp/x"
-    facts = {"state": "done", "stages": {}} | ({} if seconds is None else {"seconds": seconds})
+    facts = {"state": "done", "stages": {}} | (
+        {} if seconds is None else {"seconds": seconds}
+    )
     run.write_facts("status.json", facts)
     (folder / "config.yaml").write_text("{}")
-    one: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0) | {"model": model, "claim": "c", "statistic": "s"}
+    one: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0) | {
+        "model": model,
+        "claim": "c",
+        "statistic": "s",
+    }
     rows = [one | {"kind": "paper", "verdict": verdict} for verdict in verdicts]
-    write_csv(folder / "findings.csv", pd.DataFrame([*rows, one | {"kind": "control", "verdict": "holds"}]))
+    write_csv(
+        folder / "findings.csv",
+        pd.DataFrame([*rows, one | {"kind": "control", "verdict": "holds"}]),
+    )
     run.seal(command)
     return folder
 
@@ -90,18 +109,28 @@ def _line(folder: Path, name: str = "yu2025_fig7") -> list[str]:
 
 def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None:
     version = tmp_path / "yu2025_fig7/v001"
-    jobs = [_run(version / "a", 60, "holds"), _run(version / "b", 75, "contradicted", "holds", model="b")]
+    jobs = [
+        _run(version / "a", 60, "holds"),
+        _run(version / "b", 75, "contradicted", "holds", model="b"),
+    ]
     sweep = version / "sweep__model__x"
     sweep.mkdir()
     told = pd.concat([pd.read_csv(job / "findings.csv") for job in jobs])
     write_csv(sweep / "findings_summary.csv", told)
     listed = [
-        {"folder": f"elsewhere/yu2025_fig7/v001/{job.name}", "overrides": [f"model={job.name}"]}
+        {
+            "folder": f"elsewhere/yu2025_fig7/v001/{job.name}",
+            "overrides": [f"model={job.name}"],
+        }
         for job in jobs
     ]
     RunDir(sweep).write_json("jobs.json", listed)
     RunDir(sweep).seal("posbench experiment=tiny")
-    assert _line(tmp_path) == ["`posbench experiment=tiny`", "2.2", "2 hold, 1 contradicted"]
+    assert _line(tmp_path) == [
+        "`posbench experiment=tiny`",
+        "2.2",
+        "2 hold, 1 contradicted",
+    ]
     failed = {"folder": None, "overrides": ["model=c"], "status": 1}
     RunDir(sweep).write_json("jobs.json", [*listed, failed])
     RunDir(sweep).seal("posbench experiment=tiny")
@@ -109,12 +138,16 @@ def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None
 
 
 def test_the_page_shows_the_newest_version_of_an_experiment(tmp_path: Path) -> None:
-    assert _line(tmp_path)[1:] == ["", "not run"] and "training: hours" in page(tmp_path)
+    assert _line(tmp_path)[1:] == ["", "not run"] and "training: hours" in page(
+        tmp_path
+    )
     _run(tmp_path / "yu2025_fig7/v001/a", 30, "contradicted")
     _run(tmp_path / "yu2025_fig7/v002/a", 90, "holds", "holds")
     assert _line(tmp_path) == ["`posbench experiment=tiny`", "1.5", "2 hold"]
     _run(tmp_path / "yu2025_fig7/v003/a", None, "holds")
-    assert _line(tmp_path)[1:] == ["", "1 holds"], "no minutes where the run recorded none"
+    assert _line(tmp_path)[1:] == ["", "1 holds"], (
+        "no minutes where the run recorded none"
+    )
 
 
 def test_damage_and_a_folder_that_is_none_are_told(tmp_path: Path) -> None:

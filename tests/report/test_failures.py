@@ -21,17 +21,36 @@ from posbench.tasks.nq_multidoc import NQMultiDoc
 TARGETS = {KVRetrieval: "posbench.tasks.kv_retrieval.KVRetrieval"}
 
 
-def folder_of(path: Path, task: Task, replies: dict[str, str]) -> tuple[RunDir, dict[str, object]]:
+def folder_of(
+    path: Path, task: Task, replies: dict[str, str]
+) -> tuple[RunDir, dict[str, object]]:
     """A run folder with two methods: the unmodified one says ``replies`` by id, the other what is right."""
-    config = {"task": {"_target_": TARGETS[type(task)], **asdict(task)}, "stages": ["evaluate"]}
+    config = {
+        "task": {"_target_": TARGETS[type(task)], **asdict(task)},
+        "stages": ["evaluate"],
+    }
     (path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config))))
     run = RunDir(path)
     for e in task.evaluation():
-        for method, said in (("none", replies.get(e.id, e.answers[0])), ("x", e.answers[0])):
-            row = {"method": method, "id": e.id, "output": said, "scores": task.score(e, said), "tokens": 9}
-            origin = {"gold_position": e.gold_position, "subset": e.subset, "dropped": 0}
+        for method, said in (
+            ("none", replies.get(e.id, e.answers[0])),
+            ("x", e.answers[0]),
+        ):
+            row = {
+                "method": method,
+                "id": e.id,
+                "output": said,
+                "scores": task.score(e, said),
+                "tokens": 9,
+            }
+            origin = {
+                "gold_position": e.gold_position,
+                "subset": e.subset,
+                "dropped": 0,
+            }
             run.append(
-                "predictions.jsonl", [row | origin | {"answers": e.answers, "prompt": prompt_digest(e)}]
+                "predictions.jsonl",
+                [row | origin | {"answers": e.answers, "prompt": prompt_digest(e)}],
             )
     return run, yaml.safe_load((path / "config.yaml").read_text())
 
@@ -39,13 +58,28 @@ def folder_of(path: Path, task: Task, replies: dict[str, str]) -> tuple[RunDir, 
 def test_an_example_in_words(tmp_path: Path) -> None:
     task = KVRetrieval(pairs=30, positions=(3, 15), limit=2)
     examples = Examples.of(*folder_of(tmp_path, task, {"15-1": "no\nidea", "3-0": ""}))
-    assert examples.wrong() == ["3-0", "15-1"] and examples.ids() == ["3-0", "3-1", "15-0", "15-1"]
+    assert examples.wrong() == ["3-0", "15-1"] and examples.ids() == [
+        "3-0",
+        "3-1",
+        "15-0",
+        "15-1",
+    ]
     asked = {e.id: e for e in task.evaluation()}["15-1"]
     whole = examples.text("15-1", whole=True).splitlines()
     assert whole[0] == "id 15-1, gold position 15 (0 to 29), 9 tokens"
     start = whole.index("prompt:") + 1
-    assert "\n".join(line[2:] for line in whole[start : start + asked.prompt.count("\n") + 1]) == asked.prompt
-    tail = [f"expected: {asked.answers[0]}", "unmodified: accuracy 0", "  reply:  no", "          idea"]
+    assert (
+        "\n".join(
+            line[2:] for line in whole[start : start + asked.prompt.count("\n") + 1]
+        )
+        == asked.prompt
+    )
+    tail = [
+        f"expected: {asked.answers[0]}",
+        "unmodified: accuracy 0",
+        "  reply:  no",
+        "          idea",
+    ]
     assert whole[-6:] == [*tail, "x: accuracy 1", f"  reply:  {asked.answers[0]}"]
     # Shortened, the gold pair stays and so do both ends.
     short, (start, end) = examples.text("15-1"), asked.items[15]
@@ -55,19 +89,37 @@ def test_an_example_in_words(tmp_path: Path) -> None:
 
 def test_an_excerpt_keeps_the_ends_and_the_gold_item() -> None:
     text = "".join(f"{n:05d}" for n in range(1000))
-    example = Example(id="x", prompt=text, answers=("a",), gold_position=1, items=((0, 5), (2500, 2510)))
+    example = Example(
+        id="x",
+        prompt=text,
+        answers=("a",),
+        gold_position=1,
+        items=((0, 5), (2500, 2510)),
+    )
     head, said, gold, told, tail = excerpt(example).splitlines()
-    assert (head, gold, tail) == (text[:EDGE], text[2500 - AROUND : 2510 + AROUND], text[-EDGE:])
+    assert (head, gold, tail) == (
+        text[:EDGE],
+        text[2500 - AROUND : 2510 + AROUND],
+        text[-EDGE:],
+    )
     assert said == f"[... {2500 - AROUND - EDGE} characters ...]"
     assert told == f"[... {5000 - EDGE - 2510 - AROUND} characters ...]"
     # A gold item that is long itself is shortened, and a short prompt is not.
-    long = Example(id="x", prompt=text, answers=("a",), gold_position=0, items=((1000, 4000),))
+    long = Example(
+        id="x", prompt=text, answers=("a",), gold_position=0, items=((1000, 4000),)
+    )
     assert (
         len(excerpt(long)) < 7 * EDGE
         and text[1000:1100] in excerpt(long)
         and text[3900:4000] in excerpt(long)
     )
-    brief = Example(id="x", prompt=text[: 2 * EDGE], answers=("a",), system="Be brief.", prefill="Answer:")
+    brief = Example(
+        id="x",
+        prompt=text[: 2 * EDGE],
+        answers=("a",),
+        system="Be brief.",
+        prefill="Answer:",
+    )
     assert excerpt(brief) == full(brief) == f"Be brief.\n\n{text[: 2 * EDGE]}Answer:"
     assert few(list("abcdefghij"), 5) == list("acegi") and few(["a"]) == ["a"]
 
@@ -81,12 +133,21 @@ def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> Non
     run, config = folder_of(tmp_path, task, {"1-0": "no"})
     assert 'Key: "k2"' in Examples.of(run, config).text("1-0")
     # Another file under the same name: what was asked is not in it.
-    data.write_bytes(gzip.compress(json.dumps({**row, "key": "k3", "value": "v3"}).encode()))
+    data.write_bytes(
+        gzip.compress(json.dumps({**row, "key": "k3", "value": "v3"}).encode())
+    )
     text = Examples.of(run, config).text("1-0")
-    assert "no prompt of this row's checksum" in text and "k3" not in text and "expected: v2" in text
+    assert (
+        "no prompt of this row's checksum" in text
+        and "k3" not in text
+        and "expected: v2" in text
+    )
     data.unlink()
     text = Examples.of(run, config).text("1-0")
-    assert f"cannot be built again: {data} is not on this machine" in text and "reply:  no" in text
+    assert (
+        f"cannot be built again: {data} is not on this machine" in text
+        and "reply:  no" in text
+    )
 
 
 def test_the_page_shows_some_wrong_answers_as_text(tmp_path: Path) -> None:
@@ -95,7 +156,9 @@ def test_the_page_shows_some_wrong_answers_as_text(tmp_path: Path) -> None:
     folder_of(tmp_path, task, wrong)
     page = render_run(tmp_path).read_text()
     assert "12 of 40 examples are scored below 1 under some method; 5 of them" in page
-    assert "posbench show DIR --wrong --all" in page and page.count("<summary>id 0-") == 5
+    assert (
+        "posbench show DIR --wrong --all" in page and page.count("<summary>id 0-") == 5
+    )
     assert "<script" not in page and "&lt;/pre&gt;&lt;script&gt;" in page
 
 
@@ -110,5 +173,10 @@ def test_the_page_shows_some_wrong_answers_as_text(tmp_path: Path) -> None:
         (KVRetrieval(), "", "value", None),
     ],
 )
-def test_what_scoring_reads_out_of_a_reply(task: Task, subset: str, reply: str, read: str | None) -> None:
-    assert task.extracted(Example(id="x", prompt="", answers=("A",), subset=subset), reply) == read
+def test_what_scoring_reads_out_of_a_reply(
+    task: Task, subset: str, reply: str, read: str | None
+) -> None:
+    assert (
+        task.extracted(Example(id="x", prompt="", answers=("A",), subset=subset), reply)
+        == read
+    )

@@ -43,8 +43,20 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def claims(*rows: tuple[str, str, str, float], kind: str = "paper") -> pd.DataFrame:
     """A findings.csv of (model, verdict, claim, value)."""
-    told = dict(kind=kind, statistic="s", n=20, p=0.01, p_holm=0.01, note="", ci_low=-1.0, ci_high=9.0)
-    found = [dict(zip(("model", "verdict", "claim", "value"), row, strict=True), **told) for row in rows]
+    told = dict(
+        kind=kind,
+        statistic="s",
+        n=20,
+        p=0.01,
+        p_holm=0.01,
+        note="",
+        ci_low=-1.0,
+        ci_high=9.0,
+    )
+    found = [
+        dict(zip(("model", "verdict", "claim", "value"), row, strict=True), **told)
+        for row in rows
+    ]
     return pd.DataFrame(found, columns=list(COLUMNS))
 
 
@@ -57,23 +69,38 @@ def run(
 ) -> Path:
     """A run folder that holds these tables and figures."""
     (folder / "figures").mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config(folder.parents[1].name, folder.name)))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(config(folder.parents[1].name, folder.name))
+    )
     for name, table in tables.items():
         table.to_csv(folder / f"{name}.csv", index=False)
     drawn(folder, picture, figures)
     command = f"posbench experiment={folder.parents[1].name}"
     book = RunDir(folder, "r1")
     packages = {"torch": "2.9", "transformers": "5.6"}
-    made = {"command": command, "started": "2026-01-02T03:04:05", "hardware": "a CPU", "packages": packages}
+    made = {
+        "command": command,
+        "started": "2026-01-02T03:04:05",
+        "hardware": "a CPU",
+        "packages": packages,
+    }
     book.write_facts("provenance.json", made)
-    book.write_facts("status.json", {"state": "done" if done else "failed", "error": None, "stages": {}})
+    book.write_facts(
+        "status.json",
+        {"state": "done" if done else "failed", "error": None, "stages": {}},
+    )
     if done:
         book.seal(command)
     return folder
 
 
 def config(suite: str, name: str) -> dict[str, object]:
-    facts = {"name": suite, "title": f"Paper, {suite}", "paper": "yu2025", "covers": ["Figure 3"]}
+    facts = {
+        "name": suite,
+        "title": f"Paper, {suite}",
+        "paper": "yu2025",
+        "covers": ["Figure 3"],
+    }
     return {
         "model": {"name": name.split("__")[0]},
         "experiment": {**facts, "claims": ["the <middle> is lost"]},
@@ -84,12 +111,18 @@ def drawn(folder: Path, picture: Path, figures: tuple[str, ...]) -> None:
     for name in figures:
         for kind in (".png", ".pdf"):
             shutil.copy(picture.with_suffix(kind), folder / "figures" / f"{name}{kind}")
-    (folder / "figures" / "captions.json").write_text(json.dumps({n: f"What {n} shows." for n in figures}))
+    (folder / "figures" / "captions.json").write_text(
+        json.dumps({n: f"What {n} shows." for n in figures})
+    )
     (folder / "report.html").write_text(f"<p>{folder.name}</p>")
 
 
 def swept(
-    folder: Path, picture: Path, runs: list[Path], figures: tuple[str, ...], **tables: pd.DataFrame
+    folder: Path,
+    picture: Path,
+    runs: list[Path],
+    figures: tuple[str, ...],
+    **tables: pd.DataFrame,
 ) -> Path:
     """A sweep over runs of its suite, whose outputs have moved since."""
     (folder / "figures").mkdir(parents=True)
@@ -115,13 +148,28 @@ def many(tmp_path: Path, picture: Path) -> Path:
     """Outputs of four suites: plain runs, a sweep with figures, a sweep without, and damage."""
     out = tmp_path / "outputs"
     run(out / "fig3/v002/tiny__a", picture, ("old",))
-    found = claims(("tiny", "holds", "a_claim (Paper 2025)", 1.25), ("tiny", "inconclusive", "b", 2.0))
+    found = claims(
+        ("tiny", "holds", "a_claim (Paper 2025)", 1.25),
+        ("tiny", "inconclusive", "b", 2.0),
+    )
     run(out / "fig3/v010/tiny__a", picture, ("curve", "map"), findings=found)
-    run(out / "fig3/v010/tiny_b__a", picture, findings=claims(("tiny_b", "contradicted", "a_claim", -1.5)))
+    run(
+        out / "fig3/v010/tiny_b__a",
+        picture,
+        findings=claims(("tiny_b", "contradicted", "a_claim", -1.5)),
+    )
     parts = [run(out / f"fig6/v001/tiny__{i}", picture, ("inner",)) for i in range(2)]
-    swept(out / "fig6/v001/sweep__f__x", picture, parts, ("sweep",), summary=sweep([1.0, 0.0]))
+    swept(
+        out / "fig6/v001/sweep__f__x",
+        picture,
+        parts,
+        ("sweep",),
+        summary=sweep([1.0, 0.0]),
+    )
     first = run(out / "fig7/v001/tiny__s__1", picture, metrics=metrics())
-    second = run(out / "fig7/v002/tiny__s__2", picture, metrics=metrics(after=[0.5, 0.5, 0.5]))
+    second = run(
+        out / "fig7/v002/tiny__s__2", picture, metrics=metrics(after=[0.5, 0.5, 0.5])
+    )
     run(out / "fig7/v002/tiny__s__3", picture, ("beside",))  # of no sweep
     swept(out / "fig7/v001/sweep__x__y", picture, [first, second], ())
     bad = run(out / "fig9/v001/tiny__bad", picture, metrics=metrics())
@@ -162,7 +210,11 @@ def test_every_figure_of_the_newest_runs_is_in_the_page_and_on_disk(many, pictur
     file = write_gallery(many)
     assert file == many / "gallery" / "index.html"
     page = Page(file)
-    wanted = {f"figures/{suite}/{name}.png" for suite, names in SHOWN.items() for name in names}
+    wanted = {
+        f"figures/{suite}/{name}.png"
+        for suite, names in SHOWN.items()
+        for name in names
+    }
     assert set(page.images) == wanted and wanted <= set(page.links)
     found = {p.relative_to(file.parent).as_posix() for p in file.parent.rglob("*.png")}
     assert found == wanted
@@ -171,10 +223,17 @@ def test_every_figure_of_the_newest_runs_is_in_the_page_and_on_disk(many, pictur
             copied = (file.parent / name).with_suffix(kind)
             assert copied.read_bytes() == picture.with_suffix(kind).read_bytes()
     for link in page.links:
-        there = link[1:] in page_ids(file) if link.startswith("#") else (file.parent / link).is_file()
+        there = (
+            link[1:] in page_ids(file)
+            if link.startswith("#")
+            else (file.parent / link).is_file()
+        )
         assert there, link
     assert page.words.count("What curve shows.") == 4  # fig3 twice, fig7 twice
-    assert "the <middle> is lost" in page.words.lower() and "<middle>" not in file.read_text()
+    assert (
+        "the <middle> is lost" in page.words.lower()
+        and "<middle>" not in file.read_text()
+    )
     assert "tiny, tiny_b; torch 2.9, transformers 5.6; a CPU; 2026-01-02" in page.words
 
 
@@ -189,12 +248,16 @@ def test_of_many_runs_the_newest_are_shown(
         folder = run(tmp_path / f"fig3/v001/tiny__{number}", picture)
         book = opened(folder)
         facts = {k: v for k, v in book.facts("provenance.json").items() if k != "run"}
-        book.write_facts("provenance.json", facts | {"started": f"2026-01-0{3 - number}T00:00:00"})
+        book.write_facts(
+            "provenance.json", facts | {"started": f"2026-01-0{3 - number}T00:00:00"}
+        )
         book.seal("posbench")
     (tmp_path / "fig3/v001/tiny__0/figures/curve.png").write_bytes(b"")
     monkeypatch.setattr("posbench.report.collect.MOST", 1)
     (entry,) = collect(tmp_path)
-    assert [part.folder.name for part in entry.parts] == ["tiny__1"], "the newest whole one"
+    assert [part.folder.name for part in entry.parts] == ["tiny__1"], (
+        "the newest whole one"
+    )
     assert "tiny__0 is damaged (figures/curve.png)" in entry.faults[0]
     assert entry.faults[1:] == ["1 older runs of fig3 are left out: posbench ls runs"]
 
@@ -207,7 +270,10 @@ def test_a_suite_and_a_version_have_a_gallery_of_their_own(many, tmp_path, capsy
     assert main(["report", str(many / "fig3/v002"), "--out", str(tmp_path / "g")]) == 0
     assert Page(tmp_path / "g/index.html").images[0] == "figures/fig3/tiny-old.png"
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "g/index.html")
-    assert main(["report", str(many / "fig3/v002/tiny__a"), "--out", str(tmp_path / "g")]) == 2
+    assert (
+        main(["report", str(many / "fig3/v002/tiny__a"), "--out", str(tmp_path / "g")])
+        == 2
+    )
     empty = tmp_path / "empty"
     empty.mkdir()
     assert main(["report", str(empty)]) == 2 and "DIR" in capsys.readouterr().err
@@ -215,33 +281,60 @@ def test_a_suite_and_a_version_have_a_gallery_of_their_own(many, tmp_path, capsy
 
 def test_tables_hold_the_numbers_of_the_runs(many):
     tables = write_gallery(many).parent / "tables"
-    own = [pd.read_csv(many / f"fig3/v010/{n}__a/findings.csv") for n in ("tiny", "tiny_b")]
+    own = [
+        pd.read_csv(many / f"fig3/v010/{n}__a/findings.csv") for n in ("tiny", "tiny_b")
+    ]
     found = pd.read_csv(tables / "fig3.csv")
-    pd.testing.assert_frame_equal(found[list(COLUMNS)], pd.concat(own, ignore_index=True), check_dtype=False)
+    pd.testing.assert_frame_equal(
+        found[list(COLUMNS)], pd.concat(own, ignore_index=True), check_dtype=False
+    )
     assert found["run"].tolist() == ["tiny", "tiny", "tiny_b"]
     told = (tables / "fig3.md").read_text()
-    assert "| contradicted | tiny_b | a_claim | -1.50 [-1.00, 9.00] | s | 0.01 | 20 |" in told
-    sums, scores = pd.read_csv(many / "fig6/v001/sweep__f__x/summary.csv"), pd.read_csv(tables / "fig6.csv")
+    assert (
+        "| contradicted | tiny_b | a_claim | -1.50 [-1.00, 9.00] | s | 0.01 | 20 |"
+        in told
+    )
+    sums = pd.read_csv(many / "fig6/v001/sweep__f__x/summary.csv")
+    scores = pd.read_csv(tables / "fig6.csv")
     pd.testing.assert_frame_equal(scores, sums, check_dtype=False)
     both = pd.read_csv(tables / "fig7.csv")
     assert (
-        both[(both["metric"] == "accuracy") & (both["run"] == "tiny-x_1")]["value"].tolist()[4:7] == [0.5] * 3
+        both[(both["metric"] == "accuracy") & (both["run"] == "tiny-x_1")][
+            "value"
+        ].tolist()[4:7]
+        == [0.5] * 3
     )
-    assert {p.stem for p in tables.iterdir()} == set(SHOWN) and len(list(tables.iterdir())) == 9
+    assert {p.stem for p in tables.iterdir()} == set(SHOWN) and len(
+        list(tables.iterdir())
+    ) == 9
 
 
 def test_a_papers_cells_come_first_and_are_counted(many, picture):
     folder = run(many / "table1/v001/tiny__m", picture, metrics=metrics())
-    row = dict(model="tiny", method="scale_channel", task="kv", metric="accuracy", source="Table 1", n=500)
+    row = dict(
+        model="tiny",
+        method="scale_channel",
+        task="kv",
+        metric="accuracy",
+        source="Table 1",
+        n=500,
+    )
     places = {"0": 0.97, "1": 0.2, "2": 0.9, "all": 0.93}
-    reference = [{**row, "gold_position": place, "value": value} for place, value in places.items()]
+    reference = [
+        {**row, "gold_position": place, "value": value}
+        for place, value in places.items()
+    ]
     (folder / "reference.json").write_text(
-        json.dumps([*reference, {**row, "model": "big", "gold_position": "0", "value": 0.5}])
+        json.dumps(
+            [*reference, {**row, "model": "big", "gold_position": "0", "value": 0.5}]
+        )
     )
     RunDir(folder, "r1").seal("posbench experiment=table1")
     page = write_gallery(many)
     found = pd.read_csv(page.parent / "tables/table1.csv")
-    assert found["paper"].tolist() == list(places.values()) and found["ours"].tolist()[:3] == [
+    assert found["paper"].tolist() == list(places.values()) and found["ours"].tolist()[
+        :3
+    ] == [
         0.96,
         0.9,
         0.92,
@@ -252,7 +345,10 @@ def test_a_papers_cells_come_first_and_are_counted(many, picture):
         "| tiny | scale_channel | paper % | 97.0 |"
     )
     tally = found["verdict"].value_counts()
-    assert f"Cells of the paper: {tally['agrees']} agree" in Page(page).words and tally["differs"] == 1
+    assert (
+        f"Cells of the paper: {tally['agrees']} agree" in Page(page).words
+        and tally["differs"] == 1
+    )
     assert (page.parent / "tables/table1-scores.csv").is_file()
 
 
@@ -264,11 +360,15 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
         "failed: study.x=lost (exit status 2)",
     ):
         assert said in words
-    assert not (many / "gallery/figures/fig9").exists() and "We see: Nothing" not in words
+    assert (
+        not (many / "gallery/figures/fig9").exists() and "We see: Nothing" not in words
+    )
     # A damaged run of a newer version does not hide the whole ones of an older.
     shutil.copytree(many / "fig9/v001/tiny__bad", many / "fig3/v011/tiny__a")
     (entry,) = (entry for entry in collect(many) if entry.name == "fig3")
-    assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(entry.faults) == 1
+    assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(
+        entry.faults
+    ) == 1
 
 
 def test_a_sweep_that_is_drawn_again_stays_whole(many):
@@ -282,7 +382,9 @@ def test_a_sweep_that_is_drawn_again_stays_whole(many):
     assert opened(folder).damaged() == ["figures/sweep.png"]
 
 
-def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(many, tmp_path):
+def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(
+    many, tmp_path
+):
     page = write_gallery(many)
     before = {p: p.read_bytes() for p in page.parent.rglob("*") if p.is_file()}
     write_gallery(many)
@@ -308,22 +410,36 @@ def test_latex_has_no_special_character_left(many):
     known += r"|\\[&%$#_{}]|\\midrule|\\space"
     plain = re.sub(known, "", body[1])
     assert not re.search(r"[%$#_{}~^<>|]", plain), plain
-    assert plain.count("&") == 3 and plain.count("\\\\") == 3 and plain.replace("\\\\", "").count("\\") == 0
+    assert (
+        plain.count("&") == 3
+        and plain.count("\\\\") == 3
+        and plain.replace("\\\\", "").count("\\") == 0
+    )
     assert re.search(r"\\begin\{tabular\}\{p\{0\.30\\linewidth\}l\}", text)
     assert "longtable" in latex(["a"], [["1"]] * 41)
-    written = {file.stem: file.read_text() for file in (write_gallery(many).parent / "tables").glob("*.tex")}
+    written = {
+        file.stem: file.read_text()
+        for file in (write_gallery(many).parent / "tables").glob("*.tex")
+    }
     assert set(written) == set(SHOWN) and "a\\_claim" in written["fig3"]
 
 
 def test_a_papers_cells_stand_in_its_layout():
     row = dict(model="tiny", method="none", task="kv", metric="accuracy")
     places = {"0": 0.97, "1": 0.2, "all": 0.7}
-    table, _ = cells(metrics(), [{**row, "gold_position": p, "value": v} for p, v in places.items()])
+    table, _ = cells(
+        metrics(), [{**row, "gold_position": p, "value": v} for p, v in places.items()]
+    )
     header, lines = paper_table(table)
     assert header == ["model", "method", "", "0", "1", "all"]
     assert [line[2:] for line in lines] == [
         ["paper %", "97.0", "20.0", "70.0"],
-        ["ours %", "98.0 [95.0, 100.0]".replace("100.0", "101.0"), "60.0 [57.0, 63.0]", "84.0 [81.0, 87.0]"],
+        [
+            "ours %",
+            "98.0 [95.0, 100.0]".replace("100.0", "101.0"),
+            "60.0 [57.0, 63.0]",
+            "84.0 [81.0, 87.0]",
+        ],
         ["difference", "+1.0", "+40.0", "+14.0"],
         ["verdict", "agrees", "differs", "differs"],
     ]
@@ -334,9 +450,14 @@ def test_what_we_see_names_the_decided_claims():
         ("tiny", "holds", "A (Paper 2025, Figure 1)", 1.0),
         ("tiny_b", "holds", "A (Paper 2025, Figure 1)", 1.0),
     ]
-    rows += [("tiny", "holds", "B (the middle)", 1.0), ("tiny_b", "contradicted", "B (the middle)", 1.0)]
+    rows += [
+        ("tiny", "holds", "B (the middle)", 1.0),
+        ("tiny_b", "contradicted", "B (the middle)", 1.0),
+    ]
     rows += [("tiny", "inconclusive", "C", 1.0), ("tiny_b", "not testable", "C", 1.0)]
-    said = decided(pd.concat([claims(*rows), claims(("tiny", "holds", "D", 1.0), kind="control")]))
+    said = decided(
+        pd.concat([claims(*rows), claims(("tiny", "holds", "D", 1.0), kind="control")])
+    )
     assert said == (
         "Holds: A (both models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
         "Beside these: 1 inconclusive, 1 not testable."
@@ -348,15 +469,34 @@ def test_what_we_see_names_the_decided_claims():
 
 
 def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
-    check = dict(measure="loss", found=0.9, unmodified=1.5, gain=0.6, ci_low=0.4, ci_high=0.8, n=120)
-    times = dict(work="8 tokens", base="none", way=["none", "ms_poe"], ratio=[1.0, 1.25])
+    check = dict(
+        measure="loss",
+        found=0.9,
+        unmodified=1.5,
+        gain=0.6,
+        ci_low=0.4,
+        ci_high=0.8,
+        n=120,
+    )
+    times = dict(
+        work="8 tokens", base="none", way=["none", "ms_poe"], ratio=[1.0, 1.25]
+    )
     times |= dict(ratio_min=[1.0, 1.2], ratio_max=[1.0, 1.5])
     run(tmp_path / "found/v001/tiny__a", picture, held_back=pd.DataFrame([check]))
-    folder = run(tmp_path / "slow/v001/tiny__b", picture, done=False, generation=pd.DataFrame(times))
-    (folder / "study.json").write_text(json.dumps({"study": "latency", "tables": ["generation"]}))
+    folder = run(
+        tmp_path / "slow/v001/tiny__b",
+        picture,
+        done=False,
+        generation=pd.DataFrame(times),
+    )
+    (folder / "study.json").write_text(
+        json.dumps({"study": "latency", "tables": ["generation"]})
+    )
     RunDir(folder, "r1").seal("")
     found, slow = collect(tmp_path)
-    told = "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
+    told = (
+        "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
+    )
     assert found.seen == f"The search gains: {told}."
     said = "ms_poe takes 1.25 times the time of unmodified (8 tokens; 1.20 to 1.50 over rounds)."
     assert slow.seen == said
@@ -368,16 +508,26 @@ def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
     page.write_text("# Gallery\n\n<!-- gallery -->\n<!-- /gallery -->\nend\n")
     (page.with_suffix("")).mkdir()
     (page.with_suffix("") / "old.png").write_bytes(b"")
-    assert main(["docs", "gallery", str(many), "--out", str(page)]) == 0, capsys.readouterr().err
+    assert main(["docs", "gallery", str(many), "--out", str(page)]) == 0, (
+        capsys.readouterr().err
+    )
     text = page.read_text()
     assert text.startswith("# Gallery") and text.endswith("end\n")
     images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert len(images) == len(set(images)) == 5 and "shown/fig6-sweep-sweep.png" in images
+    assert (
+        len(images) == len(set(images)) == 5 and "shown/fig6-sweep-sweep.png" in images
+    )
     assert {f"shown/{p.name}" for p in page.with_suffix("").iterdir()} == set(images)
     assert "*We see:* Holds: a_claim (tiny). Contradicted: a_claim (tiny_b)." in text
-    assert "*The paper shows:* The <middle> is lost." in text and "tiny__bad is damaged" in text
+    assert (
+        "*The paper shows:* The <middle> is lost." in text
+        and "tiny__bad is damaged" in text
+    )
     page.write_text("no marks")
-    assert main(["docs", "gallery", str(many), "--out", str(page)]) == 2 and page.read_text() == "no marks"
+    assert (
+        main(["docs", "gallery", str(many), "--out", str(page)]) == 2
+        and page.read_text() == "no marks"
+    )
 
 
 def test_figures_of_the_documentation_are_small(tmp_path):

@@ -23,12 +23,24 @@ from tests.conftest import Result
 from tests.frames import metrics
 
 
-def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **more: Any) -> Path:
+def made(
+    folder: Path, method: dict[str, Any], day: int, state: str = "done", **more: Any
+) -> Path:
     """A run folder of that state, begun on that day of May."""
     folder.mkdir(parents=True)
-    task = {"name": "kv_retrieval", "pairs": 12, "positions": [0, 5], **more.pop("task", {})}
+    task = {
+        "name": "kv_retrieval",
+        "pairs": 12,
+        "positions": [0, 5],
+        **more.pop("task", {}),
+    }
     ran = more.pop("ran", {})
-    config = {"model": {"name": "tiny", "path": "x"}, "task": task, "method": method, **more}
+    config = {
+        "model": {"name": "tiny", "path": "x"},
+        "task": task,
+        "method": method,
+        **more,
+    }
     run = RunDir(folder, folder.name[-8:])
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     run.write_facts("provenance.json", {"started": f"2026-05-{day:02d}T10:00:00+00:00"})
@@ -43,18 +55,38 @@ def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
     """Six runs of a task in two versions, one in each state, and one of a study."""
-    suite, scaled = tmp_path / "outputs/kv_retrieval", {"name": "scale_channel", "layers": [1, 2]}
+    suite = tmp_path / "outputs/kv_retrieval"
+    scaled = {"name": "scale_channel", "layers": [1, 2]}
     made(suite / "v001/tiny__scale_channel__aaaa0001", scaled | {"factor": 0.0}, 1)
-    made(suite / "v001/tiny__scale_channel__aaaa0002", scaled | {"factor": -1}, 2, task={"pairs": 24})
+    made(
+        suite / "v001/tiny__scale_channel__aaaa0002",
+        scaled | {"factor": -1},
+        2,
+        task={"pairs": 24},
+    )
     made(suite / "v001/tiny__none__bbbb0001", {"name": "none"}, 3)
     made(suite / "v002/tiny__none__bbbb0002", {"name": "none"}, 4, "running")
     made(suite / "v002/tiny__none__bbbb0003", {"name": "none"}, 5, "failed")
-    study = made(tmp_path / "outputs/fig9/v001/tiny__maps__none__cccc0001", {"name": "none"}, 6, "running")
+    study = made(
+        tmp_path / "outputs/fig9/v001/tiny__maps__none__cccc0001",
+        {"name": "none"},
+        6,
+        "running",
+    )
     (study / "metrics.csv").unlink()
-    (study / "config.yaml").write_text(yaml.safe_dump({"model": {"name": "tiny"}, "study": {"name": "maps"}}))
+    (study / "config.yaml").write_text(
+        yaml.safe_dump({"model": {"name": "tiny"}, "study": {"name": "maps"}})
+    )
     row: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0)
-    told = [("paper", "holds"), ("paper", "holds"), ("paper", "inconclusive"), ("control", "contradicted")]
-    found = pd.DataFrame([row | {"kind": kind, "verdict": verdict} for kind, verdict in told])
+    told = [
+        ("paper", "holds"),
+        ("paper", "holds"),
+        ("paper", "inconclusive"),
+        ("control", "contradicted"),
+    ]
+    found = pd.DataFrame(
+        [row | {"kind": kind, "verdict": verdict} for kind, verdict in told]
+    )
     found.to_csv(study / "findings.csv", index=False)
     RunDir(study, "cccc0001").seal("posbench")
     return tmp_path / "outputs"
@@ -66,15 +98,35 @@ def by_hash(outputs: Path, *filters: str) -> dict[str, Any]:
 
 def test_newest_first_with_the_numbers_of_their_tables(outputs: Path) -> None:
     found = by_hash(outputs)
-    assert [*found] == ["cccc0001", "bbbb0003", "bbbb0002", "bbbb0001", "aaaa0002", "aaaa0001"]
-    scaled, plain = found["aaaa0001"], found["bbbb0001"]
+    assert [*found] == [
+        "cccc0001",
+        "bbbb0003",
+        "bbbb0002",
+        "bbbb0001",
+        "aaaa0002",
+        "aaaa0001",
+    ]
+    scaled = found["aaaa0001"]
+    plain = found["bbbb0001"]
     # The means over the positions of tests/frames.py.
-    assert scaled["score"] == pytest.approx((0.96 + 0.9 + 0.92) / 3) and scaled["n"] == 300
-    assert scaled["difference"] == pytest.approx(scaled["score"] - (0.98 + 0.6 + 0.94) / 3)
+    assert (
+        scaled["score"] == pytest.approx((0.96 + 0.9 + 0.92) / 3) and scaled["n"] == 300
+    )
+    assert scaled["difference"] == pytest.approx(
+        scaled["score"] - (0.98 + 0.6 + 0.94) / 3
+    )
     assert scaled["score_ci_high"] == pytest.approx(scaled["score"] + 0.03)
-    assert plain["score"] == pytest.approx((0.98 + 0.6 + 0.94) / 3) and plain["difference"] is None
-    assert found["cccc0001"]["verdicts"] == "2 hold, 1 inconclusive" and found["cccc0001"]["score"] is None
-    assert scaled["folder"] == str(outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001")
+    assert (
+        plain["score"] == pytest.approx((0.98 + 0.6 + 0.94) / 3)
+        and plain["difference"] is None
+    )
+    assert (
+        found["cccc0001"]["verdicts"] == "2 hold, 1 inconclusive"
+        and found["cccc0001"]["score"] is None
+    )
+    assert scaled["folder"] == str(
+        outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
+    )
     assert scaled["seconds"] == 2.5 and scaled["started"].startswith("2026-05-01")
 
 
@@ -82,41 +134,63 @@ def test_settings_are_those_in_which_the_rows_shown_differ(outputs: Path) -> Non
     found = by_hash(outputs)
     assert found["aaaa0001"]["settings"] == {"task.pairs": "12", "method.factor": "0"}
     assert found["aaaa0002"]["settings"] == {"task.pairs": "24", "method.factor": "-1"}
-    assert found["bbbb0001"]["settings"] == {"task.pairs": "12"}, "a method without that key"
-    assert by_hash(outputs, "none")["bbbb0001"]["settings"] == {}, "alike among those shown"
+    assert found["bbbb0001"]["settings"] == {"task.pairs": "12"}, (
+        "a method without that key"
+    )
+    assert by_hash(outputs, "none")["bbbb0001"]["settings"] == {}, (
+        "alike among those shown"
+    )
 
 
 def test_what_a_search_found_stands_where_the_config_has_nothing(outputs: Path) -> None:
-    suite, open_ = (
-        outputs / "kv_retrieval/v003",
-        {"name": "a-b", "parts": {"b": {"name": "b", "channel": None}}},
-    )
+    suite = outputs / "kv_retrieval/v003"
+    open_ = {"name": "a-b", "parts": {"b": {"name": "b", "channel": None}}}
     for day, channel in enumerate((7, 9), 1):
-        ran = {"name": "a-b", "parts": {"b": {"channel": channel, "x": 1}}, "source": "a search"}
+        ran = {
+            "name": "a-b",
+            "parts": {"b": {"channel": channel, "x": 1}},
+            "source": "a search",
+        }
         made(suite / f"tiny__a-b__dddd000{channel}", open_, day, ran=ran)
     made(suite / "tiny__a-b__dddd0000", open_, 3, "failed", ran=ran)
-    found = {name: record["settings"] for name, record in by_hash(outputs, "a-b").items()}
+    found = {
+        name: record["settings"] for name, record in by_hash(outputs, "a-b").items()
+    }
     key = "method.parts.b.channel"
-    assert found == {"dddd0007": {key: "7"}, "dddd0009": {key: "9"}, "dddd0000": {key: "null"}}
+    assert found == {
+        "dddd0007": {key: "7"},
+        "dddd0009": {key: "9"},
+        "dddd0000": {key: "null"},
+    }
     assert [*by_hash(outputs, f"{key}=9")] == ["dddd0009"]
 
 
 def test_states(outputs: Path) -> None:
     states = {name: record["state"] for name, record in by_hash(outputs).items()}
-    assert states["bbbb0002"] == "killed" and states["bbbb0003"] == "failed" and states["aaaa0001"] == "done"
+    assert (
+        states["bbbb0002"] == "killed"
+        and states["bbbb0003"] == "failed"
+        and states["aaaa0001"] == "done"
+    )
     with owned(outputs / "kv_retrieval/v002/tiny__none__bbbb0002"):
         assert by_hash(outputs)["bbbb0002"]["state"] == "running"
     unfinished = by_hash(outputs)["bbbb0003"]
     assert unfinished["score"] is None, "its table may be half of it"
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "config.yaml", "manifest.json", "DONE"])
+@pytest.mark.parametrize(
+    "name", ["metrics.csv", "config.yaml", "manifest.json", "DONE"]
+)
 def test_a_damaged_run_shows_no_number(name: str, outputs: Path) -> None:
     file = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001" / name
     file.write_bytes(file.read_bytes().replace(b"0", b"1").replace(b"a", b"b"))
     found = by_hash(outputs)
-    assert found["aaaa0001"]["state"] == "damaged" and found["aaaa0001"]["score"] is None
-    assert found["aaaa0002"]["state"] == "done" and found["aaaa0002"]["score"] is not None
+    assert (
+        found["aaaa0001"]["state"] == "damaged" and found["aaaa0001"]["score"] is None
+    )
+    assert (
+        found["aaaa0002"]["state"] == "done" and found["aaaa0002"]["score"] is not None
+    )
 
 
 def test_a_check_of_some_files_tells_what_the_whole_one_does(outputs: Path) -> None:
@@ -124,10 +198,16 @@ def test_a_check_of_some_files_tells_what_the_whole_one_does(outputs: Path) -> N
     for name in ("metrics.csv", "config.yaml"):
         kept = (run.path / name).read_bytes()
         (run.path / name).write_bytes(kept + b"#")
-        assert run.damaged([name]) == run.damaged() == [name] and run.damaged(["status.json"]) == []
+        assert (
+            run.damaged([name]) == run.damaged() == [name]
+            and run.damaged(["status.json"]) == []
+        )
         (run.path / name).write_bytes(kept)
     (run.path / "attention.csv").write_text("added")
-    assert run.damaged(["attention.csv"]) == ["attention.csv"] and run.damaged(["metrics.csv"]) == []
+    assert (
+        run.damaged(["attention.csv"]) == ["attention.csv"]
+        and run.damaged(["metrics.csv"]) == []
+    )
 
 
 def test_filters(outputs: Path) -> None:
@@ -155,9 +235,18 @@ def test_on_a_terminal(outputs: Path) -> None:
     )
     first, second = look(found)
     assert first["settings"] == "pairs=24\nfactor=-1" and second["run"] == "aaaa0001"
-    assert first["score"] == "92.7\n[89.7, 95.7]" and first["difference"] == "+8.7\n[4.7, 12.7]"
+    assert (
+        first["score"] == "92.7\n[89.7, 95.7]"
+        and first["difference"] == "+8.7\n[4.7, 12.7]"
+    )
     assert look(records(outputs, ["maps"]))[0] | {"age": ""} == {
-        **{"run": "cccc0001", "in": "fig9/v001", "model": "tiny", "task": "", "method / study": "maps"},
+        **{
+            "run": "cccc0001",
+            "in": "fig9/v001",
+            "model": "tiny",
+            "task": "",
+            "method / study": "maps",
+        },
         **{"score": "2 hold\n1 inconclusive", "difference": "", "position bias": ""},
         **{"age": "", "state": "done"},
     }
@@ -183,16 +272,34 @@ def test_values_are_spelled_as_one_types_them() -> None:
     ]
 
 
-def test_the_command_prints_tsv_and_json(outputs: Path, posbench: Callable[..., Result]) -> None:
+def test_the_command_prints_tsv_and_json(
+    outputs: Path, posbench: Callable[..., Result]
+) -> None:
     table = posbench("ls", "runs", "state=done", "--outputs", str(outputs), verb=True)
     header, *lines = [line.split("\t") for line in table.out.splitlines()]
-    assert table.status == 0 and len(lines) == 4 and {len(line) for line in lines} == {len(header)}
+    assert (
+        table.status == 0
+        and len(lines) == 4
+        and {len(line) for line in lines} == {len(header)}
+    )
     told = posbench("ls", "runs", "--json", f"--outputs={outputs}", verb=True)
     assert json.loads(told.out)[0]["run"] == "cccc0001"
-    for asked, hint in {"state=x": "", "model=tinny": "tiny?", "scale_chanel": "scale_channel?"}.items():
-        nothing = posbench("ls", "runs", "fig9", asked, "--outputs", str(outputs), verb=True)
-        assert nothing.status == 0 and nothing.err.count("\n") == 1 and "no run in" in nothing.err
-        assert nothing.err.strip().endswith(f"passes fig9 {asked}{f'; did you mean {hint}' if hint else ''}")
+    for asked, hint in {
+        "state=x": "",
+        "model=tinny": "tiny?",
+        "scale_chanel": "scale_channel?",
+    }.items():
+        nothing = posbench(
+            "ls", "runs", "fig9", asked, "--outputs", str(outputs), verb=True
+        )
+        assert (
+            nothing.status == 0
+            and nothing.err.count("\n") == 1
+            and "no run in" in nothing.err
+        )
+        assert nothing.err.strip().endswith(
+            f"passes fig9 {asked}{f'; did you mean {hint}' if hint else ''}"
+        )
     assert main(["ls", "runs", "--outputs", str(outputs / "nowhere")]) == 2
     assert main(["ls", "runs", "--all"]) == 2
 

@@ -14,7 +14,9 @@ from posbench.report.page import fitted, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
 from tests.frames import attention, channels, metrics, search, sweep
 
-SEARCHED = "stages: [search]\nsearch: {_target_: posbench.search.channel.ChannelSearch}\n"
+SEARCHED = (
+    "stages: [search]\nsearch: {_target_: posbench.search.channel.ChannelSearch}\n"
+)
 
 
 def folder_with(path: Path, config: str = SEARCHED, **frames: pd.DataFrame) -> Path:
@@ -27,7 +29,11 @@ def folder_with(path: Path, config: str = SEARCHED, **frames: pd.DataFrame) -> P
 
 def test_full_run(tmp_path):
     folder = folder_with(
-        tmp_path, metrics=metrics(), attention=attention(), search=search(), channels=channels()
+        tmp_path,
+        metrics=metrics(),
+        attention=attention(),
+        search=search(),
+        channels=channels(),
     )
     (folder / "found.yaml").write_text("scale_channel: {channel: 33, factor: 0}\n")
     (folder / "provenance.json").write_text(
@@ -43,7 +49,11 @@ def test_full_run(tmp_path):
         "Found constants",
         "Provenance",
     )
-    cells = "60.0 [57.0, 63.0]", "+30.0 [26.0, 34.0]", "scale_channel: {channel: 33, factor: 0}"
+    cells = (
+        "60.0 [57.0, 63.0]",
+        "+30.0 [26.0, 34.0]",
+        "scale_channel: {channel: 33, factor: 0}",
+    )
     for text in (*cells, "posbench task=kv", "packages.torch"):
         assert text in words
     for title in titles:
@@ -51,7 +61,13 @@ def test_full_run(tmp_path):
     assert page.count("data:image/png;base64,") == 4
     assert "<script" not in page and "http" not in page.replace("data:image", "")
     names = {p.name for p in (folder / "figures").iterdir()}
-    assert {"accuracy.png", "accuracy.pdf", "attention.pdf", "candidates.pdf", "channel_33.pdf"} <= names
+    assert {
+        "accuracy.png",
+        "accuracy.pdf",
+        "attention.pdf",
+        "candidates.pdf",
+        "channel_33.pdf",
+    } <= names
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     render_run(folder)
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -60,7 +76,13 @@ def test_full_run(tmp_path):
 def test_absent_files_leave_their_sections_out(tmp_path):
     page = render_run(folder_with(tmp_path, search=search(3, None))).read_text()
     assert "Nothing was scored" in page and "kept the unmodified model" in page
-    titles = "Accuracy by gold position", "Attention", "Positional channel", "Found constants", "Provenance"
+    titles = (
+        "Accuracy by gold position",
+        "Attention",
+        "Positional channel",
+        "Found constants",
+        "Provenance",
+    )
     for title in (*titles, "How to reproduce"):
         assert f">{title}</h2>" not in page
     (tmp_path / "search.csv").unlink()
@@ -74,14 +96,18 @@ def test_names_are_escaped(tmp_path):
         metrics=metrics("<script>alert(1)</script>", model="<script>m"),
         attention=attention(method="<script>"),
     )
-    (folder / "provenance.json").write_text(json.dumps({"command": "posbench '<script>'"}))
+    (folder / "provenance.json").write_text(
+        json.dumps({"command": "posbench '<script>'"})
+    )
     page = render_run(folder).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
 
 
 def test_unfinished_run_says_so(tmp_path):
     folder = folder_with(tmp_path, metrics=metrics())
-    (folder / "status.json").write_text(json.dumps({"state": "incomplete", "error": "3 rows failed"}))
+    (folder / "status.json").write_text(
+        json.dumps({"state": "incomplete", "error": "3 rows failed"})
+    )
     assert "may be partial. 3 rows failed" in render_run(folder).read_text()
 
 
@@ -115,7 +141,10 @@ def test_broken_json_is_named(tmp_path):
 
 def test_sweep_page(tmp_path):
     sweep([1.0, 0.0, -1.0]).to_csv(tmp_path / "summary.csv", index=False)
-    parts = [attention(g).assign(**{"run": f"r{g}", "method.factor": g}) for g in (1.0, 0.0, -1.0)]
+    parts = [
+        attention(g).assign(**{"run": f"r{g}", "method.factor": g})
+        for g in (1.0, 0.0, -1.0)
+    ]
     pd.concat(parts).to_csv(tmp_path / "attention_summary.csv", index=False)
     row = {
         "model": "gpt",
@@ -128,10 +157,18 @@ def test_sweep_page(tmp_path):
     }
     (tmp_path / "reference.json").write_text(json.dumps([row]))
     page = render_sweep(tmp_path).read_text()
-    assert "Over 3 settings of method.factor, the average runs from 82.7 % (-1) to 92.7 % (0)" in page
+    assert (
+        "Over 3 settings of method.factor, the average runs from 82.7 % (-1) to 92.7 % (0)"
+        in page
+    )
     assert "1 raise it, 2 cannot be told apart" in page
-    assert "<title>scale_channel on tiny, kv, by method.factor - posbench</title>" in page
-    assert "numbers are for gpt; none of these ran here" in page and "Source: Table 1." in page
+    assert (
+        "<title>scale_channel on tiny, kv, by method.factor - posbench</title>" in page
+    )
+    assert (
+        "numbers are for gpt; none of these ran here" in page
+        and "Source: Table 1." in page
+    )
     assert (tmp_path / "figures" / "sweep.pdf").is_file() and (
         tmp_path / "figures" / "attention.pdf"
     ).is_file()
@@ -142,14 +179,21 @@ def test_sweep_over_a_column_that_metrics_also_has(tmp_path):
     frame = pd.concat(parts)
     frame.insert(0, "swept", frame["run"])
     columns = ["run", "swept", *[c for c in frame.columns if c not in ("run", "swept")]]
-    frame[columns].rename(columns={"swept": "method"}).to_csv(tmp_path / "summary.csv", index=False)
+    frame[columns].rename(columns={"swept": "method"}).to_csv(
+        tmp_path / "summary.csv", index=False
+    )
     assert "Over 2 settings of method (swept)" in render_sweep(tmp_path).read_text()
     plain = pd.concat(parts)[["run", *metrics().columns]]
-    assert sweep_table(plain, swept_columns(plain))[2].startswith("Over 2 settings of method,")
+    assert sweep_table(plain, swept_columns(plain))[2].startswith(
+        "Over 2 settings of method,"
+    )
 
 
 def test_checkpoints_that_were_swept_are_told_apart():
-    parts = [metrics().assign(**{"run": p[-1], "model.path": f"/home/all/{p}"}) for p in ("a/A", "b/B")]
+    parts = [
+        metrics().assign(**{"run": p[-1], "model.path": f"/home/all/{p}"})
+        for p in ("a/A", "b/B")
+    ]
     frame = pd.concat(parts)[["run", "model.path", *metrics().columns]]
     header, rows, sentence = sweep_table(frame, swept_columns(frame))
     assert header[0] == "model.path" and [row[0] for row in rows] == ["a/A", "b/B"]
@@ -161,19 +205,39 @@ def test_checkpoints_that_were_swept_are_told_apart():
 
 
 def test_a_sweep_of_studies_shows_their_verdicts_side_by_side(tmp_path):
-    same = dict(kind="paper", statistic="s", value=1, ci_low=0.5, ci_high=2, n=20, p=0.01, p_holm=0.01)
+    same = dict(
+        kind="paper",
+        statistic="s",
+        value=1,
+        ci_low=0.5,
+        ci_high=2,
+        n=20,
+        p=0.01,
+        p_holm=0.01,
+    )
     rows = [
         {"run": f"v001/{m}", "study.x": x, "model": m, "verdict": v, "claim": c, **same}
-        for m, x, verdicts in (("a", 1, ("holds", "inconclusive")), ("b", 2, ("contradicted", "holds")))
+        for m, x, verdicts in (
+            ("a", 1, ("holds", "inconclusive")),
+            ("b", 2, ("contradicted", "holds")),
+        )
         for c, v in zip(("C", "D"), verdicts, strict=True)
     ]
-    pd.DataFrame(rows).assign(note="").to_csv(tmp_path / "findings_summary.csv", index=False)
+    pd.DataFrame(rows).assign(note="").to_csv(
+        tmp_path / "findings_summary.csv", index=False
+    )
     words = " ".join(re.sub("<[^>]*>", " ", render_sweep(tmp_path).read_text()).split())
-    assert "models holds C a x=1 contradicted C b x=2 inconclusive D a x=1 holds D b x=2" in words
+    assert (
+        "models holds C a x=1 contradicted C b x=2 inconclusive D a x=1 holds D b x=2"
+        in words
+    )
     assert "Claims of the paper: 2 hold, 1 contradicted, 1 inconclusive" in words
 
 
 def test_text_breaks_where_a_reader_expects_it():
-    assert fitted("1 [-1.5, 2e-05] & [a, b]") == '1 <span class="whole">[-1.5, 2e-05]</span> &amp; [a, b]'
+    assert (
+        fitted("1 [-1.5, 2e-05] & [a, b]")
+        == '1 <span class="whole">[-1.5, 2e-05]</span> &amp; [a, b]'
+    )
     assert fitted("v001/tiny__scale_channel") == "v001/<wbr>tiny__<wbr>scale_channel"
     assert fitted("a_b") == "a_b"

@@ -16,7 +16,8 @@ from tests.frames import sweep as summary
 
 @pytest.mark.parametrize("plain", [True, False], ids=["as text", "as tables"])
 def test_the_tables_of_runs_stand_below_each_other(plain: bool, tmp_path: Path) -> None:
-    files, wanted = [], []
+    files = []
+    wanted = []
     for name, value in (("a", "0.5"), ("b", "[1,2]")):
         table = metrics().assign(note="" if plain else 'a "b", c')
         (tmp_path / "v001" / name).mkdir(parents=True)
@@ -28,7 +29,9 @@ def test_the_tables_of_runs_stand_below_each_other(plain: bool, tmp_path: Path) 
         own.insert(1, "method.factor", value)
         wanted.append(own)
     found = pd.read_csv(
-        io.StringIO(sweep._together(files, ["method.factor"])), dtype=str, keep_default_na=False
+        io.StringIO(sweep._together(files, ["method.factor"])),
+        dtype=str,
+        keep_default_na=False,
     )
     pd.testing.assert_frame_equal(found, pd.concat(wanted, ignore_index=True))
 
@@ -36,7 +39,9 @@ def test_the_tables_of_runs_stand_below_each_other(plain: bool, tmp_path: Path) 
 def test_a_figure_shows_some_of_many_settings() -> None:
     every = summary([number / 10 for number in range(60)])
     some = sweep._few(every, ["method.factor"])
-    drawn = sorted(every.loc[every["run"].isin(some), "method.factor"].astype(float).unique())
+    drawn = sorted(
+        every.loc[every["run"].isin(some), "method.factor"].astype(float).unique()
+    )
     assert len(drawn) == sweep.MOST and drawn[0] == 0
     assert max(b - a for a, b in pairwise(drawn)) < 0.31, "spread evenly"
     few = summary([0.0, 0.5, 1.0])

@@ -10,7 +10,13 @@ import pytest
 from rich.console import Console
 
 from posbench.files.atomic import write_csv
-from posbench.report.tables import bias_table, findings_table, other_scores, position_table, subset_table
+from posbench.report.tables import (
+    bias_table,
+    findings_table,
+    other_scores,
+    position_table,
+    subset_table,
+)
 from posbench.report.terminal import show_findings, summary_table, text_table
 from posbench.report.text import (
     answer,
@@ -40,14 +46,28 @@ from tests.frames import AFTER, BEFORE, metrics
             "scale_channel raises the average from 84.0 % to 92.7 % "
             "(+8.6 points, 95 % interval 5.0 to 12.0, n = 300)",
         ),
-        (0.01, -0.02, 0.04, "scale_channel cannot be told from the unmodified model on average: 84.0 %"),
-        (0.02, 0.0, 0.04, "scale_channel cannot be told from the unmodified model on average: 84.0 %"),
+        (
+            0.01,
+            -0.02,
+            0.04,
+            "scale_channel cannot be told from the unmodified model on average: 84.0 %",
+        ),
+        (
+            0.02,
+            0.0,
+            0.04,
+            "scale_channel cannot be told from the unmodified model on average: 84.0 %",
+        ),
         (-0.1, -0.15, -0.05, "scale_channel lowers the average"),
     ],
 )
-def test_headline_says_no_more_than_the_interval(value: float, low: float, high: float, said: str) -> None:
+def test_headline_says_no_more_than_the_interval(
+    value: float, low: float, high: float, said: str
+) -> None:
     frame = metrics()
-    mask = (frame["metric"] == "accuracy_difference") & (frame["gold_position"] == "all")
+    mask = (frame["metric"] == "accuracy_difference") & (
+        frame["gold_position"] == "all"
+    )
     frame.loc[mask, ["value", "ci_low", "ci_high"]] = value, low, high
     text = headline(frame)
     curve = "The unmodified model answers 96.0 % at the ends and 60.0 % at its worst inner position; "
@@ -56,15 +76,29 @@ def test_headline_says_no_more_than_the_interval(value: float, low: float, high:
 
 def test_headline_without_method_without_comparison_and_without_metrics() -> None:
     alone = headline(metrics("none"))
-    assert alone.endswith("60.0 % at its worst inner position, 84.0 % on average (n = 300).")
+    assert alone.endswith(
+        "60.0 % at its worst inner position, 84.0 % on average (n = 300)."
+    )
     unpaired = metrics()[lambda f: f["metric"] == "accuracy"]
     assert "no paired comparison was recorded" in headline(unpaired)
     assert headline(None) == "Nothing was scored in this run."
 
 
-def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops() -> None:
-    evaluate = {"seconds": 100.4, "loop_seconds": 50, "prompt_tokens": 120_000, "reply_tokens": 5_000}
-    status = {"spent": {"evaluate": evaluate | {"resident": 2_345_000_000}, "intervene": {"seconds": 3.3}}}
+def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops() -> (
+    None
+):
+    evaluate = {
+        "seconds": 100.4,
+        "loop_seconds": 50,
+        "prompt_tokens": 120_000,
+        "reply_tokens": 5_000,
+    }
+    status = {
+        "spent": {
+            "evaluate": evaluate | {"resident": 2_345_000_000},
+            "intervene": {"seconds": 3.3},
+        }
+    }
     status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
     assert spent(status) == {
         "time": "intervene 3.3 s, evaluate 1.7 min",
@@ -77,27 +111,52 @@ def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops
 def test_intervals_go_below_where_a_table_is_too_wide_and_lists_do_not() -> None:
     for width, broken in ((40, False), (30, True)):
         out = StringIO()
-        table = text_table(["gold position", "score"], [["[[0, 1.25], [3, 1.5]]", "6.6 [2.1, 8.5]"]], width)
+        table = text_table(
+            ["gold position", "score"],
+            [["[[0, 1.25], [3, 1.5]]", "6.6 [2.1, 8.5]"]],
+            width,
+        )
         Console(file=out, width=60).print(table)
-        assert ("6.6 [2.1, 8.5]" in out.getvalue()) != broken and "[[0, 1.25], [3, 1.5]]" in out.getvalue()
+        assert (
+            "6.6 [2.1, 8.5]" in out.getvalue()
+        ) != broken and "[[0, 1.25], [3, 1.5]]" in out.getvalue()
 
 
 def test_a_shortened_prompt_counts_once_and_the_mean_is_over_the_shortened() -> None:
     dropped = {"x": 0, "y": 10, "z": 20}
-    rows = [{"id": name, "dropped": n, "method": method} for method in "ab" for name, n in dropped.items()]
-    sentence = "2 of 3 prompts were shortened to the context window (mean 15 tokens removed)."
+    rows = [
+        {"id": name, "dropped": n, "method": method}
+        for method in "ab"
+        for name, n in dropped.items()
+    ]
+    sentence = (
+        "2 of 3 prompts were shortened to the context window (mean 15 tokens removed)."
+    )
     assert shortened(rows) == sentence and shortened(rows[:1]) == ""
 
 
 def test_a_method_is_told_with_every_parameter() -> None:
-    one = {"name": "scale_channel", "channel": 3, "factor": 0.0, "layers": [0, 1], "last": None}
+    one = {
+        "name": "scale_channel",
+        "channel": 3,
+        "factor": 0.0,
+        "layers": [0, 1],
+        "last": None,
+    }
     assert applied(one) == "scale_channel: channel 3, factor 0.0, layers [0, 1]"
-    both = {"name": "a-b", "parts": {"a": {"x": 1}, "b": {"y": None, "z": 2}}, "source": "a: a paper"}
+    both = {
+        "name": "a-b",
+        "parts": {"a": {"x": 1}, "b": {"y": None, "z": 2}},
+        "source": "a: a paper",
+    }
     assert applied(both) == "a-b: a (x 1); b (z 2); constants: a: a paper"
 
 
 def test_terminal_table_is_narrow_and_ends_with_all() -> None:
-    for frame in (metrics(), pd.concat([metrics(), metrics("[bold]other")[lambda f: f["method"] != "none"]])):
+    for frame in (
+        metrics(),
+        pd.concat([metrics(), metrics("[bold]other")[lambda f: f["method"] != "none"]]),
+    ):
         out = StringIO()
         Console(file=out, width=100).print(summary_table(frame))
         lines = out.getvalue().splitlines()
@@ -105,28 +164,51 @@ def test_terminal_table_is_narrow_and_ends_with_all() -> None:
         assert all(word in out.getvalue() for word in ("60.0", "+30.0", "50 %"))
         last = [one for one in lines if " all " in one][-1]
         assert "84.0" in last and "300" in last and "[57.0, 63.0]" in out.getvalue()
-        assert lines.index(last) > max(i for i, one in enumerate(lines) if one.lstrip().startswith("100 %"))
+        assert lines.index(last) > max(
+            i for i, one in enumerate(lines) if one.lstrip().startswith("100 %")
+        )
     assert "[bold]other" in out.getvalue()
 
 
 def test_position_table() -> None:
     header, rows = position_table(metrics())
     assert header == ["gold position", "unmodified", "scale_channel", "difference", "n"]
-    assert rows[1] == ["50 %", "60.0 [57.0, 63.0]", "90.0 [87.0, 93.0]", "+30.0 [26.0, 34.0]", "100"]
+    assert rows[1] == [
+        "50 %",
+        "60.0 [57.0, 63.0]",
+        "90.0 [87.0, 93.0]",
+        "+30.0 [26.0, 34.0]",
+        "100",
+    ]
     assert [row[0] for row in rows] == ["0 %", "50 %", "100 %", "all"]
     assert (BEFORE[1], AFTER[1]) == (0.6, 0.9)
 
 
 def _scores(*rows: tuple[str, str, float], **same: object) -> pd.DataFrame:
     """Rows of metrics.csv over all positions, each value its own interval."""
-    common = {"model": "m", "task": "t", "gold_position": "all", "depth": None, "n": 4, "seed": 0, **same}
+    common = {
+        "model": "m",
+        "task": "t",
+        "gold_position": "all",
+        "depth": None,
+        "n": 4,
+        "seed": 0,
+        **same,
+    }
     return pd.DataFrame(
-        [{**common, "method": m, "metric": k, "value": v, "ci_low": v, "ci_high": v} for m, k, v in rows]
+        [
+            {**common, "method": m, "metric": k, "value": v, "ci_low": v, "ci_high": v}
+            for m, k, v in rows
+        ]
     )
 
 
 def test_other_scores_stand_apart_from_the_tasks_own_in_their_own_unit() -> None:
-    own = [("none", "exact_order", 0.5), ("x", "exact_order", 0.75), ("x", "exact_order_difference", 0.25)]
+    own = [
+        ("none", "exact_order", 0.5),
+        ("x", "exact_order", 0.75),
+        ("x", "exact_order_difference", 0.25),
+    ]
     other = [("none", "lsd", 1.25), ("x", "lsd", 1.0), ("x", "lsd_difference", -0.25)]
     header, table = subset_table(other_scores(_scores(*own, *other)), own="")
     assert header == ["subset", "metric", "unmodified", "x", "difference", "n"]
@@ -136,15 +218,31 @@ def test_other_scores_stand_apart_from_the_tasks_own_in_their_own_unit() -> None
 
 def test_bias_is_told_in_points_and_a_gap_has_no_difference() -> None:
     own = _scores(("none", "accuracy", 0.5), ("x", "accuracy", 0.6))
-    bias = [("none", "gap", 0.3), ("x", "gap", 0.2), ("none", "primacy", 0.1), ("x", "primacy", 0.05)]
-    header, table = bias_table(pd.concat([own, _scores(*bias, ("x", "primacy_difference", -0.05))]))
+    bias = [
+        ("none", "gap", 0.3),
+        ("x", "gap", 0.2),
+        ("none", "primacy", 0.1),
+        ("x", "primacy", 0.05),
+    ]
+    header, table = bias_table(
+        pd.concat([own, _scores(*bias, ("x", "primacy_difference", -0.05))])
+    )
     assert header == ["statistic", "unmodified", "x", "difference"]
-    assert table[0] == ["gap (best - worst)", "30.0 [30.0, 30.0]", "20.0 [20.0, 20.0]", ""]
+    assert table[0] == [
+        "gap (best - worst)",
+        "30.0 [30.0, 30.0]",
+        "20.0 [20.0, 20.0]",
+        "",
+    ]
     assert table[1][1:] == ["10.0 [10.0, 10.0]", "5.0 [5.0, 5.0]", "-5.0 [-5.0, -5.0]"]
 
 
 def _judged() -> pd.DataFrame:
-    at = {"holds": (1, 0.5, 1.5), "contradicted": (-1, -1.5, -0.5), "inconclusive": (0, -1, 1)}
+    at = {
+        "holds": (1, 0.5, 1.5),
+        "contradicted": (-1, -1.5, -0.5),
+        "inconclusive": (0, -1, 1),
+    }
     found = [
         Finding.above("A claim", f"statistic of {word}", Estimate(*numbers, 50))
         for word, numbers in at.items()
@@ -163,20 +261,27 @@ def test_verdicts_are_counted_the_papers_and_ours_apart() -> None:
     )
 
 
-def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Path) -> None:
+def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(
+    tmp_path: Path,
+) -> None:
     header, rows = findings_table(_judged())
     assert header[:4] == ["verdict", "claim", "value", "statistic"]
     assert [row[0] for row in rows] == [
         *("holds", "contradicted", "inconclusive", "not testable", "holds"),
         "holds",
     ]
-    assert rows[-1][1] == "Control: A claim" and rows[3][2] == rows[3][4] == rows[4][4] == ""
+    assert (
+        rows[-1][1] == "Control: A claim"
+        and rows[3][2] == rows[3][4] == rows[4][4] == ""
+    )
     write_csv(tmp_path / "findings.csv", _judged())
     out = StringIO()
     show_findings(tmp_path, Console(file=out, width=120))
     told = " ".join(out.getvalue().split())
     for word in ("holds", "contradicted", "inconclusive"):
-        assert f"{word} A claim: statistic of {word}" in told, "equal claims are told apart"
+        assert f"{word} A claim: statistic of {word}" in told, (
+            "equal claims are told apart"
+        )
     assert verdicts(_judged()) in told
 
 
@@ -191,32 +296,55 @@ def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> Non
 
 
 def test_verdicts_stand_side_by_side() -> None:
-    told = [("a", "C", "contradicted"), ("a", "C", "holds"), ("a", "D", "holds"), ("b", "D", "inconclusive")]
+    told = [
+        ("a", "C", "contradicted"),
+        ("a", "C", "holds"),
+        ("a", "D", "holds"),
+        ("b", "D", "inconclusive"),
+    ]
     told += [("c", "C", "holds")]
     rows = [{"model": m, "claim": c, "verdict": v, "kind": "paper"} for m, c, v in told]
-    frame = pd.DataFrame(rows, columns=list(findings.COLUMNS)).assign(n=1, p_holm=float("nan"), note="")
+    frame = pd.DataFrame(rows, columns=list(findings.COLUMNS)).assign(
+        n=1, p_holm=float("nan"), note=""
+    )
     both = [["contradicted", "C", "a"], ["holds", "C", "a; c"]]
     table = [*both, ["holds", "D", "a"], ["inconclusive", "D", "b"]]
     assert verdict_table(frame) == (["verdict", "claim", "models"], table)
 
 
 def test_a_title_names_method_model_and_task() -> None:
-    config: dict[str, object] = {"model": {"name": "m"}, "task": {"name": "t"}, "method": {"name": "none"}}
+    config: dict[str, object] = {
+        "model": {"name": "m"},
+        "task": {"name": "t"},
+        "method": {"name": "none"},
+    }
     assert subject(config) == "unmodified on m, t"
-    scaled = config | {"method": {"name": "x"}, "search": {"name": "s"}, "stages": ["search", "evaluate"]}
+    scaled = config | {
+        "method": {"name": "x"},
+        "search": {"name": "s"},
+        "stages": ["search", "evaluate"],
+    }
     assert subject(scaled) == "x on m, t"
     assert subject(scaled | {"stages": ["search"]}) == "search s for x on m, t"
     assert subject(config | {"study": {"name": "chain"}}) == "study chain on m, t"
-    assert subject(scaled | {"study": {"name": "chain"}}) == "study chain with x on m, t"
+    assert (
+        subject(scaled | {"study": {"name": "chain"}}) == "study chain with x on m, t"
+    )
     assert subject({"study": {"name": "rope"}}) == "study rope" and subject({}) == "run"
-    assert title(["x", "x"], list("abcde"), ["t"], ["x.y"]) == "x on 5 models, t, by x.y"
+    assert (
+        title(["x", "x"], list("abcde"), ["t"], ["x.y"]) == "x on 5 models, t, by x.y"
+    )
 
 
 def test_whose_claim_it_is_stands_at_its_definition() -> None:
     claims = table("yu2025_claims.csv", "kind", "claim")
     assert set(claims["kind"]) == {"paper", "control"}
-    assert ((claims["kind"] == "paper") == claims["claim"].str.contains("Yu et al. 2025")).all()
-    assert (claims.loc[claims["claim"].str.startswith("Control"), "kind"] == "control").all()
+    assert (
+        (claims["kind"] == "paper") == claims["claim"].str.contains("Yu et al. 2025")
+    ).all()
+    assert (
+        claims.loc[claims["claim"].str.startswith("Control"), "kind"] == "control"
+    ).all()
     assert not claims["claim"].str.contains(r"\bC\d").any()
 
 

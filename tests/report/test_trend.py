@@ -18,14 +18,17 @@ from posbench.run.folder import RunDir
 from tests.frames import attention, metrics, sweep
 
 NUMBERS = [-2.0, -1.0, 0.0, 1.0, 2.0]
-POSITIONS, PROMPTS = 4, 40
+POSITIONS = 4
+PROMPTS = 40
 TARGETS = {
     "scale_channel": "posbench.methods.scale_channel.ScaleChannel",
     "position_interpolation": "posbench.methods.position_interpolation.PositionInterpolation",
 }
 
 
-def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[tuple[dict[str, str], Path]]:
+def _runs(
+    folder: Path, strength: float, method: str = "scale_channel"
+) -> list[tuple[dict[str, str], Path]]:
     """Run folders in which attention and score move to the beginning with the factor, as strongly as told."""
     runs = []
     for number in NUMBERS:
@@ -41,18 +44,29 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
         (path / "config.yaml").write_text(json.dumps(config))
         write_csv(path / "attention.csv", attention())
         write_csv(path / "metrics.csv", metrics())
-        rng, depth = np.random.default_rng(int(10 * number) + 200), np.linspace(-1, 1, POSITIONS)
-        weights, scores = list[dict[str, Any]](), list[dict[str, Any]]()
+        rng = np.random.default_rng(int(10 * number) + 200)
+        depth = np.linspace(-1, 1, POSITIONS)
+        weights = list[dict[str, Any]]()
+        scores = list[dict[str, Any]]()
         for name, side in (("none", 0.0), (method, strength * number)):
             for i in range(PROMPTS):
-                position, row = i % POSITIONS, {"method": name, "id": str(i)}
+                position = i % POSITIONS
+                row = {"method": name, "id": str(i)}
                 # Layer 1 is the stronger one in attention.csv; layer 0 prefers the other side and must not be
                 # read.
-                layers = [np.exp(side * depth), np.exp(-side * depth + 0.2 * rng.normal(size=POSITIONS))]
+                layers = [
+                    np.exp(side * depth),
+                    np.exp(-side * depth + 0.2 * rng.normal(size=POSITIONS)),
+                ]
                 weights.append({**row, "attention": [list(layer) for layer in layers]})
                 right = float(rng.random() < 0.5 - 0.2 * side * depth[position])
                 scores.append(
-                    {**row, "gold_position": position, "cluster": "", "scores": {"accuracy": right}}
+                    {
+                        **row,
+                        "gold_position": position,
+                        "cluster": "",
+                        "scores": {"accuracy": right},
+                    }
                 )
         out.append("attention.jsonl", weights)
         out.append("predictions.jsonl", scores)
@@ -65,18 +79,35 @@ def test_a_planted_trend_is_found_and_its_absence_too(tmp_path: Path) -> None:
         rows, findings = trends(_runs(tmp_path / name, strength), ["method.factor"])
         first, second, _, peak = findings.itertuples()
         if strength:
-            assert first.verdict == second.verdict == "holds" and first.value < -0.9 and second.value > 0.9
-            centres = rows[(rows["statistic"] == CENTRE) & (rows["number"] != "none")].set_index("number")[
-                "value"
-            ]
+            assert (
+                first.verdict == second.verdict == "holds"
+                and first.value < -0.9
+                and second.value > 0.9
+            )
+            centres = rows[
+                (rows["statistic"] == CENTRE) & (rows["number"] != "none")
+            ].set_index("number")["value"]
             weights = {n: np.exp(-n * np.linspace(-1, 1, POSITIONS)) for n in NUMBERS}
-            wanted = [float(w @ np.linspace(0, 1, POSITIONS) / w.sum()) for w in weights.values()]
-            np.testing.assert_allclose(centres[NUMBERS].astype(float), wanted, atol=0.02)
+            wanted = [
+                float(w @ np.linspace(0, 1, POSITIONS) / w.sum())
+                for w in weights.values()
+            ]
+            np.testing.assert_allclose(
+                centres[NUMBERS].astype(float), wanted, atol=0.02
+            )
         else:
             assert first.verdict == second.verdict == "inconclusive"
-            assert first.ci_low < 0 < first.ci_high and second.ci_low < 0 < second.ci_high
-        assert peak.ci_low <= peak.value <= peak.ci_high and peak.value in NUMBERS and peak.kind == "paper"
-        assert (rows["ci_low"] <= rows["value"]).all() and (rows["value"] <= rows["ci_high"]).all()
+            assert (
+                first.ci_low < 0 < first.ci_high and second.ci_low < 0 < second.ci_high
+            )
+        assert (
+            peak.ci_low <= peak.value <= peak.ci_high
+            and peak.value in NUMBERS
+            and peak.kind == "paper"
+        )
+        assert (rows["ci_low"] <= rows["value"]).all() and (
+            rows["value"] <= rows["ci_high"]
+        ).all()
         assert set(rows["number"]) == {*NUMBERS, "none"} and set(rows["statistic"]) == {
             CENTRE,
             HALVES,
@@ -87,32 +118,45 @@ def test_a_planted_trend_is_found_and_its_absence_too(tmp_path: Path) -> None:
 def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
     runs = _runs(tmp_path, 1.0)
     rows, _ = trends(runs, ["method.factor"])
-    number, path = NUMBERS[0], runs[0][1]
-    scores = [r for r in RunDir(path).rows("predictions.jsonl") if r["method"] != "none"]
+    number = NUMBERS[0]
+    path = runs[0][1]
+    scores = [
+        r for r in RunDir(path).rows("predictions.jsonl") if r["method"] != "none"
+    ]
     means = [
         np.mean([r["scores"]["accuracy"] for r in scores if r["gold_position"] == p])
         for p in range(POSITIONS)
     ]
     halves = rows[(rows["statistic"] == HALVES) & (rows["number"] == number)].iloc[0]
-    assert halves.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:])) and halves.n == PROMPTS
+    assert (
+        halves.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:]))
+        and halves.n == PROMPTS
+    )
     spread = rows[(rows["statistic"] == SPREAD) & (rows["number"] == number)].iloc[0]
     # Noise of the means, from the binomial law, is what the plain variance has too much.
     noise = np.mean([m * (1 - m) / (PROMPTS // POSITIONS) for m in means])
-    assert spread.value == pytest.approx(np.sqrt(np.var(means, ddof=1) - noise), abs=0.02)
+    assert spread.value == pytest.approx(
+        np.sqrt(np.var(means, ddof=1) - noise), abs=0.02
+    )
 
 
 def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no_trend(
     tmp_path: Path,
 ) -> None:
     runs = _runs(tmp_path, -1.0, method="position_interpolation")
-    _, findings = trends([({"method.scale": s["method.factor"]}, p) for s, p in runs], ["method.scale"])
+    _, findings = trends(
+        [({"method.scale": s["method.factor"]}, p) for s, p in runs], ["method.scale"]
+    )
     assert len(findings) == 3 and set(findings["kind"]) == {"control"}
     assert (
         list(findings["verdict"][:2]) == ["holds", "holds"]
         and findings["value"][0] > 0 > findings["value"][1]
     )
     # One side is preferred as strongly at 2 as at -2, so the spread follows no number of the five.
-    assert findings["verdict"][2] == "inconclusive" and findings["ci_low"][2] <= 0 <= findings["ci_high"][2]
+    assert (
+        findings["verdict"][2] == "inconclusive"
+        and findings["ci_low"][2] <= 0 <= findings["ci_high"][2]
+    )
     for few, axes in ((runs[:2], ["method.factor"]), (runs, ["task.seed"]), (runs, [])):
         rows, findings = trends(few, axes)
         assert rows.empty and findings.empty
@@ -121,7 +165,11 @@ def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no
 def test_a_factor_that_amplifies_the_bias_is_seen_from_zero_up(tmp_path: Path) -> None:
     _, findings = trends(_runs(tmp_path, 1.0), ["method.factor"])
     spread = findings.iloc[2]
-    assert "amplifies" in spread["claim"] and spread["value"] == 1.0 and spread["verdict"] == "holds"
+    assert (
+        "amplifies" in spread["claim"]
+        and spread["value"] == 1.0
+        and spread["verdict"] == "holds"
+    )
 
 
 def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
@@ -130,13 +178,21 @@ def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
     write_csv(tmp_path / "findings.csv", findings)
     sweep(NUMBERS).to_csv(tmp_path / "summary.csv", index=False)
     page = render_sweep(tmp_path).read_text()
-    assert ">Trend</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
+    assert (
+        ">Trend</h2>" in page
+        and "Figure 6a" in page
+        and (tmp_path / "figures" / "trend.pdf").is_file()
+    )
     panels = trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
-    for axes, name, scale in zip(panels, (CENTRE, HALVES, SPREAD), (1, 100, 100), strict=True):
+    for axes, name, scale in zip(
+        panels, (CENTRE, HALVES, SPREAD), (1, 100, 100), strict=True
+    ):
         (line,) = [one for one in axes.lines if len(one.get_xdata()) == len(NUMBERS)]
         wanted = (
             rows[(rows["statistic"] == name) & (rows["number"] != "none")]
             .set_index("number")
             .loc[NUMBERS, "value"]
         )
-        np.testing.assert_allclose(line.get_ydata(), scale * wanted.astype(float), rtol=1e-6)
+        np.testing.assert_allclose(
+            line.get_ydata(), scale * wanted.astype(float), rtol=1e-6
+        )

@@ -16,7 +16,9 @@ from posbench.run.claim import claim, find
 from posbench.run.folder import RunDir, open_run, opened
 from posbench.run.lease import Lease
 
-ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
+ROWS: list[dict[str, Any]] = [
+    {"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)
+]
 
 
 def test_rows_come_back(tmp_path: Path) -> None:
@@ -39,7 +41,9 @@ def test_any_changed_byte_drops_its_row_and_no_other(
     at = data.draw(st.integers(0, len(whole) - 1))
     if whole[at : at + 1] == b"\n":
         return
-    byte = data.draw(st.integers(0, 255).filter(lambda b: b not in (whole[at], 10, 32, 9, 13)))
+    byte = data.draw(
+        st.integers(0, 255).filter(lambda b: b not in (whole[at], 10, 32, 9, 13))
+    )
     number = whole[:at].count(b"\n")
     whole[at] = byte
     file.write_bytes(whole)
@@ -54,7 +58,11 @@ def test_a_torn_line_never_swallows_the_next(cut: int, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(file.read_bytes()[:-cut])
     run.append("rows.jsonl", ROWS[2:])
-    assert run.rows("rows.jsonl") == [ROWS[0], *([ROWS[1]] if cut == 1 else []), *ROWS[2:]]
+    assert run.rows("rows.jsonl") == [
+        ROWS[0],
+        *([ROWS[1]] if cut == 1 else []),
+        *ROWS[2:],
+    ]
 
 
 def test_repair_drops_damage_and_errors(tmp_path: Path) -> None:
@@ -71,12 +79,23 @@ def test_repair_drops_damage_and_errors(tmp_path: Path) -> None:
 
 
 def _claim(outputs: Path, key: Any, name: str = "run") -> Any:
-    return claim(outputs, "suite", {"task": key}, name, {"model": "m"}, {"command": "posbench"})
+    return claim(
+        outputs, "suite", {"task": key}, name, {"model": "m"}, {"command": "posbench"}
+    )
 
 
 def test_versions(tmp_path: Path) -> None:
-    assert find(tmp_path / "out", "suite", {"task": 1}, "run") is None and not (tmp_path / "out").exists()
-    for key, version in ((1, "v001"), (2, "v002"), (1, "v001"), (3, "v003"), (2, "v002")):
+    assert (
+        find(tmp_path / "out", "suite", {"task": 1}, "run") is None
+        and not (tmp_path / "out").exists()
+    )
+    for key, version in (
+        (1, "v001"),
+        (2, "v002"),
+        (1, "v001"),
+        (3, "v003"),
+        (2, "v002"),
+    ):
         with _claim(tmp_path / "out", key) as run:
             assert run.path == tmp_path / "out/suite" / version / "run"
         assert find(tmp_path / "out", "suite", {"task": key}, "run") == run.path
@@ -97,7 +116,11 @@ def test_config_and_provenance_come_first(tmp_path: Path) -> None:
         assert not run.done
         run.mark("search", key="k", done=True)
         run.finish("done")
-        assert run.done and run.stage("search") == {"key": "k", "done": True} and run.stage("evaluate") == {}
+        assert (
+            run.done
+            and run.stage("search") == {"key": "k", "done": True}
+            and run.stage("evaluate") == {}
+        )
     with _claim(tmp_path, 1) as again:
         assert again.done and again.stage("search")["done"]
 
@@ -119,24 +142,37 @@ def test_a_kill_while_the_folder_is_made_leaves_nothing_in_the_way(
 
 
 def test_one_owner(tmp_path: Path) -> None:
-    with _claim(tmp_path, 1), pytest.raises(UserError, match="one process at a time"), _claim(tmp_path, 1):
+    with (
+        _claim(tmp_path, 1),
+        pytest.raises(UserError, match="one process at a time"),
+        _claim(tmp_path, 1),
+    ):
         pass
     with _claim(tmp_path, 1), _claim(tmp_path, 1, "another"):
         pass
 
 
-def test_what_a_run_took_adds_up_over_its_sessions_and_of_memory_the_most_stays(tmp_path: Path) -> None:
+def test_what_a_run_took_adds_up_over_its_sessions_and_of_memory_the_most_stays(
+    tmp_path: Path,
+) -> None:
     with _claim(tmp_path, 1) as run:
         run.spend("evaluate", {"seconds": 2.5, "prompt_tokens": 300}, {"resident": 900})
         run.finish("failed", "stopped", seconds=4)
     with _claim(tmp_path, 1) as run:
         run.resume(["evaluate"], {}, {})
         run.spend("search", {"seconds": 1}, {"resident": 100})
-        run.spend("evaluate", {"seconds": 0.5, "prompt_tokens": 20}, {"resident": 800, "cuda": 5})
+        run.spend(
+            "evaluate",
+            {"seconds": 0.5, "prompt_tokens": 20},
+            {"resident": 800, "cuda": 5},
+        )
         run.finish("done", seconds=3)
     with _claim(tmp_path, 1) as run:
         evaluate = {"seconds": 3, "prompt_tokens": 320, "resident": 900, "cuda": 5}
-        assert run.status()["spent"] == {"search": {"seconds": 1, "resident": 100}, "evaluate": evaluate}
+        assert run.status()["spent"] == {
+            "search": {"seconds": 1, "resident": 100},
+            "evaluate": evaluate,
+        }
         assert run.status()["seconds"] == 7
 
 
@@ -148,7 +184,10 @@ def test_siblings(tmp_path: Path) -> None:
         a.mark("search", done=True)
         found = b.sibling_with("search", "k")
         assert found is not None and found.path == a.path
-        assert b.sibling_with("search", "other") is None and a.sibling_with("search", "k") is None
+        assert (
+            b.sibling_with("search", "other") is None
+            and a.sibling_with("search", "k") is None
+        )
 
 
 @pytest.mark.parametrize("outputs", ["file", "file/below"])
@@ -156,17 +195,26 @@ def test_outputs_in_the_way(outputs: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="can be written"):
         find(tmp_path / outputs, "suite", {"task": 1}, "run")
-    with pytest.raises(UserError, match="can be written"), _claim(tmp_path / outputs, 1):
+    with (
+        pytest.raises(UserError, match="can be written"),
+        _claim(tmp_path / outputs, 1),
+    ):
         pass
 
 
-def test_rows_of_another_run_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_another_run_are_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
         for run in (a, b):
             run.append("rows.jsonl", ROWS)
         both = [(run.path / "rows.jsonl").read_bytes() for run in (a, b)]
         (a.path / "rows.jsonl").write_bytes(both[1])
-        assert both[0] != both[1] and a.rows("rows.jsonl") == [] and a.torn("rows.jsonl") == 4
+        assert (
+            both[0] != both[1]
+            and a.rows("rows.jsonl") == []
+            and a.torn("rows.jsonl") == 4
+        )
         a.repair("rows.jsonl")
         assert "dropped 4 damaged or foreign" in caplog.text
         b.path.rename(b.path.with_name("c"))
@@ -184,17 +232,22 @@ def test_damage_elsewhere_stops_no_other_run(tmp_path: Path) -> None:
     (suite / "v002/b/status.json").write_text("")
     (suite / "v002/b/provenance.json").write_text("[")
     with _claim(tmp_path, 2, "other") as run:
-        assert run.path == suite / "v002/other" and run.sibling_with("search", "k") is None
+        assert (
+            run.path == suite / "v002/other" and run.sibling_with("search", "k") is None
+        )
     # The version of a run is known by the run, and its file is written again.
     with _claim(tmp_path, 1, "a") as run:
         assert run.path == suite / "v001/a" and run.damaged() == []
     assert json.loads((suite / "v001/version.json").read_text()) == {"task": 1}
     with _claim(tmp_path, 2, "b") as run:
-        assert run.path == suite / "v002/b" and run.damaged() == ["provenance.json", "status.json"]
+        assert run.path == suite / "v002/b" and run.damaged() == [
+            "provenance.json",
+            "status.json",
+        ]
         run.resume(["search"], {"model": "m"}, {"command": "again"})
-        assert run.facts("provenance.json")["command"] == "again" and run.status()["stages"].keys() == {
-            "config"
-        }
+        assert run.facts("provenance.json")["command"] == "again" and run.status()[
+            "stages"
+        ].keys() == {"config"}
 
 
 def test_swapped_version_files_put_no_run_over_another(tmp_path: Path) -> None:
@@ -224,7 +277,9 @@ def test_a_lock_that_stays_held_is_told(
 def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
     with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
         for above in (a.path.parent, tmp_path):
-            with pytest.raises(UserError, match=f"take a run in it: {a.path}, {b.path}"):
+            with pytest.raises(
+                UserError, match=f"take a run in it: {a.path}, {b.path}"
+            ):
                 open_run(above)
 
 

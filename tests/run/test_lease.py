@@ -55,8 +55,14 @@ def _marked(place: Path, *record: object, age: float = 0.0) -> Path:
 
 
 def test_taken_free_and_taken_again(tmp_path: Path) -> None:
-    one, two = Lease(tmp_path / "x"), Lease(tmp_path / "x")
-    assert not held(tmp_path / "x") and one.take() and held(tmp_path / "x") and not two.take()
+    one = Lease(tmp_path / "x")
+    two = Lease(tmp_path / "x")
+    assert (
+        not held(tmp_path / "x")
+        and one.take()
+        and held(tmp_path / "x")
+        and not two.take()
+    )
     one.free()
     assert not held(tmp_path / "x") and two.take()
     assert [file.name for file in (tmp_path / "x").iterdir()] == ["lock.2"]
@@ -86,7 +92,9 @@ def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [("another machine", 1, "5"), ()])
-def test_of_another_machine_only_silence_tells(record: tuple[object, ...], tmp_path: Path) -> None:
+def test_of_another_machine_only_silence_tells(
+    record: tuple[object, ...], tmp_path: Path
+) -> None:
     """Also of one that died as it wrote who it is."""
     alive = _marked(tmp_path / "alive", *record, age=LEASE - 20)
     silent = _marked(tmp_path / "silent", *record, age=LEASE + 20)
@@ -106,7 +114,10 @@ def test_who_lost_the_lock_writes_no_more(tmp_path: Path) -> None:
         run.append("rows.jsonl", [{"row": 1}])
         lock = next((tmp_path / "v001/.locks/run.lock").glob("lock.*"))
         (lock.parent / "lock.2").write_text(json.dumps(["another machine", 1, "5"]))
-        for write in (lambda: run.append("rows.jsonl", [{"row": 2}]), lambda: run.finish("done")):
+        for write in (
+            lambda: run.append("rows.jsonl", [{"row": 2}]),
+            lambda: run.finish("done"),
+        ):
             with pytest.raises(MachineError, match="another one took it"):
                 write()
         assert run.rows("rows.jsonl") == [{"row": 1}] and not run.done
@@ -137,9 +148,14 @@ def test_of_many_that_find_one_dead_holder_one_follows(tmp_path: Path) -> None:
         assert sum(won) == 1, won
 
 
-@pytest.mark.skipif(not shutil.which("unshare") or os.geteuid() != 0, reason="needs root and unshare")
 @pytest.mark.skipif(
-    any(str(place).startswith("/tmp/") for place in (sys.executable, Path(__file__).resolve())),
+    not shutil.which("unshare") or os.geteuid() != 0, reason="needs root and unshare"
+)
+@pytest.mark.skipif(
+    any(
+        str(place).startswith("/tmp/")
+        for place in (sys.executable, Path(__file__).resolve())
+    ),
     reason="a /tmp of its own would hide the checkout",
 )
 def test_two_machines_with_mounts_of_their_own(tmp_path: Path) -> None:
@@ -148,10 +164,15 @@ def test_two_machines_with_mounts_of_their_own(tmp_path: Path) -> None:
     nodes = list[subprocess.Popen[str]]()
     for seen in ("/tmp/one", "/tmp/two"):
         code = WORK.format(root=Path(__file__).parents[2], seen=seen).replace("'", '"')
-        script = NODE.format(shared=tmp_path, seen=seen, python=sys.executable, code=code)
+        script = NODE.format(
+            shared=tmp_path, seen=seen, python=sys.executable, code=code
+        )
         start = ["unshare", "-m", "bash", "-c", script]
         nodes.append(subprocess.Popen(start, stdout=subprocess.PIPE, text=True))
-        assert nodes[-1].stdout and nodes[-1].stdout.readline().strip() in ("0", "refused")
+        assert nodes[-1].stdout and nodes[-1].stdout.readline().strip() in (
+            "0",
+            "refused",
+        )
     one, two = nodes
     one.kill()
     one.wait()

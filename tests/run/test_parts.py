@@ -15,7 +15,12 @@ import pytest
 from posbench.run.folder import opened
 from tests.conftest import PROCESS, Result, run_folders
 
-RUN = ["stages=[intervene,evaluate]", "task.limit=6", "runtime.batch_tokens=512", "runtime.resamples=100"]
+RUN = [
+    "stages=[intervene,evaluate]",
+    "task.limit=6",
+    "runtime.batch_tokens=512",
+    "runtime.resamples=100",
+]
 RUN += ["runtime.intervene_examples=3"]
 FILES = "attention.jsonl", "attention.csv", "predictions.jsonl", "metrics.csv"
 
@@ -23,18 +28,29 @@ FILES = "attention.jsonl", "attention.csv", "predictions.jsonl", "metrics.csv"
 def left(outputs: Path) -> dict[str, bytes]:
     """The rows and tables of the one run; nothing else of the parts may stay."""
     (folder,) = run_folders(outputs)
-    assert opened(folder).done and not opened(folder).damaged() and not (folder / ".parts").exists()
+    assert (
+        opened(folder).done
+        and not opened(folder).damaged()
+        and not (folder / ".parts").exists()
+    )
     return {name: (folder / name).read_bytes() for name in FILES}
 
 
-def test_two_workers_leave_the_bytes_of_one(posbench: Callable[..., Result], tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+def test_two_workers_leave_the_bytes_of_one(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert posbench(*RUN, f"runtime.outputs={one}", verb=True).status == 0
     made = posbench(*RUN, "runtime.workers=2", f"runtime.outputs={two}", verb=True)
     assert made.status == 0 and "ended with status" not in made.out, made
     assert left(two) == left(one)
-    spent = [opened(run_folders(out)[0]).status()["spent"]["evaluate"] for out in (one, two)]
-    assert spent[0]["prompt_tokens"] == spent[1]["prompt_tokens"], "no prompt was read by both"
+    spent = [
+        opened(run_folders(out)[0]).status()["spent"]["evaluate"] for out in (one, two)
+    ]
+    assert spent[0]["prompt_tokens"] == spent[1]["prompt_tokens"], (
+        "no prompt was read by both"
+    )
 
 
 def owner(part: Path) -> int:
@@ -49,14 +65,19 @@ def owner(part: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "parent"])
-def test_killed_at_work(victim: str, posbench: Callable[..., Result], tmp_path: Path) -> None:
+def test_killed_at_work(
+    victim: str, posbench: Callable[..., Result], tmp_path: Path
+) -> None:
     more = [*RUN, "task.limit=40"]
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert posbench(*more, f"runtime.outputs={one}", verb=True).status == 0
     command = [*PROCESS, *more, "runtime.workers=2", f"runtime.outputs={two}"]
     # As a shell starts it in the background, where signals from the terminal are not heard.
     deaf = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=deaf)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=deaf
+    )
     while not (found := run_folders(two)):
         time.sleep(0.05)
     worker = owner(found[0] / ".parts" / "1-of-2")
@@ -68,7 +89,9 @@ def test_killed_at_work(victim: str, posbench: Callable[..., Result], tmp_path: 
             time.sleep(0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(worker, 0)
-        again = posbench(*more, "runtime.workers=2", f"runtime.outputs={two}", verb=True)
+        again = posbench(
+            *more, "runtime.workers=2", f"runtime.outputs={two}", verb=True
+        )
         assert again.status == 0, again
     else:
         assert process.returncode == 0 and "worker 1 ended with status -9" in out

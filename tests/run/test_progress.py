@@ -18,7 +18,10 @@ class Clock:
     """Time that passes when it is told to; what is to be called every so often is called then."""
 
     def __init__(self) -> None:
-        self.now, self.call, self.due, self.every = 0.0, lambda: None, float("inf"), 0.0
+        self.now = 0.0
+        self.call = lambda: None
+        self.due = float("inf")
+        self.every = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -32,7 +35,8 @@ class Clock:
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
         while self.due <= end:
-            self.now, self.due = self.due, self.due + self.every
+            self.now = self.due
+            self.due = self.due + self.every
             self.call()
         self.now = end
 
@@ -70,7 +74,9 @@ def test_a_line_every_so_many_seconds_and_at_the_end(clock: Clock) -> None:
     ]
 
 
-def test_one_long_part_is_not_silent_and_does_not_slow_down_what_was_done(clock: Clock) -> None:
+def test_one_long_part_is_not_silent_and_does_not_slow_down_what_was_done(
+    clock: Clock,
+) -> None:
     console = Console(file=io.StringIO(), width=200)
     with progress(console, 60, "intervene", 4) as work:
         clock.wait(60)
@@ -85,7 +91,9 @@ def test_one_long_part_is_not_silent_and_does_not_slow_down_what_was_done(clock:
     ]
 
 
-def test_what_an_earlier_session_did_is_done_and_tells_nothing_of_the_speed(clock: Clock) -> None:
+def test_what_an_earlier_session_did_is_done_and_tells_nothing_of_the_speed(
+    clock: Clock,
+) -> None:
     console = Console(file=io.StringIO(), width=200)
     with progress(console, 30, "train", 1000, done=700) as work:
         work(100, before=True)
@@ -104,10 +112,15 @@ def test_where_parts_differ_their_weights_tell_how_much_is_left(clock: Clock) ->
         work(1, weight=8)
         clock.wait(200)
     # The last two are a fifth of all: 100 seconds, long over.
-    assert _told(console)[1] == "figures 1/3 (33 %), 9.0/h, 10 min elapsed, 0 s left: long, short"
+    assert (
+        _told(console)[1]
+        == "figures 1/3 (33 %), 9.0/h, 10 min elapsed, 0 s left: long, short"
+    )
 
 
-@pytest.mark.parametrize(("every", "total", "done"), [(0, 3, 1), (30, 0, 0), (30, 3, 3)])
+@pytest.mark.parametrize(
+    ("every", "total", "done"), [(0, 3, 1), (30, 0, 0), (30, 3, 3)]
+)
 def test_nothing_is_told_if_nothing_is_asked_for_or_left(
     every: int, total: int, done: int, clock: Clock
 ) -> None:
@@ -119,17 +132,26 @@ def test_nothing_is_told_if_nothing_is_asked_for_or_left(
 
 
 def test_a_finished_bar_shows_how_long_it_took(clock: Clock) -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console = Console(
+        file=io.StringIO(), width=80, force_terminal=True, color_system=None
+    )
     with progress(console, 0, "search: 1281 candidates", 40) as work:
         clock.wait(83)
         work(40)
     last = [line for line in _told(console) if "40/40" in line][-1]
-    assert "search: 1281 candidates" in last and "29/min, 1.4 min elapsed" in last and "left" not in last
+    assert (
+        "search: 1281 candidates" in last
+        and "29/min, 1.4 min elapsed" in last
+        and "left" not in last
+    )
 
 
-@pytest.mark.parametrize("ends", ["with the block", "with an error", "with a closed pipe"])
+@pytest.mark.parametrize(
+    "ends", ["with the block", "with an error", "with a closed pipe"]
+)
 def test_the_calls_come_again_and_again_and_end(ends: str) -> None:
-    called, threads = threading.Semaphore(0), set[threading.Thread]()
+    called = threading.Semaphore(0)
+    threads = set[threading.Thread]()
 
     def call() -> None:
         threads.add(threading.current_thread())

@@ -20,7 +20,14 @@ from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import run_folders
 
 CHANNEL = ["method.channel=15", "method.factor=-1.0", "method.layers=[1,3]"]
-TIMES = {"DONE", "config.yaml", "manifest.json", "provenance.json", "status.json", "report.html"}
+TIMES = {
+    "DONE",
+    "config.yaml",
+    "manifest.json",
+    "provenance.json",
+    "status.json",
+    "report.html",
+}
 QUIET = Console(quiet=True)
 
 
@@ -31,7 +38,13 @@ def asked(tmp_path):
     for number in range(4):
         words = random.Random(number).sample(WORDS, 48)
         records = [[words[2 * i], words[2 * i + 1]] for i in range(24)]
-        lines.append({"ordered_kv_records": records, "key": records[3][0], "value": records[3][1]})
+        lines.append(
+            {
+                "ordered_kv_records": records,
+                "key": records[3][0],
+                "value": records[3][1],
+            }
+        )
     file = tmp_path / "words.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = [
@@ -41,8 +54,17 @@ def asked(tmp_path):
         "task.limit=4",
         "task.max_new_tokens=1",
     ]
-    given += ["task.positions=[0,6,12,18,23]", "runtime.threads=1", "stages=[intervene,evaluate]"]
-    return [*given, "runtime.intervene_examples=1", "runtime.resamples=100", "runtime.batch_size=4"]
+    given += [
+        "task.positions=[0,6,12,18,23]",
+        "runtime.threads=1",
+        "stages=[intervene,evaluate]",
+    ]
+    return [
+        *given,
+        "runtime.intervene_examples=1",
+        "runtime.resamples=100",
+        "runtime.batch_size=4",
+    ]
 
 
 def config(*overrides):
@@ -64,11 +86,21 @@ def files(folder):
 
 
 @pytest.mark.parametrize("method", [CHANNEL, ["method=layer_scaling"]])
-def test_all_files_are_the_same_whether_prefills_are_shared_or_not(asked, method, tmp_path):
-    found, read = {}, {}
+def test_all_files_are_the_same_whether_prefills_are_shared_or_not(
+    asked, method, tmp_path
+):
+    found = {}
+    read = {}
     for share in ("1MiB", "4GiB", "null"):
-        own = [*asked, *method, "model.dtype=float64", f"runtime.outputs={tmp_path / share}"]
-        folder = execute(config(*own, f"runtime.share={share}"), command="test", console=QUIET)
+        own = [
+            *asked,
+            *method,
+            "model.dtype=float64",
+            f"runtime.outputs={tmp_path / share}",
+        ]
+        folder = execute(
+            config(*own, f"runtime.share={share}"), command="test", console=QUIET
+        )
         found[share] = files(folder)
         read[share] = opened(folder).status()["spent"]["evaluate"]["prompt_tokens"]
     assert found["4GiB"] == found["null"] == found["1MiB"]
@@ -97,7 +129,9 @@ def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
         assert [[a.example.id for a in batch] for batch in own] == [
             [a.example.id for a in batch] for batch in alone.batches
         ]
-        assert [batch[0].group for batch in own] == [batch[0].group for batch in alone.batches]
+        assert [batch[0].group for batch in own] == [
+            batch[0].group for batch in alone.batches
+        ]
 
 
 def live():
@@ -105,7 +139,9 @@ def live():
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance asks deprecated objects, which warn
+        if issubclass(
+            type(thing), torch.Tensor
+        ):  # isinstance asks deprecated objects, which warn
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -116,7 +152,9 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     asks, compute = plan_of(run, {"scale": run.method()})
     assert all(group.under for group in asks._groups), "this memory is enough to share"
     asks.lm.generate([[5, 6, 7]], max_new_tokens=1)
-    before, peak, gathered = live(), [0], Store.prefix
+    before = live()
+    peak = [0]
+    gathered = Store.prefix
 
     def measured(self, lm, rows):
         prefix = gathered(self, lm, rows)
@@ -130,9 +168,16 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(asks.lm))
 
 
-def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(asked, tmp_path, monkeypatch):
-    whole = execute(config(*asked, *CHANNEL, f"runtime.outputs={tmp_path / 'a'}"), command="", console=QUIET)
-    prefilled, left = Asks._prefilled, [0]
+def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(
+    asked, tmp_path, monkeypatch
+):
+    whole = execute(
+        config(*asked, *CHANNEL, f"runtime.outputs={tmp_path / 'a'}"),
+        command="",
+        console=QUIET,
+    )
+    prefilled = Asks._prefilled
+    left = [0]
 
     def killed(self, batch):
         left[0] -= 1
@@ -153,19 +198,26 @@ def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(asked, tmp_path
     assert stops > 3 and files(folder) == files(whole)
 
 
-def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(asked, posbench, outputs, tmp_path, monkeypatch):
-    factors, own = ("1", "-1"), [*asked, "method.channel=15", "method.layers=[1,3]"]
+def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
+    asked, posbench, outputs, tmp_path, monkeypatch
+):
+    factors = ("1", "-1")
+    own = [*asked, "method.channel=15", "method.layers=[1,3]"]
     fills = []
     real = Store.fill
     monkeypatch.setattr(
-        Store, "fill", lambda self, *args: (fills.append(self.layout.size), real(self, *args))
+        Store,
+        "fill",
+        lambda self, *args: (fills.append(self.layout.size), real(self, *args)),
     )
     result = posbench("-m", f"method.factor={','.join(factors)}", *own)
     assert result.status == 0, result.err
     together, fills[:] = len(fills), []
     apart = {}
     for factor in factors:
-        one = config(f"method.factor={factor}", *own, f"runtime.outputs={tmp_path / 'apart'}")
+        one = config(
+            f"method.factor={factor}", *own, f"runtime.outputs={tmp_path / 'apart'}"
+        )
         folder = execute(one, command="", console=QUIET)
         apart[folder.name] = files(folder)
     assert {folder.name: files(folder) for folder in run_folders(outputs)} == apart
@@ -173,7 +225,10 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(asked, posbench, out
     assert "2 runs that differ in their methods alone" in result.out
     # All is there: the same command reads no prompt.
     fills.clear()
-    assert posbench("-m", f"method.factor={','.join(factors)}", *own).status == 0 and not fills
+    assert (
+        posbench("-m", f"method.factor={','.join(factors)}", *own).status == 0
+        and not fills
+    )
 
 
 def test_what_shares_nothing_is_said(asked, capsys):

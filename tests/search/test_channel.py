@@ -27,8 +27,12 @@ def noisy_curves(seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     curves = rng.normal(size=(4, POSITIONS, 10))
     rise = np.linspace(0, 1, POSITIONS)
-    curves[:, :, 3] = 2 * rise + rng.normal(size=(4, POSITIONS)) * 0.05  # rising in every layer
-    curves[:, :, 7] = -30 * np.sqrt(rise) + rng.normal(size=(4, POSITIONS)) * 0.5  # falling, rougher
+    curves[:, :, 3] = (
+        2 * rise + rng.normal(size=(4, POSITIONS)) * 0.05
+    )  # rising in every layer
+    curves[:, :, 7] = (
+        -30 * np.sqrt(rise) + rng.normal(size=(4, POSITIONS)) * 0.5
+    )  # falling, rougher
     curves[:1, :, 5] = rise  # in one layer of four: not more than a quarter
     return curves
 
@@ -43,13 +47,20 @@ def test_planted_channels_are_found_smoothest_first():
 
 @pytest.mark.parametrize("aggregate", ["sum", "mean"])
 def test_filter_equals_a_plain_recomputation(aggregate):
-    curves, window, skip = noisy_curves(1), 15, 8
+    curves = noisy_curves(1)
+    window = 15
+    skip = 8
     found = statistics.paper(curves, window=window, skip=skip, aggregate=aggregate)
     for channel in range(curves.shape[2]):
-        rough, count = [], 0
+        rough = []
+        count = 0
         for layer in range(curves.shape[0]):
-            smooth = np.convolve(curves[layer, :, channel], np.ones(window) / window, mode="valid")[skip:]
-            fit = np.polynomial.Polynomial.fit(np.arange(len(smooth)), smooth, 3).deriv()
+            smooth = np.convolve(
+                curves[layer, :, channel], np.ones(window) / window, mode="valid"
+            )[skip:]
+            fit = np.polynomial.Polynomial.fit(
+                np.arange(len(smooth)), smooth, 3
+            ).deriv()
             slope = fit(np.arange(len(smooth)))
             if (slope > 0).all() or (slope < 0).all():
                 count += 1
@@ -57,7 +68,9 @@ def test_filter_equals_a_plain_recomputation(aggregate):
         assert found.monotone_layers[channel] == count
         if count:
             expected = sum(rough) if aggregate == "sum" else sum(rough) / count
-            np.testing.assert_allclose(found.smoothness[channel], expected, rtol=1e-8, atol=1e-20)
+            np.testing.assert_allclose(
+                found.smoothness[channel], expected, rtol=1e-8, atol=1e-20
+            )
         assert (channel in found.ranking) == (count > curves.shape[0] / 4)
 
 
@@ -72,7 +85,9 @@ def test_channels_that_only_the_official_threshold_separates():
     hidden = np.zeros((8, 400, 2))
     hidden[2:5, :, 0] = rise[None]  # three rising layers of eight: more than 8 // 4
     hidden[2:4, :, 1] = rise[None]
-    hidden[4:6, :, 1] = -rise[None]  # two against two: a tie, falling wins with two, not more than 8 // 4
+    hidden[4:6, :, 1] = -rise[
+        None
+    ]  # two against two: a tie, falling wins with two, not more than 8 // 4
     found = statistics.official(hidden)
     assert found.monotone_layers.tolist() == [3, 2] and found.ranking == [0]
 
@@ -95,22 +110,29 @@ def test_a_channel_planted_in_a_model_is_found(name):
         out[..., planted] += torch.linspace(0, 6, out.shape[1])
         return out
 
-    search = ChannelSearch(strings=40, length=POSITIONS, alphabet="tokens", window=20, skip=5, top_k=3)
+    search = ChannelSearch(
+        strings=40, length=POSITIONS, alphabet="tokens", window=20, skip=5, top_k=3
+    )
     handle = lm.model.get_input_embeddings().register_forward_hook(ramp)
     found = search.statistics(average_states(lm, search.drawn))
     handle.remove()
     without = search.statistics(average_states(lm, search.drawn))
     assert planted in found.ranking and planted not in without.ranking
-    assert any(c.channel == planted for c in ChannelSearch(top_k=WIDTH).ask(found, [(1, 2)]))
+    assert any(
+        c.channel == planted for c in ChannelSearch(top_k=WIDTH).ask(found, [(1, 2)])
+    )
 
 
 def test_choice():
-    paper, official = ChannelSearch(), ChannelSearch(variant="official")
+    paper = ChannelSearch()
+    official = ChannelSearch(variant="official")
     assert paper.choose([0.5, 0.3, 0.3], unmodified=0.1) == 1
     assert official.choose([0.5, 0.30004, 0.30001], unmodified=0.4) == 1, (
         "rounded to 4 decimals, the earlier one wins"
     )
-    assert official.choose([0.5, 0.30001], unmodified=0.3) is None, "the unmodified model wins ties"
+    assert official.choose([0.5, 0.30001], unmodified=0.3) is None, (
+        "the unmodified model wins ties"
+    )
 
 
 def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
@@ -118,7 +140,12 @@ def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
     everything = ChannelSearch(candidates="all").ask(found, [(1, 2)])
     assert {c.channel for c in everything} == set(range(10)) and len(everything) == 40
     few = ChannelSearch(top_k=1).ask(found, [(1, 2)])
-    assert {c.channel for c in few} == {3} and [c.factor for c in few] == [0.5, 0.0, -0.5, -1.0]
+    assert {c.channel for c in few} == {3} and [c.factor for c in few] == [
+        0.5,
+        0.0,
+        -0.5,
+        -1.0,
+    ]
     nothing = statistics.paper(np.zeros((4, POSITIONS, 3)), window=20, skip=5)
     with pytest.raises(UserError, match="search=exhaustive"):
         ChannelSearch().ask(nothing, [(0, 1)])

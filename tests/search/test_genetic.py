@@ -43,7 +43,8 @@ def evolve(evolution, scores, after=lambda: None):
 
 
 def found(search, **options):
-    evolution, scores = Evolution(search, LAYERS), scores_of(search, **options)
+    evolution = Evolution(search, LAYERS)
+    scores = scores_of(search, **options)
     evolve(evolution, scores)
     return evolution, scores, evolution.scales(evolution.population[0])
 
@@ -51,12 +52,18 @@ def found(search, **options):
 @pytest.fixture(scope="module")
 def variants():
     """Mean final fitness, generations until then, over four seeds, of every variant of Table 7."""
-    options = {str(n): {"points": n} for n in (2, 3, 4, 5)} | {"free": {"curve": "free"}}
+    options = {str(n): {"points": n} for n in (2, 3, 4, 5)} | {
+        "free": {"curve": "free"}
+    }
     out = {}
     for name, option in options.items():
-        runs = [found(GeneticSearch(**option, seed=seed), questions=40)[0].history for seed in range(4)]
+        runs = [
+            found(GeneticSearch(**option, seed=seed), questions=40)[0].history
+            for seed in range(4)
+        ]
         reached = [
-            next(row["generation"] for row in rows if row["best"] == rows[-1]["best"]) for rows in runs
+            next(row["generation"] for row in rows if row["best"] == rows[-1]["best"])
+            for rows in runs
         ]
         out[name] = (np.mean([rows[-1]["best"] for rows in runs]), np.mean(reached))
     return out
@@ -66,16 +73,29 @@ def test_it_recovers_a_hidden_smooth_curve():
     evolution, scores, scales = found(GeneticSearch(), questions=100)
     start = scores.bound(evolution.scales(evolution.search.first(LAYERS)))
     assert scores.bound(scales) > 0.9 > 0.75 > start
-    distance = [np.sqrt(np.mean((np.array(other) - HIDDEN) ** 2)) for other in (scales, (1.5,) * LAYERS)]
-    assert distance[0] < 0.06 < 0.15 < distance[1]  # a grid step of one control point is 0.1
+    distance = [
+        np.sqrt(np.mean((np.array(other) - HIDDEN) ** 2))
+        for other in (scales, (1.5,) * LAYERS)
+    ]
+    assert (
+        distance[0] < 0.06 < 0.15 < distance[1]
+    )  # a grid step of one control point is 0.1
 
 
 @pytest.mark.slow
 def test_more_points_fit_better_and_converge_later_and_no_curve_is_worst(variants):
     # LPES, Table 7: 60.6, 62.2, 63.6, 63.8 at 3, 5, 9, 16 generations; brute force 60.2, no convergence in
     # 20. The hidden curve has four points, so that a fifth adds next to nothing here.
-    fitness, generations = ({name: value[i] for name, value in variants.items()} for i in range(2))
-    assert fitness["free"] < fitness["2"] < fitness["3"] < fitness["4"] <= fitness["5"] + 0.02
+    fitness, generations = (
+        {name: value[i] for name, value in variants.items()} for i in range(2)
+    )
+    assert (
+        fitness["free"]
+        < fitness["2"]
+        < fitness["3"]
+        < fitness["4"]
+        <= fitness["5"] + 0.02
+    )
     assert generations["2"] < generations["3"] < generations["4"]
 
 
@@ -94,14 +114,19 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
         ratios.append(scores.evaluations / ((32 + 20 * (16 + 2 * 4)) * 600))
         # The estimate has the unmodified model, too, and two methods on new questions in the end.
         told = plain_search.asks(200, 1, LAYERS, 64)
-        most, batches = told.prompts, told.batches
+        most = told.prompts
+        batches = told.batches
         assert 0.8 * (most - 3 * 600) < every.evaluations <= most - 3 * 600
         assert batches == most / 600 * math.ceil(600 / 16)
     assert max(ratios) <= 0.5
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([(2, 3, 2), (3, 4, 1), (5, 8, 4)]), st.sampled_from([1, 7, 30]))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([(2, 3, 2), (3, 4, 1), (5, 8, 4)]),
+    st.sampled_from([1, 7, 30]),
+)
 def test_racing_changes_nothing_on_any_scores(seed, sizes, batch):
     parents, mutations, crossovers = sizes
     search = GeneticSearch(
@@ -115,12 +140,15 @@ def test_racing_changes_nothing_on_any_scores(seed, sizes, batch):
     )
 
     def answer(scales, examples):  # nothing smooth, and many ties
-        return [random.Random(f"{seed} {scales} {e}").randint(0, 2) / 2 for e in examples]
+        return [
+            random.Random(f"{seed} {scales} {e}").randint(0, 2) / 2 for e in examples
+        ]
 
     results = []
     for racing in (True, False):
         own = replace(search, racing=racing)
-        evolution, scores = Evolution(own, 8), Scores(own, np.arange(30) % 3, answer)
+        evolution = Evolution(own, 8)
+        scores = Scores(own, np.arange(30) % 3, answer)
         evolve(evolution, scores)
         results.append(([row["worst"] for row in evolution.history], evolution.parents))
     assert results[0] == results[1]
@@ -136,9 +164,12 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
     whole, scores, _ = found(search)
     taken = scores.evaluations
     for at in (1, 3, 6):
-        rows, done, killed = {}, 0, []
+        rows = {}
+        done = 0
+        killed = []
         while True:
-            evolution, scores = Evolution(search, LAYERS), scores_of(search)
+            evolution = Evolution(search, LAYERS)
+            scores = scores_of(search)
             plain = scores.answer
 
             def answer(scales, examples, plain=plain, rows=rows, at=at, killed=killed):
@@ -153,7 +184,11 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
             scores.answer = answer
 
             def after(evolution=evolution, at=at, killed=killed):
-                if moment == "between generations" and len(evolution.history) == at and not killed:
+                if (
+                    moment == "between generations"
+                    and len(evolution.history) == at
+                    and not killed
+                ):
                     killed.append(at)
                     raise Killed
 
@@ -164,27 +199,36 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
                 continue
             break
         assert done == 1
-        assert evolution.history == whole.history and evolution.population == whole.population
-        assert sum(len(examples) for _, examples in rows) == taken  # nothing was scored twice
+        assert (
+            evolution.history == whole.history
+            and evolution.population == whole.population
+        )
+        assert (
+            sum(len(examples) for _, examples in rows) == taken
+        )  # nothing was scored twice
 
 
 # The operators
 
 
-@given(st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.sampled_from([1.0, 0.5]))
+@given(
+    st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.sampled_from([1.0, 0.5])
+)
 def test_mutations_stay_within_reach_and_in_order(seed, points, constrained, step):
     search = GeneticSearch(points=points, constrained=constrained, step_x=step)
     rng = random.Random(seed)
     before = search.first(LAYERS)
     for _ in range(10):
         after = search.mutate(before, rng, LAYERS)
-        old, new = search.control_points(before), search.control_points(after)
+        old = search.control_points(before)
+        new = search.control_points(after)
         assert new != old
         xs = [x for x, _ in new]
         assert all(0 <= x <= LAYERS - 1 and x % step == 0 for x in xs)
         assert all(1 <= y <= 2 and abs(y * 10 - round(y * 10)) < 1e-9 for _, y in new)
         assert all(
-            abs(x - p) <= 2 and abs(y - q) <= 0.2 + 1e-9 for (x, y), (p, q) in zip(new, old, strict=True)
+            abs(x - p) <= 2 and abs(y - q) <= 0.2 + 1e-9
+            for (x, y), (p, q) in zip(new, old, strict=True)
         )
         if constrained:
             assert all(a < b for a, b in itertools.pairwise(xs))
@@ -194,7 +238,8 @@ def test_mutations_stay_within_reach_and_in_order(seed, points, constrained, ste
 
 
 def test_mutation_reaches_every_value_that_equation_9_allows():
-    search, seen = GeneticSearch(points=2), set()
+    search = GeneticSearch(points=2)
+    seen = set()
     rng = random.Random(0)
     for _ in range(4000):
         seen.add(search.mutate((3, 5, 5, 5), rng, LAYERS))
@@ -206,7 +251,8 @@ def test_mutation_reaches_every_value_that_equation_9_allows():
 
 @given(st.integers(0, 10**6))
 def test_children_are_cut_from_two_parents_and_in_order(seed):
-    search, rng = GeneticSearch(), random.Random(seed)
+    search = GeneticSearch()
+    rng = random.Random(seed)
     parents = [search.first(LAYERS)]
     for _ in range(5):
         parents.append(search.mutate(parents[-1], rng, LAYERS))
@@ -226,17 +272,25 @@ def test_first_candidate_is_equation_8():
         (21, 1.5),
         (31, 1.5),
     ]
-    assert GeneticSearch(curve="free").decode(GeneticSearch(curve="free").first(4), 4) == (1.5,) * 4
+    assert (
+        GeneticSearch(curve="free").decode(GeneticSearch(curve="free").first(4), 4)
+        == (1.5,) * 4
+    )
     assert GeneticSearch(points=1).decode((0, 3), 5) == (1.3,) * 5
 
 
 def test_the_defaults_are_tables_9_and_12_of_the_paper():
-    search, wanted = GeneticSearch(), {"population": 32, "parents": 12, "generations": 20, "mutations": 16}
+    search = GeneticSearch()
+    wanted = {"population": 32, "parents": 12, "generations": 20, "mutations": 16}
     wanted |= {"crossovers": 4, "crossover_tries": 4, "reach_x": 2, "reach_y": 0.2}
     assert {name: getattr(search, name) for name in wanted} == wanted
-    points = [search.control_points((place, y))[0] for place in range(32) for y in range(11)]
+    points = [
+        search.control_points((place, y))[0] for place in range(32) for y in range(11)
+    ]
     assert [x for x, _ in points[::11]] == list(range(32))
-    assert [y for _, y in points[:11]] == pytest.approx([1 + tenth / 10 for tenth in range(11)])
+    assert [y for _, y in points[:11]] == pytest.approx(
+        [1 + tenth / 10 for tenth in range(11)]
+    )
     assert (search.low, search.high, search._places(32)) == (1.0, 2.0, 31)
 
 
@@ -255,7 +309,9 @@ def test_sizes_of_a_generation():
 def test_ties_go_to_the_better_lowest_position_then_to_the_smaller_change():
     search = GeneticSearch(weights=(0.5, 0.0, 0.5))
     scores = Scores(search, np.array([0, 0, 1, 2, 2]), lambda scales, examples: [])
-    a, b, c = (1.5,) * 4, (1.4,) * 4, (1.2,) * 4
+    a = (1.5,) * 4
+    b = (1.4,) * 4
+    c = (1.2,) * 4
     scores.add(a, range(5), [1, 1, 1, 0, 0])
     scores.add(b, range(5), [1, 0, 1, 0, 1])
     scores.add(c, range(5), [0, 1, 1, 1, 0])
@@ -264,9 +320,9 @@ def test_ties_go_to_the_better_lowest_position_then_to_the_smaller_change():
 
 def test_patience_stops_a_search_that_stands_still():
     search = GeneticSearch(patience=3)
-    evolution, scores = (
-        Evolution(search, LAYERS),
-        Scores(search, np.array([0, 1, 2]), lambda scales, examples: [1.0] * len(examples)),
+    evolution = Evolution(search, LAYERS)
+    scores = Scores(
+        search, np.array([0, 1, 2]), lambda scales, examples: [1.0] * len(examples)
     )
     evolve(evolution, scores)
     assert len(evolution.history) == 4

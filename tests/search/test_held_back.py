@@ -21,7 +21,12 @@ from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 
-CHANNEL = ["model=tiny", "runtime.device=cpu", "search.strings=20", "search.factors=[0.5]"]
+CHANNEL = [
+    "model=tiny",
+    "runtime.device=cpu",
+    "search.strings=20",
+    "search.factors=[0.5]",
+]
 CHANNEL += ["task.calibration_examples=24", "task.limit=1", "stages=[search]"]
 WORDS = {"prompt": "compact", "records": "words"}
 
@@ -37,20 +42,28 @@ def test_a_gain_is_that_of_a_plain_loop_over_new_prompts(
     result = posbench(*CHANNEL)
     assert result.status == 0, result.err
     block = yaml.safe_load((only(outputs) / "found.yaml").read_text())["scale_channel"]
-    facts, chosen = block["held_back"], {name: block[name] for name in ("channel", "factor", "layers")}
+    facts = block["held_back"]
+    chosen = {name: block[name] for name in ("channel", "factor", "layers")}
     task = KVRetrieval(**WORDS, pairs=32, calibration_pairs=32, calibration_examples=24)
     examples = task.held_back(24)
     pairs = [e.prompt for e in examples], [e.answers[0] for e in examples]
-    before = np.array([tiny.answer_loss([p], [a]).item() for p, a in zip(*pairs, strict=True)])
+    before = np.array(
+        [tiny.answer_loss([p], [a]).item() for p, a in zip(*pairs, strict=True)]
+    )
     with ScaleChannel(**chosen | {"layers": tuple(chosen["layers"])}).applied(tiny):
-        after = np.array([tiny.answer_loss([p], [a]).item() for p, a in zip(*pairs, strict=True)])
+        after = np.array(
+            [tiny.answer_loss([p], [a]).item() for p, a in zip(*pairs, strict=True)]
+        )
     assert facts["n"] == 24 and facts["measure"] == "loss"
-    gains, noise = before - after, embedded_noise("tiny", log_probabilities)
+    gains = before - after
+    noise = embedded_noise("tiny", log_probabilities)
     for name, values in {"unmodified": before, "found": after, "gain": gains}.items():
         assert_same(facts[name], values.mean(), noise, "losses")
     draws = np.random.default_rng(1).choice(gains, (4000, 24)).mean(1)
     low, high = np.quantile(draws, [0.025, 0.975])
-    assert (facts["ci_low"], facts["ci_high"]) == pytest.approx((low, high), abs=0.15 * (high - low))
+    assert (facts["ci_low"], facts["ci_high"]) == pytest.approx(
+        (low, high), abs=0.15 * (high - low)
+    )
     assert ("paste into the model's YAML" in result.out) == (facts["ci_low"] > 0)
     assert held_back.words(facts) in result.out
 
@@ -64,21 +77,36 @@ def test_a_gain_belongs_to_what_was_found_whatever_is_typed(
         (run,) = set(run_folders(outputs)) - set(gains)
         gains[run] = pd.read_csv(run / held_back.TABLE).to_numpy().tolist()
     half, plain, everyone, zero = gains.values()
-    assert half == plain == zero != everyone, "found alone, and nothing copied from another method"
+    assert half == plain == zero != everyone, (
+        "found alone, and nothing copied from another method"
+    )
     block = yaml.safe_load((run / "found.yaml").read_text())["scale_channel"]
     task = KVRetrieval(**WORDS, pairs=32, calibration_pairs=32, calibration_examples=24)
-    found = {"channel": block["channel"], "factor": block["factor"], "layers": tuple(block["layers"])}
+    found = {
+        "channel": block["channel"],
+        "factor": block["factor"],
+        "layers": tuple(block["layers"]),
+    }
     with ScaleChannel(**found, last="all").applied(tiny):
         pairs = [([e.prompt], [e.answers[0]]) for e in task.held_back(24)]
         losses = [tiny.answer_loss(*pair).item() for pair in pairs]
-    assert_same(everyone[0][1], np.mean(losses), embedded_noise("tiny", log_probabilities), "losses")
+    assert_same(
+        everyone[0][1],
+        np.mean(losses),
+        embedded_noise("tiny", log_probabilities),
+        "losses",
+    )
 
 
-def test_no_gain_is_said_last_and_nothing_is_to_paste(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_no_gain_is_said_last_and_nothing_is_to_paste(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     neutral = [*CHANNEL, "search.factors=[1.0]"]
     result = posbench(*neutral)
     line = result.out.rstrip().splitlines()[-1]
-    assert result.status == 0 and line.startswith("the search gains nothing beyond noise: loss ")
+    assert result.status == 0 and line.startswith(
+        "the search gains nothing beyond noise: loss "
+    )
     assert "on 24 held-back prompts, gain " in line and "paste" not in result.out
     table = pd.read_csv(only(outputs) / held_back.TABLE)
     noise = embedded_noise("tiny", log_probabilities)
@@ -98,9 +126,16 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     from posbench.search.genetic import GeneticSearch
     from posbench.search.scales import Scores, answering
 
-    task = KVRetrieval(**WORDS, pairs=20, calibration_pairs=20, calibration_examples=6, max_new_tokens=1)
+    task = KVRetrieval(
+        **WORDS,
+        pairs=20,
+        calibration_pairs=20,
+        calibration_examples=6,
+        max_new_tokens=1,
+    )
     examples, places = calibration(task, further=6)
-    search, found = GeneticSearch(), (1.2, 1.6, 1.7, 1.5)
+    search = GeneticSearch()
+    found = (1.2, 1.6, 1.7, 1.5)
     scores = Scores(search, np.array(places), answering(tiny, task, examples))
     run = type("Run", (), {"lm": tiny, "task": task})()
     for scales in ((1.0,) * 4, found):
@@ -111,15 +146,23 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     assert not {e.prompt for e in examples} & {e.prompt for e in calibration(task)[0]}
 
 
-@pytest.mark.parametrize("gains", [[0.1] * 6, [-0.1] * 6, [0.5, -0.6, 0.4, -0.3, 0.2, -0.1]])
+@pytest.mark.parametrize(
+    "gains", [[0.1] * 6, [-0.1] * 6, [0.5, -0.6, 0.4, -0.3, 0.2, -0.1]]
+)
 def test_verdicts(gains: list[float]) -> None:
     clusters = [str(number) for number in range(6)]
     facts = held_back.gain("loss", [1 - gain for gain in gains], [1.0] * 6, clusters)
     assert held_back.checked(facts) and held_back.noise(facts) == (min(gains) < 0)
     raised = held_back.gain("fitness", gains, [0.0] * 6, clusters)
-    assert raised["gain"] == facts["gain"] and held_back.noise(raised) == held_back.noise(facts)
+    assert raised["gain"] == facts["gain"] and held_back.noise(
+        raised
+    ) == held_back.noise(facts)
     few = held_back.gain("loss", [0.0] * 6, [1.0] * 6, ["one question"] * 6)
-    assert not held_back.checked(few) and not held_back.noise(few) and "not checked" in held_back.words(few)
+    assert (
+        not held_back.checked(few)
+        and not held_back.noise(few)
+        and "not checked" in held_back.words(few)
+    )
     (section,) = held_back.sections(pd.DataFrame([few], columns=held_back.HEADER))
     assert "not checked" in section.text and not section.rows
 
@@ -127,23 +170,45 @@ def test_verdicts(gains: list[float]) -> None:
 def test_held_back_questions_are_asked_nowhere_else() -> None:
     task = KVRetrieval(**WORDS, pairs=12, calibration_pairs=12, limit=20)
     new = {e.prompt for e in task.held_back(100)}
-    known = {e.prompt for split in ("evaluation", "calibration") for e in task.examples(split)}
+    known = {
+        e.prompt
+        for split in ("evaluation", "calibration")
+        for e in task.examples(split)
+    }
     assert len(new) == 100 and not new & known
-    places = [[e.gold_position for e in each] for each in (task.held_back(100), task.examples("calibration"))]
+    places = [
+        [e.gold_position for e in each]
+        for each in (task.held_back(100), task.examples("calibration"))
+    ]
     assert places[0] == places[1]
-    file = Path(__file__).parents[1] / "data/nq_multidoc/nq-open-20_total_documents_gold_at_0.first3.jsonl"
+    file = (
+        Path(__file__).parents[1]
+        / "data/nq_multidoc/nq-open-20_total_documents_gold_at_0.first3.jsonl"
+    )
     used = {"path": str(file), "limit": 1}
     documents = NQMultiDoc(**used, calibration_examples=1)
-    asked = [documents.examples("evaluation"), documents.examples("calibration"), documents.held_back(5)]
+    asked = [
+        documents.examples("evaluation"),
+        documents.examples("calibration"),
+        documents.held_back(5),
+    ]
     assert [{e.cluster for e in each} for each in asked] == [{"0"}, {"1"}, {"2"}]
-    assert NQMultiDoc(**used, calibration_examples=2).held_back(5) == [], "the file is used up"
+    assert NQMultiDoc(**used, calibration_examples=2).held_back(5) == [], (
+        "the file is used up"
+    )
 
 
 class Killed(Exception):
     pass
 
 
-GRADIENT = ["model=tiny", "runtime.device=cpu", "method=layer_scaling", "search=gradient", "search.epochs=2"]
+GRADIENT = [
+    "model=tiny",
+    "runtime.device=cpu",
+    "method=layer_scaling",
+    "search=gradient",
+    "search.epochs=2",
+]
 GRADIENT += [
     "task.limit=1",
     "search.samples=4",
@@ -151,9 +216,25 @@ GRADIENT += [
     "task.calibration_examples=6",
     "stages=[search]",
 ]
-GENETIC = ["model=tiny", "runtime.device=cpu", "method=layer_scaling", "search=genetic", "stages=[search]"]
-GENETIC += ["search.population=4", "search.parents=2", "search.mutations=2", "search.crossovers=1"]
-GENETIC += ["task.limit=1", "search.generations=1", "search.batch_size=6", "task.calibration_examples=6"]
+GENETIC = [
+    "model=tiny",
+    "runtime.device=cpu",
+    "method=layer_scaling",
+    "search=genetic",
+    "stages=[search]",
+]
+GENETIC += [
+    "search.population=4",
+    "search.parents=2",
+    "search.mutations=2",
+    "search.crossovers=1",
+]
+GENETIC += [
+    "task.limit=1",
+    "search.generations=1",
+    "search.batch_size=6",
+    "task.calibration_examples=6",
+]
 
 
 ALL = ["empty", "torn", "flipped", "swapped", "deleted"]
@@ -186,7 +267,8 @@ def test_damage_to_what_a_killed_search_kept_changes_nothing(
     wanted = contents(only(outputs))
     shutil.rmtree(outputs)
     # Another run's file, and a search that is killed in the middle.
-    generate, left = LM.generate, [6]
+    generate = LM.generate
+    left = [6]
 
     def dies(lm: LM, *args: object, **options: object) -> object:
         left[0] -= 1
@@ -203,16 +285,24 @@ def test_damage_to_what_a_killed_search_kept_changes_nothing(
     with pytest.raises(Killed):
         posbench(*command)
     monkeypatch.setattr(LM, "generate", generate)
-    folder, kept = only(outputs), tmp_path / "kept"
+    folder = only(outputs)
+    kept = tmp_path / "kept"
     data = (folder / file).read_bytes()
     shutil.copytree(folder, kept)
     flipped = bytearray(data)
     flipped[len(data) // 3] ^= 1
-    damages = {"empty": b"", "torn": data[: len(data) // 2], "flipped": bytes(flipped), "swapped": other}
+    damages = {
+        "empty": b"",
+        "torn": data[: len(data) // 2],
+        "flipped": bytes(flipped),
+        "swapped": other,
+    }
     for name in names:
         shutil.rmtree(folder)
         shutil.copytree(kept, folder)
-        (folder / file).unlink() if name == "deleted" else (folder / file).write_bytes(damages[name])
+        (folder / file).unlink() if name == "deleted" else (folder / file).write_bytes(
+            damages[name]
+        )
         assert posbench(*command).status == 0, name
         found = contents(folder)
         assert found.keys() == wanted.keys(), name

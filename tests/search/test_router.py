@@ -16,14 +16,18 @@ from tests.models import build
 from tests.rounding import EPSILON, assert_same
 
 APART = (10000.0, 20.0, 300.0)
-ROWS = torch.randint(1, 250, (6, 24), generator=torch.Generator().manual_seed(2)).tolist()
+ROWS = torch.randint(
+    1, 250, (6, 24), generator=torch.Generator().manual_seed(2)
+).tolist()
 
 
 def test_gradients_equal_finite_differences():
     lm = package.load(build("llama-gqa", dtype=torch.float64))
     torch.manual_seed(0)
     routers = new_routers(lm.model, len(APART))
-    parameters = [p for router in routers.values() for p in router.double().parameters()]
+    parameters = [
+        p for router in routers.values() for p in router.double().parameters()
+    ]
     for parameter in parameters:
         parameter.data.normal_(std=0.7)
 
@@ -48,12 +52,16 @@ def test_gradients_equal_finite_differences():
 def test_it_learns_and_leaves_the_model_as_it_was():
     lm = package.load(build("llama-gqa"))
     before = {name: value.clone() for name, value in lm.model.state_dict().items()}
-    search, method = RouterSearch(steps=25, batch=2, learning_rate=0.05), MoICE(bases=APART, top_k=3)
+    search = RouterSearch(steps=25, batch=2, learning_rate=0.05)
+    method = MoICE(bases=APART, top_k=3)
     routers, steps = search.train(lm, ROWS[:2], method, lambda n: None)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
     losses = search.held_out(lm, ROWS[:2], routers, method)
     assert sum(losses["trained router"]) < sum(losses["even mixture"])
-    assert all(torch.equal(value, before[name]) for name, value in lm.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in lm.model.state_dict().items()
+    )
     assert all(p.requires_grad and p.grad is None for p in lm.model.parameters())
     again, _ = search.train(lm, ROWS[:2], method, lambda n: None)
     assert all(
@@ -69,10 +77,22 @@ def test_the_auxiliary_coefficient_matters_only_below_all_experts(top_k, matters
     found = []
     for aux in (0.0, 1.0):
         search = RouterSearch(steps=2, batch=3, learning_rate=1e-2, aux=aux)
-        routers, steps = search.train(lm, ROWS, MoICE(bases=APART, top_k=top_k), lambda n: None)
-        found.append(torch.cat([p.flatten() for router in routers.values() for p in router.parameters()]))
+        routers, steps = search.train(
+            lm, ROWS, MoICE(bases=APART, top_k=top_k), lambda n: None
+        )
+        found.append(
+            torch.cat(
+                [
+                    p.flatten()
+                    for router in routers.values()
+                    for p in router.parameters()
+                ]
+            )
+        )
         if top_k == len(APART):
-            assert_same([step["aux"] for step in steps], [3.0] * 2, 3 * EPSILON, "losses")
+            assert_same(
+                [step["aux"] for step in steps], [3.0] * 2, 3 * EPSILON, "losses"
+            )
     assert bool((found[0] - found[1]).abs().max() > 1e-3) == matters
 
 
@@ -90,33 +110,54 @@ WORDS = ("kop", "dip", "gel", "bal")
 def test_a_search_leaves_a_router_that_the_method_reads(posbench, outputs, tmp_path):
     """From the task's calibration prompts, and from the lines of a file."""
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"bal {w}", "answer": " gel"}) + "\n" for w in WORDS))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"bal {w}", "answer": " gel"}) + "\n" for w in WORDS
+        )
+    )
     given = ["task.calibration_examples=12", "task.calibration_pairs=4"]
     result = posbench(*SEARCH, *given, "stages=[search,evaluate]", "task.limit=1")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     block = yaml.safe_load((folder / "found.yaml").read_text())["moice"]
-    assert block["texts"] == 11 and set(block["held_out"]) == {"unmodified", "even mixture", "trained router"}
-    assert json.loads((folder / "method.json").read_text())["weights"] == block["weights"]
+    assert block["texts"] == 11 and set(block["held_out"]) == {
+        "unmodified",
+        "even mixture",
+        "trained router",
+    }
+    assert (
+        json.loads((folder / "method.json").read_text())["weights"] == block["weights"]
+    )
     assert set(load_routers(package.load("tiny"), block["weights"], 7)) == {0, 1, 2, 3}
     with safe_open(block["weights"], "pt") as file:
-        assert list(file.metadata()) == ["training"], "of several entries the order is one of chance"
+        assert list(file.metadata()) == ["training"], (
+            "of several entries the order is one of chance"
+        )
         metadata = json.loads(file.metadata()["training"])
-    assert metadata["search"]["learning_rate"] == 1e-4 and metadata["held_out"] == block["held_out"]
+    assert (
+        metadata["search"]["learning_rate"] == 1e-4
+        and metadata["held_out"] == block["held_out"]
+    )
     # An even start: no base has more than a little over a seventh.
     steps = pd.read_csv(folder / "search.csv")
     assert list(steps["step"]) == [1] and 1 / 7 < steps["largest_weight"][0] < 0.16
     assert steps["aux"][0] == pytest.approx(7, abs=1e-4)
     result = posbench(*SEARCH, f"search.data={data}")
     assert result.status == 0 and "3" in result.out, result.err
-    found = [yaml.safe_load(f.read_text())["moice"]["texts"] for f in outputs.glob("*/v*/*/found.yaml")]
+    found = [
+        yaml.safe_load(f.read_text())["moice"]["texts"]
+        for f in outputs.glob("*/v*/*/found.yaml")
+    ]
     assert sorted(found) == [3, 11]
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["search.data={bad}"], ["search.data", "line 1", 'a field "prompt" (str, not empty)']),
+        (
+            ["search.data={bad}"],
+            ["search.data", "line 1", 'a field "prompt" (str, not empty)'],
+        ),
         (["search.data={half}"], ["search.data", "line 1", "UTF-8 text"]),
         (["search.data=/nowhere/x.jsonl"], ["search.data = '/nowhere/x.jsonl'"]),
         (["search.data=''"], ["search.data"]),

@@ -13,7 +13,8 @@ from posbench.stats.correlation import permutation_p, spearman
 
 def test_many_rows_at_once_are_scipys() -> None:
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 4, size=(5, 4, 7)).astype(float), rng.normal(size=7)
+    x = rng.integers(0, 4, size=(5, 4, 7)).astype(float)
+    y = rng.normal(size=7)
     found = spearman(x, y)
     assert found.shape == (5, 4)
     for row, value in zip(x.reshape(-1, 7), found.ravel(), strict=True):
@@ -26,7 +27,8 @@ def test_many_rows_at_once_are_scipys() -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_permutation_p_is_the_share_of_all_pairings(ties: bool) -> None:
-    x, y = np.arange(6.0), np.array([1.0, 0, 3, 2, 4, 2 if ties else 5])
+    x = np.arange(6.0)
+    y = np.array([1.0, 0, 3, 2, 4, 2 if ties else 5])
     every = np.array([spearmanr(x, list(p)).statistic for p in permutations(y)])
     for sign in (1, -1):
         share = np.mean(sign * every >= spearmanr(x, sign * y).statistic - 1e-9)

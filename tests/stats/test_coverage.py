@@ -42,15 +42,21 @@ def shape(level: float, positions: int, bend: float = 0.4) -> Array:
     return norm.cdf(norm.ppf(level) + bend * (place - place.mean()))
 
 
-def answers(rng: np.random.Generator, questions: int, *curves: Array, own: bool = False) -> list[Array]:
+def answers(
+    rng: np.random.Generator, questions: int, *curves: Array, own: bool = False
+) -> list[Array]:
     """Right or wrong, [questions, positions] for each method, whose answers to one prompt correlate too;
     ``own``: each position has questions of its own."""
     places = len(curves[0])
     asked = rng.normal(size=(questions, places if own else 1))
-    prompt, rest = rng.normal(size=(questions, places)), (1 - CORRELATED) / 2
+    prompt = rng.normal(size=(questions, places))
+    rest = (1 - CORRELATED) / 2
     luck = np.sqrt(CORRELATED) * asked + np.sqrt(rest) * prompt
     noise = (np.sqrt(rest) * rng.normal(size=(questions, places)) for _ in curves)
-    return [(luck + each < norm.ppf(c)).astype(float) for c, each in zip(curves, noise, strict=True)]
+    return [
+        (luck + each < norm.ppf(c)).astype(float)
+        for c, each in zip(curves, noise, strict=True)
+    ]
 
 
 def names(questions: int, positions: int) -> list[str]:
@@ -61,7 +67,8 @@ class Tally:
     """How often intervals hold the truth."""
 
     def __init__(self) -> None:
-        self.seen, self.missed = Counter[str](), Counter[str]()
+        self.seen = Counter[str]()
+        self.missed = Counter[str]()
 
     def add(self, what: str, at: Estimate, true: float) -> None:
         self.seen[what] += 1
@@ -90,16 +97,27 @@ def curve_tally(
     resamples: int = 400,
 ) -> tuple[Tally, float]:
     """Of the statistics of position bias and of a method's differences in them; share that is withheld."""
-    true = [position_bias.curve_statistics(c) | {"position_bias": c.std(ddof=1)} for c in curves]
-    tally, withheld, sizes = Tally(), 0, np.full(len(curves[0]), questions)
+    true = [
+        position_bias.curve_statistics(c) | {"position_bias": c.std(ddof=1)}
+        for c in curves
+    ]
+    tally = Tally()
+    withheld = 0
+    sizes = np.full(len(curves[0]), questions)
     for _ in range(runs):
         shape = (resamples, len(sizes)) if own else resamples
-        drawn = rng.multinomial(questions, np.full(questions, 1 / questions), size=shape) / questions
-        told, limited = [], False
+        drawn = (
+            rng.multinomial(questions, np.full(questions, 1 / questions), size=shape)
+            / questions
+        )
+        told = []
+        limited = False
         for number, right in enumerate(answers(rng, questions, *curves, own=own)):
             draws = np.einsum("rkc,ck->rk", drawn, right) if own else drawn @ right
             seed = (int(rng.integers(1 << 30)), number)
-            told.append(position_bias.Told(right.mean(0), draws, sizes, questions, True, seed))
+            told.append(
+                position_bias.Told(right.mean(0), draws, sizes, questions, True, seed)
+            )
             means = (mean(at, range(questions)) for at in right.T)
             limited = limited or bool(position_bias.limit(means, 0, questions))
             for key, at in told[-1].estimates.items() if not limited else ():
@@ -121,28 +139,47 @@ CURVES = {
     "low": ((0.15, 0.4), (0.2, 0.4)),
     "ends always right": ((0.75, 2.5), (0.85, 1.5)),
 }
-CAREFUL = ("gap", "middle_drop", "position_bias", "middle_drop_difference", "position_bias_difference")
+CAREFUL = (
+    "gap",
+    "middle_drop",
+    "position_bias",
+    "middle_drop_difference",
+    "position_bias_difference",
+)
 
 
 @pytest.mark.parametrize(
     ("questions", "positions", "runs"),
-    [(60, 9, 200), *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in SIZES)],
+    [
+        (60, 9, 200),
+        *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in SIZES),
+    ],
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_averages_and_their_paired_differences(
     level: float, questions: int, positions: int, runs: int
 ) -> None:
     """Fidelity, 1: Wilson's interval for all prompts held 59 % at 60 x 9 and 72 % at 200 x 5."""
-    rng, tally, asked = np.random.default_rng(1), Tally(), names(questions, positions)
+    rng = np.random.default_rng(1)
+    tally = Tally()
+    asked = names(questions, positions)
     before = shape(level, positions)
     after = norm.cdf(norm.ppf(before) + 0.25)
     thirds = np.array_split(np.arange(questions), 3)
     for _ in range(runs):
         plain, other = answers(rng, questions, before, after)
         tally.add("average", mean(plain.ravel(), asked), before.mean())
-        tally.add("difference", paired(other.ravel(), plain.ravel(), asked), (after - before).mean())
+        tally.add(
+            "difference",
+            paired(other.ravel(), plain.ravel(), asked),
+            (after - before).mean(),
+        )
         parts = [mean(plain[i].ravel(), names(len(i), positions)) for i in thirds]
-        tally.add("average of subsets", combined(parts, [1 / 3] * 3, plain.size), before.mean())
+        tally.add(
+            "average of subsets",
+            combined(parts, [1 / 3] * 3, plain.size),
+            before.mean(),
+        )
     # Of 20 questions a subset has a right answer to two or three near 3 %.
     tally.check(careful=("average of subsets",) if questions == 60 else ())
 
@@ -157,11 +194,16 @@ def test_averages_and_their_paired_differences(
         ),
     ],
 )
-def test_statistics_of_the_curve(kind: str, questions: int, positions: int, own: bool, runs: int) -> None:
+def test_statistics_of_the_curve(
+    kind: str, questions: int, positions: int, own: bool, runs: int
+) -> None:
     """Fidelity, 8: ``middle_drop`` held 84 to 92 %; ``own``: each position has questions of its own."""
     curves = [shape(level, positions, bend) for level, bend in CURVES[kind]]
-    rng, draws = np.random.default_rng(2), 400 if runs < 100 else 1000
-    tally, withheld = curve_tally(rng, runs, questions, *curves, own=own, resamples=draws)
+    rng = np.random.default_rng(2)
+    draws = 400 if runs < 100 else 1000
+    tally, withheld = curve_tally(
+        rng, runs, questions, *curves, own=own, resamples=draws
+    )
     tally.check(CAREFUL)
     assert withheld < 0.1
 
@@ -169,16 +211,23 @@ def test_statistics_of_the_curve(kind: str, questions: int, positions: int, own:
 @pytest.mark.parametrize("level", [0.02, 0.985])
 def test_no_bias_is_said_near_0_and_100(level: float) -> None:
     curve = shape(level, 9)
-    _, withheld = curve_tally(np.random.default_rng(3), 20, 60, curve, curve, own=False, resamples=100)
+    _, withheld = curve_tally(
+        np.random.default_rng(3), 20, 60, curve, curve, own=False, resamples=100
+    )
     assert withheld >= 0.93
 
 
 def test_other_intervals() -> None:
-    rng, tally = np.random.default_rng(4), Tally()
+    rng = np.random.default_rng(4)
+    tally = Tally()
     for _ in range(300):
         tally.add("independent", normal(rng.normal(size=12)), 0)
         counts = rng.binomial(400, [0.05, 0.03])
-        tally.add("difference of shares", difference_of_shares(int(counts[0]), int(counts[1]), 400), 0.02)
+        tally.add(
+            "difference of shares",
+            difference_of_shares(int(counts[0]), int(counts[1]), 400),
+            0.02,
+        )
     tally.check()
 
 
@@ -192,18 +241,32 @@ def credit(rng: np.random.Generator, right: Array, worth: float) -> Array:
     ("questions", "positions", "runs"),
     [
         *((60, positions, 100) for positions in (1, 9)),
-        *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in [*SIZES, (60, 1)]),
+        *(
+            pytest.param(*size, 2000, marks=pytest.mark.slow)
+            for size in [*SIZES, (60, 1)]
+        ),
     ],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_scores_between_0_and_1(level: float, questions: int, positions: int, runs: int) -> None:
+def test_scores_between_0_and_1(
+    level: float, questions: int, positions: int, runs: int
+) -> None:
     """F1; the bootstrap's interval of a paired difference held 83 to 93 % near 0 and 100 %."""
-    rng, tally, asked = np.random.default_rng(5), Tally(), names(questions, positions)
+    rng = np.random.default_rng(5)
+    tally = Tally()
+    asked = names(questions, positions)
     before = shape(level, positions) if positions > 1 else np.array([level])
-    after, worth = norm.cdf(norm.ppf(before) + 0.25), 0.8 if level < 0.9 else 0.5
-    true = [c.mean() * worth if worth > 0.5 else 1 - (1 - c.mean()) * worth for c in (before, after)]
+    after = norm.cdf(norm.ppf(before) + 0.25)
+    worth = 0.8 if level < 0.9 else 0.5
+    true = [
+        c.mean() * worth if worth > 0.5 else 1 - (1 - c.mean()) * worth
+        for c in (before, after)
+    ]
     for _ in range(runs):
-        plain, other = (credit(rng, each, worth).ravel() for each in answers(rng, questions, before, after))
+        plain, other = (
+            credit(rng, each, worth).ravel()
+            for each in answers(rng, questions, before, after)
+        )
         tally.add("F1", mean(plain, asked), true[0])
         tally.add("F1 difference", paired(other, plain, asked), true[1] - true[0])
     # Of so few answers that differ Wilson's interval, made for right or wrong ones, is wider than needed.
@@ -212,22 +275,35 @@ def test_scores_between_0_and_1(level: float, questions: int, positions: int, ru
 
 @pytest.mark.parametrize(
     ("questions", "positions", "runs"),
-    [(60, 9, 60), *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in SIZES)],
+    [
+        (60, 9, 60),
+        *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in SIZES),
+    ],
 )
 def test_skewed_numbers(questions: int, positions: int, runs: int) -> None:
     """Attention and losses: positive, with a question's own size; a bootstrap's mean held 90 to 92 %."""
-    rng, tally, asked = np.random.default_rng(6), Tally(), names(questions, positions)
+    rng = np.random.default_rng(6)
+    tally = Tally()
+    asked = names(questions, positions)
     for _ in range(runs):
         for spread in (0.4, 0.9):
             size = (2, questions, positions)
-            own = 0.8 * spread * rng.normal(size=(1, questions, 1)) + 0.6 * spread * rng.normal(size=size)
+            own = 0.8 * spread * rng.normal(
+                size=(1, questions, 1)
+            ) + 0.6 * spread * rng.normal(size=size)
             first, second = np.exp(own).reshape(2, -1)
             true = np.exp(spread**2 / 2)
             tally.add(f"mean, spread {spread}", difference(first, asked), true)
-            tally.add(f"gain on held-back prompts, {spread}", paired(2 * first, second, asked), true)
+            tally.add(
+                f"gain on held-back prompts, {spread}",
+                paired(2 * first, second, asked),
+                true,
+            )
             if runs > 100 or spread < 0.9:
                 groups = {"x": (first, asked), "y": (second, asked)}
-                ratio = statistic(groups, lambda means: means["x"] / means["y"], resamples=400)
+                ratio = statistic(
+                    groups, lambda means: means["x"] / means["y"], resamples=400
+                )
                 tally.add(f"ratio, spread {spread}", ratio, 1)
     tally.check(hard="0.9")
 
@@ -235,40 +311,66 @@ def test_skewed_numbers(questions: int, positions: int, runs: int) -> None:
 def drawn(rng: np.random.Generator, values: Array, resamples: int = 400) -> Array:
     """Means [R, ...] of draws of questions from values [questions, ...]."""
     count = len(values)
-    return np.tensordot(rng.multinomial(count, np.full(count, 1 / count), resamples) / count, values, 1)
+    return np.tensordot(
+        rng.multinomial(count, np.full(count, 1 / count), resamples) / count, values, 1
+    )
 
 
 @pytest.mark.parametrize(
     ("questions", "positions", "runs"),
-    [(60, 9, 40), *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in SIZES[:2])],
+    [
+        (60, 9, 40),
+        *(pytest.param(*size, 2000, marks=pytest.mark.slow) for size in SIZES[:2]),
+    ],
 )
 def test_ranks_and_dips(questions: int, positions: int, runs: int) -> None:
     """A sweep's rank correlation, the link of attention and score, and attention's dip in the middle."""
-    rng, tally, place = np.random.default_rng(7), Tally(), np.linspace(-1, 1, positions)
-    settings, centre = np.arange(6.0), np.array([-0.3, 0.1, -0.1, 0.2, 0.05, 0.35])
-    attention, score = 0.1 + 0.05 * (place - 0.3) ** 2, shape(0.6, positions, 1.5) - 0.1 * place
+    rng = np.random.default_rng(7)
+    tally = Tally()
+    place = np.linspace(-1, 1, positions)
+    settings = np.arange(6.0)
+    centre = np.array([-0.3, 0.1, -0.1, 0.2, 0.05, 0.35])
+    attention = 0.1 + 0.05 * (place - 0.3) ** 2
+    score = shape(0.6, positions, 1.5) - 0.1 * place
     for _ in range(runs):
-        swept = centre + 0.2 * rng.normal(size=(questions, 1)) + 0.3 * rng.normal(size=(questions, 6))
+        swept = (
+            centre
+            + 0.2 * rng.normal(size=(questions, 1))
+            + 0.3 * rng.normal(size=(questions, 6))
+        )
         ranks = spearman(swept.mean(0), settings), spearman(drawn(rng, swept), settings)
-        tally.add("sweep", percentile(*ranks, questions), float(spearman(centre, settings)))
-        luck = 0.35 * rng.normal(size=(questions, 1)) + 0.25 * rng.normal(size=(questions, positions))
+        tally.add(
+            "sweep", percentile(*ranks, questions), float(spearman(centre, settings))
+        )
+        luck = 0.35 * rng.normal(size=(questions, 1)) + 0.25 * rng.normal(
+            size=(questions, positions)
+        )
         (right,), seen = answers(rng, questions, score), attention * np.exp(luck)
         both = drawn(rng, np.hstack([seen, right]))
         link = spearman(both[:, :positions], both[:, positions:])
         at = percentile(spearman(seen.mean(0), right.mean(0)), link, questions)
         tally.add("link", at, float(spearman(attention, score)))
-        for kind, level in {"even ends": 0.1 + 0.05 * place**2, "one lower end": attention}.items():
+        for kind, level in {
+            "even ends": 0.1 + 0.05 * place**2,
+            "one lower end": attention,
+        }.items():
             seen = level * np.exp(luck)
             middle = np.abs(place) <= 0.6
-            at = position_bias.dip(seen.mean(0), drawn(rng, seen), middle, seen.size, questions)
-            tally.add(f"dip, {kind}", at, 1 - level[middle].mean() / level[[0, -1]].min())
+            at = position_bias.dip(
+                seen.mean(0), drawn(rng, seen), middle, seen.size, questions
+            )
+            tally.add(
+                f"dip, {kind}", at, 1 - level[middle].mean() / level[[0, -1]].min()
+            )
     # Ranks take few values: their intervals are wide, but of settings that are close (docs/metrics.md).
     tally.check(careful=("sweep", "link", "dip, even ends"), hard="dip")
 
 
 @pytest.mark.parametrize("runs", [15, pytest.param(700, marks=pytest.mark.slow)])
 def test_a_jackknife_over_groups_of_strings(runs: int) -> None:
-    rng, tally, line = np.random.default_rng(8), Tally(), np.linspace(0, 1, 150)
+    rng = np.random.default_rng(8)
+    tally = Tally()
+    line = np.linspace(0, 1, 150)
     for strings, slope in ((100, 1.0), (2000, 0.1), (2000, 0.3)):
         noise = 1 / np.sqrt(strings / 20)
         many = rng.normal(size=(400, len(line))) / np.sqrt(strings) + slope * line

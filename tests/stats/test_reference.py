@@ -29,7 +29,10 @@ def reference() -> Reference:
 
 
 def test_rows_of_table_1(reference):
-    cells = {(r["model"], r["method"], r["gold_position"]): r["value"] for r in reference.rows()}
+    cells = {
+        (r["model"], r["method"], r["gold_position"]): r["value"]
+        for r in reference.rows()
+    }
     # Typed off Table 1 of the paper, not off the CSV.
     assert cells["llama2_7b", "none", "25%"] == pytest.approx(0.246)
     assert cells["llama2_7b", "scale_channel", "all"] == pytest.approx(0.638)
@@ -42,14 +45,27 @@ def test_rows_of_table_1(reference):
 
 def test_a_table_of_several_tasks():
     rows = _of("yu2025_table3").rows()
-    cells = {(r["model"], r["method"], r["task"], r["metric"]): r["value"] for r in rows}
-    assert len(rows) == len(cells) == 3 * 2 * 2 and {r["gold_position"] for r in rows} == {"all"}
+    cells = {
+        (r["model"], r["method"], r["task"], r["metric"]): r["value"] for r in rows
+    }
+    assert len(rows) == len(cells) == 3 * 2 * 2 and {
+        r["gold_position"] for r in rows
+    } == {"all"}
     # Typed off Table 3 of the paper.
-    assert cells["qwen1_5_7b", "scale_channel", "mmlu", "accuracy"] == pytest.approx(0.6143)
-    assert cells["mistral7b", "none", "loogle_timeline_reorder", "exact_order"] == pytest.approx(0.1875)
+    assert cells["qwen1_5_7b", "scale_channel", "mmlu", "accuracy"] == pytest.approx(
+        0.6143
+    )
+    assert cells[
+        "mistral7b", "none", "loogle_timeline_reorder", "exact_order"
+    ] == pytest.approx(0.1875)
     # Tables 4 and 2 of LPES; data sets of a benchmark stand in the place of a position.
-    lpes = {(r["model"], r["method"], r["task"]): r["value"] for r in _of("lpes_table4").rows()}
-    assert len(lpes) == 8 and lpes["stablebeluga_7b", "none", "ceval"] == pytest.approx(0.3478)
+    lpes = {
+        (r["model"], r["method"], r["task"]): r["value"]
+        for r in _of("lpes_table4").rows()
+    }
+    assert len(lpes) == 8 and lpes["stablebeluga_7b", "none", "ceval"] == pytest.approx(
+        0.3478
+    )
     assert lpes["vicuna_7b", "layer_scaling", "mmlu"] == pytest.approx(0.49)
     rows = _of("lpes_table2").rows()
     subsets = {(r["model"], r["method"], r["gold_position"]): r["value"] for r in rows}
@@ -80,7 +96,12 @@ def test_a_table_at_every_tenth_of_the_prompt():
 )
 def test_each_model_of_lpes_runs_in_its_own_setting(experiment, model, fields):
     """Section 4.1 of LPES: 10 documents or 50 pairs with a window of 4k, 20 or 150 for Qwen2.5-7B."""
-    args = [f"experiment={experiment}", f"model={model}", "stages=[evaluate,report]", "method=none"]
+    args = [
+        f"experiment={experiment}",
+        f"model={model}",
+        "stages=[evaluate,report]",
+        "method=none",
+    ]
     args += ["task=nq_multidoc"] * (experiment == "lpes_table11")
     config = config_of(*args)
     rows, note = config.reference()
@@ -93,19 +114,29 @@ def test_each_model_of_lpes_runs_in_its_own_setting(experiment, model, fields):
 
 
 def test_a_typed_setting_wins_and_has_no_number_of_the_paper():
-    config = config_of("experiment=lpes_table1_kv", "model=qwen2_5_7b", "method=none", "task.pairs=50")
+    config = config_of(
+        "experiment=lpes_table1_kv", "model=qwen2_5_7b", "method=none", "task.pairs=50"
+    )
     told = "This run has pairs=50 (paper 150): the paper's numbers do not apply to it."
     assert config.task.items == 50 and config.reference() == ([], told)
 
 
-@pytest.mark.parametrize("wrong", ["settings=5", "settings.tiny=[1]", "settings.tiny.nonsense=1"])
+@pytest.mark.parametrize(
+    "wrong", ["settings=5", "settings.tiny=[1]", "settings.tiny.nonsense=1"]
+)
 def test_a_setting_that_is_none_is_refused_by_name(wrong):
     with pytest.raises(UserError, match=r"experiment\.reference|task\.nonsense"):
-        config_of("experiment=lpes_table1_kv", "model=tiny", "method=none", f"experiment.reference.{wrong}")
+        config_of(
+            "experiment=lpes_table1_kv",
+            "model=tiny",
+            "method=none",
+            f"experiment.reference.{wrong}",
+        )
 
 
 def test_a_cell_stands_beside_its_own_model_setting_and_positions():
-    reference, task = _of("lpes_table1_kv"), KVRetrieval(pairs=150, positions=SIX)
+    reference = _of("lpes_table1_kv")
+    task = KVRetrieval(pairs=150, positions=SIX)
     cells = {
         (r["model"], r["method"], r["gold_position"]): r["value"]
         for r in reference.beside(task, "qwen2_5_7b")[0]
@@ -113,7 +144,9 @@ def test_a_cell_stands_beside_its_own_model_setting_and_positions():
     # Typed off Table 1 of LPES. 60 % of 150 pairs is index floor(0.6 * 149) = 89.
     assert cells["qwen2_5_7b", "layer_scaling", "89"] == pytest.approx(0.94)
     assert cells["qwen2_5_7b", "none", "all"] == pytest.approx(0.95)
-    assert {model for model, _, _ in cells} == {"qwen2_5_7b"} and len(cells) == 5 * 7  # no Ms-PoE
+    assert {model for model, _, _ in cells} == {"qwen2_5_7b"} and len(
+        cells
+    ) == 5 * 7  # no Ms-PoE
     rows, _ = reference.beside(KVRetrieval(pairs=50, positions=SIX), "vicuna_7b")
     assert {row["model"] for row in rows} == {"vicuna_7b", "stablebeluga_7b"}
     # Five positions are not the six that the paper's average is over.
@@ -137,7 +170,9 @@ WITH_TABLE = [
 @pytest.mark.parametrize("name", WITH_TABLE)
 def test_every_cell_of_an_experiment_is_that_of_its_table(name):
     """Each row of the CSV that names a mapped task, method and metric, and holds a number, comes out once."""
-    covers = yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())["experiment"]["covers"]
+    covers = yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())[
+        "experiment"
+    ]["covers"]
     assert _of(name).source.split(", ")[-1] in covers
     for variant in _of(name).variants or [""]:
         _cells_are_those_of_the_table(_of(name, variant))
@@ -146,35 +181,61 @@ def test_every_cell_of_an_experiment_is_that_of_its_table(name):
 def _cells_are_those_of_the_table(found):
     given = dict[str, list[float]]()
     methods = {**found.methods, **found.variants.get(found.variant, {})}
-    with open(paths.EXPERIMENTS / "reference" / found.file, encoding="utf-8", newline="") as file:
+    with open(
+        paths.EXPERIMENTS / "reference" / found.file, encoding="utf-8", newline=""
+    ) as file:
         for row in csv.DictReader(file):
-            task = {found.paper_task: found.task, **found.further_tasks}.get(row["task"])
-            mapped = task and row["method"] in methods and row["metric"] in found.metrics
+            task = {found.paper_task: found.task, **found.further_tasks}.get(
+                row["task"]
+            )
+            mapped = (
+                task and row["method"] in methods and row["metric"] in found.metrics
+            )
             if mapped and row["value"] not in ("—", "-", "/"):
                 percent = found.percent or row["metric"].endswith("(%)")
                 place = found.positions.get(row["position"], row["position"]) or "all"
                 place = task.split("/")[1] if "/" in task else place
-                names = found.models.get(row["model"], row["model"]), methods[row["method"]]
-                key = "|".join([*names, task.split("/")[0], place, found.metrics[row["metric"]]])
-                given.setdefault(key, []).append(float(row["value"]) / (100 if percent else 1))
+                names = (
+                    found.models.get(row["model"], row["model"]),
+                    methods[row["method"]],
+                )
+                key = "|".join(
+                    [*names, task.split("/")[0], place, found.metrics[row["metric"]]]
+                )
+                given.setdefault(key, []).append(
+                    float(row["value"]) / (100 if percent else 1)
+                )
     told = dict[str, list[float]]()
     for row in found.rows():
         columns = ("model", "method", "task", "gold_position", "metric")
-        told.setdefault("|".join(row[column] for column in columns), []).append(row["value"])
+        told.setdefault("|".join(row[column] for column in columns), []).append(
+            row["value"]
+        )
     assert told == given and all(len(values) == 1 for values in told.values())
 
 
 def test_the_ratios_of_time_follow_from_the_papers_tables():
     yu, lpes = (table(f"{paper}_table5_latency.csv") for paper in ("yu2025", "lpes"))
     spent = {(row.method, row.task): float(row.value) for row in yu.itertuples()}
-    base, found = {task: v for (m, task), v in spent.items() if m == "FlashAttention-2"}, set()
+    base = {task: v for (m, task), v in spent.items() if m == "FlashAttention-2"}
+    found = set()
     for method, ours in (("Ms-PoE", "ms_poe"), ("Ours", "scale_channel")):
         ends = sorted(spent[method, task] / base[task] for task in base)
         found.add((ours, " to ".join(f"{end:.2f}" for end in ends)))
     once = {row.method: float(row.value) for row in lpes.itertuples()}
-    names = {"": "attention_buckets", "Ms-PoE": "ms_poe", "MoICE": "moice", "LPES (Ours)": "layer_scaling"}
-    found |= {(ours, f"{once[method] / once['Baseline']:.2f}") for method, ours in names.items()}
-    assert {(row.method, row.ratio) for row in table("latency.csv").itertuples()} == found
+    names = {
+        "": "attention_buckets",
+        "Ms-PoE": "ms_poe",
+        "MoICE": "moice",
+        "LPES (Ours)": "layer_scaling",
+    }
+    found |= {
+        (ours, f"{once[method] / once['Baseline']:.2f}")
+        for method, ours in names.items()
+    }
+    assert {
+        (row.method, row.ratio) for row in table("latency.csv").itertuples()
+    } == found
 
 
 @pytest.mark.parametrize(
@@ -186,11 +247,18 @@ def test_the_ratios_of_time_follow_from_the_papers_tables():
 )
 def test_each_run_of_a_sweep_stands_beside_its_own_row(experiment, found):
     """What the sweep varies chooses the row; a setting that the paper lacks has none."""
-    place, told = "100%" if experiment == "lpes_table11" else "all", list[list[float]]()
+    place = "100%" if experiment == "lpes_table11" else "all"
+    told = list[list[float]]()
 
     def look(made):
-        rows = build(Reference, made.raw["experiment"]["reference"], "experiment.reference").rows()
-        own = [r for r in rows if (r["method"], r["gold_position"]) == ("layer_scaling", place)]
+        rows = build(
+            Reference, made.raw["experiment"]["reference"], "experiment.reference"
+        ).rows()
+        own = [
+            r
+            for r in rows
+            if (r["method"], r["gold_position"]) == ("layer_scaling", place)
+        ]
         told.append([round(r["value"], 4) for r in own if r["model"] == "vicuna_7b"])
 
     compose([f"experiment={experiment}"], look)
@@ -213,7 +281,11 @@ def test_a_cell_that_is_no_number_is_told(value, reference, tmp_path):
         ("methods", {"Original": "none", "Yours": "x"}, "Yours"),
         ("positions", {"Average": "all"}, "Average"),
         ("paper_task", "KV-retrieval-75pairs", "KV-retrieval-75pairs"),
-        ("further_tasks", {"KV-retrieval-75pairs": "kv"}, "further_tasks = 'KV-retrieval-75pairs'"),
+        (
+            "further_tasks",
+            {"KV-retrieval-75pairs": "kv"},
+            "further_tasks = 'KV-retrieval-75pairs'",
+        ),
         ("file", "absent.csv", "absent.csv"),
     ],
 )

@@ -15,21 +15,31 @@ from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
 
 
-def _row(method: str, name: str, accuracy: float, place: int | None = None, **more: Any) -> dict[str, Any]:
+def _row(
+    method: str, name: str, accuracy: float, place: int | None = None, **more: Any
+) -> dict[str, Any]:
     row = {"method": method, "id": name, "gold_position": place, "cluster": name}
     return row | {"scores": {"accuracy": accuracy}} | more
 
 
 def _rows(method: str, scores: dict[int, list[float]]) -> list[dict[str, Any]]:
-    return [_row(method, f"{p}-{i}", s, p) for p, values in scores.items() for i, s in enumerate(values)]
+    return [
+        _row(method, f"{p}-{i}", s, p)
+        for p, values in scores.items()
+        for i, s in enumerate(values)
+    ]
 
 
 def _tabulator(task: Task, resamples: int = 200, seed: int = 7) -> Tabulator:
-    return Tabulator(task=task, model="m", unmodified="none", resamples=resamples, seed=seed)
+    return Tabulator(
+        task=task, model="m", unmodified="none", resamples=resamples, seed=seed
+    )
 
 
 def _table(rows: list[dict[str, Any]], items: int | None = 11, **settings: int) -> Any:
-    return _tabulator(KVRetrieval(name="t", pairs=items or 2, positions=(0,)), **settings).metrics(rows)
+    return _tabulator(
+        KVRetrieval(name="t", pairs=items or 2, positions=(0,)), **settings
+    ).metrics(rows)
 
 
 def test_tidy_by_hand() -> None:
@@ -46,18 +56,39 @@ def test_tidy_by_hand() -> None:
         ("scaled", "accuracy_difference"): (-0.25, 0.5, 0, 1 / 12),
     }
     for (method, metric), values in wanted.items():
-        assert [rows.pop((method, p, metric)).value for p in places] == pytest.approx(values)
+        assert [rows.pop((method, p, metric)).value for p in places] == pytest.approx(
+            values
+        )
     one = table[(table.method == "none") & (table.gold_position == "5")].iloc[0]
-    assert (one.ci_low, one.ci_high) == pytest.approx(wilson(1, 4)) and one.n == 4 and one.seed == 7
+    assert (
+        (one.ci_low, one.ci_high) == pytest.approx(wilson(1, 4))
+        and one.n == 4
+        and one.seed == 7
+    )
     # The rest sums up the curves.
-    assert {metric.removesuffix("_difference") for _, _, metric in rows} == set(STATISTICS)
-    plain, scaled = ({key[2]: r for key, r in rows.items() if key[0] == m} for m in ("none", "scaled"))
-    for name, was in {"gap": 0.75, "middle_drop": 0.625, "primacy": 0.75, "recency": 0.5}.items():
+    assert {metric.removesuffix("_difference") for _, _, metric in rows} == set(
+        STATISTICS
+    )
+    plain, scaled = (
+        {key[2]: r for key, r in rows.items() if key[0] == m}
+        for m in ("none", "scaled")
+    )
+    for name, was in {
+        "gap": 0.75,
+        "middle_drop": 0.625,
+        "primacy": 0.75,
+        "recency": 0.5,
+    }.items():
         assert plain[name].value == was and plain[name].note == ""
     assert 0 < plain["position_bias"].value < np.std([1, 0.25, 0.75], ddof=1)
     # 3 of 4 everywhere may be always: nothing is said of the bias, nor of its difference.
-    assert {r.note.split(":")[0] for r in scaled.values()} == {"too few questions"} and len(scaled) == 10
-    assert all(np.isnan([r.value, r.ci_low, r.ci_high]).all() and r.n == 12 for r in scaled.values())
+    assert {r.note.split(":")[0] for r in scaled.values()} == {
+        "too few questions"
+    } and len(scaled) == 10
+    assert all(
+        np.isnan([r.value, r.ci_low, r.ci_high]).all() and r.n == 12
+        for r in scaled.values()
+    )
 
 
 def _curve(
@@ -67,19 +98,32 @@ def _curve(
     luck = np.random.default_rng(seed).random((n, len(shares)))
     luck = luck[:, :1].repeat(len(shares), 1) if together else luck
     return [
-        _row(method, f"{p}-{i}", float(luck[i, p] < share), p, cluster=f"q{i}" if together else f"{p}-{i}")
+        _row(
+            method,
+            f"{p}-{i}",
+            float(luck[i, p] < share),
+            p,
+            cluster=f"q{i}" if together else f"{p}-{i}",
+        )
         for p, share in enumerate(shares)
         for i in range(n)
     ]
 
 
 def _all(table: Any, method: str = "none") -> dict[str, Any]:
-    return {r.metric: r for r in table.itertuples() if r.gold_position == "all" and r.method == method}
+    return {
+        r.metric: r
+        for r in table.itertuples()
+        if r.gold_position == "all" and r.method == method
+    }
 
 
-def test_without_bias_the_intervals_cover_zero_and_the_gap_is_that_of_shuffled_positions() -> None:
+def test_without_bias_the_intervals_cover_zero_and_the_gap_is_that_of_shuffled_positions() -> (
+    None
+):
     missed = dict.fromkeys(("position_bias", "gap", "primacy", "recency"), 0)
-    gaps, shuffled = [], []
+    gaps = []
+    shuffled = []
     for seed in range(30):
         found = _all(_table(_curve([0.7] * 5, 60, seed)))
         for name in missed:
@@ -96,14 +140,18 @@ def test_a_known_bias_is_found_and_told_from_a_smaller_one() -> None:
     shares = [1.0, 0.8, 0.4, 0.5, 0.9]
     rows = _curve(shares, 400, 1) + _curve([0.8, 0.75, 0.7, 0.7, 0.8], 400, 2, "scaled")
     table = _table(rows)
-    found, true = _all(table), np.std(shares, ddof=1)
+    found = _all(table)
+    true = np.std(shares, ddof=1)
     assert found["position_bias"].ci_low < true < found["position_bias"].ci_high
     assert found["position_bias"].value == pytest.approx(true, abs=0.03)
     assert found["gap_null"].ci_high < found["gap"].ci_low
     scaled = _all(table, "scaled")
     change = scaled["position_bias_difference"]
     fall = scaled["position_bias"].value - found["position_bias"].value
-    assert change.ci_low < change.value == pytest.approx(fall) and change.value < change.ci_high < -0.1
+    assert (
+        change.ci_low < change.value == pytest.approx(fall)
+        and change.value < change.ci_high < -0.1
+    )
     assert not {"gap_difference", "gap_null_difference"} & set(scaled)
     assert "position_bias_difference" not in found
 
@@ -116,15 +164,28 @@ def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
     variance = np.var(scores.mean(1), ddof=1)
     noise = np.mean(np.var(draws, axis=1, ddof=1)) - variance
     found = _all(_table(rows, resamples=3000, seed=0))
-    assert found["position_bias"].value == pytest.approx(np.sqrt(variance - noise), abs=0.003)
+    assert found["position_bias"].value == pytest.approx(
+        np.sqrt(variance - noise), abs=0.003
+    )
     # The ends are the spreads of such a curve that would vary so much, or so little, in 2 % of all samples.
-    errors, shape = np.array(draws) - scores.mean(1), scores.mean(1) - scores.mean()
-    spreads, at = np.linspace(0, 0.4, 401), found["position_bias"]
-    seen = np.array([np.var(s * shape / np.sqrt(variance) + errors, axis=1, ddof=1) for s in spreads])
-    above, beyond = (seen >= variance).mean(1), tail(30)
+    errors = np.array(draws) - scores.mean(1)
+    shape = scores.mean(1) - scores.mean()
+    spreads = np.linspace(0, 0.4, 401)
+    at = found["position_bias"]
+    seen = np.array(
+        [
+            np.var(s * shape / np.sqrt(variance) + errors, axis=1, ddof=1)
+            for s in spreads
+        ]
+    )
+    above = (seen >= variance).mean(1)
+    beyond = tail(30)
     assert at.ci_low == pytest.approx(spreads[above >= beyond][0], abs=0.012)
     assert at.ci_high == pytest.approx(spreads[above <= 1 - beyond][-1], abs=0.012)
-    gaps = [np.ptp(rng.permutation(scores.ravel()).reshape(4, 30).mean(1)) for _ in range(3000)]
+    gaps = [
+        np.ptp(rng.permutation(scores.ravel()).reshape(4, 30).mean(1))
+        for _ in range(3000)
+    ]
     assert found["gap_null"].value == pytest.approx(np.mean(gaps), abs=0.006)
 
 
@@ -137,7 +198,9 @@ def test_questions_asked_at_every_position_are_drawn_and_shuffled_whole() -> Non
     assert _all(_table(_curve([0.6] * 4, 40, 5)))["gap_null"].value > 0.05
 
 
-def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions() -> None:
+def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions() -> (
+    None
+):
     """Fidelity, 1: 40 questions at 9 positions are no 360 prompts."""
     whole = _table(_curve([0.6] * 9, 40, 5, together=True))
     at = whole[(whole.metric == "accuracy") & (whole.gold_position == "all")].iloc[0]
@@ -150,9 +213,19 @@ def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions
 @pytest.mark.parametrize(
     ("share", "n", "items", "note"),
     [
-        (0.0, 80, 100, "at the floor: no score is surely 5 points above a guess, 1.0 %"),
+        (
+            0.0,
+            80,
+            100,
+            "at the floor: no score is surely 5 points above a guess, 1.0 %",
+        ),
         (1.0, 80, 100, "at the ceiling: no score is surely below 95 %"),
-        (0.25, 40, 4, "at the floor: no score is surely 5 points above a guess, 25.0 %"),
+        (
+            0.25,
+            40,
+            4,
+            "at the floor: no score is surely 5 points above a guess, 25.0 %",
+        ),
         (0.25, 40, 100, ""),
         (0.0, 60, 100, "too few questions: ask 61 or more at each gold position"),
         (11 / 12, 12, 100, "too few questions: ask 73 or more at each gold position"),
@@ -173,9 +246,12 @@ def test_no_bias_is_said_where_almost_nothing_or_everything_is_answered(
 
 
 @pytest.mark.parametrize(
-    ("right", "chance", "wanted"), [(1, 0.0, 73), (0, 0.0, 73), (0, 0.01, 61), (0, 0.25, 9)]
+    ("right", "chance", "wanted"),
+    [(1, 0.0, 73), (0, 0.0, 73), (0, 0.01, 61), (0, 0.25, 9)],
 )
-def test_the_questions_asked_for_are_the_fewest_that_can_tell(right: int, chance: float, wanted: int) -> None:
+def test_the_questions_asked_for_are_the_fewest_that_can_tell(
+    right: int, chance: float, wanted: int
+) -> None:
     def told(n: int) -> str:
         return limit([mean([right] * n, [str(i) for i in range(n)])] * 3, chance, n)
 
@@ -195,13 +271,21 @@ def test_the_difference_pairs_prompts_by_id_not_by_order() -> None:
     before = _rows("none", {0: [1, 0, 1, 0]})
     after = _rows("scaled", {0: [1, 0, 1, 0]})[::-1]
     table = _table(before + after)
-    row = table[(table.metric == "accuracy_difference") & (table.gold_position == "0")].iloc[0]
-    assert (row.value, row.ci_low, row.ci_high) == paired([0, 1, 0, 1], [0, 1, 0, 1], list("abcd"))[:3]
+    row = table[
+        (table.metric == "accuracy_difference") & (table.gold_position == "0")
+    ].iloc[0]
+    assert (row.value, row.ci_low, row.ci_high) == paired(
+        [0, 1, 0, 1], [0, 1, 0, 1], list("abcd")
+    )[:3]
 
 
 def test_a_task_without_positions() -> None:
     table = _table([_row("none", str(i), i % 2) for i in range(4)], items=None)
-    assert list(table.gold_position) == ["all"] and list(table.value) == [0.5] and table.depth.isna().all()
+    assert (
+        list(table.gold_position) == ["all"]
+        and list(table.value) == [0.5]
+        and table.depth.isna().all()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,22 +298,36 @@ class Several(KVRetrieval):
         return {"pair": ("a", "b"), "both": ("pair", "c")}
 
     def total(self, subset: str, means: Any) -> Any:
-        return means["accuracy"] if subset != "c" else np.sqrt(means["accuracy"] * means["other"])
+        return (
+            means["accuracy"]
+            if subset != "c"
+            else np.sqrt(means["accuracy"] * means["other"])
+        )
 
 
 def _subset_rows() -> list[dict[str, Any]]:
-    rng, rows = np.random.default_rng(3), []
+    rng = np.random.default_rng(3)
+    rows = []
     for method in ("none", "scaled"):
         for subset, n in (("a", 9), ("b", 4), ("c", 6)):
             for i in range(n):
-                rows.append(_row(method, f"{subset}{i}", float(rng.random()), subset=subset, cluster=""))
+                rows.append(
+                    _row(
+                        method,
+                        f"{subset}{i}",
+                        float(rng.random()),
+                        subset=subset,
+                        cluster="",
+                    )
+                )
                 if subset == "c":
                     rows[-1]["scores"]["other"] = float(rng.random())
     return rows
 
 
 def test_subsets_and_averages_by_hand() -> None:
-    rows, task = _subset_rows(), Several(name="t")
+    rows = _subset_rows()
+    task = Several(name="t")
     table = _tabulator(task, 300, 1).subsets(rows)
     assert tuple(table.columns) == SUBSET_COLUMNS
     found = {(r.method, r.subset, r.metric): r for r in table.itertuples()}
@@ -239,14 +337,19 @@ def test_subsets_and_averages_by_hand() -> None:
         return float(np.mean([r["scores"][metric] for r in here]))
 
     for method in ("none", "scaled"):
-        a, b = share(method, "a"), share(method, "b")
+        a = share(method, "a")
+        b = share(method, "b")
         c = np.sqrt(share(method, "c") * share(method, "c", "other"))
         wanted = {"a": a, "b": b, "c": c, "pair": (a + b) / 2, "all": (a + b + c) / 3}
         for name, value in (wanted | {"both": (wanted["pair"] + c) / 2}).items():
             row = found[method, name, "accuracy"]
-            assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
+            assert (
+                row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
+            )
             assert row.kind == ("subset" if name in "abc" else "average")
-        assert found[method, "c", "other"].value == pytest.approx(share(method, "c", "other"))
+        assert found[method, "c", "other"].value == pytest.approx(
+            share(method, "c", "other")
+        )
         whole = _tabulator(task, 300, 1).metrics(rows)
         total = whole[(whole.method == method) & (whole.metric == "accuracy")].iloc[0]
         assert total.value == pytest.approx(wanted["all"])
@@ -254,7 +357,8 @@ def test_subsets_and_averages_by_hand() -> None:
     for name in ("a", "pair", "all"):
         change = found["scaled", name, "accuracy_difference"]
         assert change.value == pytest.approx(
-            found["scaled", name, "accuracy"].value - found["none", name, "accuracy"].value
+            found["scaled", name, "accuracy"].value
+            - found["none", name, "accuracy"].value
         )
         assert change.ci_low < change.value < change.ci_high
     assert found["none", "all", "accuracy"].n == 19
@@ -263,23 +367,40 @@ def test_subsets_and_averages_by_hand() -> None:
 def test_an_average_over_examples_is_the_pooled_mean() -> None:
     rows = _subset_rows()
     table = _tabulator(KVRetrieval(name="t"), 2000, 1).subsets(rows)
-    row = table[(table.method == "none") & (table.subset == "all") & (table.metric == "accuracy")].iloc[0]
+    row = table[
+        (table.method == "none")
+        & (table.subset == "all")
+        & (table.metric == "accuracy")
+    ].iloc[0]
     scores = [r["scores"]["accuracy"] for r in rows if r["method"] == "none"]
     assert row.value == pytest.approx(np.mean(scores))
     # Stratified resampling: the variance of a sum of independent subset means.
     parts = [
-        np.array([r["scores"]["accuracy"] for r in rows if r["method"] == "none" and r["subset"] == s])
+        np.array(
+            [
+                r["scores"]["accuracy"]
+                for r in rows
+                if r["method"] == "none" and r["subset"] == s
+            ]
+        )
         for s in "abc"
     ]
     # The halves of independent intervals add up as their squares do.
-    halves = [len(p) / 19 * np.diff(mean(p, [str(i) for i in range(len(p))])[1:3])[0] / 2 for p in parts]
-    assert (row.ci_high - row.ci_low) / 2 == pytest.approx(np.hypot.reduce(halves), rel=0.1)
+    halves = [
+        len(p) / 19 * np.diff(mean(p, [str(i) for i in range(len(p))])[1:3])[0] / 2
+        for p in parts
+    ]
+    assert (row.ci_high - row.ci_low) / 2 == pytest.approx(
+        np.hypot.reduce(halves), rel=0.1
+    )
 
 
 def test_the_same_scores_differ_by_nothing() -> None:
     rows = _subset_rows()
     same = [r | {"method": "copy"} for r in rows if r["method"] == "none"]
-    table = _tabulator(Several(name="t"), 50, 1).subsets([*[r for r in rows if r["method"] == "none"], *same])
+    table = _tabulator(Several(name="t"), 50, 1).subsets(
+        [*[r for r in rows if r["method"] == "none"], *same]
+    )
     changes = table[table.metric.str.endswith("_difference")]
     assert len(changes) == 7 and (changes["value"] == 0).all()
     assert np.allclose(changes["ci_low"], -changes["ci_high"]), "no side is preferred"

@@ -45,7 +45,8 @@ def rows_of(name: str) -> dict[tuple[str, str, str], tuple[dict[str, str], str]]
     with (paths.EXPERIMENTS / "reference" / f"{name}.csv").open() as file:
         for line in csv.DictReader(file):
             task, _, subset = line["task"].partition(":")
-            key, cell = (line["model"], line["method"], task), subset or line["position"]
+            key = (line["model"], line["method"], task)
+            cell = subset or line["position"]
             cells, average = found.get(key, ({}, ""))
             if cell in ("Average", "Avg.", "AVG"):
                 average = line["value"]
@@ -75,7 +76,10 @@ def test_averages_are_those_of_exact_fractions(averages: pd.DataFrame) -> None:
     found = averages
     off = found[found["verdict"] == study.NOT]
     expected = sorted((*row[1:5], round(row[5], 6)) for row in wrong_averages())
-    got = [(r.model, r.method, r.cell, r.printed, round(r.expected, 6)) for r in off.itertuples()]
+    got = [
+        (r.model, r.method, r.cell, r.printed, round(r.expected, 6))
+        for r in off.itertuples()
+    ]
     assert sorted(got) == expected and len(got) == 17
     assert len(found) == 150 and (found["verdict"] == study.ROUNDED).sum() == 1
 
@@ -83,21 +87,39 @@ def test_averages_are_those_of_exact_fractions(averages: pd.DataFrame) -> None:
 def test_the_headline_by_hand(statements: pd.DataFrame) -> None:
     baseline = (95.2 + 71.6 + 81.0 + 79.0 + 77.4 + 73.4) / 6
     lpes = (99.4 + 92.8 + 87.8 + 93.6 + 90.4 + 88.8) / 6
-    beluga = (99.2 + 82.4 + 57.2 + 56.2 + 70.4 + 89.6 - 90.2 - 34.2 - 44.0 - 16.6 - 59.8 - 79.4) / 6
+    beluga = (
+        99.2
+        + 82.4
+        + 57.2
+        + 56.2
+        + 70.4
+        + 89.6
+        - 90.2
+        - 34.2
+        - 44.0
+        - 16.6
+        - 59.8
+        - 79.4
+    ) / 6
     table = statements.set_index(["place", "statement"])
     row = table.loc[("LPES, Section 4.2", "gain of Vicuna on KV retrieval")]
     assert row["printed"] == 11.2 == pytest.approx(92.1 - 80.9)
-    assert row["cells"] == pytest.approx(lpes - baseline) and row["verdict"] == study.NOT
+    assert (
+        row["cells"] == pytest.approx(lpes - baseline) and row["verdict"] == study.NOT
+    )
     row = table.loc[("LPES, Abstract", "largest gain on KV retrieval")]
     assert row["cells"] == pytest.approx(beluga) and row["verdict"] == study.NOT
 
 
 def test_statements_by_hand(statements: pd.DataFrame) -> None:
     table = statements.set_index(["place", "statement"])
-    yu, last = "Yu et al. 2025, Section 4.2", "largest gain on KV retrieval, last four positions"
+    yu = "Yu et al. 2025, Section 4.2"
+    last = "largest gain on KV retrieval, last four positions"
     gemma = (95.8 + 97.6 + 96.8 + 99.6 - 67.0 - 62.4 - 83.4 - 100.0) / 4
     qwen = (95.6 + 98.8 + 76.6 + 94.4 - 97.2 - 84.6 - 60.0 - 56.4) / 4
-    assert table.loc[(yu, last), "cells"] == pytest.approx(gemma) and qwen == pytest.approx(16.8)
+    assert table.loc[(yu, last), "cells"] == pytest.approx(
+        gemma
+    ) and qwen == pytest.approx(16.8)
     assert table.loc[(yu, last), "verdict"] == study.NOT
     assert table.loc[(yu, "largest gain on KV retrieval"), "verdict"] == study.HOLDS
     space = table.loc[("LPES, Appendix B", "powers of ten from 11^32 to 352^4")]
@@ -126,7 +148,10 @@ def test_the_four_cells_that_two_models_share(data: pd.DataFrame) -> None:
     (row,) = found[(found["same"] >= 3) & ~found["one_model"]].itertuples()
     assert (row.table, row.same, row.of) == ("Yu et al. 2025, Table 2", 4, 6)
     assert set(row.cells.split(", ")) == {"41.7", "22.2", "38.4", "19.5"}
-    assert {row.first, row.second} == {"Gemma-1.1-7b-it Ms-PoE", "Mistral-7b-Instruct-v0.2 Ms-PoE"}
+    assert {row.first, row.second} == {
+        "Gemma-1.1-7b-it Ms-PoE",
+        "Mistral-7b-Instruct-v0.2 Ms-PoE",
+    }
 
 
 def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +160,9 @@ def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def corrupted(file: str, *columns: str) -> pd.DataFrame:
         table = read(file, *columns)
         if file == "lpes_table6_curve_types.csv":
-            at = (table["method"] == "LPES (Bézier curve)") & (table["position"] == "50%")
+            at = (table["method"] == "LPES (Bézier curve)") & (
+                table["position"] == "50%"
+            )
             assert at.sum() == 1 and table.loc[at, "value"].item() == "62.0"
             table.loc[at, "value"] = "62.3"
         return table
@@ -143,7 +170,9 @@ def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "table", corrupted)
     data = study.printed_cells().query("table == 'LPES, Table 6'")
     row = study.averages(data).query("method == 'LPES (Bézier curve)'")
-    assert row["verdict"].item() == study.NOT and row["expected"].item() == pytest.approx(63.70)
+    assert row["verdict"].item() == study.NOT and row[
+        "expected"
+    ].item() == pytest.approx(63.70)
     off = study.shares(data).query("verdict == @study.NOT")
     assert off[["cell", "printed"]].values.tolist() == [["50%", "62.3"]]
 
@@ -153,9 +182,22 @@ def made(table: str, n: int, cells: list[str], average: str) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for at, text in enumerate([*cells, average]):
         half = float(HALF * unit(text))
-        named = {"table": table, "model": "m", "method": "x", "task": "t", "cell": str(at), "n": n}
+        named = {
+            "table": table,
+            "model": "m",
+            "method": "x",
+            "task": "t",
+            "cell": str(at),
+            "n": n,
+        }
         rows.append(
-            named | {"printed": text, "value": float(text), "half": half, "average": at == len(cells)}
+            named
+            | {
+                "printed": text,
+                "value": float(text),
+                "half": half,
+                "average": at == len(cells),
+            }
         )
     return pd.DataFrame(rows)
 
@@ -171,7 +213,9 @@ def made(table: str, n: int, cells: list[str], average: str) -> pd.DataFrame:
         (0, ["50.0", "50.5"], "50.3", study.HOLDS),
     ],
 )
-def test_rounding_is_granted(n: int, cells: list[str], average: str, verdict: str) -> None:
+def test_rounding_is_granted(
+    n: int, cells: list[str], average: str, verdict: str
+) -> None:
     assert study.averages(made("T", n, cells, average))["verdict"].tolist() == [verdict]
 
 
@@ -181,7 +225,11 @@ def test_the_run_tells_it(posbench: Callable[..., Result], outputs: Path) -> Non
     (folder,) = run_folders(outputs)
     found = pd.read_csv(folder / "findings.csv")
     told = found[found["claim"].str.contains("LPES, Table 1: averages")]
-    assert told["verdict"].item() == "contradicted" and told["value"].item() == 6 and told["n"].item() == 34
+    assert (
+        told["verdict"].item() == "contradicted"
+        and told["value"].item() == 6
+        and told["n"].item() == 34
+    )
     assert "Baseline Key-Value Retrieval 80.9: 79.60" in told["note"].item()
     assert "80.9: 79.60" in (folder / "report.html").read_text()
 
@@ -201,7 +249,13 @@ def table_below(head: str) -> list[list[str]]:
 def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> None:
     off = averages.query("verdict == @study.NOT")
     expected = {
-        (r.table, f"{r.model}, {r.method}, {r.cell}", r.printed, f"{r.expected:.2f}", f"{r.missing:+.1f}")
+        (
+            r.table,
+            f"{r.model}, {r.method}, {r.cell}",
+            r.printed,
+            f"{r.expected:.2f}",
+            f"{r.missing:+.1f}",
+        )
         for r in off.itertuples()
     }
     rows = table_below("| table | row | printed | cells give | missing |")
@@ -210,18 +264,27 @@ def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> No
 
 def test_the_page_prints_the_statements_of_the_study(statements: pd.DataFrame) -> None:
     off = statements.query("verdict == @study.NOT")
-    expected = [(r.place, r.statement, f"{r.printed:g}", f"{r.cells:.4g}") for r in off.itertuples()]
+    expected = [
+        (r.place, r.statement, f"{r.printed:g}", f"{r.cells:.4g}")
+        for r in off.itertuples()
+    ]
     rows = table_below("| place | statement | printed | cells give | kind |")
     assert [tuple(row[:4]) for row in rows] == expected
     assert all(row[4].startswith(("error: ", "ambiguous: ")) for row in rows)
 
 
-def test_counts_on_the_page(data: pd.DataFrame, averages: pd.DataFrame, statements: pd.DataFrame) -> None:
-    text, shares = PAGE.read_text(), study.shares(data)
+def test_counts_on_the_page(
+    data: pd.DataFrame, averages: pd.DataFrame, statements: pd.DataFrame
+) -> None:
+    text = PAGE.read_text()
+    shares = study.shares(data)
     exams = shares[shares["n"] != 500]
     off = (exams["verdict"] == study.NOT).sum()
     assert f"{off} of {len(exams)} cells are no shares of the 202 and 269" in text
-    assert f"(error; {(averages['verdict'] == study.NOT).sum()} of {len(averages)})" in text
+    assert (
+        f"(error; {(averages['verdict'] == study.NOT).sum()} of {len(averages)})"
+        in text
+    )
     holds = (statements["verdict"] == study.HOLDS).sum()
     assert f"(the other {holds} of {len(statements)} do)" in text
 
@@ -229,9 +292,12 @@ def test_counts_on_the_page(data: pd.DataFrame, averages: pd.DataFrame, statemen
 def test_every_entry_has_a_kind_and_a_command() -> None:
     """That the commands compose is tested with those of all documents (tests/test_documents.py)."""
     heads = [
-        line for line in PAGE.read_text().splitlines() if line.startswith("| kind |") and "see it" in line
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| kind |") and "see it" in line
     ]
-    known, entries = [*shown(PAGE)], 0
+    known = [*shown(PAGE)]
+    entries = 0
     for head in dict.fromkeys(heads):
         lines = PAGE.read_text().splitlines()
         for start in (at for at, line in enumerate(lines) if line == head):

@@ -27,7 +27,9 @@ from posbench.tasks.mmlu import MMLU
 
 DATA = Path(__file__).parents[1] / "data/mmlu"
 OWN = os.environ.get("POSBENCH_DATA")
-real = pytest.mark.skipif(not OWN, reason="POSBENCH_DATA names no folder with the benchmarks' files")
+real = pytest.mark.skipif(
+    not OWN, reason="POSBENCH_DATA names no folder with the benchmarks' files"
+)
 
 Row = list[str]
 DEV = [
@@ -35,12 +37,23 @@ DEV = [
     [" 2+1=? ", "2", "3", "4", "5", "B"],
     *([["x", "1", "2", "3", "4", "C"]] * 3),
 ]
-TEST = [[" 0.10 is ", "0.10", "None", "NA", "1,000\n2", "D"], ["y", "a", "b", "c", "d", "A"]]
+TEST = [
+    [" 0.10 is ", "0.10", "None", "NA", "1,000\n2", "D"],
+    ["y", "a", "b", "c", "d", "A"],
+]
 C_DEV = [
     ["0", "一加一等于____。", "二", "三", "四", "五", "A", "1. 一加一\n2. 等于二"],
-    *([[str(number), "二加一等于____。", "二", "三", "四", "五", "B", "略"] for number in (1, 2, 3, 4)]),
+    *(
+        [
+            [str(number), "二加一等于____。", "二", "三", "四", "五", "B", "略"]
+            for number in (1, 2, 3, 4)
+        ]
+    ),
 ]
-C_VAL = [["0", " 一加二等于____。", "二", "三", "四", "五", "B"], ["7", "三", "1", "2", "3", "4", "D"]]
+C_VAL = [
+    ["0", " 一加二等于____。", "二", "三", "四", "五", "B"],
+    ["7", "三", "1", "2", "3", "4", "D"],
+]
 C_HEAD = ["id", "question", "A", "B", "C", "D", "answer"]
 
 
@@ -148,7 +161,11 @@ def test_the_ceval_prompt_character_by_character(ceval: Path) -> None:
         "D. 五\n"
         "答案："
     )
-    assert (example.choices, example.answers, example.chat) == (("A", "B", "C", "D"), ("B",), False)
+    assert (example.choices, example.answers, example.chat) == (
+        ("A", "B", "C", "D"),
+        ("B",),
+        False,
+    )
 
 
 def test_the_ceval_prompt_of_lm_eval_character_by_character(ceval: Path) -> None:
@@ -187,7 +204,9 @@ def test_five_real_demonstrations_in_file_order() -> None:
     blocks = examples[3].prompt.split("\n\n")
     with open(DATA / "dev/abstract_algebra_dev.csv", newline="") as stream:
         dev = list(csv.reader(stream))
-    assert [block.split("\n")[0] for block in blocks[1:6]] == [row[0].strip() for row in dev]
+    assert [block.split("\n")[0] for block in blocks[1:6]] == [
+        row[0].strip() for row in dev
+    ]
     assert [block[-1] for block in blocks[1:6]] == [row[-1] for row in dev]
     assert blocks[6].startswith(
         "Find the degree for the given field extension Q(sqrt(2), sqrt(3), sqrt(18)) over Q.\nA. 0\n"
@@ -197,13 +216,27 @@ def test_five_real_demonstrations_in_file_order() -> None:
 def test_answers_by_reply_and_in_a_chat(mmlu: Path, ceval: Path) -> None:
     reply = _mmlu(mmlu, answer="generate").evaluation()[0]
     assert (reply.choices, reply.stop, reply.max_new_tokens) == ((), ("\n",), None)
-    for task in (_mmlu(mmlu, chat_format=True), _ceval(ceval, chat_format=True, prompt="lm_eval")):
-        assert {(e.choices, e.chat) for e in task.evaluation()} == {(("A", "B", "C", "D"), True)}
+    for task in (
+        _mmlu(mmlu, chat_format=True),
+        _ceval(ceval, chat_format=True, prompt="lm_eval"),
+    ):
+        assert {(e.choices, e.chat) for e in task.evaluation()} == {
+            (("A", "B", "C", "D"), True)
+        }
 
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("A", 1), (" A", 1), ("(a).", 1), ("B", 0), ("", 0), ("A. Paris", 0), ("AB", 0), ("Answer", 0)],
+    [
+        ("A", 1),
+        (" A", 1),
+        ("(a).", 1),
+        ("B", 0),
+        ("", 0),
+        ("A. Paris", 0),
+        ("AB", 0),
+        ("Answer", 0),
+    ],
 )
 def test_mmlu_scores_the_exact_letter(mmlu: Path, reply: str, score: float) -> None:
     task = _mmlu(mmlu)
@@ -234,8 +267,14 @@ def test_ceval_reads_the_letter_of_a_reply(reply: str, letter: str) -> None:
 
 @pytest.mark.parametrize(("task", "count"), [(MMLU(), 57), (CEval(), 52)])
 def test_every_subject_is_in_one_category(task: Exam, count: int) -> None:
-    listed = Counter(subject for subjects in task.averages().values() for subject in subjects)
-    assert set(listed.values()) == {1} and set(listed) == set(task.categories) and len(listed) == count
+    listed = Counter(
+        subject for subjects in task.averages().values() for subject in subjects
+    )
+    assert (
+        set(listed.values()) == {1}
+        and set(listed) == set(task.categories)
+        and len(listed) == count
+    )
     assert len(task.files()[0].files) == 2 * count and task.chance == 0.25
 
 
@@ -252,7 +291,10 @@ def test_categories_as_the_benchmarks_have_them() -> None:
         "Humanities": 11,
         "Other": 11,
     }
-    assert CEval(subsets=("law", "physician")).averages() == {"Humanities": ("law",), "Other": ("physician",)}
+    assert CEval(subsets=("law", "physician")).averages() == {
+        "Humanities": ("law",),
+        "Other": ("physician",),
+    }
 
 
 def test_the_mean_is_a_choice() -> None:
@@ -283,17 +325,27 @@ def test_a_zip_reads_like_its_folder(mmlu: Path, tmp_path: Path, prefix: str) ->
 
 
 def _hub(
-    folder: Path, choices: Callable[[Row], Any] = lambda row: row[1:5], dev: list[Row] = DEV, answer: int = 0
+    folder: Path,
+    choices: Callable[[Row], Any] = lambda row: row[1:5],
+    dev: list[Row] = DEV,
+    answer: int = 0,
 ) -> None:
     from datasets import Dataset
 
     for part, rows in (("dev", dev), ("test", TEST)):
         table = [
-            {"question": r[0], "subject": "", "choices": choices(r), "answer": "ABCD".index(r[5]) + answer}
+            {
+                "question": r[0],
+                "subject": "",
+                "choices": choices(r),
+                "answer": "ABCD".index(r[5]) + answer,
+            }
             for r in rows
         ]
         (folder / "us_foreign_policy").mkdir(parents=True, exist_ok=True)
-        Dataset.from_list(table).to_parquet(folder / f"us_foreign_policy/{part}-00000-of-00001.parquet")
+        Dataset.from_list(table).to_parquet(
+            folder / f"us_foreign_policy/{part}-00000-of-00001.parquet"
+        )
 
 
 def test_the_hubs_files_read_like_the_originals(
@@ -309,7 +361,10 @@ def test_the_hubs_files_read_like_the_originals(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"choices": lambda row: row[1:4]}, r"dev-00000-of-00001.parquet, line 1.*four options"),
+        (
+            {"choices": lambda row: row[1:4]},
+            r"dev-00000-of-00001.parquet, line 1.*four options",
+        ),
         ({"answer": 4}, r"line 1.*answer.*0 to 3"),
         ({"dev": DEV[:4]}, "4 rows.*5 rows, as in the benchmark"),
     ],
@@ -347,7 +402,9 @@ def test_all_subjects_of_the_hub_must_be_all_questions(
         ([], "this one is empty"),
     ],
 )
-def test_bad_rows_name_file_line_and_field(mmlu: Path, rows: list[Row], named: str) -> None:
+def test_bad_rows_name_file_line_and_field(
+    mmlu: Path, rows: list[Row], named: str
+) -> None:
     _write(mmlu / "test/us_foreign_policy_test.csv", rows)
     with pytest.raises(UserError, match=named):
         _mmlu(mmlu).evaluation()
@@ -373,7 +430,9 @@ def test_bad_rows_of_ceval(ceval: Path, rows: list[Row], named: str | None) -> N
 
 
 def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
-    (mmlu / "test/us_foreign_policy_test.csv").write_bytes("中".encode("gb18030") + b",a,b,c,d,A\n")
+    (mmlu / "test/us_foreign_policy_test.csv").write_bytes(
+        "中".encode("gb18030") + b",a,b,c,d,A\n"
+    )
     with pytest.raises(UserError, match=r"_test.csv, line 1.*UTF-8"):
         _mmlu(mmlu).evaluation()
     with pytest.raises(UserError, match=r"with dev/virology_dev.csv.*hendrycks"):
@@ -407,7 +466,9 @@ def test_bad_fields(given: dict[str, Any], named: str) -> None:
 def test_the_ceval_test_files_make_a_submission(ceval: Path) -> None:
     task = _ceval(ceval, split="test")
     examples = task.evaluation()
-    assert [e.id for e in examples] == ["law-0", "law-7"] and task.score(examples[0], "B") == {}
+    assert [e.id for e in examples] == ["law-0", "law-7"] and task.score(
+        examples[0], "B"
+    ) == {}
     made = task.submission([(examples[0], "B"), (examples[1], "答案：D")])
     assert json.loads(made["ceval_submission.json"]) == {"law": {"0": "B", "7": "D"}}
     assert _ceval(ceval).submission([(examples[0], "B")]) == {}
@@ -416,7 +477,10 @@ def test_the_ceval_test_files_make_a_submission(ceval: Path) -> None:
 def test_answers_in_ceval_test_files_are_scored(ceval: Path) -> None:
     _write(ceval / "test/law_test.csv", [C_HEAD, *C_VAL])
     task = _ceval(ceval, split="test")
-    assert [task.score(e, "B") for e in task.evaluation()] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
+    assert [task.score(e, "B") for e in task.evaluation()] == [
+        {"accuracy": 1.0},
+        {"accuracy": 0.0},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -425,13 +489,24 @@ def sentencepiece() -> LM:
     signs = ["<unk>", "▁", *"Answer:", *"ABCD", *"答案："]
     vocab = {
         sign: number
-        for number, sign in enumerate(dict.fromkeys([*signs, *(f"▁{letter}" for letter in "ABCD")]))
+        for number, sign in enumerate(
+            dict.fromkeys([*signs, *(f"▁{letter}" for letter in "ABCD")])
+        )
     }
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", letter) for letter in "ABCD"], unk_token="<unk>"))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw = Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=[("▁", letter) for letter in "ABCD"], unk_token="<unk>"
+        )
+    )
+    raw.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     raw.decoder = decoders.Replace("▁", " ")
     return LM(
-        model=None, tokenizer=PreTrainedTokenizerFast(tokenizer_object=raw), name="x", context_window=99
+        model=None,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=raw),
+        name="x",
+        context_window=99,
     )  # type: ignore[arg-type]
 
 
@@ -454,7 +529,9 @@ def test_letters_are_tokenised_together_with_the_prompt(
 @real
 def test_all_official_mmlu_files() -> None:
     folder = Path(str(OWN)) / "mmlu"
-    tested = {file.name.removesuffix("_test.csv") for file in (folder / "test").iterdir()}
+    tested = {
+        file.name.removesuffix("_test.csv") for file in (folder / "test").iterdir()
+    }
     examples = MMLU(path=str(folder), subsets=tuple(sorted(tested))).evaluation()
     assert Counter(e.subset for e in examples) == {
         "abstract_algebra": 100,
@@ -467,11 +544,15 @@ def test_all_official_mmlu_files() -> None:
         "us_foreign_policy": 100,
     }
     task = MMLU(path=str(folder))
-    assert [len(task._read(folder, subject, "dev")) for subject in task.chosen] == [5] * 57
+    assert [len(task._read(folder, subject, "dev")) for subject in task.chosen] == [
+        5
+    ] * 57
     literal = [
         e.prompt
         for e in examples
-        if "\nB. None\n" in e.prompt or "\nA. None\n" in e.prompt or ". NA\n" in e.prompt
+        if "\nB. None\n" in e.prompt
+        or "\nA. None\n" in e.prompt
+        or ". NA\n" in e.prompt
     ]
     assert literal
 
@@ -481,7 +562,14 @@ def test_all_official_ceval_files() -> None:
     folder = Path(str(OWN)) / "ceval"
     mapping = json.loads((folder / "subject_mapping.json").read_text())
     assert {name: (row[1], row[2]) for name, row in mapping.items()} == SUBJECTS
-    held = tuple(subject for subject in SUBJECTS if (folder / f"val/{subject}_val.csv").is_file())
-    assert len(held) == 26 and len(CEval(path=str(folder), subsets=held).evaluation()) == 688
+    held = tuple(
+        subject for subject in SUBJECTS if (folder / f"val/{subject}_val.csv").is_file()
+    )
+    assert (
+        len(held) == 26
+        and len(CEval(path=str(folder), subsets=held).evaluation()) == 688
+    )
     task = CEval(path=str(folder))
-    assert [len(task._read(folder, subject, "dev")) for subject in task.chosen] == [5] * 52
+    assert [len(task._read(folder, subject, "dev")) for subject in task.chosen] == [
+        5
+    ] * 52

@@ -17,7 +17,8 @@ from posbench.tasks.items import gold_indices
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt, official_prompt
 
 DATA = Path(__file__).parents[1] / "data/kv_retrieval"
-LINE16, KV60 = DATA / "kv-retrieval-75_keys.line16.jsonl", DATA / "KV60_valid_set.line16.jsonl"
+LINE16 = DATA / "kv-retrieval-75_keys.line16.jsonl"
+KV60 = DATA / "KV60_valid_set.line16.jsonl"
 RECORDS = [("k1", "v1"), ("k2", "v2")]
 
 
@@ -48,10 +49,13 @@ def test_compact_prompt_character_by_character() -> None:
     assert text == 'Json data: {"k1": "v1", "k2": "v2"} The value of key "k2" is "'
 
 
-def test_the_prompts_are_those_that_positional_hidden_made_of_the_official_file() -> None:
+def test_the_prompts_are_those_that_positional_hidden_made_of_the_official_file() -> (
+    None
+):
     """Gold moved to index 24, 12 and 36, then cut to 50 pairs: every character as in the released prompts."""
     task = KVRetrieval(path=str(LINE16), pairs=50, positions=(24, 12, 36), limit=1)
-    ours, theirs = task.examples("evaluation"), _rows(KV60)
+    ours = task.examples("evaluation")
+    theirs = _rows(KV60)
     assert [e.prompt for e in ours] == [row["input"] for row in theirs]
     assert [e.answers for e in ours] == [(row["output"],) for row in theirs]
 
@@ -74,7 +78,11 @@ def test_an_official_line_in_its_own_order(keys: int) -> None:
 
 def test_the_gold_protocol_at_140_pairs() -> None:
     assert KVRetrieval().gold_positions == [0, 34, 69, 104, 139]
-    assert KVRetrieval(pairs=32, positions=("12.5%", "50%", 31)).gold_positions == [3, 15, 31]
+    assert KVRetrieval(pairs=32, positions=("12.5%", "50%", 31)).gold_positions == [
+        3,
+        15,
+        31,
+    ]
 
 
 def test_a_percentage_is_the_index_of_whole_numbers() -> None:
@@ -96,50 +104,75 @@ def test_the_gold_pair_moves_and_the_others_keep_their_order() -> None:
     file = DATA / "kv-retrieval-140_keys.first3.jsonl"
     rows = _rows(file)
     examples = KVRetrieval(path=str(file), limit=3).examples("evaluation")
-    assert [e.gold_position for e in examples[:5]] == [0, 34, 69, 104, 139] and len(examples) == 15
-    assert len({e.id for e in examples}) == 15 and {e.cluster for e in examples} == {"0", "1", "2"}
+    assert [e.gold_position for e in examples[:5]] == [0, 34, 69, 104, 139] and len(
+        examples
+    ) == 15
+    assert len({e.id for e in examples}) == 15 and {e.cluster for e in examples} == {
+        "0",
+        "1",
+        "2",
+    }
     for example in examples:
         row = rows[int(example.cluster)]
-        shown = [tuple(pair) for pair in re.findall(r'"([^"]+)": "([^"]+)"', example.prompt)]
+        shown = [
+            tuple(pair) for pair in re.findall(r'"([^"]+)": "([^"]+)"', example.prompt)
+        ]
         gold = (row["key"], row["value"])
         assert shown.index(gold) == example.gold_position and len(shown) == 140
         official = [tuple(pair) for pair in row["ordered_kv_records"]]  # type: ignore[attr-defined]
         assert [p for p in shown if p != gold] == [p for p in official if p != gold]
 
 
-@pytest.mark.parametrize(("prompt", "records"), [("official", "uuid"), ("compact", "words")])
+@pytest.mark.parametrize(
+    ("prompt", "records"), [("official", "uuid"), ("compact", "words")]
+)
 def test_spans_cut_out_the_pairs(prompt: str, records: str) -> None:
     task = KVRetrieval(prompt=prompt, records=records, pairs=9, limit=2)  # type: ignore[arg-type]
     for example in task.examples("evaluation"):
         items = [example.prompt[a:b] for a, b in example.items]
-        assert len(items) == 9 and all(re.fullmatch(r'"[^"]+": "[^"]+"', item) for item in items)
+        assert len(items) == 9 and all(
+            re.fullmatch(r'"[^"]+": "[^"]+"', item) for item in items
+        )
         assert example.gold_position is not None
         assert items[example.gold_position].endswith(f': "{example.answers[0]}"')
-        assert re.findall(r'"([^"]+)"', items[example.gold_position])[0] in _keys([example])
+        assert re.findall(r'"([^"]+)"', items[example.gold_position])[0] in _keys(
+            [example]
+        )
 
 
 def test_generated_sets_are_those_of_their_seed() -> None:
     first = KVRetrieval(pairs=5, limit=3).examples("evaluation")
     assert KVRetrieval(pairs=5, limit=3).examples("evaluation") == first
-    assert {e.prompt for e in KVRetrieval(pairs=5, limit=3, seed=1).examples("evaluation")}.isdisjoint(
-        e.prompt for e in first
-    )
+    assert {
+        e.prompt for e in KVRetrieval(pairs=5, limit=3, seed=1).examples("evaluation")
+    }.isdisjoint(e.prompt for e in first)
     # More examples leave the first ones as they are.
     assert [
-        e for e in KVRetrieval(pairs=5, limit=4).examples("evaluation") if not e.id.endswith("-3")
+        e
+        for e in KVRetrieval(pairs=5, limit=4).examples("evaluation")
+        if not e.id.endswith("-3")
     ] == first
     uuids = re.findall(r'"([^"]+)"', first[0].prompt)
     assert all(
-        re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", u) for u in uuids
+        re.fullmatch(
+            r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", u
+        )
+        for u in uuids
     )
 
 
 @pytest.mark.parametrize("records", ["uuid", "words"])
 def test_calibration_never_asks_what_the_evaluation_asks(records: str) -> None:
     task = KVRetrieval(
-        prompt="compact", records=records, pairs=12, limit=50, calibration_examples=200, calibration_pairs=12
+        prompt="compact",
+        records=records,
+        pairs=12,
+        limit=50,
+        calibration_examples=200,
+        calibration_pairs=12,
     )  # type: ignore[arg-type]
-    evaluation, calibration = task.examples("evaluation"), task.examples("calibration")
+    evaluation = task.examples("evaluation")
+    calibration = task.examples("calibration")
     assert {e.prompt for e in evaluation}.isdisjoint(e.prompt for e in calibration)
     if records == "uuid":
         assert _keys(evaluation).isdisjoint(_keys(calibration))
@@ -149,7 +182,9 @@ def test_calibration_never_asks_what_the_evaluation_asks(records: str) -> None:
 
 def test_finished_calibration_prompts() -> None:
     task = KVRetrieval(
-        path=str(DATA / "kv-retrieval-140_keys.first3.jsonl"), limit=3, calibration_path=str(KV60)
+        path=str(DATA / "kv-retrieval-140_keys.first3.jsonl"),
+        limit=3,
+        calibration_path=str(KV60),
     )
     assert [(e.prompt, e.answers[0]) for e in task.examples("calibration")] == [
         (r["input"], r["output"]) for r in _rows(KV60)
@@ -157,15 +192,22 @@ def test_finished_calibration_prompts() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["official", "compact"])
-def test_finished_prompts_that_the_evaluation_asks_are_refused(prompt: str, tmp_path: Path) -> None:
+def test_finished_prompts_that_the_evaluation_asks_are_refused(
+    prompt: str, tmp_path: Path
+) -> None:
     task = KVRetrieval(path=str(LINE16), pairs=50, limit=1, prompt=prompt)  # type: ignore[arg-type]
     shown = task.examples("evaluation")[0]
     other = KVRetrieval(pairs=50, limit=1, prompt=prompt).examples("evaluation")[0]  # type: ignore[arg-type]
     file = tmp_path / "calibration.jsonl"
     file.write_text(
-        "".join(json.dumps({"input": e.prompt, "output": e.answers[0]}) + "\n" for e in (other, shown))
+        "".join(
+            json.dumps({"input": e.prompt, "output": e.answers[0]}) + "\n"
+            for e in (other, shown)
+        )
     )
-    mixed = KVRetrieval(path=str(LINE16), pairs=50, limit=1, prompt=prompt, calibration_path=str(file))  # type: ignore[arg-type]
+    mixed = KVRetrieval(
+        path=str(LINE16), pairs=50, limit=1, prompt=prompt, calibration_path=str(file)
+    )  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"line 2.*does not ask"):
         mixed.examples("calibration")
 
@@ -173,13 +215,21 @@ def test_finished_prompts_that_the_evaluation_asks_are_refused(prompt: str, tmp_
 def test_plain_and_gzip_files_are_the_same(tmp_path: Path) -> None:
     packed = tmp_path / "official.jsonl.gz"
     packed.write_bytes(gzip.compress(LINE16.read_bytes()))
-    plain, zipped = (KVRetrieval(path=str(p), pairs=75, limit=1) for p in (LINE16, packed))
+    plain, zipped = (
+        KVRetrieval(path=str(p), pairs=75, limit=1) for p in (LINE16, packed)
+    )
     assert plain.examples("evaluation") == zipped.examples("evaluation")
 
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("AB12", 1.0), ("the value is ab12.", 1.0), ('"aB12"', 1.0), ("ab1 2", 0.0), ("", 0.0)],
+    [
+        ("AB12", 1.0),
+        ("the value is ab12.", 1.0),
+        ('"aB12"', 1.0),
+        ("ab1 2", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_the_score_ignores_letter_case(reply: str, score: float) -> None:
     example = Example(id="x", prompt="", answers=("Ab12",))
@@ -192,7 +242,9 @@ def test_no_word_contains_another() -> None:
     assert all(text.count(word) == 1 for word in WORDS)
 
 
-@pytest.mark.parametrize(("pairs", "size"), [(50, 75), (75, 75), (76, 140), (140, 140), (150, 300)])
+@pytest.mark.parametrize(
+    ("pairs", "size"), [(50, 75), (75, 75), (76, 140), (140, 140), (150, 300)]
+)
 def test_the_official_files_are_fetched_by_size(
     pairs: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,10 +265,38 @@ def test_the_official_files_are_fetched_by_size(
 
 
 def test_calibration_positions_are_taken_in_turn_and_none_keeps_the_inner_ones():
-    task = KVRetrieval(records="words", pairs=8, positions=(0,), calibration_pairs=8, calibration_examples=7)
-    assert [e.gold_position for e in task.examples("calibration")] == [1, 1, 2, 3, 4, 5, 6]
+    task = KVRetrieval(
+        records="words",
+        pairs=8,
+        positions=(0,),
+        calibration_pairs=8,
+        calibration_examples=7,
+    )
+    assert [e.gold_position for e in task.examples("calibration")] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     given = replace(task, calibration_positions=("0%", 4, "100%"))
-    assert [e.gold_position for e in given.examples("calibration")] == [0, 4, 7, 0, 4, 7, 0]
+    assert [e.gold_position for e in given.examples("calibration")] == [
+        0,
+        4,
+        7,
+        0,
+        4,
+        7,
+        0,
+    ]
     # A question keeps its pairs wherever its answer goes.
-    first, last = (replace(task, calibration_positions=(p,)).examples("calibration")[0] for p in (0, 7))
-    assert first.prompt.split("}")[0] == last.prompt.split("}")[0] and first.answers != last.answers
+    first, last = (
+        replace(task, calibration_positions=(p,)).examples("calibration")[0]
+        for p in (0, 7)
+    )
+    assert (
+        first.prompt.split("}")[0] == last.prompt.split("}")[0]
+        and first.answers != last.answers
+    )

@@ -17,16 +17,25 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.schema import build
 from posbench.tasks import Example
-from posbench.tasks.leval_closed import LEvalClosed, gold_letters, letter_score, letters, truth
+from posbench.tasks.leval_closed import (
+    LEvalClosed,
+    gold_letters,
+    letter_score,
+    letters,
+    truth,
+)
 
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "leval"
 real = pytest.mark.skipif(
-    "POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files"
+    "POSBENCH_DATA" not in os.environ,
+    reason="POSBENCH_DATA names no folder of benchmark files",
 )
 
 COURSERA = {
     "input": "Apples are red. Limes are green.",
-    "instructions": ["Question 1. Which are fruits?\nA. Apples\nB. Limes\nC. Stones\nD. Sand"],
+    "instructions": [
+        "Question 1. Which are fruits?\nA. Apples\nB. Limes\nC. Stones\nD. Sand"
+    ],
     "outputs": ["AB"],
 }
 QUALITY = {
@@ -34,7 +43,11 @@ QUALITY = {
     "instructions": ["Who slept?\n\n (A) The dog \n (B) The cat "],
     "outputs": ["(B) The cat"],
 }
-TPO = {"input": "ok ,  rivers flow", "instructions": ["what flows\nA. rivers\nB. hills"], "outputs": ["A"]}
+TPO = {
+    "input": "ok ,  rivers flow",
+    "instructions": ["what flows\nA. rivers\nB. hills"],
+    "outputs": ["A"],
+}
 SCI_FI = {
     "input": "On Mars they had two suns.",
     "instructions": [
@@ -48,7 +61,9 @@ SETS = {"coursera": COURSERA, "quality": QUALITY, "tpo": TPO, "sci_fi": SCI_FI}
 
 def write(path: Path, **changed: dict[str, Any]) -> Path:
     for name, row in SETS.items():
-        (path / f"{name}.jsonl").write_text(json.dumps({**row, **changed.get(name, {})}) + "\n")
+        (path / f"{name}.jsonl").write_text(
+            json.dumps({**row, **changed.get(name, {})}) + "\n"
+        )
     return path
 
 
@@ -57,10 +72,14 @@ def _examples(path: Path) -> dict[str, Example]:
 
 
 def test_prompts_character_by_character(tmp_path: Path) -> None:
-    shown = {subset: (e.system, e.prompt, e.prefill) for subset, e in _examples(write(tmp_path)).items()}
+    shown = {
+        subset: (e.system, e.prompt, e.prefill)
+        for subset, e in _examples(write(tmp_path)).items()
+    }
     long = "Now you are given a very long document. Please follow the instruction based on this document. "
     one = (
-        long + "For multi-choice questions, there is only a sinlge correct option. Please only provide the "
+        long
+        + "For multi-choice questions, there is only a sinlge correct option. Please only provide the "
         "letter corresponding to the answer (like A or B) when answering. For other questions, please "
         "directly give the concise and accurate answer. "
     )
@@ -71,10 +90,13 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     )
     ending = ".  Please directly give the answer without any additional output or explanation"
     assert {prefill for _, _, prefill in shown.values()} == {"\nAnswer:"}
-    assert {subset for subset, e in _examples(tmp_path).items() if not e.chat} == {"sci_fi_fact"}
+    assert {subset for subset, e in _examples(tmp_path).items() if not e.chat} == {
+        "sci_fi_fact"
+    }
     assert {subset: texts[:2] for subset, texts in shown.items()} == {
         "coursera": (
-            long + "For multi-choice questions, there could be a sinlge correct option or multiple correct "
+            long
+            + "For multi-choice questions, there could be a sinlge correct option or multiple correct "
             "options. "
             "Please only provide the letter corresponding to the answer (like A or AB) when answering. ",
             "Document is as follows. Apples are red. Limes are green. \nQuestion: Question 1. Which are "
@@ -88,13 +110,15 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
         ),
         "tpo": (
             one,
-            "Document is as follows. ok ,  rivers flow \nQuestion: what flows\nA. rivers\nB. hills" + ending,
+            "Document is as follows. ok ,  rivers flow \nQuestion: what flows\nA. rivers\nB. hills"
+            + ending,
         ),
         "sci_fi_loyalty": (
             world,
             "Document is as follows. On Mars they had two suns. \nQuestion: 1.\tMars has two suns, True or "
             "False? "
-            "Answer this question based on the world described in the document." + ending,
+            "Answer this question based on the world described in the document."
+            + ending,
         ),
         "sci_fi_fact": (
             "",
@@ -111,7 +135,10 @@ def test_the_span_to_cut_is_the_document(tmp_path: Path) -> None:
             assert example.document is None
         else:
             start, end = example.document or (0, 0)
-            assert example.prompt[start:end] == SETS[subset.removesuffix("_loyalty")]["input"]
+            assert (
+                example.prompt[start:end]
+                == SETS[subset.removesuffix("_loyalty")]["input"]
+            )
 
 
 def test_sci_fi_asks_twice_and_counts_once(tmp_path: Path) -> None:
@@ -119,7 +146,10 @@ def test_sci_fi_asks_twice_and_counts_once(tmp_path: Path) -> None:
     story, world, _ = task.examples("evaluation")
     assert (story.answers, world.answers) == (("true",), ("false",))
     assert story.cluster == world.cluster != "" and story.id != world.id
-    assert task.averages() == {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact"), "all": ("sci_fi", "tpo")}
+    assert task.averages() == {
+        "sci_fi": ("sci_fi_loyalty", "sci_fi_fact"),
+        "all": ("sci_fi", "tpo"),
+    }
     assert LEvalClosed(subsets=("tpo",)).averages() == {"all": ("tpo",)}
     assert task.score(story, "The answer is True, not false.") == {"score": 1.0}
     assert task.score(world, "True") == task.score(world, "no idea") == {"score": 0.0}
@@ -150,16 +180,23 @@ def test_there_is_no_calibration(tmp_path: Path) -> None:
             {"quality": {"outputs": ["the cat"]}},
             r"quality.jsonl, line 1.*letters from A to D \(the cat does not\)",
         ),
-        ({"sci_fi": {"outputs": ["True"]}}, r"sci_fi.jsonl, line 1.*\[fact: False\].*True is not"),
+        (
+            {"sci_fi": {"outputs": ["True"]}},
+            r"sci_fi.jsonl, line 1.*\[fact: False\].*True is not",
+        ),
     ],
 )
-def test_a_malformed_line_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_malformed_line_is_named(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         _examples(write(tmp_path, **change))
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"\.zip with coursera\.jsonl; .*OpenLMLab/LEval"):
+    with pytest.raises(
+        UserError, match=r"\.zip with coursera\.jsonl; .*OpenLMLab/LEval"
+    ):
         _examples(tmp_path)
     write(tmp_path)
     (tmp_path / "quality.jsonl").write_text('{"input": NaN}\n')
@@ -204,25 +241,59 @@ def test_letters_by_hand(reply: str, several: bool, read: str) -> None:
 
 
 def test_partial_credit_by_hand() -> None:
-    told = {"ABD": 1, "AB": 0.25, "D": 0.25, "ADB": 0.25, "DD": 0.25, "ABC": 0, "ABCD": 0, "C": 0, "None": 0}
+    told = {
+        "ABD": 1,
+        "AB": 0.25,
+        "D": 0.25,
+        "ADB": 0.25,
+        "DD": 0.25,
+        "ABC": 0,
+        "ABCD": 0,
+        "C": 0,
+        "None": 0,
+    }
     assert {p: letter_score(p, "ABD") for p in told} == told
-    assert [gold_letters(t) for t in ("(B) At last", "AB", "C", "none", "")] == ["B", "AB", "C", "A", "A"]
-    told = {"It is FALSE. True?": "false", "Truest": "true", "maybe": "", "False/true": "true"}
+    assert [gold_letters(t) for t in ("(B) At last", "AB", "C", "none", "")] == [
+        "B",
+        "AB",
+        "C",
+        "A",
+        "A",
+    ]
+    told = {
+        "It is FALSE. True?": "false",
+        "Truest": "true",
+        "maybe": "",
+        "False/true": "true",
+    }
     assert {reply: truth(reply) for reply in told} == told
 
 
 @real
-@pytest.mark.parametrize("file", sorted(p.name for p in (REAL / "scored_predictions").glob("*.jsonl")))
+@pytest.mark.parametrize(
+    "file", sorted(p.name for p in (REAL / "scored_predictions").glob("*.jsonl"))
+)
 def test_the_official_scores(file: str) -> None:
     """Every reply of two models: the letters read, the gold letters, the score, and the published means."""
-    lines = [json.loads(line) for line in (REAL / "scored_predictions" / file).read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (REAL / "scored_predictions" / file).read_text().splitlines()
+    ]
     subset = file.split("_")[1].removesuffix(".jsonl")
-    task, total = LEvalClosed(), 0.0
+    task = LEvalClosed()
+    total = 0.0
     for row in lines:
-        assert letters(row["prediction"], several=subset == "coursera") == row["parsed_prediction"]
+        assert (
+            letters(row["prediction"], several=subset == "coursera")
+            == row["parsed_prediction"]
+        )
         assert gold_letters(row["gt"]) == row["parsed_gt"]
-        example = Example(id="x", prompt="", answers=(gold_letters(row["gt"]),), subset=subset)
-        assert task.score(example, row["prediction"]) == {"score": row["official_score"]}
+        example = Example(
+            id="x", prompt="", answers=(gold_letters(row["gt"]),), subset=subset
+        )
+        assert task.score(example, row["prediction"]) == {
+            "score": row["official_score"]
+        }
         total += row["official_score"]
     published = {
         "turbo-16k-0613_coursera": 63.52,
@@ -230,7 +301,9 @@ def test_the_official_scores(file: str) -> None:
         "turbo-16k-0613_tpo": 78.44,
     }
     if file.removesuffix(".jsonl") in published:
-        assert round(100 * total / len(lines), 2) == published[file.removesuffix(".jsonl")]
+        assert (
+            round(100 * total / len(lines), 2) == published[file.removesuffix(".jsonl")]
+        )
 
 
 @real
@@ -244,9 +317,11 @@ def test_the_official_files() -> None:
         "sci_fi_fact": 64,
     }
     assert len({e.id for e in examples}) == len(examples)
-    sys = json.loads((REAL / "scored_predictions/turbo-16k-0613_tpo.jsonl").read_text().splitlines()[0])[
-        "prompt_template"
-    ]
+    sys = json.loads(
+        (REAL / "scored_predictions/turbo-16k-0613_tpo.jsonl")
+        .read_text()
+        .splitlines()[0]
+    )["prompt_template"]
     assert sys.startswith(next(e.system for e in examples if e.subset == "tpo"))
 
 
@@ -255,18 +330,32 @@ def test_the_checksums_are_those_of_the_official_files() -> None:
     import hashlib
 
     for source in LEvalClosed().files():
-        assert hashlib.sha256((REAL / source.id.rpartition("/")[2]).read_bytes()).hexdigest() == source.sha256
+        assert (
+            hashlib.sha256(
+                (REAL / source.id.rpartition("/")[2]).read_bytes()
+            ).hexdigest()
+            == source.sha256
+        )
 
 
 def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
-    given = OmegaConf.to_container(OmegaConf.load(paths.CONF / "task/leval_closed.yaml"), resolve=True)
-    assert isinstance(given, dict) and given.pop("_target_") == "posbench.tasks.leval_closed.LEvalClosed"
-    assert build(LEvalClosed, {str(k): v for k, v in given.items()}, "task") == LEvalClosed()
+    given = OmegaConf.to_container(
+        OmegaConf.load(paths.CONF / "task/leval_closed.yaml"), resolve=True
+    )
+    assert (
+        isinstance(given, dict)
+        and given.pop("_target_") == "posbench.tasks.leval_closed.LEvalClosed"
+    )
+    assert (
+        build(LEvalClosed, {str(k): v for k, v in given.items()}, "task")
+        == LEvalClosed()
+    )
 
 
 def test_the_defaults_are_the_exams_of_table_13_of_lpes() -> None:
     """Three of multiple choice and one of true and false, a right answer counts 1 and a wrong one 0."""
-    task, told = LEvalClosed(), {"sci_fi_loyalty": ("true", "false")}
+    task = LEvalClosed()
+    told = {"sci_fi_loyalty": ("true", "false")}
     assert task.subsets == ("coursera", "quality", "tpo", "sci_fi")
     for subset in (*task.subsets[:3], "sci_fi_loyalty"):
         gold, wrong = told.get(subset, ("B", "C"))

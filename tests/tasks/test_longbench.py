@@ -131,7 +131,9 @@ PROMPTS_BY_HAND = {
         "Now, write a one-page summary of all the news.\n\n"
         "Summary:"
     ),
-    "vcsum": ("下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n<C>\n\n会议总结："),
+    "vcsum": (
+        "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n<C>\n\n会议总结："
+    ),
     "trec": (
         "Please determine the type of the question below. Here are some examples of questions.\n\n<C>\n<I>"
     ),
@@ -177,7 +179,9 @@ PROMPTS_BY_HAND = {
         "答案是："
     ),
     "lcc": ("Please complete the code given below. \n<C>Next line of code:\n"),
-    "repobench-p": ("Please complete the code given below. \n<C><I>Next line of code:\n"),
+    "repobench-p": (
+        "Please complete the code given below. \n<C><I>Next line of code:\n"
+    ),
 }
 
 
@@ -196,9 +200,14 @@ def row(task: str, **changed: Any) -> dict[str, Any]:
     return {key: value for key, value in {**row, **changed}.items() if value is not ...}
 
 
-def write(folder: Path, task: str, *rows: dict[str, Any], extended: bool = False) -> Path:
+def write(
+    folder: Path, task: str, *rows: dict[str, Any], extended: bool = False
+) -> Path:
     file = folder / f"{task}{'_e' if extended else ''}.jsonl"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    file.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        encoding="utf-8",
+    )
     return file
 
 
@@ -216,7 +225,10 @@ def test_prompts_character_by_character(task: str, tmp_path: Path) -> None:
 def test_braces_in_a_text_are_text(tmp_path: Path) -> None:
     write(tmp_path, "lcc", row("lcc", input="", context="f'{x}' {input} {{}}"))
     (example,) = LongBench(subsets=("lcc",), path=str(tmp_path)).evaluation()
-    assert example.prompt == "Please complete the code given below. \nf'{x}' {input} {{}}Next line of code:\n"
+    assert (
+        example.prompt
+        == "Please complete the code given below. \nf'{x}' {input} {{}}Next line of code:\n"
+    )
 
 
 def test_protocol_of_every_task(tmp_path: Path) -> None:
@@ -237,10 +249,12 @@ def test_protocol_of_every_task(tmp_path: Path) -> None:
     for task in PROMPTS_BY_HAND:
         example = _one(tmp_path, task)
         assert example.max_new_tokens == tokens.get(task, 64), task
-        assert example.chat == (task not in {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}), (
-            task
-        )
-        assert (example.stop, example.min_new_tokens) == ((("\n",), 1) if task == "samsum" else ((), 0)), task
+        assert example.chat == (
+            task not in {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+        ), task
+        assert (example.stop, example.min_new_tokens) == (
+            (("\n",), 1) if task == "samsum" else ((), 0)
+        ), task
         yu = _one(tmp_path, task, protocol="yu")
         assert (yu.stop, yu.min_new_tokens) == ((), 1) and yu.prompt == example.prompt
         assert (example.id, example.subset) == (f"{task}-0", task)
@@ -259,9 +273,14 @@ def test_the_tasks_of_yu_are_14_english_ones_and_2_of_code() -> None:
 
 
 def test_real_lines() -> None:
-    task = LongBench(subsets=("multi_news", "multifieldqa_zh", "passage_retrieval_zh"), path=str(DATA))
+    task = LongBench(
+        subsets=("multi_news", "multifieldqa_zh", "passage_retrieval_zh"),
+        path=str(DATA),
+    )
     examples = task.evaluation()
-    assert [e.subset for e in examples] == [name for name in task.subsets for _ in range(2)]
+    assert [e.subset for e in examples] == [
+        name for name in task.subsets for _ in range(2)
+    ]
     for example in examples:
         file = DATA / f"{example.subset}.jsonl"
         row = next(
@@ -278,7 +297,9 @@ def test_real_lines() -> None:
             # ROUGE ends at 1 - 5e-9, as the package adds 1e-8 to the denominator.
             assert task.score(example, answer)["score"] == pytest.approx(1, abs=1e-8)
         assert task.score(example, "") == {"score": 0.0}
-    assert len(LongBench(subsets=task.subsets, path=str(DATA), limit=1).evaluation()) == 3
+    assert (
+        len(LongBench(subsets=task.subsets, path=str(DATA), limit=1).evaluation()) == 3
+    )
 
 
 def test_a_zip_is_its_folder(tmp_path: Path) -> None:
@@ -288,21 +309,36 @@ def test_a_zip_is_its_folder(tmp_path: Path) -> None:
             packed.write(file, f"data/{file.name}")
     tasks = ("multi_news", "passage_retrieval_zh")
     plain_folder, folder, file = (
-        LongBench(subsets=tasks, path=str(p)).evaluation() for p in (DATA, tmp_path, archive)
+        LongBench(subsets=tasks, path=str(p)).evaluation()
+        for p in (DATA, tmp_path, archive)
     )
     assert plain_folder == folder == file and len(file) == 4
 
 
 def test_the_first_line_of_few_shot_replies_counts() -> None:
     task = LongBench()
-    question = Example(id="x", prompt="", answers=("gold",), subset="triviaqa", meta={"task": "triviaqa"})
+    question = Example(
+        id="x",
+        prompt="",
+        answers=("gold",),
+        subset="triviaqa",
+        meta={"task": "triviaqa"},
+    )
     assert task.score(question, "\n\ngold\nQuestion: another one") == {"score": 1.0}
     assert task.score(question, "no\ngold") == {"score": 0.0}
     # The same reply in a task that reads all of it: 1 word of 4.
-    whole = Example(id="x", prompt="", answers=("gold",), subset="qasper", meta={"task": "qasper"})
-    assert task.score(whole, "\n\ngold\nQuestion: another one")["score"] == pytest.approx(2 / 5)
+    whole = Example(
+        id="x", prompt="", answers=("gold",), subset="qasper", meta={"task": "qasper"}
+    )
+    assert task.score(whole, "\n\ngold\nQuestion: another one")[
+        "score"
+    ] == pytest.approx(2 / 5)
     kind = Example(
-        id="x", prompt="", answers=("City",), subset="trec", meta={"task": "trec", "all_classes": CLASSES}
+        id="x",
+        prompt="",
+        answers=("City",),
+        subset="trec",
+        meta={"task": "trec", "all_classes": CLASSES},
     )
     assert task.score(kind, "City\nType: Country") == {"score": 1.0}
 
@@ -310,9 +346,18 @@ def test_the_first_line_of_few_shot_replies_counts() -> None:
 def test_what_stripping_changes() -> None:
     """A space before the line break hides the first line from the official program; an indent is part of a
     line of code."""
-    question = Example(id="x", prompt="", answers=("gold",), subset="triviaqa", meta={"task": "triviaqa"})
-    code = Example(id="x", prompt="", answers=("    x = 1",), subset="lcc", meta={"task": "lcc"})
-    official, yu = LongBench(), LongBench(protocol="yu")
+    question = Example(
+        id="x",
+        prompt="",
+        answers=("gold",),
+        subset="triviaqa",
+        meta={"task": "triviaqa"},
+    )
+    code = Example(
+        id="x", prompt="", answers=("    x = 1",), subset="lcc", meta={"task": "lcc"}
+    )
+    official = LongBench()
+    yu = LongBench(protocol="yu")
     assert (official.score(question, " \ngold"), yu.score(question, " \ngold")) == (
         {"score": 0.0},
         {"score": 1.0},
@@ -325,18 +370,31 @@ def test_what_stripping_changes() -> None:
 
 def test_the_best_gold_text_counts() -> None:
     example = Example(
-        id="x", prompt="", answers=("a city", "b", "c d"), subset="qasper", meta={"task": "qasper"}
+        id="x",
+        prompt="",
+        answers=("a city", "b", "c d"),
+        subset="qasper",
+        meta={"task": "qasper"},
     )
     assert LongBench().score(example, "c")["score"] == pytest.approx(2 / 3)
 
 
 def test_averages_are_categories_of_the_chosen_tasks() -> None:
     averages = LongBench().averages()
-    assert averages["few_shot"] == ("trec", "triviaqa", "samsum") and averages["code"] == (
+    assert averages["few_shot"] == ("trec", "triviaqa", "samsum") and averages[
+        "code"
+    ] == (
         "lcc",
         "repobench-p",
     )
-    six = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
+    six = (
+        "single_doc_qa",
+        "multi_doc_qa",
+        "summarization",
+        "few_shot",
+        "synthetic",
+        "code",
+    )
     assert averages["categories"] == six and len(averages) == 7
     assert LongBench(subsets=("lsht", "lcc")).averages() == {
         "few_shot": ("lsht",),
@@ -348,11 +406,22 @@ def test_averages_are_categories_of_the_chosen_tasks() -> None:
 
 def test_longbench_e_by_length(tmp_path: Path) -> None:
     lengths = (0, 3999, 4000, 7999, 8000)
-    write(tmp_path, "qasper", *(row("qasper", _id=str(n), length=n) for n in lengths), extended=True)
-    task = LongBench(subsets=("narrativeqa", "qasper"), path=str(tmp_path), extended=True)
+    write(
+        tmp_path,
+        "qasper",
+        *(row("qasper", _id=str(n), length=n) for n in lengths),
+        extended=True,
+    )
+    task = LongBench(
+        subsets=("narrativeqa", "qasper"), path=str(tmp_path), extended=True
+    )
     buckets = ["0-4k", "0-4k", "4-8k", "4-8k", "8k+"]
-    assert [e.subset for e in task.evaluation()] == [f"qasper/{bucket}" for bucket in buckets]
-    assert task.averages() == {bucket: (f"qasper/{bucket}",) for bucket in ("0-4k", "4-8k", "8k+")}
+    assert [e.subset for e in task.evaluation()] == [
+        f"qasper/{bucket}" for bucket in buckets
+    ]
+    assert task.averages() == {
+        bucket: (f"qasper/{bucket}",) for bucket in ("0-4k", "4-8k", "8k+")
+    }
     with pytest.raises(UserError, match=r"task\.subsets.*qasper"):
         LongBench(subsets=("narrativeqa",), extended=True)
 
@@ -361,14 +430,26 @@ def test_the_official_files_have_their_numbers_of_questions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
-        for task, count in {"qasper": 200, "lcc": 500, "multifieldqa_en": 150, "trec": 199}.items():
+        for task, count in {
+            "qasper": 200,
+            "lcc": 500,
+            "multifieldqa_en": 150,
+            "trec": 199,
+        }.items():
             packed.writestr(
-                f"data/{task}.jsonl", "".join(json.dumps(row(task, _id=str(n))) + "\n" for n in range(count))
+                f"data/{task}.jsonl",
+                "".join(json.dumps(row(task, _id=str(n))) + "\n" for n in range(count)),
             )
     monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path)
     (source,) = LongBench().files()
-    assert (source.kind, source.id, source.files) == ("dataset", "THUDM/LongBench", ("data.zip",))
-    assert len(LongBench(subsets=("qasper", "lcc", "multifieldqa_en")).evaluation()) == 850
+    assert (source.kind, source.id, source.files) == (
+        "dataset",
+        "THUDM/LongBench",
+        ("data.zip",),
+    )
+    assert (
+        len(LongBench(subsets=("qasper", "lcc", "multifieldqa_en")).evaluation()) == 850
+    )
     with pytest.raises(UserError, match=r"trec\.jsonl with 199 rows.*200 rows"):
         LongBench(subsets=("trec",)).evaluation()
 
@@ -394,9 +475,13 @@ def test_the_official_files_have_their_numbers_of_questions(
         ("qasper", {"_id": "0"}, '"_id" that occurs once'),
     ],
 )
-def test_a_malformed_line_is_named(task: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_malformed_line_is_named(
+    task: str, changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     file = write(tmp_path, task, row(task), row(task, **{"_id": "1", **changed}))
-    with pytest.raises(UserError, match=rf"task\.path.*{file.name}, line 2.*{said}") as told:
+    with pytest.raises(
+        UserError, match=rf"task\.path.*{file.name}, line 2.*{said}"
+    ) as told:
         LongBench(subsets=(task,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
 
@@ -422,7 +507,9 @@ def test_a_broken_file_is_named(content: bytes, said: str, tmp_path: Path) -> No
 
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"qasper\.jsonl.*hf\.co/datasets/THUDM/LongBench"):
+    with pytest.raises(
+        UserError, match=r"qasper\.jsonl.*hf\.co/datasets/THUDM/LongBench"
+    ):
         LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
     (tmp_path / "data.zip").write_bytes(b"PK torn")
     with pytest.raises(UserError, match=r"data\.zip'.*readable \.zip"):
@@ -455,7 +542,9 @@ def test_there_is_nothing_to_calibrate_on() -> None:
         LongBench(path=str(DATA)).examples("calibration")
 
 
-@pytest.mark.parametrize(("model", "tokens"), [("phi4", None), ("llama2_7b", 3500), ("mistral7b", 19500)])
+@pytest.mark.parametrize(
+    ("model", "tokens"), [("phi4", None), ("llama2_7b", 3500), ("mistral7b", 19500)]
+)
 def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
     model: str, tokens: int | None
 ) -> None:
@@ -467,5 +556,7 @@ def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
 
 @pytest.mark.skipif(not REAL, reason="POSBENCH_DATA names no folder")
 def test_all_21_tasks_read_real_lines() -> None:
-    examples = LongBench(subsets=tuple(PROMPTS_BY_HAND), path=f"{REAL}/longbench").evaluation()
+    examples = LongBench(
+        subsets=tuple(PROMPTS_BY_HAND), path=f"{REAL}/longbench"
+    ).evaluation()
     assert len(examples) == 244 and {e.subset for e in examples} == set(PROMPTS_BY_HAND)

@@ -26,10 +26,14 @@ from posbench.tasks.loogle_timeline_reorder import (
     worst,
 )
 
-REPLIES = Path(__file__).parents[1] / "data/scored/loogle/timeline_reorder_gold_and_gpt4.jsonl"
+REPLIES = (
+    Path(__file__).parents[1]
+    / "data/scored/loogle/timeline_reorder_gold_and_gpt4.jsonl"
+)
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "loogle"
 real = pytest.mark.skipif(
-    "POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files"
+    "POSBENCH_DATA" not in os.environ,
+    reason="POSBENCH_DATA names no folder of benchmark files",
 )
 OFFICIAL = {
     "lsd": "location_square_deviation",
@@ -43,13 +47,23 @@ FIRST = {
     "type": "timeline_reorder",
     "S": ["x"],
 }
-SECOND = {"Q": "Order these:\nI. The mill\nII. The fire", "A": "II, I", "type": "timeline_reorder", "S": []}
+SECOND = {
+    "Q": "Order these:\nI. The mill\nII. The fire",
+    "A": "II, I",
+    "type": "timeline_reorder",
+    "S": [],
+}
 OTHER = {"Q": "Why?", "A": "Because.", "type": "computation", "S": []}
 
 
 def write(path: Path, *documents: Any) -> Path:
     rows = [
-        {"input": "A long text.", "title": "T", "qa_pairs": repr(pairs), "output": "None"}
+        {
+            "input": "A long text.",
+            "title": "T",
+            "qa_pairs": repr(pairs),
+            "output": "None",
+        }
         for pairs in documents
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,13 +76,16 @@ def _task(file: Path, **settings: Any) -> LooGLETimelineReorder:
 
 def _greedy_swaps(order: tuple[int, ...]) -> float:
     """The paper's swap distance deviation, step by step: always the swap that gains most per place."""
-    left, total = list(order), 0
+    left = list(order)
+    total = 0
     while left != sorted(left):
         pairs = [(i, j) for i in range(len(left)) for j in range(i + 1, len(left))]
 
         def gain(pair: tuple[int, int], now: list[int]) -> float:
             i, j = pair
-            return (abs(now[i] - i) + abs(now[j] - j) - abs(now[j] - i) - abs(now[i] - j)) / (j - i)
+            return (
+                abs(now[i] - i) + abs(now[j] - j) - abs(now[j] - i) - abs(now[i] - j)
+            ) / (j - i)
 
         i, j = max(pairs, key=lambda pair: gain(pair, left))
         left[i], left[j] = left[j], left[i]
@@ -83,12 +100,20 @@ def _check_replies(file: Path, count: int) -> None:
         assert numerals(row["llm_output"]) == row["roman_parse"]
         scores = reorder_scores(row["llm_output"], row["gold"])
         assert scores["standard"] == float(row["standard_format"])
-        assert scores["exact_order"] == float(",".join(row["roman_parse"]) == row["gold"])
-        assert {OFFICIAL[name]: value for name, value in worst(row["n"]).items()} == pytest.approx(
-            row["official_worst_value"]
+        assert scores["exact_order"] == float(
+            ",".join(row["roman_parse"]) == row["gold"]
         )
-        given = row["official_function_value"] if row["standard_format"] else row["official_worst_value"]
-        assert {OFFICIAL[name]: scores[name] for name in OFFICIAL} == pytest.approx(given)
+        assert {
+            OFFICIAL[name]: value for name, value in worst(row["n"]).items()
+        } == pytest.approx(row["official_worst_value"])
+        given = (
+            row["official_function_value"]
+            if row["standard_format"]
+            else row["official_worst_value"]
+        )
+        assert {OFFICIAL[name]: scores[name] for name in OFFICIAL} == pytest.approx(
+            given
+        )
         apart = {OFFICIAL[name]: scores.get(f"{name}_s") for name in OFFICIAL}
         assert (
             apart == pytest.approx(row["official_function_value"])
@@ -106,9 +131,9 @@ def test_the_closed_forms_are_those_of_all_orders(size: int) -> None:
     """The greedy swaps of every permutation, and the largest value of each metric."""
     found = {order: deviations(order) for order in permutations(range(size))}
     assert all(value["sdd"] == _greedy_swaps(order) for order, value in found.items())
-    assert {name: max(value[name] for value in found.values()) for name in OFFICIAL} == pytest.approx(
-        worst(size)
-    )
+    assert {
+        name: max(value[name] for value in found.values()) for name in OFFICIAL
+    } == pytest.approx(worst(size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 15])
@@ -120,7 +145,12 @@ def test_identity_reversal_and_cycle(size: int) -> None:
 
 def test_deviations_by_hand() -> None:
     """3 1 2 in place of 1 2 3: displacements 2, 1, 1; one cycle; swap places 1 and 3 (distance 2 or 1+1)."""
-    assert deviations([2, 0, 1]) == {"lsd": 2.0, "lmd": pytest.approx(4 / 3), "sd": 2.0, "sdd": 2.0}
+    assert deviations([2, 0, 1]) == {
+        "lsd": 2.0,
+        "lmd": pytest.approx(4 / 3),
+        "sd": 2.0,
+        "sdd": 2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -138,7 +168,9 @@ def test_deviations_by_hand() -> None:
         ("II I III", "2,1,3", 0, 0),
     ],
 )
-def test_standard_format_by_hand(reply: str, gold: str, standard: float, exact: float) -> None:
+def test_standard_format_by_hand(
+    reply: str, gold: str, standard: float, exact: float
+) -> None:
     scores = reorder_scores(reply, gold)
     assert (scores["standard"], scores["exact_order"]) == (standard, exact)
     assert ("lsd_s" in scores) == bool(standard)
@@ -146,19 +178,26 @@ def test_standard_format_by_hand(reply: str, gold: str, standard: float, exact: 
 
 def test_prompts_character_by_character(tmp_path: Path) -> None:
     roman_ones, given = (
-        _task(write(tmp_path / "a.jsonl", [OTHER, FIRST, SECOND]), numerals=kind).examples("evaluation")
+        _task(
+            write(tmp_path / "a.jsonl", [OTHER, FIRST, SECOND]), numerals=kind
+        ).examples("evaluation")
         for kind in ("roman", "as_given")
     )
     head = "Please answer the question based on the long texts below. \nA long text.\nQuestion: "
     assert [(e.prompt, e.answers) for e in roman_ones] == [
         (
-            head + "Order these by year:\nI. The war\nII. The treaty of 1815\nIII. The feast\nAnswer: ",
+            head
+            + "Order these by year:\nI. The war\nII. The treaty of 1815\nIII. The feast\nAnswer: ",
             ("II,I,III",),
         ),
         (head + "Order these:\nI. The mill\nII. The fire\nAnswer: ", ("II,I",)),
     ]
     assert [(e.prompt, e.answers) for e in given] == [
-        (head + "Order these by year:\n1.The war\n2. The treaty of 1815\n3) The feast\nAnswer: ", ("2,1,3",)),
+        (
+            head
+            + "Order these by year:\n1.The war\n2. The treaty of 1815\n3) The feast\nAnswer: ",
+            ("2,1,3",),
+        ),
         (head + "Order these:\nI. The mill\nII. The fire\nAnswer: ", ("II,I",)),
     ]
 
@@ -185,15 +224,21 @@ def test_roman_numerals() -> None:
 def test_one_question_per_document(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [FIRST, SECOND], [OTHER], [SECOND])
     assert [e.id for e in _task(file).examples("evaluation")] == ["1-0", "1-1", "3-0"]
-    assert [e.id for e in _task(file, first_per_document=True).examples("evaluation")] == ["1-0", "3-0"]
-    assert [e.chat for e in _task(file, chat=False).examples("evaluation")] == [False] * 3
+    assert [
+        e.id for e in _task(file, first_per_document=True).examples("evaluation")
+    ] == ["1-0", "3-0"]
+    assert [e.chat for e in _task(file, chat=False).examples("evaluation")] == [
+        False
+    ] * 3
 
 
 def test_a_zip_holds_the_same(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [FIRST, SECOND])
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
         packed.write(file, "data/longdep_qa.jsonl")
-    assert _task(tmp_path / "data.zip").examples("evaluation") == _task(file).examples("evaluation")
+    assert _task(tmp_path / "data.zip").examples("evaluation") == _task(file).examples(
+        "evaluation"
+    )
     with pytest.raises(UserError, match=r"data.zip:longdep.*check the path"):
         _task(tmp_path / "data.zip", member="longdep.jsonl").examples("evaluation")
 
@@ -218,9 +263,13 @@ def test_the_hub_files() -> None:
         ({"qa_pairs": repr([OTHER])}, r'questions with "type": "timeline_reorder"'),
     ],
 )
-def test_a_malformed_line_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_malformed_line_is_named(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "bad.jsonl"
-    file.write_text(json.dumps({"input": "text", "qa_pairs": repr([FIRST]), **change}) + "\n")
+    file.write_text(
+        json.dumps({"input": "text", "qa_pairs": repr([FIRST]), **change}) + "\n"
+    )
     with pytest.raises(UserError, match=message):
         _task(file).examples("evaluation")
 
@@ -239,11 +288,15 @@ def test_the_official_sample_asks_as_the_official_output_does() -> None:
     ours = _task(REAL / "longdep_qa.jsonl").examples("evaluation")
     rows = [
         json.loads(line)
-        for line in (REAL / "timeline_reorder_gold_and_gpt4.jsonl").read_text().splitlines()[:2]
+        for line in (REAL / "timeline_reorder_gold_and_gpt4.jsonl")
+        .read_text()
+        .splitlines()[:2]
     ]
     assert [e.answers for e in ours] == [(row["gold"],) for row in rows]
     for example, row in zip(ours, rows, strict=True):
-        question = example.prompt.rpartition("\nQuestion: ")[2].removesuffix("\nAnswer: ")
+        question = example.prompt.rpartition("\nQuestion: ")[2].removesuffix(
+            "\nAnswer: "
+        )
 
         def words(text: str) -> list[str]:
             return [line.rstrip(".?:").lower() for line in text.splitlines()]
@@ -256,7 +309,11 @@ def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
         OmegaConf.load(paths.CONF / "task/loogle_timeline_reorder.yaml"), resolve=True
     )
     assert isinstance(given, dict)
-    assert given.pop("_target_") == "posbench.tasks.loogle_timeline_reorder.LooGLETimelineReorder"
     assert (
-        build(LooGLETimelineReorder, {str(k): v for k, v in given.items()}, "task") == LooGLETimelineReorder()
+        given.pop("_target_")
+        == "posbench.tasks.loogle_timeline_reorder.LooGLETimelineReorder"
+    )
+    assert (
+        build(LooGLETimelineReorder, {str(k): v for k, v in given.items()}, "task")
+        == LooGLETimelineReorder()
     )

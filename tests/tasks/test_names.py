@@ -17,18 +17,28 @@ from posbench.tasks.longbench import LongBench
 @pytest.mark.parametrize(
     ("target", "given", "now"),
     [
-        ("KVRetrieval", {"pairs": 5, "examples_per_position": 4, "limit": 2}, KVRetrieval(pairs=5, limit=2)),
+        (
+            "KVRetrieval",
+            {"pairs": 5, "examples_per_position": 4, "limit": 2},
+            KVRetrieval(pairs=5, limit=2),
+        ),
         (
             "KVRetrieval",
             {"pairs": 5, "examples_per_position": 4, "limit": None},
             KVRetrieval(pairs=5, limit=4),
         ),
         ("KVRetrieval", {"pairs": 5, "limit": 3}, KVRetrieval(pairs=5, limit=3)),
-        ("longbench.LongBench", {"tasks": ["lcc"], "limit": 1}, LongBench(subsets=("lcc",), limit=1)),
+        (
+            "longbench.LongBench",
+            {"tasks": ["lcc"], "limit": 1},
+            LongBench(subsets=("lcc",), limit=1),
+        ),
         ("ceval.CEval", {"subjects": "all", "limit": None}, CEval()),
     ],
 )
-def test_a_run_folder_of_an_earlier_release_is_read(target: str, given: dict[str, Any], now: Task) -> None:
+def test_a_run_folder_of_an_earlier_release_is_read(
+    target: str, given: dict[str, Any], now: Task
+) -> None:
     assert recorded({"_target_": f"posbench.tasks.{target}", **given}) == now
 
 
@@ -37,7 +47,9 @@ def test_a_model_file_with_an_earlier_name_is_refused(
 ) -> None:
     (tmp_path / "model").mkdir()
     block = "kv_retrieval:\n  examples_per_position: 3\n"
-    (tmp_path / "model" / "mine.yaml").write_text(f"path: posbench://tiny\nstages: [search]\n{block}")
+    (tmp_path / "model" / "mine.yaml").write_text(
+        f"path: posbench://tiny\nstages: [search]\n{block}"
+    )
     assert main(["validate", "--config-dir", str(tmp_path), "model=mine"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "task.examples_per_position = 3: allowed: task.limit, its name now" in line

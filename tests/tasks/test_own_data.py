@@ -17,12 +17,19 @@ from posbench.tasks.kv_retrieval import compact_prompt
 from posbench.tasks.own_data import KINDS, OwnData, read, schema
 
 DATA = Path(__file__).parents[1] / "data" / "own"
-ITEMS = {"question": "Which?", "items": ["one", "two", "three"], "gold": 1, "answers": ["2", "two"]}
+ITEMS = {
+    "question": "Which?",
+    "items": ["one", "two", "three"],
+    "gold": 1,
+    "answers": ["2", "two"],
+}
 CHOICES = {"question": "Which?", "choices": ["one", "two", "three"], "gold": 2}
 
 
 def write(file: Path, *rows: Any) -> Path:
-    file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    file.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return file
 
 
@@ -32,7 +39,12 @@ def task(file: Path, **fields: Any) -> OwnData:
 
 def test_documents_are_asked_as_by_liu_et_al_and_the_gold_one_moves() -> None:
     examples = task(DATA / "documents.jsonl", positions=[0, "50%", 4]).evaluation()
-    assert [e.id for e in examples[:4]] == ["0-harbour", "2-harbour", "4-harbour", "0-market"]
+    assert [e.id for e in examples[:4]] == [
+        "0-harbour",
+        "2-harbour",
+        "4-harbour",
+        "0-market",
+    ]
     assert examples[1].prompt == (
         "Write a high-quality answer for the given question using only the provided search results "
         "(some of which might be irrelevant).\n\n"
@@ -43,7 +55,9 @@ def test_documents_are_asked_as_by_liu_et_al_and_the_gold_one_moves() -> None:
         "Document [5](Title: Tower) The bell tower of Velm is 42 metres high.\n\n"
         "Question: How many piers does the harbour have?\nAnswer:"
     )
-    assert examples[1].answers == ("four", "4") and len({e.cluster for e in examples}) == 4
+    assert (
+        examples[1].answers == ("four", "4") and len({e.cluster for e in examples}) == 4
+    )
     for e in examples:
         assert e.gold_position is not None
         start, end = e.items[e.gold_position]
@@ -55,11 +69,14 @@ def test_documents_may_lack_a_title(tmp_path: Path) -> None:
     row = {**ITEMS, "documents": [{"text": "one"}, {"text": "two"}]}
     del row["items"]
     assert (
-        "Document [1] two\nDocument [2] one" in task(write(tmp_path / "a.jsonl", row)).evaluation()[0].prompt
+        "Document [1] two\nDocument [2] one"
+        in task(write(tmp_path / "a.jsonl", row)).evaluation()[0].prompt
     )
 
 
-def test_items_stand_in_a_template_and_the_others_keep_their_order(tmp_path: Path) -> None:
+def test_items_stand_in_a_template_and_the_others_keep_their_order(
+    tmp_path: Path,
+) -> None:
     own = task(
         write(tmp_path / "a.jsonl", ITEMS),
         positions=[0, 1, 2],
@@ -77,34 +94,52 @@ def test_items_stand_in_a_template_and_the_others_keep_their_order(tmp_path: Pat
 def test_the_example_in_the_documentation_asks_as_key_value_retrieval_does() -> None:
     file = Path(__file__).parents[2] / "docs/examples/task/own_words.yaml"
     given = yaml.safe_load(file.read_text())
-    assert given.pop("path") == "tests/data/own/words.jsonl" and given.pop("_target_").endswith(".OwnData")
+    assert given.pop("path") == "tests/data/own/words.jsonl" and given.pop(
+        "_target_"
+    ).endswith(".OwnData")
     examples = task(DATA / "words.jsonl", **given).evaluation()
     assert len(examples) == 100
     for e in examples[:10]:
         pairs = re.findall(r'"(\w+)": "(\w+)"', e.prompt)
         key, value = pairs[e.gold_position or 0]
-        assert (e.prompt, e.items) == compact_prompt(pairs, key) and e.answers == (value,)
+        assert (e.prompt, e.items) == compact_prompt(pairs, key) and e.answers == (
+            value,
+        )
 
 
 def test_choices_have_letters_and_are_chosen() -> None:
     own = task(DATA / "choices.jsonl")
     first, second, _ = own.evaluation()
-    assert first.prompt == "Which of these is a fruit?\nA. brick\nB. pear\nC. spoon\nD. cloud\nAnswer:"
+    assert (
+        first.prompt
+        == "Which of these is a fruit?\nA. brick\nB. pear\nC. spoon\nD. cloud\nAnswer:"
+    )
     assert (first.choices, first.answers, second.choices) == (
         (" A", " B", " C", " D"),
         ("B",),
         (" A", " B", " C"),
     )
-    assert own.score(first, " B") == {"accuracy": 1.0} and own.score(first, " A") == {"accuracy": 0.0}
-    assert [e.subset for e in own.evaluation()] == ["things", "days", "things"] and own.items is None
-    assert [e.id for e in task(DATA / "choices.jsonl", limit=1).evaluation()] == ["1", "2"], (
-        "one of each subset"
-    )
+    assert own.score(first, " B") == {"accuracy": 1.0} and own.score(first, " A") == {
+        "accuracy": 0.0
+    }
+    assert [e.subset for e in own.evaluation()] == [
+        "things",
+        "days",
+        "things",
+    ] and own.items is None
+    assert [e.id for e in task(DATA / "choices.jsonl", limit=1).evaluation()] == [
+        "1",
+        "2",
+    ], "one of each subset"
 
 
 def test_subsets_are_asked_by_name() -> None:
-    assert [e.id for e in task(DATA / "choices.jsonl", subsets=["things"]).evaluation()] == ["1", "3"]
-    with pytest.raises(UserError, match=r"task\.subsets = 'thing'.*did you mean things"):
+    assert [
+        e.id for e in task(DATA / "choices.jsonl", subsets=["things"]).evaluation()
+    ] == ["1", "3"]
+    with pytest.raises(
+        UserError, match=r"task\.subsets = 'thing'.*did you mean things"
+    ):
         task(DATA / "choices.jsonl", subsets=["thing"]).evaluation()
 
 
@@ -112,12 +147,21 @@ def test_a_long_text_can_be_cut() -> None:
     first, _ = task(DATA / "long_text.jsonl").evaluation()
     assert first.document is not None
     start, end = first.document
-    assert first.prompt[start:end].startswith("On day 1") and first.prompt[start:end].endswith("ate eggs.")
-    assert first.prompt[end:] == "\n\nQuestion: How many islands did the ship pass on day 4?\nAnswer:"
+    assert first.prompt[start:end].startswith("On day 1") and first.prompt[
+        start:end
+    ].endswith("ate eggs.")
+    assert (
+        first.prompt[end:]
+        == "\n\nQuestion: How many islands did the ship pass on day 4?\nAnswer:"
+    )
 
 
-@pytest.mark.parametrize(("reply", "score"), [("It is TWO.", 1.0), ("2", 1.0), ("three", 0.0), ("", 0.0)])
-def test_an_accepted_answer_has_to_occur(reply: str, score: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reply", "score"), [("It is TWO.", 1.0), ("2", 1.0), ("three", 0.0), ("", 0.0)]
+)
+def test_an_accepted_answer_has_to_occur(
+    reply: str, score: float, tmp_path: Path
+) -> None:
     own = task(write(tmp_path / "a.jsonl", ITEMS))
     assert own.score(own.evaluation()[0], reply) == {"accuracy": score}
 
@@ -136,36 +180,60 @@ def test_marks_line_ends_blank_lines_and_gzip_change_nothing(tmp_path: Path) -> 
 
 
 WRONG = [
-    ({"answers": ...}, 'field "answers" is missing; allowed: a list [...] of at least 1: text'),
+    (
+        {"answers": ...},
+        'field "answers" is missing; allowed: a list [...] of at least 1: text',
+    ),
     ({"question": 3}, 'field "question" is 3; allowed: text'),
     ({"question": " "}, "field \"question\" is ' '; allowed: text, not blank"),
     ({"answers": "two"}, "field \"answers\" is 'two'; allowed: a list"),
     ({"answers": []}, 'field "answers" is []; allowed: a list'),
     ({"answers": ["two", ""]}, "field \"answers[1]\" is ''; allowed: a list"),
-    ({"items": ["one"]}, "field \"items\" is ['one']; allowed: a list [...] of at least 2: text"),
+    (
+        {"items": ["one"]},
+        "field \"items\" is ['one']; allowed: a list [...] of at least 2: text",
+    ),
     ({"items": ["one", None]}, 'field "items[1]" is None'),
     ({"gold": "1"}, "field \"gold\" is '1'; allowed: a whole number from 0 up"),
     ({"gold": True}, 'field "gold" is True; allowed: a whole number'),
     ({"gold": 1.0}, 'field "gold" is 1.0; allowed: a whole number'),
     ({"gold": 3}, 'field "gold" is 3; allowed: a place in "items", from 0 to 2'),
-    ({"id": "first"}, "field \"id\" is 'first', as on line 1; allowed: an id that occurs once"),
+    (
+        {"id": "first"},
+        "field \"id\" is 'first', as on line 1; allowed: an id that occurs once",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changed", "said"), WRONG, ids=[said[:28] for _, said in WRONG])
-def test_a_wrong_line_is_named_with_its_field(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
-    row = {key: value for key, value in {**ITEMS, **changed}.items() if value is not ...}
+@pytest.mark.parametrize(
+    ("changed", "said"), WRONG, ids=[said[:28] for _, said in WRONG]
+)
+def test_a_wrong_line_is_named_with_its_field(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    row = {
+        key: value for key, value in {**ITEMS, **changed}.items() if value is not ...
+    }
     file = write(tmp_path / "a.jsonl", {**ITEMS, "id": "first"}, "", row)
     with pytest.raises(UserError) as told:
         task(file).evaluation()
     assert str(told.value).startswith(f"{file}, line 3: {said}")
-    assert str(told.value).endswith("; next: fix or remove that line") and len(told.value.faults) == 1
+    assert (
+        str(told.value).endswith("; next: fix or remove that line")
+        and len(told.value.faults) == 1
+    )
 
 
 def test_a_document_without_text_is_named(tmp_path: Path) -> None:
-    row = {"question": "q", "documents": [{"text": "a"}, {"title": "b"}], "gold": 0, "answers": ["a"]}
+    row = {
+        "question": "q",
+        "documents": [{"text": "a"}, {"title": "b"}],
+        "gold": 0,
+        "answers": ["a"],
+    }
     with pytest.raises(
-        UserError, match=r'field "documents\[1\]\.text" is missing; .* an object with text, title'
+        UserError,
+        match=r'field "documents\[1\]\.text" is missing; .* an object with text, title',
     ):
         task(write(tmp_path / "a.jsonl", row)).evaluation()
 
@@ -175,8 +243,13 @@ def test_all_faults_are_told_in_order_but_ten_at_most(tmp_path: Path) -> None:
     with pytest.raises(UserError) as told:
         task(file).evaluation()
     lines = str(told.value).splitlines()
-    assert [re.findall(r", line (\d)", line) for line in lines] == [[n] for n in "23333455"]
-    assert "one JSON object in UTF-8 per line (Expecting" in lines[0] and "(not an object)" in lines[5]
+    assert [re.findall(r", line (\d)", line) for line in lines] == [
+        [n] for n in "23333455"
+    ]
+    assert (
+        "one JSON object in UTF-8 per line (Expecting" in lines[0]
+        and "(not an object)" in lines[5]
+    )
     with pytest.raises(UserError) as told:
         task(write(tmp_path / "b.jsonl", ITEMS, *[{}] * 3)).evaluation()
     assert len(told.value.faults) == 11 and "2 more" in str(told.value).splitlines()[-1]
@@ -185,7 +258,9 @@ def test_all_faults_are_told_in_order_but_ten_at_most(tmp_path: Path) -> None:
 def test_an_empty_file_says_so_and_one_of_no_kind_its_fields(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.jsonl.*this one is empty"):
         task(write(tmp_path / "a.jsonl", "", " ")).evaluation()
-    with pytest.raises(UserError, match=r"with fields x, y.*items, documents, choices, context"):
+    with pytest.raises(
+        UserError, match=r"with fields x, y.*items, documents, choices, context"
+    ):
         task(write(tmp_path / "b.jsonl", {"x": 1, "y": 2})).evaluation()
     official = DATA.parent / "kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
     with pytest.raises(UserError, match="task=kv_retrieval reads such a file"):
@@ -194,23 +269,32 @@ def test_an_empty_file_says_so_and_one_of_no_kind_its_fields(tmp_path: Path) -> 
         OwnData()
 
 
-def test_lists_of_different_lengths_are_cut_when_asked_and_keep_the_gold_item(tmp_path: Path) -> None:
+def test_lists_of_different_lengths_are_cut_when_asked_and_keep_the_gold_item(
+    tmp_path: Path,
+) -> None:
     longer = {**ITEMS, "items": ["one", "zero", "three", "two"], "gold": 3}
     file = write(tmp_path / "a.jsonl", ITEMS, longer)
     with pytest.raises(
-        UserError, match=r"items_per_prompt = None.*at most 3, .*set task\.items_per_prompt=3"
+        UserError,
+        match=r"items_per_prompt = None.*at most 3, .*set task\.items_per_prompt=3",
     ):
         task(file).evaluation()
     with pytest.raises(UserError, match=r"items_per_prompt = 4.*at most 3"):
         task(file, items_per_prompt=4).evaluation()
     examples = task(
-        file, items_per_prompt=2, positions=["0%", "100%"], template="{context}", separator=","
+        file,
+        items_per_prompt=2,
+        positions=["0%", "100%"],
+        template="{context}",
+        separator=",",
     ).evaluation()
     assert [e.prompt for e in examples] == ["two,one", "one,two", "two,one", "one,two"]
 
 
 def test_fields_that_nothing_reads_are_known(tmp_path: Path) -> None:
-    assert read(write(tmp_path / "a.jsonl", {**ITEMS, "url": "x", "anwsers": []})).unread == [
+    assert read(
+        write(tmp_path / "a.jsonl", {**ITEMS, "url": "x", "anwsers": []})
+    ).unread == [
         "anwsers",
         "url",
     ]
@@ -224,8 +308,12 @@ def test_a_template_without_its_place_is_refused(template: str) -> None:
 
 def test_the_schema_is_what_the_reader_asks(tmp_path: Path) -> None:
     for cls in KINDS.values():
-        needed = [name for name, form, _ in schema(cls) if not form.endswith("left out")]
+        needed = [
+            name for name, form, _ in schema(cls) if not form.endswith("left out")
+        ]
         with pytest.raises(UserError) as told:
             read(write(tmp_path / "a.jsonl", {cls.holds: None}))
-        said = [str(fault).split('field "')[1].split('"')[0] for fault in told.value.faults]
+        said = [
+            str(fault).split('field "')[1].split('"')[0] for fault in told.value.faults
+        ]
         assert sorted(said) == sorted(needed)

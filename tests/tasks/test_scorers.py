@@ -14,7 +14,10 @@ from scipy.stats import kendalltau
 
 from posbench.tasks import scorers as s
 
-SCORED = Path(__file__).parents[1] / "data/scored/nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl"
+SCORED = (
+    Path(__file__).parents[1]
+    / "data/scored/nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl"
+)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +43,14 @@ def test_normalisation_step_by_step(text: str, bare: str) -> None:
         ("", ["Paris"], 0, 0),
     ],
 )
-def test_the_two_readings_of_sub_span_match(reply: str, answers: list[str], yu: int, liu: int) -> None:
-    assert s.best_subspan_em(reply, answers) == s.best_subspan_em(reply, answers, strip_first=True) == yu
+def test_the_two_readings_of_sub_span_match(
+    reply: str, answers: list[str], yu: int, liu: int
+) -> None:
+    assert (
+        s.best_subspan_em(reply, answers)
+        == s.best_subspan_em(reply, answers, strip_first=True)
+        == yu
+    )
     assert s.best_subspan_em(reply, answers, strip_first=False) == liu
 
 
@@ -51,12 +60,15 @@ def test_real_answers_score_as_the_released_script_said() -> None:
     assert official.count(0.0) == 54 and len(official) == 300
     for first in (True, False):
         assert [
-            s.best_subspan_em(row["model_answer"], row["answers"], strip_first=first) for row in rows
+            s.best_subspan_em(row["model_answer"], row["answers"], strip_first=first)
+            for row in rows
         ] == official
 
 
 def test_token_f1_by_hand() -> None:
-    assert s.qa_f1("the cat sat", "A cat, ran away") == pytest.approx(0.4)  # 1/2 and 1/3
+    assert s.qa_f1("the cat sat", "A cat, ran away") == pytest.approx(
+        0.4
+    )  # 1/2 and 1/3
     assert s.qa_f1("x x y", "x x x") == pytest.approx(2 / 3)  # a bag, not a set
     assert s.qa_f1("", "") == s.qa_f1("the", "the") == s.qa_f1("x", "y") == 0.0
 
@@ -78,7 +90,9 @@ def test_chinese_rouge_counts_words() -> None:
 
 
 def test_rouge_l_is_that_of_the_rouge_package() -> None:
-    assert s.rouge_l("a b c d", "a c x") == pytest.approx(4 / 7, abs=1e-7)  # 2/4 and 2/3
+    assert s.rouge_l("a b c d", "a c x") == pytest.approx(
+        4 / 7, abs=1e-7
+    )  # 2/4 and 2/3
     assert s.rouge_l("a a a", "a") == pytest.approx(1, abs=1e-7)  # sets of words
     assert s.rouge_triple("a a a", "a")[2] == pytest.approx(0.5)
     assert s.rouge_l("Cat, dog", "cat dog") == pytest.approx(
@@ -89,7 +103,9 @@ def test_rouge_l_is_that_of_the_rouge_package() -> None:
     assert s.rouge_l("b. a", "a b") == pytest.approx(1, abs=1e-7)
 
 
-@pytest.mark.parametrize(("reply", "gold"), [("...", "a"), ("a", "."), ("", "a"), ("a", "")])
+@pytest.mark.parametrize(
+    ("reply", "gold"), [("...", "a"), ("a", "."), ("", "a"), ("a", "")]
+)
 def test_rouge_of_dots_alone_is_zero(reply: str, gold: str) -> None:
     assert s.rouge_l(reply, gold) == 0.0
 
@@ -113,7 +129,12 @@ def test_rouge_triple_by_hand() -> None:
         ("Type: City", "City", ["City", "Country"], 1),
         ("City or Country", "City", ["City", "Country"], 1 / 2),
         ("Country", "City", ["City", "Country"], 0),
-        ("Other entity", "Other entity", ["entity", "Other entity"], 1),  # part of the gold name: dropped
+        (
+            "Other entity",
+            "Other entity",
+            ["entity", "Other entity"],
+            1,
+        ),  # part of the gold name: dropped
         (
             "Other entity",
             "Other entity",
@@ -128,7 +149,9 @@ def test_rouge_triple_by_hand() -> None:
         ),  # ... and not where it stands apart
     ],
 )
-def test_classification(reply: str, gold: str, classes: list[str], score: float) -> None:
+def test_classification(
+    reply: str, gold: str, classes: list[str], score: float
+) -> None:
     assert s.classification(reply, gold, classes) == pytest.approx(score)
 
 
@@ -171,7 +194,10 @@ def test_code_similarity_is_twice_the_common_subsequence() -> None:
     rng = random.Random(0)
     for _ in range(50):
         a, b = ("".join(rng.choices("abc (=", k=rng.randint(1, 12))) for _ in range(2))
-        assert abs(s.code_similarity(a, b) - 2 * common(a, b) / (len(a) + len(b))) <= 0.005 + 1e-9
+        assert (
+            abs(s.code_similarity(a, b) - 2 * common(a, b) / (len(a) + len(b)))
+            <= 0.005 + 1e-9
+        )
     assert s.code_similarity("", "") == 1.0
 
 
@@ -181,7 +207,8 @@ def test_transliterated_f1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("(B) Paris", "B"), ("Best: C.", "C"), ("A cat: B", "A"), ("ABC d", ""), ("", "")]
+    ("text", "found"),
+    [("(B) Paris", "B"), ("Best: C.", "C"), ("A cat: B", "A"), ("ABC d", ""), ("", "")],
 )
 def test_letters_between_word_boundaries(text: str, found: str) -> None:
     assert s.letter(text) == found
@@ -198,11 +225,13 @@ def test_concordance_is_kendalls_tau_on_another_scale() -> None:
     gold = (2, 4, 1, 3)
     for said in permutations(gold):
         tau = kendalltau([gold.index(i) for i in said], range(4)).statistic
-        assert s.concordance_index(f"Order: {', '.join(map(str, said))}.", "2, 4, 1, 3") == pytest.approx(
-            (tau + 1) / 2
-        )
+        assert s.concordance_index(
+            f"Order: {', '.join(map(str, said))}.", "2, 4, 1, 3"
+        ) == pytest.approx((tau + 1) / 2)
 
 
-@pytest.mark.parametrize("reply", ["1, 2", "1, 1, 2", "1, 2, 4", "1, 2, 3, 4", "none", ""])
+@pytest.mark.parametrize(
+    "reply", ["1, 2", "1, 1, 2", "1, 2, 4", "1, 2, 3, 4", "none", ""]
+)
 def test_what_is_no_permutation_scores_zero(reply: str) -> None:
     assert s.concordance_index(reply, "1, 2, 3") == 0.0

@@ -54,7 +54,9 @@ def row(subset: str, *, instruction: str = QASPER, **changed: Any) -> dict[str, 
     return {key: value for key, value in {**row, **changed}.items() if value is not ...}
 
 
-def write(folder: Path, subset: str, *rows: dict[str, Any], split: str = "validation") -> Path:
+def write(
+    folder: Path, subset: str, *rows: dict[str, Any], split: str = "validation"
+) -> Path:
     file = folder / subset / f"{split}.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,7 +65,9 @@ def write(folder: Path, subset: str, *rows: dict[str, Any], split: str = "valida
 
 def _one(folder: Path, subset: str, *rows: dict[str, Any], **options: Any) -> Example:
     write(folder, subset, *(rows or (row(subset),)))
-    (example,) = ZeroSCROLLS(subsets=(subset,), path=str(folder), **options).evaluation()
+    (example,) = ZeroSCROLLS(
+        subsets=(subset,), path=str(folder), **options
+    ).evaluation()
     return example
 
 
@@ -89,7 +93,9 @@ def test_the_prompt_of_a_chat_model_character_by_character(tmp_path: Path) -> No
         "Question:\n"
         "What is blue?"
     )
-    assert example.chat and example.id == "qasper-q1" and example.answers == ("the sky",)
+    assert (
+        example.chat and example.id == "qasper-q1" and example.answers == ("the sky",)
+    )
 
 
 def test_the_prompt_of_other_models_is_the_files_input(tmp_path: Path) -> None:
@@ -114,19 +120,29 @@ def test_the_prompt_of_other_models_is_the_files_input(tmp_path: Path) -> None:
     assert not example.chat
 
 
-@pytest.mark.parametrize("subset", ["gov_report", "summ_screen_fd", "qmsum", "squality"])
-def test_summaries_are_not_asked_to_leave_out_explanations(subset: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "subset", ["gov_report", "summ_screen_fd", "qmsum", "squality"]
+)
+def test_summaries_are_not_asked_to_leave_out_explanations(
+    subset: str, tmp_path: Path
+) -> None:
     assert _one(tmp_path, subset, row(subset, instruction="Summarize.")).prompt == (
         "Summarize.\n\nArticle:\nThe sky is blue.\n\nSo is the sea.\n\nQuestion:\nWhat is blue?"
     )
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_cutting_the_document_leaves_instruction_separator_and_query(chat: bool, tmp_path: Path) -> None:
+def test_cutting_the_document_leaves_instruction_separator_and_query(
+    chat: bool, tmp_path: Path
+) -> None:
     example = _one(tmp_path, "qasper", chat_format=chat)
     assert example.document
     start, end = example.document
-    cut = example.prompt[: start + len("The sky is")] + example.separator + example.prompt[end:]
+    cut = (
+        example.prompt[: start + len("The sky is")]
+        + example.separator
+        + example.prompt[end:]
+    )
     request = " Do not provide any explanation." if chat else ""
     header = "" if chat else "\n\nAnswer:\n"
     assert cut == (
@@ -163,7 +179,11 @@ def test_tokens_to_generate(tmp_path: Path) -> None:
 
 
 def test_rows_with_one_id_are_references_of_one_example(tmp_path: Path) -> None:
-    rows = [row("qasper"), row("qasper", id="q2", output="sea"), row("qasper", pid="q1_1", output="blue sea")]
+    rows = [
+        row("qasper"),
+        row("qasper", id="q2", output="sea"),
+        row("qasper", pid="q1_1", output="blue sea"),
+    ]
     write(tmp_path, "qasper", *rows)
     first, second = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path)).evaluation()
     assert (first.answers, second.answers) == (("the sky", "blue sea"), ("sea",))
@@ -192,9 +212,13 @@ def test_summaries_take_the_best_of_each_rouge() -> None:
         ZeroSCROLLS().score(_asked("qmsum", *gold), "a b c")
         for gold in (["a b d"], ["b c"], ["a b d", "b c"])
     )
-    assert (one["rouge1"], one["rouge2"], one["rougeL"]) == pytest.approx((2 / 3, 1 / 2, 2 / 3))
+    assert (one["rouge1"], one["rouge2"], one["rougeL"]) == pytest.approx(
+        (2 / 3, 1 / 2, 2 / 3)
+    )
     assert one["score"] == pytest.approx((2 / 3 * 1 / 2 * 2 / 3) ** (1 / 3))
-    assert (other["rouge1"], other["rouge2"], other["rougeL"]) == pytest.approx((4 / 5, 2 / 3, 4 / 5))
+    assert (other["rouge1"], other["rouge2"], other["rougeL"]) == pytest.approx(
+        (4 / 5, 2 / 3, 4 / 5)
+    )
     assert both == pytest.approx(other)
     mixed = ZeroSCROLLS().score(_asked("qmsum", "c b a", "a b"), "a b c")
     assert (mixed["rouge1"], mixed["rouge2"]) == pytest.approx((1, 2 / 3))
@@ -202,12 +226,15 @@ def test_summaries_take_the_best_of_each_rouge() -> None:
 
 def test_the_defaults_are_the_data_sets_of_table_14_of_lpes() -> None:
     """Four scored by ROUGE, two by F1, one by exponential similarity: 30 % and 50 % are two tenths apart."""
-    task, half = ZeroSCROLLS(), {"space_digest": ("50%", "30%", 0.25), "qasper": ("blue sea", "blue", 2 / 3)}
+    task = ZeroSCROLLS()
+    half = {"space_digest": ("50%", "30%", 0.25), "qasper": ("blue sea", "blue", 2 / 3)}
     summaries = {"gov_report", "summ_screen_fd", "qmsum", "squality"}
     assert set(task.subsets) == summaries | {"qasper", "narrative_qa", "space_digest"}
     for subset in task.subsets:
         gold, reply, score = half.get(subset, half["qasper"])
-        found = task.score(Example(id="q", prompt="", answers=(gold,), subset=subset), reply)
+        found = task.score(
+            Example(id="q", prompt="", answers=(gold,), subset=subset), reply
+        )
         assert ("rouge1" in found) == (subset in summaries)
         assert subset in summaries or found["score"] == pytest.approx(score)
 
@@ -215,7 +242,9 @@ def test_the_defaults_are_the_data_sets_of_table_14_of_lpes() -> None:
 def test_the_two_readings_of_a_rouge_total() -> None:
     """Replies with ROUGE (1, 1, 1) and (1, 0, 1/3) against mean ROUGEs of 1, 1/2, 2/3."""
     task = ZeroSCROLLS()
-    scores = [task.score(_asked("qmsum", "a b c"), reply) for reply in ("a b c", "c b a")]
+    scores = [
+        task.score(_asked("qmsum", "a b c"), reply) for reply in ("a b c", "c b a")
+    ]
     assert [s["score"] for s in scores] == pytest.approx([1, 0])
     means = {name: np.array([np.mean([s[name] for s in scores])]) for name in scores[0]}
     assert task.total("qmsum", means) == pytest.approx((1 * 1 / 2 * 2 / 3) ** (1 / 3))
@@ -245,9 +274,13 @@ def test_the_benchmarks_number_is_the_mean_of_the_tasks_totals() -> None:
             (subset, _asked(subset, gold), reply) for subset, gold, reply in said
         )
     ]
-    frame = Tabulator(task=task, model="m", unmodified="none", resamples=10, seed=0).subsets(rows)
+    frame = Tabulator(
+        task=task, model="m", unmodified="none", resamples=10, seed=0
+    ).subsets(rows)
     value = frame[frame["metric"] == "score"].set_index("subset")["value"]
-    assert value["qmsum"] == pytest.approx((1 / 3) ** (1 / 3)) and value["qasper"] == pytest.approx(1 / 3)
+    assert value["qmsum"] == pytest.approx((1 / 3) ** (1 / 3)) and value[
+        "qasper"
+    ] == pytest.approx(1 / 3)
     assert value["all"] == pytest.approx(((1 / 3) ** (1 / 3) + 1 / 3) / 2)
 
 
@@ -265,7 +298,9 @@ def test_the_benchmarks_number_is_the_mean_of_the_tasks_totals() -> None:
     ],
 )
 def test_scores_by_hand(subset: str, gold: str, reply: str, score: float) -> None:
-    assert ZeroSCROLLS().score(_asked(subset, gold), reply) == {"score": pytest.approx(score)}
+    assert ZeroSCROLLS().score(_asked(subset, gold), reply) == {
+        "score": pytest.approx(score)
+    }
 
 
 def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
@@ -273,12 +308,18 @@ def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
         write(tmp_path, subset, row(subset, output=None), split="test")
     task = ZeroSCROLLS(subsets=("qmsum", "qasper"), path=str(tmp_path), split="test")
     examples = task.evaluation()
-    assert [e.answers for e in examples] == [(), ()] and task.score(examples[0], "x") == {}
+    assert [e.answers for e in examples] == [(), ()] and task.score(
+        examples[0], "x"
+    ) == {}
     texts = ['a "quoted", text\nof two lines', "NA"]
     files = task.submission(list(zip(examples, texts, strict=True)))
     read = list(csv.reader(io.StringIO(files["zero_scrolls_predictions.csv"])))
     assert list(files) == ["zero_scrolls_predictions.csv"]
-    assert read == [["Task", "ID", "Prediction"], ["qmsum", "q1", texts[0]], ["qasper", "q1", texts[1]]]
+    assert read == [
+        ["Task", "ID", "Prediction"],
+        ["qmsum", "q1", texts[0]],
+        ["qasper", "q1", texts[1]],
+    ]
     assert ZeroSCROLLS().submission(list(zip(examples, texts, strict=True))) == {}
 
 
@@ -305,16 +346,22 @@ def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_malformed_line_is_named(subset: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_malformed_line_is_named(
+    subset: str, changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     write(tmp_path, subset, row(subset), row(subset, **{"id": "q2", **changed}))
-    with pytest.raises(UserError, match=rf"task\.path.*validation\.jsonl, line 2.*{said}") as told:
+    with pytest.raises(
+        UserError, match=rf"task\.path.*validation\.jsonl, line 2.*{said}"
+    ) as told:
         ZeroSCROLLS(subsets=(subset,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
 
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:
     task = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path))
-    with pytest.raises(UserError, match=r"qasper/validation\.jsonl.*hf\.co/datasets/tau/zero_scrolls"):
+    with pytest.raises(
+        UserError, match=r"qasper/validation\.jsonl.*hf\.co/datasets/tau/zero_scrolls"
+    ):
         task.evaluation()
     (tmp_path / "qasper.zip").write_bytes(b"PK torn")
     with pytest.raises(UserError, match=r"qasper\.zip'.*readable \.zip"):
@@ -344,7 +391,9 @@ def test_there_is_nothing_to_calibrate_on() -> None:
         ZeroSCROLLS().examples("calibration")
 
 
-@pytest.mark.parametrize(("model", "tokens"), [("phi4", None), ("llama2_7b", 3584), ("vicuna_7b_16k", 15872)])
+@pytest.mark.parametrize(
+    ("model", "tokens"), [("phi4", None), ("llama2_7b", 3584), ("vicuna_7b_16k", 15872)]
+)
 def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
     model: str, tokens: int | None
 ) -> None:

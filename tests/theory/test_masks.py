@@ -18,7 +18,9 @@ def test_the_first_token_takes_over() -> None:
     printed = {1: 0.0588, 2: 0.2023, 4: 0.5831, 6: 0.8413, 10: 0.9860, 20: 0.99998}
     for layers, mass in printed.items():
         assert found[layers - 1][-1, 0] == pytest.approx(mass, abs=6e-5)
-        assert (found[layers - 1][-1] <= masks.causal_bound(17, layers, 1 / 17) + 1e-15).all()
+        assert (
+            found[layers - 1][-1] <= masks.causal_bound(17, layers, 1 / 17) + 1e-15
+        ).all()
     late = [found[layers][-1, 1] for layers in (18, 19)]
     assert log(late[0] / late[1]) == pytest.approx(log(2), rel=0.02)
 
@@ -26,8 +28,12 @@ def test_the_first_token_takes_over() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_bounds_hold_for_random_scores(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    n, layers = 12, 6
-    stack = [masks.attention(rng.uniform(-1, 1, (n, n)), masks.causal(n)) for _ in range(layers)]
+    n = 12
+    layers = 6
+    stack = [
+        masks.attention(rng.uniform(-1, 1, (n, n)), masks.causal(n))
+        for _ in range(layers)
+    ]
     smallest = min(weights[masks.causal(n)].min() for weights in stack)
     for t, found in enumerate(masks.rollout(stack), start=1):
         assert (
@@ -37,7 +43,9 @@ def test_bounds_hold_for_random_scores(seed: int) -> None:
     scores = rng.uniform(-0.7, 0.4, (n, n))
     weights = masks.attention(scores + masks.decay(n, M), masks.causal(n))
     low, high = masks.decay_bounds(n, M, -0.7, 0.4)
-    assert (low[masks.causal(n)] <= weights[masks.causal(n)]).all() and (weights <= high + 1e-15).all()
+    assert (low[masks.causal(n)] <= weights[masks.causal(n)]).all() and (
+        weights <= high + 1e-15
+    ).all()
 
 
 def test_the_printed_upper_bound_fails_in_the_first_row() -> None:
@@ -52,15 +60,23 @@ def test_the_printed_upper_bound_fails_in_the_first_row() -> None:
 
 
 def test_window_and_prefix_masses() -> None:
-    for width, printed in ((5, (0, 0.114, 0.9993)), (9, (0.012, 0.665, 1)), (13, (0.084, 0.790, 1))):
+    for width, printed in (
+        (5, (0, 0.114, 0.9993)),
+        (9, (0.012, 0.665, 1)),
+        (13, (0.084, 0.790, 1)),
+    ):
         found = masks.rollout([masks.uniform(masks.window(17, width))] * 20)
-        assert [found[t - 1][-1, 0] for t in (2, 6, 20)] == pytest.approx(printed, abs=6e-4)
+        assert [found[t - 1][-1, 0] for t in (2, 6, 20)] == pytest.approx(
+            printed, abs=6e-4
+        )
     for width in (2, 3, 5):
         found = masks.rollout([masks.uniform(masks.window(32, width))] * 80)
         first = next(t for t, p in enumerate(found, start=1) if p[-1, 0] >= 0.5)
         assert first == pytest.approx(masks.window_half_time(32, width), rel=0.06)
     last = masks.rollout([masks.uniform(masks.prefix(12, 4))] * 60)[-1][-1]
-    assert last[:4] == pytest.approx(0.25, abs=1e-9) and last[4:] == pytest.approx(0, abs=1e-9)
+    assert last[:4] == pytest.approx(0.25, abs=1e-9) and last[4:] == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("m", [M, 0.5])
@@ -85,9 +101,12 @@ def test_sinks_by_hand() -> None:
     stack = np.stack([first, own])
     # The first head sees token 1 alone; the second sees itself: mean weights 1/4, 1/3, 1/2, 1 over the
     # queries that see a token.
-    assert masks.sink_by_head(stack).tolist() == [0.5, 0.5, 0.5, 0.5] and masks.sink_by_head(
-        own[None]
-    ).tolist() == [0, 1, 1, 1]
+    assert masks.sink_by_head(stack).tolist() == [
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+    ] and masks.sink_by_head(own[None]).tolist() == [0, 1, 1, 1]
     assert masks.sink_by_entry(stack, masks.causal(4)) == pytest.approx(
         [(1 + 1 / 4) / 2, 1 / 6, 1 / 4, 1 / 2]
     )

@@ -33,22 +33,35 @@ class PosbenchForCausalLM(Base):
         own = config.posbench
         self.asked: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self.made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.get_submodule(own["where"]["rotary"]).register_forward_hook(self.remember, with_kwargs=True)
+        self.get_submodule(own["where"]["rotary"]).register_forward_hook(
+            self.remember, with_kwargs=True
+        )
         layers = self.get_submodule(own["where"]["layers"])
-        kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+        kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(
+            layers
+        )
         for layer, kind, scale in zip(layers, kinds, own["scales"], strict=True):
             if scale != 1:
                 hook = partial(self.rotate, kind, scale)
-                getattr(layer, own["where"]["attention"]).register_forward_pre_hook(hook, with_kwargs=True)
+                getattr(layer, own["where"]["attention"]).register_forward_pre_hook(
+                    hook, with_kwargs=True
+                )
 
     def remember(self, rotary: Any, args: Any, kwargs: Any, tables: Any) -> None:
         """Keep the positions [B, T] of a forward; some models ask for each kind of layer apart."""
-        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        given = (
+            dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        )
         # Of the hidden states only type and device matter.
-        self.asked[given.get("layer_type")] = given["x"].new_empty(0), given["position_ids"]
+        self.asked[given.get("layer_type")] = (
+            given["x"].new_empty(0),
+            given["position_ids"],
+        )
         self.made.clear()
 
-    def rotate(self, kind: str | None, scale: float, attention: Any, args: Any, kwargs: Any) -> Any:
+    def rotate(
+        self, kind: str | None, scale: float, attention: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Give a layer its own cos and sin, each [B, T, rotated coordinates]."""
         given = kwargs.get("position_embeddings")
         if given is None:  # a layer without rotary embedding
@@ -61,6 +74,8 @@ class PosbenchForCausalLM(Base):
             forward = inspect.unwrap(type(rotary).forward)
             options = {"layer_type": kind} if kind else {}
             with torch.no_grad():
-                self.made[kind, scale] = forward(rotary, hidden, positions.float() / scale, **options)
+                self.made[kind, scale] = forward(
+                    rotary, hidden, positions.float() / scale, **options
+                )
         tables = tuple(table.to(given[0].device) for table in self.made[kind, scale])
         return args, {**kwargs, "position_embeddings": tables}

@@ -41,7 +41,9 @@ class Catch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any) -> Any:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any
+    ) -> Any:
         """Keys and values [B, G, T, d] as the layer caches them."""
         self.keys, self.values = keys, values
         raise Caught
@@ -54,7 +56,9 @@ class WithValues(Catch):
         super().__init__(cache)
         self.values = values
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any) -> Any:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any
+    ) -> Any:
         """See :meth:`Catch.update`."""
         return self.cache.update(keys, self.values, *rest, **more)
 
@@ -74,7 +78,9 @@ class PosbenchForCausalLM(Base):
             if first <= index <= last:
                 attention = getattr(layer, own["where"]["attention"])
                 attention.register_forward_pre_hook(self.before, with_kwargs=True)
-                attention.register_forward_hook(partial(self.after, index), with_kwargs=True)
+                attention.register_forward_hook(
+                    partial(self.after, index), with_kwargs=True
+                )
 
     def before(self, attention: Any, args: Any, kwargs: Any) -> Any:
         """The last tokens: queries and keys come from the scaled input, values from the unmodified one."""
@@ -85,7 +91,9 @@ class PosbenchForCausalLM(Base):
         args, kwargs = self.scaled(args, kwargs)
         return args, {**kwargs, name: kept}
 
-    def after(self, index: int, attention: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def after(
+        self, index: int, attention: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
         """The tokens before: once they have attended, their keys are cached as the last ones see them."""
         if self.at_the_end or self.config.posbench["tokens"] == "last":
             return
@@ -109,7 +117,11 @@ class PosbenchForCausalLM(Base):
         """Run a prompt in two parts, what follows in one."""
         bound = inspect.signature(Base.forward).bind(self, *args, **kwargs).arguments
         call = {**bound, **bound.get("kwargs", {})}
-        call = {name: value for name, value in call.items() if name not in ("self", "kwargs")}
+        call = {
+            name: value
+            for name, value in call.items()
+            if name not in ("self", "kwargs")
+        }
         cache, labels = call.pop("past_key_values", None), call.pop("labels", None)
         use_cache, as_dict = call.pop("use_cache", None), call.pop("return_dict", None)
         if call.get("output_attentions") or call.get("output_hidden_states"):
@@ -119,8 +131,16 @@ class PosbenchForCausalLM(Base):
             raise ValueError(
                 f"a DynamicCache is needed, not {type(cache).__name__}: drop cache_implementation"
             )
-        tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
-        total, keep, mask = tokens.shape[1], call.pop("logits_to_keep", 0), call.get("attention_mask")
+        tokens = (
+            call["input_ids"]
+            if call.get("input_ids") is not None
+            else call["inputs_embeds"]
+        )
+        total, keep, mask = (
+            tokens.shape[1],
+            call.pop("logits_to_keep", 0),
+            call.get("attention_mask"),
+        )
         count = self.config.posbench["last"]
         if (
             count
@@ -128,34 +148,60 @@ class PosbenchForCausalLM(Base):
             and mask.ndim == 2
             and not mask[:, -count:].any(dim=1).all()
         ):
-            raise ValueError("prompts must be padded on the left: tokenizer.padding_side = 'left'")
+            raise ValueError(
+                "prompts must be padded on the left: tokenizer.padding_side = 'left'"
+            )
         some = keep if isinstance(keep, int) else 0
-        last = total if cache.get_seq_length() else min(self.config.posbench["last"] or total, total)
+        last = (
+            total
+            if cache.get_seq_length()
+            else min(self.config.posbench["last"] or total, total)
+        )
         # No call gives fewer logits than those of one token: the spare one is dropped below.
         head = slice(0, total - last), max(some - last, 1) if some else 0, False
         logits = []
         try:
-            for rows, few, self.at_the_end in (head, (slice(total - last, total), min(some, last), True)):
+            for rows, few, self.at_the_end in (
+                head,
+                (slice(total - last, total), min(some, last), True),
+            ):
                 if rows.stop > rows.start:
                     # Later tokens come with the mask of all before them.
                     whole = rows.stop - rows.start == total
-                    part = call if whole else {name: cut(name, call[name], rows, total) for name in call}
-                    part = {**part, "past_key_values": cache, "use_cache": True, "logits_to_keep": few}
+                    part = (
+                        call
+                        if whole
+                        else {name: cut(name, call[name], rows, total) for name in call}
+                    )
+                    part = {
+                        **part,
+                        "past_key_values": cache,
+                        "use_cache": True,
+                        "logits_to_keep": few,
+                    }
                     out = super().forward(**part)
                     logits.append(out.logits)
         finally:
             self.at_the_end = False
-        out.logits = torch.cat(logits, dim=1)[:, slice(-keep, None) if isinstance(keep, int) else keep]
+        out.logits = torch.cat(logits, dim=1)[
+            :, slice(-keep, None) if isinstance(keep, int) else keep
+        ]
         if labels is not None:
             size = self.config.get_text_config().vocab_size
-            out.loss = self.loss_function(logits=out.logits, labels=labels, vocab_size=size)
+            out.loss = self.loss_function(
+                logits=out.logits, labels=labels, vocab_size=size
+            )
         out.past_key_values = cache if use_cache is not False else None
         return out.to_tuple() if as_dict is False else out
 
 
 def the_cache(kwargs: Any) -> tuple[str, Any]:
     """The cache among the arguments of a layer's attention, and its name there."""
-    return next((name, kwargs[name]) for name in ("past_key_values", "layer_past") if name in kwargs)
+    return next(
+        (name, kwargs[name])
+        for name in ("past_key_values", "layer_past")
+        if name in kwargs
+    )
 
 
 def caught(attention: Any, args: Any, kwargs: Any) -> Catch:
@@ -174,7 +220,9 @@ def cut(name: str, value: Any, rows: slice, total: int) -> Any:
             raise ValueError("attention_mask must be a tensor")
         return value
     if name == "attention_mask":
-        return value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
+        return (
+            value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
+        )
     if name == "position_ids":
         return value[..., rows]
     return value[:, rows] if value.ndim >= 2 and value.shape[1] == total else value

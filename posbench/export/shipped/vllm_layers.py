@@ -22,7 +22,9 @@ class PosbenchForCausalLM(Base):
         layers, parameters = self.model.layers, dict(self.config.rope_parameters)
         kind = parameters.get("rope_type", "default")
         if len(layers) != len(SCALES) or kind != "default":
-            raise ValueError(f"{len(SCALES)} layers and plain RoPE are needed, not {len(layers)} and {kind}")
+            raise ValueError(
+                f"{len(SCALES)} layers and plain RoPE are needed, not {len(layers)} and {kind}"
+            )
         for layer, scale in zip(layers, SCALES, strict=True):
             if scale == 1 or isinstance(layer, PPMissingLayer):
                 continue

@@ -15,7 +15,11 @@ def run(config: Config, run: Run) -> None:
     experiment = config.experiment
     if experiment:
         rows, note = config.reference()
-        facts = {"title": experiment.title, "claims": list(experiment.claims), "note": note}
+        facts = {
+            "title": experiment.title,
+            "claims": list(experiment.claims),
+            "note": note,
+        }
         if experiment.reference:
             run.out.write_json("reference.json", rows)
         run.out.write_json("experiment.json", facts)

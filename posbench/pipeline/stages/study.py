@@ -26,5 +26,10 @@ def run(config: Config, run: Run) -> None:
     # From what was written, as the figures are: a verdict never rests on digits that no file holds.
     found = study.findings(study_tables(run.out.path, list(tables)))
     if found:
-        write_csv(run.out.path / "findings.csv", frame(found, run.model.name if study.needs_model else ""))
-    run.out.write_json("study.json", {"study": config.study_name, "tables": list(tables)})
+        write_csv(
+            run.out.path / "findings.csv",
+            frame(found, run.model.name if study.needs_model else ""),
+        )
+    run.out.write_json(
+        "study.json", {"study": config.study_name, "tables": list(tables)}
+    )

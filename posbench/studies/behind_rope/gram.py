@@ -54,47 +54,75 @@ class Gram(Sampled):
         """
         with run.progress("samples", self.samples) as advance:
             found = gram_panels(run.lm, run.batches(self.rows(run.lm), len), advance)
-        rows, tokens = [], np.arange(self.tokens)
+        rows = []
+        tokens = np.arange(self.tokens)
         for panel, each in found.items():
             mean = each.mean
-            rising = [spearman(mean[i, 1:i], tokens[1:i]) for i in range(4, self.tokens)]
+            rising = [
+                spearman(mean[i, 1:i], tokens[1:i]) for i in range(4, self.tokens)
+            ]
             row = {"panel": panel, "diagonal": np.diagonal(mean).mean()}
             row["below"] = mean[np.tril_indices(self.tokens, -1)].mean()
             row["falling"] = -spearman(np.diagonal(mean), tokens)
             rows.append({**row, "rising": np.mean(rising), **each.facts()})
         products = {panel: {"product": each.mean} for panel, each in found.items()}
-        return {"panels": long_table("panel", products, self.cells), "facts": pd.DataFrame(rows)}
+        return {
+            "panels": long_table("panel", products, self.cells),
+            "facts": pd.DataFrame(rows),
+        }
 
     def figures(self, tables: Tables) -> Drawn:
         """The nine panels."""
         values = stacked(tables["panels"], "product", by="panel")
-        maps = [(f"({panel}) {PANELS[panel]}", each) for panel, each in zip(PANELS, values, strict=True)]
-        figure = maps_figure([("", dict(maps[first : first + 3])) for first in (0, 3, 6)], self.last)
+        maps = [
+            (f"({panel}) {PANELS[panel]}", each)
+            for panel, each in zip(PANELS, values, strict=True)
+        ]
+        figure = maps_figure(
+            [("", dict(maps[first : first + 3])) for first in (0, 3, 6)], self.last
+        )
         words = f"mean inner products, {self.source}. Colours from the 1 % to the 99 % quantile."
         return {"gram": (figure, f"Behind RoPE, Figure 3: {words}")}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """What the paper reads off the panels of its model without position embedding."""
         facts = tables["facts"].set_index("panel")
-        n, share = int(facts["n"].iloc[0]), (facts["below"] / facts["diagonal"]).abs()
+        n = int(facts["n"].iloc[0])
+        share = (facts["below"] / facts["diagonal"]).abs()
         near = {panel: estimate(row, "near") for panel, row in facts.iterrows()}
         claim = "(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)"
-        size, ours = "mean product below the diagonal over mean product on it, size", "10 % is our bound"
+        size = "mean product below the diagonal over mean product on it, size"
+        ours = "10 % is our bound"
         mean = f"no interval: one model, a mean over {n} samples"
-        note, more = f"{ours}; the paper: close to 0; {mean}", share["b"] / share["a"]
+        note = f"{ours}; the paper: close to 0; {mean}"
+        more = share["b"] / share["a"]
         found = [Finding.that(share["a"] < 0.1, claim, size, (share["a"], n), note)]
-        claim, size = "(b) W_Q and W_K raise that share", "the share in (b) over the share in (a)"
+        claim = "(b) W_Q and W_K raise that share"
+        size = "the share in (b) over the share in (a)"
         found.append(Finding.that(more > 1, claim, size, (more, n), mean))
-        claim, falls = "(c) the diagonal of A V falls with the token, as h' does", facts["falling"]["c"]
+        claim = "(c) the diagonal of A V falls with the token, as h' does"
+        falls = facts["falling"]["c"]
         size = "rank correlation of the diagonal with the token, sign turned"
         found.append(Finding.that(falls > 0.9, claim, size, (falls, self.tokens), mean))
-        size = "nearest quarter of keys minus the farthest, mean product, key 1 left out"
-        for panel, words in (("f", "after the norm products"), ("i", "the scores of the second layer")):
+        size = (
+            "nearest quarter of keys minus the farthest, mean product, key 1 left out"
+        )
+        for panel, words in (
+            ("f", "after the norm products"),
+            ("i", "the scores of the second layer"),
+        ):
             note = f"rank correlation of product and key {facts['rising'][panel]:.2f}, mean over queries"
-            found.append(Finding.above(f"({panel}) {words} rise with the key", size, near[panel], note=note))
+            found.append(
+                Finding.above(
+                    f"({panel}) {words} rise with the key", size, near[panel], note=note
+                )
+            )
         claim = "(g) the feedforward block turns the pattern round, and (h) the next norm turns it back"
         words, note = f"(g): {size}", f"(h): {near['h'].words}"
-        parts = [Finding.below(claim, words, near["g"], note=note), Finding.above(claim, words, near["h"])]
+        parts = [
+            Finding.below(claim, words, near["g"], note=note),
+            Finding.above(claim, words, near["h"]),
+        ]
         return [*found, joint(parts, shown=parts[0])]
 
 
@@ -105,8 +133,13 @@ def first_block(lm: LM) -> Any:
         UserError: Layers lack ``o_proj`` or ``post_attention_layernorm``, are too few, or cannot be heard.
     """
     check_interface(lm)
-    block, first = families.blocks(lm.model)[0], families.attention_modules(lm.model)[0]
-    if lm.layers < 2 or not hasattr(block, "post_attention_layernorm") or not hasattr(first, "o_proj"):
+    block = families.blocks(lm.model)[0]
+    first = families.attention_modules(lm.model)[0]
+    if (
+        lm.layers < 2
+        or not hasattr(block, "post_attention_layernorm")
+        or not hasattr(first, "o_proj")
+    ):
         allowed = "two layers or more with o_proj and post_attention_layernorm (Llama, Qwen2, Mistral, ...)"
         raise UserError("model", lm.name, allowed, "study=score_map needs neither")
     return block
@@ -114,7 +147,9 @@ def first_block(lm: LM) -> Any:
 
 @inference_mode
 def gram_panels(
-    lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
+    lm: LM,
+    plan: Sequence[Sequence[Sequence[int]]],
+    advance: Callable[[int], None] = lambda n: None,
 ) -> dict[str, MeanMap]:
     """Mean inner products between tokens, by panel; arguments as :func:`posbench.measure.scores.score_maps`.
 
@@ -130,16 +165,29 @@ def gram_panels(
             found["bi"[layer]].add(query, key, factor)
 
     def before(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs: states.update({name: families.attention_input(args, kwargs)})
+        return lambda _, args, kwargs: states.update(
+            {name: families.attention_input(args, kwargs)}
+        )
 
     def behind(name: str) -> Callable[..., None]:
-        return lambda _, __, out: states.update({name: out[0] if isinstance(out, tuple) else out})
+        return lambda _, __, out: states.update(
+            {name: out[0] if isinstance(out, tuple) else out}
+        )
 
     with ExitStack() as stack:
-        for name, module in (("X", block), ("a", first), ("c", first.o_proj), ("h", second)):
+        for name, module in (
+            ("X", block),
+            ("a", first),
+            ("c", first.o_proj),
+            ("h", second),
+        ):
             hook = module.register_forward_pre_hook(before(name), with_kwargs=True)
             stack.callback(hook.remove)
-        for name, module in (("d", first), ("f", block.post_attention_layernorm), ("g", block)):
+        for name, module in (
+            ("d", first),
+            ("f", block.post_attention_layernorm),
+            ("g", block),
+        ):
             stack.callback(module.register_forward_hook(behind(name)).remove)
         for batch in plan:
             read_scores(lm, batch, scored)

@@ -15,7 +15,9 @@ QUANTILES = (0.01, 0.99)
 """Of the finite entries: the paper's colour range."""
 
 
-def long_table(by: str, maps: Mapping[Any, Mapping[str, Array]], cells: int) -> pd.DataFrame:
+def long_table(
+    by: str, maps: Mapping[Any, Mapping[str, Array]], cells: int
+) -> pd.DataFrame:
     """Maps [n, n] as rows of ``by``, query, key (tokens from 1) and a column for each map, without what is no
     number.
 
@@ -25,13 +27,27 @@ def long_table(by: str, maps: Mapping[Any, Mapping[str, Array]], cells: int) -> 
     parts = []
     for name, values in maps.items():
         first = next(iter(values.values()))
-        n, block = len(first), -(-len(first) // cells)
+        n = len(first)
+        block = -(-len(first) // cells)
         i, j = np.nonzero(~np.isnan(first)) if block == 1 else np.tril_indices(n, -1)
         edges = np.arange(0, n, block)
-        middle = (edges + np.minimum(edges + block, n) + 1) / 2 if block > 1 else edges + 1
+        middle = (
+            (edges + np.minimum(edges + block, n) + 1) / 2 if block > 1 else edges + 1
+        )
         columns = {column: each[i, j] for column, each in values.items()}
-        table = pd.DataFrame({by: name, "query": middle[i // block], "key": middle[j // block], **columns})
-        parts.append(table.groupby([by, "query", "key"], as_index=False).mean() if block > 1 else table)
+        table = pd.DataFrame(
+            {
+                by: name,
+                "query": middle[i // block],
+                "key": middle[j // block],
+                **columns,
+            }
+        )
+        parts.append(
+            table.groupby([by, "query", "key"], as_index=False).mean()
+            if block > 1
+            else table
+        )
     return pd.concat(parts)
 
 
@@ -53,7 +69,9 @@ def by_layer(values: Array) -> dict[str, Array]:
 
 @plot.styled
 def maps_figure(
-    rows: Sequence[tuple[str, Mapping[str, Array]]], last: int | None = None, n: Iterable[float] = ()
+    rows: Sequence[tuple[str, Mapping[str, Array]]],
+    last: int | None = None,
+    n: Iterable[float] = (),
 ) -> Figure:
     """Heat maps of a query's score with every key but itself, each with colours of its own.
 
@@ -71,22 +89,32 @@ def maps_figure(
         for axes, (title, values) in zip(line, maps.items(), strict=False):
             size = len(values)
             # The diagonal is far above the rest and would hide it.
-            shown = values if last else np.where(np.eye(size, dtype=bool), np.nan, values)
+            shown = (
+                values if last else np.where(np.eye(size, dtype=bool), np.nan, values)
+            )
             low, high = np.nanquantile(shown, QUANTILES)
-            image = axes.imshow(shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
+            image = axes.imshow(
+                shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest"
+            )
             if np.isnan(shown[0, -1]):
                 inside = axes.inset_axes((0.45, 0.9, 0.5, 0.06))
-                bar = figure.colorbar(image, cax=inside, orientation="horizontal", ticks=[low, high])
+                bar = figure.colorbar(
+                    image, cax=inside, orientation="horizontal", ticks=[low, high]
+                )
                 bar.ax.set_xticklabels([f"{low:.3g}", f"{high:.3g}"], fontsize=5.5)
                 bar.ax.tick_params(length=2, pad=1)
                 bar.outline.set_visible(False)
             else:
-                figure.colorbar(image, ax=axes, location="bottom", fraction=0.046, pad=0.02)
+                figure.colorbar(
+                    image, ax=axes, location="bottom", fraction=0.046, pad=0.02
+                )
             axes.set_title(title)
             for place in (axes.set_xticks, axes.set_yticks):
                 place([0, size - 1], ["1", str(last or size)])
         for axes in line[len(maps) :]:
             axes.remove()
-    figure.supxlabel("key (1 is the first token)", fontsize=plot.STYLE["axes.labelsize"])
+    figure.supxlabel(
+        "key (1 is the first token)", fontsize=plot.STYLE["axes.labelsize"]
+    )
     figure.supylabel("query", fontsize=plot.STYLE["axes.labelsize"])
     return figure

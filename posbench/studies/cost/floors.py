@@ -28,7 +28,9 @@ def floors(methods: Mapping[str, Method]) -> dict[str, Method]:
             found[f"{name}: {count} kernel calls alone"] = Kernels(count=count)
             found[f"{name}: own kernel alone"] = Tiles(count=count)
         elif isinstance(method, AttentionBuckets):
-            found[f"{name}: {len(method.bases)} forwards alone"] = Forwards(**vars(method))
+            found[f"{name}: {len(method.bases)} forwards alone"] = Forwards(
+                **vars(method)
+            )
             found[f"{name}: one batch"] = replace(method, batch_tokens=None)
     return found
 
@@ -60,15 +62,20 @@ class Tiles(Kernels):
         """The mean output [B, T, H, d] of queries [B, H, T, d], and of keys and values [B, G, T, d]."""
         _, query, key, value, _ = given
         rows, heads, total, _ = query.shape
-        out, query = torch.empty_like(query), query * settings["scaling"]
+        out = torch.empty_like(query)
+        query = query * settings["scaling"]
         shut = query.new_full((ROWS, ROWS), float("-inf")).triu(1)
         value = sdpa.repeat_kv(value, heads // value.shape[1])
         # Every base has keys of its own: one copy alone would stay in the cache.
-        keys = [sdpa.repeat_kv(key, heads // key.shape[1]).clone() for _ in range(self.count)]
+        keys = [
+            sdpa.repeat_kv(key, heads // key.shape[1]).clone()
+            for _ in range(self.count)
+        ]
         for at in product(range(rows), range(heads)):
             for start in range(0, total, ROWS):
                 end = min(start + ROWS, total)
-                scores, mixed = query.new_empty(end - start, end), query.new_zeros(end - start, end)
+                scores = query.new_empty(end - start, end)
+                mixed = query.new_zeros(end - start, end)
                 for own in keys:
                     torch.mm(query[at][start:end], own[at][:end].T, out=scores)
                     scores[:, start:] += shut[: end - start, : end - start]
@@ -87,7 +94,9 @@ class Forwards(AttentionBuckets):
 
         @wraps(forward)
         def bare(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs | {"use_cache": False, "past_key_values": None})
+            return forward(
+                *args, **kwargs | {"use_cache": False, "past_key_values": None}
+            )
 
         with replaced(lm.model, "forward", bare), super().changed(lm):
             yield

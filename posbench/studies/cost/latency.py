@@ -35,24 +35,41 @@ class Latency(Timed):
     """Prefill and decoding under every method, scale_channel and its direct way, and the channel search."""
 
     all_methods: ClassVar[bool] = True
-    caption: ClassVar[str] = "What methods and the channel search cost, on random weights."
+    caption: ClassVar[str] = (
+        "What methods and the channel search cost, on random weights."
+    )
 
     shape: Shape = "small"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    methods_at: tuple[Count, ...] = (2048,)  # prompt lengths at which all methods run side by side
-    prompts: tuple[Count, ...] = (4096,)  # prompt lengths of scale_channel and its direct way
+    methods_at: tuple[Count, ...] = (
+        2048,
+    )  # prompt lengths at which all methods run side by side
+    prompts: tuple[Count, ...] = (
+        4096,
+    )  # prompt lengths of scale_channel and its direct way
     new_tokens: tuple[Count, ...] = (1,)  # generated; 1 measures the prefill
     search_tokens: Whole = 2048  # prompt length of the search; 0 leaves it out
     candidates: Count = 40  # of the search
-    methods: tuple[str, ...] = ()  # these only, with the unmodified model; empty: all that apply
-    floors: bool = False  # also what moice and attention_buckets cannot leave out of a prompt
+    methods: tuple[
+        str, ...
+    ] = ()  # these only, with the unmodified model; empty: all that apply
+    floors: bool = (
+        False  # also what moice and attention_buckets cannot leave out of a prompt
+    )
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         if self.floors and set(self.new_tokens) != {1}:
-            raise UserError("study.floors", True, "a prompt alone", "study.new_tokens=[1]")
+            raise UserError(
+                "study.floors", True, "a prompt alone", "study.new_tokens=[1]"
+            )
         for name in sorted(set(self.methods) - set(run.every)):
-            raise UserError("study.methods", name, ", ".join(run.every), "posbench ls methods shows them")
+            raise UserError(
+                "study.methods",
+                name,
+                ", ".join(run.every),
+                "posbench ls methods shows them",
+            )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``generation`` (a way is a method; with the papers' ratios) and ``search``."""
@@ -61,15 +78,25 @@ class Latency(Timed):
         # Stopping early would compare different amounts of work; MPT's own default is to go without a cache.
         lm.model.generation_config = copy.copy(lm.model.generation_config)
         lm.model.generation_config.update(eos_token_id=None, use_cache=True)
-        methods = applicable(lm, run.every, lambda choice: choice.cls.example(lm), run.console.out)
-        asked, example = (UNMODIFIED, *(self.methods or run.every)), ScaleChannel.example(lm)
+        methods = applicable(
+            lm, run.every, lambda choice: choice.cls.example(lm), run.console.out
+        )
+        asked = (UNMODIFIED, *(self.methods or run.every))
+        example = ScaleChannel.example(lm)
         chosen = {name: method for name, method in methods.items() if name in asked}
         chosen |= floors(chosen) if self.floors else {}
-        direct = {"scale_channel": example, "re-projection": Reprojection(**vars(example))}
+        direct = {
+            "scale_channel": example,
+            "re-projection": Reprojection(**vars(example)),
+        }
         plan = [(tokens, chosen) for tokens in self.methods_at]
-        plan += [(tokens, {UNMODIFIED: Unmodified(), **direct}) for tokens in self.prompts]
+        plan += [
+            (tokens, {UNMODIFIED: Unmodified(), **direct}) for tokens in self.prompts
+        ]
         rows: dict[str, list[Row]] = {"generation": [], "search": []}
-        with run.progress("works", len(plan) * len(self.new_tokens) + bool(self.search_tokens)) as advance:
+        with run.progress(
+            "works", len(plan) * len(self.new_tokens) + bool(self.search_tokens)
+        ) as advance:
             for (tokens, methods), new in product(plan, self.new_tokens):
                 rows["generation"] += self.generation(lm, methods, tokens, new)
                 advance(1)
@@ -77,10 +104,19 @@ class Latency(Timed):
         return {name: table(each) for name, each in rows.items() if each}
 
     @inference_mode
-    def generation(self, lm: LM, methods: Mapping[str, Method], tokens: int, new: int) -> list[Row]:
+    def generation(
+        self, lm: LM, methods: Mapping[str, Method], tokens: int, new: int
+    ) -> list[Row]:
         """Rows of prefill and greedy decoding of one prompt, and the papers' ratios in ``paper``."""
-        ids = torch.randint(5, lm.model.config.vocab_size, (1, tokens), device=lm.device)
-        fixed = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        ids = torch.randint(
+            5, lm.model.config.vocab_size, (1, tokens), device=lm.device
+        )
+        fixed = {
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
 
         def generate(method: Method) -> None:
             with method.applied(lm):
@@ -88,17 +124,27 @@ class Latency(Timed):
 
         ways = {name: partial(generate, method) for name, method in methods.items()}
         rows = self.compared(f"{tokens} + {new} tokens", ways, lm.device, faster=False)
-        printed = reference.table("latency.csv", "method", "ratio", "source").groupby("method")
-        told = {m: "; ".join(f"{r.ratio} ({r.source})" for r in part.itertuples()) for m, part in printed}
+        printed = reference.table("latency.csv", "method", "ratio", "source").groupby(
+            "method"
+        )
+        told = {
+            m: "; ".join(f"{r.ratio} ({r.source})" for r in part.itertuples())
+            for m, part in printed
+        }
         return [{**row, "paper": told.get(row["way"], "")} for row in rows]
 
     @inference_mode
     def search(self, lm: LM) -> list[Row]:
         """Rows of a forward for each candidate and of one prefill for all, their losses equal bit by bit."""
-        width, layers = lm.model.config.hidden_size, share((10, 25), lm.layers)
+        width = lm.model.config.hidden_size
+        layers = share((10, 25), lm.layers)
         settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
-        tried = [ScaleChannel(channel=c, factor=f, layers=layers) for c, f in settings][: self.candidates]
-        prompt = torch.randint(5, lm.model.config.vocab_size, (self.search_tokens + ANSWER,)).tolist()
+        tried = [ScaleChannel(channel=c, factor=f, layers=layers) for c, f in settings][
+            : self.candidates
+        ]
+        prompt = torch.randint(
+            5, lm.model.config.vocab_size, (self.search_tokens + ANSWER,)
+        ).tolist()
         pair = prompt[: self.search_tokens], prompt[self.search_tokens :]
 
         def shared() -> list[float]:
@@ -108,12 +154,18 @@ class Latency(Timed):
             found, (inputs, targets) = [], lm.pad_with_answers([pair])
             for each in tried:
                 with replace(each, last=ANSWER).applied(lm):
-                    found.append(lm.answer_nats(lm.model(**inputs, logits_to_keep=ANSWER).logits, targets))
+                    found.append(
+                        lm.answer_nats(
+                            lm.model(**inputs, logits_to_keep=ANSWER).logits, targets
+                        )
+                    )
             return torch.cat(found).double().tolist()
 
         ways = {"one forward per candidate": apart, "one shared prefill": shared}
         what = f"{len(tried)} candidates, {self.search_tokens} + {ANSWER} tokens"
-        return replace(self, repeats=max(1, self.repeats // 2)).compared(what, ways, lm.device)
+        return replace(self, repeats=max(1, self.repeats // 2)).compared(
+            what, ways, lm.device
+        )
 
 
 class Reprojection(ScaleChannel):
@@ -134,14 +186,28 @@ class Reprojection(ScaleChannel):
             yield lm
 
     def _twice(
-        self, model: PreTrainedModel, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        model: PreTrainedModel,
+        index: int,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Both runs of one attention module, joined."""
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
-        cache, prompt = kwargs.pop(name), families.attention_input(args, kwargs).shape[1] > 1
-        base = forward(*args, **{name: transformers.DynamicCache()}, **kwargs) if prompt else None
+        cache = kwargs.pop(name)
+        prompt = families.attention_input(args, kwargs).shape[1] > 1
+        base = (
+            forward(*args, **{name: transformers.DynamicCache()}, **kwargs)
+            if prompt
+            else None
+        )
         with ExitStack() as stack:
             for handle in families.on_query_key_input(model, index, self.scale):
                 stack.callback(handle.remove)
             scaled = forward(*args, **{name: cache}, **kwargs)
-        return scaled if base is None else (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])
+        return (
+            scaled
+            if base is None
+            else (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])
+        )

@@ -43,20 +43,31 @@ class Precision(Study):
         ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
         moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
-        chosen = run.evaluation[:: max(1, len(run.evaluation) // self.prompts)][: self.prompts]
+        chosen = run.evaluation[:: max(1, len(run.evaluation) // self.prompts)][
+            : self.prompts
+        ]
         rows = [code.ids for code in run.encode(chosen).values()]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
-        rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
+        rows = [
+            row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :]
+            for i, row in enumerate(rows)
+        ]
         methods = applicable(run.lm, run.every, MethodChoice.build, run.console.out)
-        errors, drifts = list[Row](), list[Row]()
+        errors = list[Row]()
+        drifts = list[Row]()
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
             lm = _load(run, "float64")
-            exact = {name: next_logits(lm, method, rows, 1) for name, method in methods.items()}
+            exact = {
+                name: next_logits(lm, method, rows, 1)
+                for name, method in methods.items()
+            }
             advance(1)
             for dtype in DTYPES:
                 lm = _load(run, dtype)
                 for name, method in methods.items():
-                    alone, *others = (next_logits(lm, method, rows, size) for size in BATCHES)
+                    alone, *others = (
+                        next_logits(lm, method, rows, size) for size in BATCHES
+                    )
                     front = {"method": name, "weights": dtype}
                     errors.append({**front, **compare(alone, exact[name])})
                     for size, found in zip(BATCHES[1:], others, strict=True):
@@ -64,7 +75,9 @@ class Precision(Study):
                 advance(1)
         unmodified = exact.pop(UNMODIFIED)
         for name, found in exact.items():
-            errors.append({"method": name, "weights": "float64", **compare(found, unmodified)})
+            errors.append(
+                {"method": name, "weights": "float64", **compare(found, unmodified)}
+            )
         return {"errors": table(errors), "drifts": table(drifts)}
 
     def figures(self, tables: Tables) -> Drawn:
@@ -76,18 +89,31 @@ class Precision(Study):
 def _load(run: Run, dtype: Dtype) -> LM:
     where = run.runtime
     config = replace(run.model, dtype=dtype)
-    return load(config, device=where.device, device_map=where.device_map, max_memory=where.max_memory)
+    return load(
+        config,
+        device=where.device,
+        device_map=where.device_map,
+        max_memory=where.max_memory,
+    )
 
 
 @guarded
 @inference_mode
-def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_size: int) -> Tensor:
+def next_logits(
+    lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_size: int
+) -> Tensor:
     """Logits of the first answer token, [N, V] in float64, for N prompts of token ids."""
-    out = torch.empty(len(rows), lm.model.get_output_embeddings().out_features, dtype=torch.float64)
+    out = torch.empty(
+        len(rows), lm.model.get_output_embeddings().out_features, dtype=torch.float64
+    )
     with method.applied(lm):
         for batch in batches([len(row) for row in rows], batch_size):
             inputs = lm.pad([rows[i] for i in batch])
-            out[batch] = finite(lm.model(**inputs, logits_to_keep=1).logits[:, -1]).double().cpu()
+            out[batch] = (
+                finite(lm.model(**inputs, logits_to_keep=1).logits[:, -1])
+                .double()
+                .cpu()
+            )
     return out
 
 
@@ -95,7 +121,11 @@ def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
     """Largest and mean absolute difference of logits [N, V], and share of prompts with another best token."""
     error = (found - reference).abs()
     changed = (found.argmax(-1) != reference.argmax(-1)).double().mean()
-    return {"largest": error.max().item(), "mean": error.mean().item(), "changed": changed.item()}
+    return {
+        "largest": error.max().item(),
+        "mean": error.mean().item(),
+        "changed": changed.item(),
+    }
 
 
 @plot.styled
@@ -103,9 +133,17 @@ def errors_figure(errors: pd.DataFrame) -> Figure:
     """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
     figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
-        label = "effect of the method, float64" if weights == "float64" else f"error of {weights}"
+        label = (
+            "effect of the method, float64"
+            if weights == "float64"
+            else f"error of {weights}"
+        )
         names = rows["method"].map(shown)
-        axes.plot(rows["mean"], names, **plot.line_style(index) | {"linestyle": "", "label": label})
+        axes.plot(
+            rows["mean"],
+            names,
+            **plot.line_style(index) | {"linestyle": "", "label": label},
+        )
     axes.set(xscale="log", xlabel="mean absolute difference of logits")
     plot.legend_below(figure)
     return figure

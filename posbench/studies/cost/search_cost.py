@@ -36,7 +36,9 @@ class SearchCost(Timed):
 
     needs_model: ClassVar[bool] = True
     needs_task: ClassVar[bool] = True
-    caption: ClassVar[str] = "Time of each operation in one generation of the genetic search."
+    caption: ClassVar[str] = (
+        "Time of each operation in one generation of the genetic search."
+    )
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -45,23 +47,38 @@ class SearchCost(Timed):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``operations``: seconds and share of each, and the paper's."""
-        block, names = run.model.blocks.get("genetic", {}), GeneticSearch.__dataclass_fields__
-        ways = self.operations(run, GeneticSearch(**{k: v for k, v in block.items() if k in names}))
+        block = run.model.blocks.get("genetic", {})
+        names = GeneticSearch.__dataclass_fields__
+        ways = self.operations(
+            run, GeneticSearch(**{k: v for k, v in block.items() if k in names})
+        )
         with run.progress("operations", len(ways) * (self.repeats + 1)) as advance:
-            timed = self.compared("one generation", ways, run.lm.device, faster=False, advance=advance)
+            timed = self.compared(
+                "one generation", ways, run.lm.device, faster=False, advance=advance
+            )
         found = table(timed)
-        printed = reference.table("lpes_table10_ga_runtime.csv", "task", "value").set_index("task")["value"]
+        printed = reference.table(
+            "lpes_table10_ga_runtime.csv", "task", "value"
+        ).set_index("task")["value"]
         found["paper_seconds"] = printed.loc[list(OPERATIONS)].astype(float).to_numpy()
         shares = {f"{name}share": found[f"{name}seconds"] for name in ("", "paper_")}
-        return {"operations": found.assign(**{k: each / each.sum() for k, each in shares.items()})}
+        return {
+            "operations": found.assign(
+                **{k: each / each.sum() for k, each in shares.items()}
+            )
+        }
 
-    def operations(self, run: Run, search: GeneticSearch) -> dict[str, Callable[[], Any]]:
+    def operations(
+        self, run: Run, search: GeneticSearch
+    ) -> dict[str, Callable[[], Any]]:
         """The operations of a generation, by our names; each is whole work, repeated as it is."""
         lm, rng, layers = run.lm, random.Random(0), run.lm.layers
         examples, places = calibration(run.task)
-        answer, batch = answering(lm, run.task, examples), search.batch_size
+        answer = answering(lm, run.task, examples)
+        batch = search.batch_size
         parents: list[Genome] = [
-            search.mutate(search.first(layers), rng, layers) for _ in range(search.parents)
+            search.mutate(search.first(layers), rng, layers)
+            for _ in range(search.parents)
         ]
         children = [search.mutate(parent, rng, layers) for parent in parents]
         count = search.mutations + search.crossovers
@@ -86,7 +103,11 @@ class SearchCost(Timed):
                 for start in range(0, len(places), batch):
                     answer(each, list(range(start, min(start + batch, len(places)))))
 
-        return dict(zip(OPERATIONS.values(), (fitness, scales, mutation, crossover), strict=True))
+        return dict(
+            zip(
+                OPERATIONS.values(), (fitness, scales, mutation, crossover), strict=True
+            )
+        )
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether the answers of the model take nearly all of the time."""

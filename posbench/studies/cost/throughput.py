@@ -27,14 +27,17 @@ from posbench.studies.cost.timing import Shape, Timed, random_model, table
 from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
-CHOICES, POSITIONS = 4, 5
+CHOICES = 4
+POSITIONS = 5
 Work = Literal["Table 1", "Figure 6"]
 FACTORS: Mapping[Work, tuple[float, ...]] = {
     "Table 1": (0.0,),
     "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0),
 }
 """Factors of scale_channel beside the unmodified model, each at five gold positions: Yu et al. 2025."""
-ALONE, BATCHED, SHARED = "one prompt at a time", "in batches", "in batches, prefills shared"
+ALONE = "one prompt at a time"
+BATCHED = "in batches"
+SHARED = "in batches, prefills shared"
 Outputs = list[str]
 
 
@@ -47,12 +50,17 @@ class Throughput(Timed):
     five gold positions, under the unmodified model and factors of scale_channel.
     """
 
-    caption: ClassVar[str] = "The evaluate stage and a loop over single prompts, with equal outputs."
+    caption: ClassVar[str] = (
+        "The evaluate stage and a loop over single prompts, with equal outputs."
+    )
 
     shape: Shape = "small"
     # of the random model; of 16 bits, rounding lets ways differ, and ``equal`` tells in how many outputs
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    pairs: tuple[Several, ...] = (8, 56)  # per prompt of key-value retrieval: short and long prompts
+    pairs: tuple[Several, ...] = (
+        8,
+        56,
+    )  # per prompt of key-value retrieval: short and long prompts
     examples: Several = 60
     new_tokens: Count = 8  # generated
     tokens: Tokens = 2000  # of a prompt in the shapes of the paper, about
@@ -84,44 +92,80 @@ class Throughput(Timed):
 
     def replied(self, run: Run, lm: LM, pairs: int) -> list[Row]:
         """Rows of the unmodified model at one number of pairs, generation first, then choices."""
-        count, places = self.examples, tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
+        count = self.examples
+        places = tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
         made: dict[str, Any] = {"records": "words", "prompt": "compact"}
         made |= {"pairs": pairs, "positions": places, "limit": -(-count // len(places))}
         generated = KVRetrieval(**made).examples("evaluation")[:count]
         values = [e.answers[0] for e in generated]
-        asked = (tuple(values[(i + k) % count] for k in range(CHOICES)) for i in range(count))
-        chosen = [replace(e, choices=choices) for e, choices in zip(generated, asked, strict=True)]
+        asked = (
+            tuple(values[(i + k) % count] for k in range(CHOICES)) for i in range(count)
+        )
+        chosen = [
+            replace(e, choices=choices)
+            for e, choices in zip(generated, asked, strict=True)
+        ]
         return [
-            *self.timed(run, lm, generated, {UNMODIFIED: Unmodified()}, f"generate {self.new_tokens}"),
-            *self.timed(run, lm, chosen, {UNMODIFIED: Unmodified()}, f"{CHOICES} choices"),
+            *self.timed(
+                run,
+                lm,
+                generated,
+                {UNMODIFIED: Unmodified()},
+                f"generate {self.new_tokens}",
+            ),
+            *self.timed(
+                run, lm, chosen, {UNMODIFIED: Unmodified()}, f"{CHOICES} choices"
+            ),
         ]
 
     def shaped(self, run: Run, lm: LM, work: Work) -> list[Row]:
         """Rows of the work of a table or figure of Yu et al. 2025."""
-        channel, methods = ScaleChannel.example(lm), dict[str, Method]({UNMODIFIED: Unmodified()})
-        methods |= {f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[work]}
-        examples = [e for number in range(self.questions) for e in moved(lm, self.tokens, number)]
+        channel = ScaleChannel.example(lm)
+        methods = dict[str, Method]({UNMODIFIED: Unmodified()})
+        methods |= {
+            f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[work]
+        }
+        examples = [
+            e
+            for number in range(self.questions)
+            for e in moved(lm, self.tokens, number)
+        ]
         factors = f"unmodified and {len(methods) - 1} factor{'s' * (len(methods) > 2)}"
-        return self.timed(run, lm, examples, methods, f"{work}: {factors}, {POSITIONS} positions")
+        return self.timed(
+            run, lm, examples, methods, f"{work}: {factors}, {POSITIONS} positions"
+        )
 
     def timed(
-        self, run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method], what: str
+        self,
+        run: Run,
+        lm: LM,
+        examples: Sequence[Example],
+        methods: Mapping[str, Method],
+        what: str,
     ) -> list[Row]:
         """Rows of each way to make the same outputs."""
-        task = KVRetrieval(records="words", prompt="compact", max_new_tokens=self.new_tokens, pairs=8)
-        plain, shared = (
-            replace(run.runtime, share=None),
-            replace(run.runtime, share=run.runtime.share or Runtime.share),
+        task = KVRetrieval(
+            records="words", prompt="compact", max_new_tokens=self.new_tokens, pairs=8
         )
+        plain = replace(run.runtime, share=None)
+        shared = replace(run.runtime, share=run.runtime.share or Runtime.share)
         ways = {
             ALONE: partial(looped, lm, task, examples, methods),
-            BATCHED: partial(staged, replace(run, task=task, runtime=plain), lm, examples, methods),
-            SHARED: partial(staged, replace(run, task=task, runtime=shared), lm, examples, methods),
+            BATCHED: partial(
+                staged, replace(run, task=task, runtime=plain), lm, examples, methods
+            ),
+            SHARED: partial(
+                staged, replace(run, task=task, runtime=shared), lm, examples, methods
+            ),
         }
-        lengths, computed = [len(lm.encode(e.prompt).ids) for e in examples], dict[str, int]()
-        shape, told = Costs.of(lm), dict[str, float]()
+        lengths = [len(lm.encode(e.prompt).ids) for e in examples]
+        computed = dict[str, int]()
+        shape = Costs.of(lm)
+        told = dict[str, float]()
         for way, runtime in ((BATCHED, plain), (SHARED, shared)):
-            asks, _ = asked_of(replace(run, task=task, runtime=runtime), lm, examples, methods)
+            asks, _ = asked_of(
+                replace(run, task=task, runtime=runtime), lm, examples, methods
+            )
             told[way] = shape.flops(asks.work("evaluate", answered=True))
 
         def counted(way: str) -> Outputs:
@@ -136,8 +180,13 @@ class Throughput(Timed):
         rows = self.compared(work, timed, lm.device, same=exact)
         asked = sum(lengths) * len(methods)
         for row in rows:
-            way, flops = row["way"], told.get(row["way"], float("nan"))
-            row |= {"tokens_asked": asked, "tokens_computed": computed[way], "operations": flops}
+            way = row["way"]
+            flops = told.get(row["way"], float("nan"))
+            row |= {
+                "tokens_asked": asked,
+                "tokens_computed": computed[way],
+                "operations": flops,
+            }
             row["gflops"] = flops / row["seconds"] / 1e9
         return rows
 
@@ -150,23 +199,34 @@ def moved(lm: LM, tokens: int, number: int) -> list[Example]:
     drawn = list(zip(words[::2], words[1::2], strict=True))
     some = len(lm.encode(compact_prompt(drawn[:64], words[0])[0]).ids)
     size = max(POSITIONS, round(64 * tokens / some))
-    gold, others = drawn[0], drawn[1:size]
+    gold = drawn[0]
+    others = drawn[1:size]
     examples = []
     for place in range(POSITIONS):
         at = place * (size - 1) // (POSITIONS - 1)
         prompt, spans = compact_prompt([*others[:at], gold, *others[at:]], gold[0])
-        given: dict[str, Any] = {"gold_position": at, "items": spans, "cluster": str(number)}
-        examples.append(Example(id=f"{number}-{at}", prompt=prompt, answers=(gold[1],), **given))
+        given: dict[str, Any] = {
+            "gold_position": at,
+            "items": spans,
+            "cluster": str(number),
+        }
+        examples.append(
+            Example(id=f"{number}-{at}", prompt=prompt, answers=(gold[1],), **given)
+        )
     return examples
 
 
-def staged(run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]) -> Outputs:
+def staged(
+    run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
+) -> Outputs:
     """Outputs as the evaluate stage makes them."""
     asks, compute = asked_of(run, lm, examples, methods)
     out: dict[tuple[str, str], str] = {}
     for batch in asks.batches:
         rows = zip(batch, compute(batch), strict=True)
-        out |= {(ask.subject.name, ask.example.id): str(row["output"]) for ask, row in rows}
+        out |= {
+            (ask.subject.name, ask.example.id): str(row["output"]) for ask, row in rows
+        }
     return [out[name, e.id] for name in methods for e in examples]
 
 
@@ -174,29 +234,53 @@ def asked_of(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> tuple[Asks, Compute]:
     """The evaluate stage's plan."""
-    run.lm, run.evaluation = lm, list(examples)
-    return planned([Subject(run, *each) for each in methods.items()], run.encode(examples))
+    run.lm = lm
+    run.evaluation = list(examples)
+    return planned(
+        [Subject(run, *each) for each in methods.items()], run.encode(examples)
+    )
 
 
 @inference_mode
-def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example], methods: Mapping[str, Method]) -> Outputs:
+def looped(
+    lm: LM,
+    task: KVRetrieval,
+    examples: Sequence[Example],
+    methods: Mapping[str, Method],
+) -> Outputs:
     """The same outputs from stock transformers, prompt by prompt; each choice costs a forward of its own."""
-    out, tokenizer = [], lm.need_tokenizer()
-    fixed = {"max_new_tokens": task.max_new_tokens, "do_sample": False, "pad_token_id": 0}
+    out = []
+    tokenizer = lm.need_tokenizer()
+    fixed = {
+        "max_new_tokens": task.max_new_tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     for method in methods.values():
         with method.applied(lm):
             for e in examples:
-                prompt = tokenizer(e.prompt, return_tensors="pt")["input_ids"].to(lm.device)
+                prompt = tokenizer(e.prompt, return_tensors="pt")["input_ids"].to(
+                    lm.device
+                )
                 lm.read += prompt.numel() * max(len(e.choices), 1)
-                width, totals = prompt.shape[1], []
+                width = prompt.shape[1]
+                totals = []
                 for choice in e.choices:
                     ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
                     given = torch.tensor([ids], device=lm.device)
-                    logits = lm.model(torch.cat([prompt, given], dim=1)).logits[0, width - 1 : -1]
-                    totals.append(float(logits.float().log_softmax(-1).gather(1, given.T).sum()))
+                    logits = lm.model(torch.cat([prompt, given], dim=1)).logits[
+                        0, width - 1 : -1
+                    ]
+                    totals.append(
+                        float(logits.float().log_softmax(-1).gather(1, given.T).sum())
+                    )
                 if totals:
                     out.append(e.choices[totals.index(max(totals))])
                 else:
-                    new = lm.model.generate(prompt, attention_mask=torch.ones_like(prompt), **fixed)
-                    out.append(str(tokenizer.decode(new[0, width:], skip_special_tokens=True)))
+                    new = lm.model.generate(
+                        prompt, attention_mask=torch.ones_like(prompt), **fixed
+                    )
+                    out.append(
+                        str(tokenizer.decode(new[0, width:], skip_special_tokens=True))
+                    )
     return out

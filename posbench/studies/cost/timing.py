@@ -28,7 +28,9 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-Shape = Literal["small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"]
+Shape = Literal[
+    "small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,9 @@ class Timed(Study):
     caption: ClassVar[str]
 
     repeats: Count = 3  # measured rounds
-    clock: Literal["wall", "processor"] = "wall"  # processor where a CPU is shared with other work
+    clock: Literal["wall", "processor"] = (
+        "wall"  # processor where a CPU is shared with other work
+    )
 
     def compared(
         self,
@@ -64,7 +68,9 @@ class Timed(Study):
         """
         times: dict[str, list[float]] = {way: [] for way in ways}
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-        base, found, clock = next(iter(ways)), dict[str, Any](), CLOCKS[self.clock]
+        base = next(iter(ways))
+        found = dict[str, Any]()
+        clock = CLOCKS[self.clock]
         for number in range(self.repeats + 1):
             for way, do in ways.items():
                 wait(device)
@@ -76,19 +82,31 @@ class Timed(Study):
                 advance(1)
                 if same and found[way] != found[base]:
                     raise RuntimeError(f"{work}: {way} gives other results than {base}")
-        rows, kind = [], "speedup" if faster else "ratio"
+        rows = []
+        kind = "speedup" if faster else "ratio"
         for way, own in times.items():
-            each = [b / a if faster else a / b for a, b in zip(own, times[base], strict=True)]
-            ratios = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
+            each = [
+                b / a if faster else a / b
+                for a, b in zip(own, times[base], strict=True)
+            ]
+            ratios = {
+                kind: median(each),
+                f"{kind}_min": min(each),
+                f"{kind}_max": max(each),
+            }
             told = {"work": work, "way": way, "base": base, "seconds": median(own)}
             pairs = [] if same else list(zip(found[way], found[base], strict=True))
-            alike = {"equal": sum(a == b for a, b in pairs) / len(pairs)} if pairs else {}
+            alike = (
+                {"equal": sum(a == b for a, b in pairs) / len(pairs)} if pairs else {}
+            )
             rows.append({**told, **ratios, "n": len(own), **alike})
         return rows
 
     def figures(self, tables: Tables) -> Drawn:
         """The ratios of each table."""
-        return {name: (ratio_figure(table), self.caption) for name, table in tables.items()}
+        return {
+            name: (ratio_figure(table), self.caption) for name, table in tables.items()
+        }
 
 
 def table(rows: Sequence[Row]) -> pd.DataFrame:
@@ -114,31 +132,43 @@ def applicable(
     return found
 
 
-def random_model(shape: str, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
+def random_model(
+    shape: str, device: torch.device, dtype: str = "float32", tokenizer: Any = None
+) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
     config = transformers.AutoConfig.for_model(**shapes[shape])
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype)
+        )
     return load(model, tokenizer=tokenizer, name=shape)
 
 
 @plot.styled
 def ratio_figure(measured: pd.DataFrame) -> Figure:
     """A panel for each work: median ratio of each way, and its range over rounds."""
-    panels, kind = list(measured.groupby("work", sort=False)), "ratio" if "ratio" in measured else "speedup"
-    height, ratios = 0.3 + 0.22 * len(measured) + 0.55 * len(panels), [len(rows) + 1.5 for _, rows in panels]
-    shape = dict(sharex=True, squeeze=False, height_ratios=ratios, n=measured.get("n", ()))
+    panels = list(measured.groupby("work", sort=False))
+    kind = "ratio" if "ratio" in measured else "speedup"
+    height = 0.3 + 0.22 * len(measured) + 0.55 * len(panels)
+    ratios = [len(rows) + 1.5 for _, rows in panels]
+    shape = dict(
+        sharex=True, squeeze=False, height_ratios=ratios, n=measured.get("n", ())
+    )
     figure, grid = plot.new_figure(plot.PAGE, height, len(panels), **shape)
     for axes, (work, rows) in zip(grid.flat, panels, strict=True):
         for place, row in enumerate(rows[::-1].to_dict("records")):
             away = [[row[kind] - row[f"{kind}_min"]], [row[f"{kind}_max"] - row[kind]]]
             colour = plot.BLACK if row["way"] == UNMODIFIED else plot.BLUE
             style = {"color": colour, "capsize": 2, "label": "posbench"}
-            axes.errorbar([row[kind]], [place], xerr=away, fmt="o", clip_on=False, **style)
+            axes.errorbar(
+                [row[kind]], [place], xerr=away, fmt="o", clip_on=False, **style
+            )
             if printed := _printed(row, rows):
                 axes.plot(printed, [place] * len(printed), **plot.OPEN_DIAMOND)
-        axes.set_yticks(range(len(rows)), rows["way"][::-1].replace(UNMODIFIED, "unmodified"))
+        axes.set_yticks(
+            range(len(rows)), rows["way"][::-1].replace(UNMODIFIED, "unmodified")
+        )
         axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
@@ -155,4 +185,7 @@ def _printed(row: Row, rows: pd.DataFrame) -> list[float]:
     if "paper_seconds" in row:
         base = rows.loc[rows["way"] == row["base"], "paper_seconds"].item()
         return [row["paper_seconds"] / base]
-    return [float(ratio) for ratio in re.findall(r"(?:^|; )([\d.]+) \(", str(row.get("paper", "")))]
+    return [
+        float(ratio)
+        for ratio in re.findall(r"(?:^|; )([\d.]+) \(", str(row.get("paper", "")))
+    ]

@@ -17,7 +17,14 @@ from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.theory.waves import Step, choose, extrema, wave
 
-PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)  # the authors' list for tool use
+PUBLISHED = (
+    10000.0,
+    17500.0,
+    18000.0,
+    19000.0,
+    20000.0,
+    25000.0,
+)  # the authors' list for tool use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +57,47 @@ class BucketSearch(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``bases`` (reach, mean number of peaks and troughs, order, :class:`Step`, published) and
         ``waves`` (step, base, distance, score, extremum)."""
-        distance, (low, high, step) = np.arange(self.distances[0], self.distances[1] + 1), self.candidates
+        distance, (low, high, step) = (
+            np.arange(self.distances[0], self.distances[1] + 1),
+            self.candidates,
+        )
         candidates = sorted({self.first, *map(float, range(low, high + 1, step))})
-        scores = {base: wave(distance.astype(float), self.dim, base) for base in candidates}
-        rows, parts = [], []
+        scores = {
+            base: wave(distance.astype(float), self.dim, base) for base in candidates
+        }
+        rows = []
+        parts = []
         for reach in self.reach:
-            found = {base: [distance[at] for at in extrema(each, reach)] for base, each in scores.items()}
-            extent = [np.mean([len(pair[side]) for pair in found.values()]) for side in (0, 1)]
-            for order, chosen in enumerate(choose(found, self.first, self.count, self.tolerance)):
+            found = {
+                base: [distance[at] for at in extrema(each, reach)]
+                for base, each in scores.items()
+            }
+            extent = [
+                np.mean([len(pair[side]) for pair in found.values()]) for side in (0, 1)
+            ]
+            for order, chosen in enumerate(
+                choose(found, self.first, self.count, self.tolerance)
+            ):
                 rows.append((reach, *extent, order, *chosen, chosen.base in PUBLISHED))
-                kind = np.select([np.isin(distance, at) for at in found[chosen.base]], ["peak", "trough"], "")
-                line = {"distance": distance, "score": scores[chosen.base], "extremum": kind}
+                kind = np.select(
+                    [np.isin(distance, at) for at in found[chosen.base]],
+                    ["peak", "trough"],
+                    "",
+                )
+                line = {
+                    "distance": distance,
+                    "score": scores[chosen.base],
+                    "extremum": kind,
+                }
                 parts.append(pd.DataFrame({"step": order, "base": chosen.base, **line}))
-        bases = pd.DataFrame(rows, columns=["reach", "peaks", "troughs", "order", *Step._fields, "published"])
-        return {"bases": bases, "waves": pd.concat(parts[: len(parts) // len(self.reach)])}
+        bases = pd.DataFrame(
+            rows,
+            columns=["reach", "peaks", "troughs", "order", *Step._fields, "published"],
+        )
+        return {
+            "bases": bases,
+            "waves": pd.concat(parts[: len(parts) // len(self.reach)]),
+        }
 
     def figures(self, tables: Tables) -> Drawn:
         """The peaks and troughs of the chosen bases."""
@@ -72,7 +106,8 @@ class BucketSearch(Study):
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether the published list comes out."""
-        counts, n = tables["bases"].groupby("reach", sort=False)["published"].sum(), len(PUBLISHED)
+        counts = tables["bases"].groupby("reach", sort=False)["published"].sum()
+        n = len(PUBLISHED)
         told = ", ".join(f"{count} with {reach}" for reach, count in counts.items())
         claim = "Attention Buckets (Chen et al. 2023): peaks that fill troughs give the bases for tool use"
         size = "published bases among those chosen, for the reach of a peak that finds most"
@@ -83,8 +118,14 @@ class BucketSearch(Study):
 @plot.styled
 def waves_figure(waves: pd.DataFrame) -> Figure:
     """Where the waves of the chosen bases have their peaks and troughs, a line for each base."""
-    (figure, axes), bases = plot.new_figure(plot.PAGE, 2.4, n="exact"), waves.groupby("step")["base"].first()
-    for kind, marker, colour in (("peak", "^", plot.COLOURS[1]), ("trough", "v", plot.COLOURS[0])):
+    (figure, axes), bases = (
+        plot.new_figure(plot.PAGE, 2.4, n="exact"),
+        waves.groupby("step")["base"].first(),
+    )
+    for kind, marker, colour in (
+        ("peak", "^", plot.COLOURS[1]),
+        ("trough", "v", plot.COLOURS[0]),
+    ):
         at = waves[waves["extremum"] == kind]
         axes.plot(at["distance"], at["step"], marker, color=colour, label=kind)
     axes.set(xlabel="relative distance (tokens)", ylabel="base, in the order of choice")

@@ -55,19 +55,33 @@ class RopeCurves(Study):
         return [Looks(self._chosen(run), len(SCALES))]
 
     def _chosen(self, run: Run) -> list[Example]:
-        return run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
+        return run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][
+            : self.prompts
+        ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves`` (a column for each line) and ``thirds``: attention by scale, layer and third, and
         its ``change`` from the scale before (0 of the first); intervals over questions."""
-        distance, angle = np.arange(1.0, self.distance + 1), 10000.0 ** (-2 * (self.dim // 8) / self.dim)
-        lines = {"distance": distance} | {f"cosine_scale_{s:g}": np.cos(distance / s * angle) for s in SCALES}
-        lines |= {f"decay_scale_{s:g}": decay(distance, self.dim, scale=s) for s in SCALES}
-        lines |= {f"wave_scale_{s:g}": wave(distance, self.dim, scale=s) for s in SCALES}
-        lines |= {f"wave_base_{b:g}": wave(distance, self.dim, b) for b in (10000.0, 17500.0, 25000.0)}
+        distance = np.arange(1.0, self.distance + 1)
+        angle = 10000.0 ** (-2 * (self.dim // 8) / self.dim)
+        lines = {"distance": distance} | {
+            f"cosine_scale_{s:g}": np.cos(distance / s * angle) for s in SCALES
+        }
+        lines |= {
+            f"decay_scale_{s:g}": decay(distance, self.dim, scale=s) for s in SCALES
+        }
+        lines |= {
+            f"wave_scale_{s:g}": wave(distance, self.dim, scale=s) for s in SCALES
+        }
+        lines |= {
+            f"wave_base_{b:g}": wave(distance, self.dim, b)
+            for b in (10000.0, 17500.0, 25000.0)
+        }
         chosen = self._chosen(run)
-        prompts, rows = [code.ids for code in run.encode(chosen).values()], list[Row]()
-        asked, before = [e.cluster or e.id for e in chosen], None
+        prompts = [code.ids for code in run.encode(chosen).values()]
+        rows = list[Row]()
+        asked = [e.cluster or e.id for e in chosen]
+        before = None
         plan = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
         with run.progress("scales", len(SCALES)) as advance:
             for scale in SCALES:
@@ -76,11 +90,18 @@ class RopeCurves(Study):
                 before = found if before is None else before
                 for layer, third in np.ndindex(found.shape[1:]):
                     at = ends(difference(found[:, layer, third], asked), "attention")
-                    at |= ends(difference((found - before)[:, layer, third], asked), "change")
-                    rows.append({"scale": scale, "layer": layer, "third": THIRDS[third], **at})
+                    at |= ends(
+                        difference((found - before)[:, layer, third], asked), "change"
+                    )
+                    rows.append(
+                        {"scale": scale, "layer": layer, "third": THIRDS[third], **at}
+                    )
                 before = found
                 advance(1)
-        return {"curves": pd.DataFrame(lines), "thirds": pd.DataFrame(rows).assign(n=len(prompts))}
+        return {
+            "curves": pd.DataFrame(lines),
+            "thirds": pd.DataFrame(rows).assign(n=len(prompts)),
+        }
 
     def figures(self, tables: Tables) -> Drawn:
         """Figures 3 and 4 from theory, Figure 5 from the model."""
@@ -94,24 +115,41 @@ class RopeCurves(Study):
         table = tables["thirds"][tables["thirds"]["third"] == "middle"]
         middle = table.pivot(index="layer", columns="scale", values="attention")
         rising = (middle.diff(axis=1).iloc[:, 1:] > 0).all(axis=1)
-        told = ", ".join(f"{scale:g}: {value:.4f}" for scale, value in middle.mean().items())
+        told = ", ".join(
+            f"{scale:g}: {value:.4f}" for scale, value in middle.mean().items()
+        )
         claim = "LPES, Figure 5: a larger RoPE scale moves attention to the middle of the prompt"
         size = "share of layers whose attention to the middle third rises with every step of the scale"
         note = f"mean over layers by scale: {told}; {table['n'].iloc[0]} prompts; judged by each step"
         steps = table[table["scale"] > min(SCALES)].to_dict("records")
         shown = Finding.that(True, claim, size, (rising.mean(), len(rising)), note)
-        return [joint([Finding.above(claim, size, estimate(row, "change")) for row in steps], shown=shown)]
+        return [
+            joint(
+                [Finding.above(claim, size, estimate(row, "change")) for row in steps],
+                shown=shown,
+            )
+        ]
 
 
 @plot.styled
 def curves_figure(curves: pd.DataFrame) -> Figure:
     """LPES, Figures 3 and 4; see :data:`PANELS`."""
     figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2, n="theory")
-    for axes, (name, (title, label, last)) in zip(grid.flat, PANELS.items(), strict=True):
-        rows, lines = curves[:last], [c for c in curves if c.startswith(name.replace(" ", "_"))]
+    for axes, (name, (title, label, last)) in zip(
+        grid.flat, PANELS.items(), strict=True
+    ):
+        rows = curves[:last]
+        lines = [c for c in curves if c.startswith(name.replace(" ", "_"))]
         for index, column in enumerate(lines):
-            style = plot.line_style(index, of=len(SCALES) if "scale" in name else 0) | THIN
-            axes.plot(rows["distance"], rows[column], **style, label=" ".join(column.split("_")[1:]))
+            style = (
+                plot.line_style(index, of=len(SCALES) if "scale" in name else 0) | THIN
+            )
+            axes.plot(
+                rows["distance"],
+                rows[column],
+                **style,
+                label=" ".join(column.split("_")[1:]),
+            )
         axes.set(title=title, xlabel="relative distance (tokens)", ylabel=label)
         axes.set_xscale("linear" if last else "log")
         if last != 128:  # no room
@@ -123,14 +161,31 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 def thirds_figure(table: pd.DataFrame) -> Figure:
     """LPES, Figure 5: attention to the middle third over the layers, and to all thirds over the scale."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
-    for index, (scale, rows) in enumerate(table[table["third"] == "middle"].groupby("scale")):
+    for index, (scale, rows) in enumerate(
+        table[table["third"] == "middle"].groupby("scale")
+    ):
         style = plot.line_style(index, of=len(SCALES))
-        plot.band(left, rows, style, x="layer", name="attention", scale=1, label=f"scale {scale:g}")
+        plot.band(
+            left,
+            rows,
+            style,
+            x="layer",
+            name="attention",
+            scale=1,
+            label=f"scale {scale:g}",
+        )
     for index, third in enumerate(THIRDS):
         mean = table[table["third"] == third].groupby("scale")["attention"].mean()
         right.plot(mean.index, mean, label=f"{third} third", **plot.line_style(index))
-    left.set(xlabel="layer", ylabel="attention, middle third", xticks=table["layer"].unique(), ylim=(0, None))
-    right.set(xlabel="RoPE scale", ylabel="attention (mean over layers)", ylim=(0, None))
+    left.set(
+        xlabel="layer",
+        ylabel="attention, middle third",
+        xticks=table["layer"].unique(),
+        ylim=(0, None),
+    )
+    right.set(
+        xlabel="RoPE scale", ylabel="attention (mean over layers)", ylim=(0, None)
+    )
     for axes in (left, right):
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     return figure

@@ -23,7 +23,9 @@ class Attention:
     depth: Annotated[int, Ge(1), Le(64)] = 2
     residual: bool = False  # whether a layer's input is added to its output (the official code's --not_res)
     mask: Literal["full", "causal", "window", "prefix", "decay"] = "causal"
-    pe: Literal["none", "sin", "rope"] = "none"  # sinusoids added to the tokens, or interleaved pairs rotated
+    pe: Literal["none", "sin", "rope"] = (
+        "none"  # sinusoids added to the tokens, or interleaved pairs rotated
+    )
     window: Count = 5  # tokens seen under ``window``, the token itself included
     prefix: Count = 4  # tokens seen by all under ``prefix``
     decay: NonNegative = 0.22314355131420976  # m of ``decay``, -log 0.8: causal, -(i - j) m added to scores
@@ -31,7 +33,10 @@ class Attention:
 
     def seen(self, tokens: int) -> masks.Mask:
         """Which tokens a token sees, [n, n]."""
-        own = {"window": masks.window(tokens, self.window), "prefix": masks.prefix(tokens, self.prefix)}
+        own = {
+            "window": masks.window(tokens, self.window),
+            "prefix": masks.prefix(tokens, self.prefix),
+        }
         own["full"] = np.ones((tokens, tokens), dtype=bool)
         return own.get(self.mask, masks.causal(tokens))
 
@@ -48,13 +53,23 @@ class AttentionNetwork(nn.Module):
     Each of the generators draws one, as torch does by default: uniform within 1 / sqrt(width).
     """
 
-    def __init__(self, spec: Attention, data: Mixture, rngs: list[torch.Generator]) -> None:
+    def __init__(
+        self, spec: Attention, data: Mixture, rngs: list[torch.Generator]
+    ) -> None:
         super().__init__()
-        width, tokens, device, depth = data.width, data.tokens, rngs[0].device, spec.depth
-        self.spec, self.models, self.scale = spec, len(rngs), width**-0.5
+        width = data.width
+        tokens = data.tokens
+        device = rngs[0].device
+        depth = spec.depth
+        self.spec = spec
+        self.models = len(rngs)
+        self.scale = width**-0.5
 
         def drawn(*shape: int) -> nn.Parameter:
-            parts = [(2 * torch.rand(shape, generator=rng, device=device) - 1) * width**-0.5 for rng in rngs]
+            parts = [
+                (2 * torch.rand(shape, generator=rng, device=device) - 1) * width**-0.5
+                for rng in rngs
+            ]
             return nn.Parameter(torch.stack(parts))
 
         self.query = nn.ParameterList(drawn(width, width) for _ in range(depth))
@@ -63,17 +78,26 @@ class AttentionNetwork(nn.Module):
         sizes = [width] * HIDDEN_LAYERS + [data.labels]
         self.weight = nn.ParameterList(drawn(width, size) for size in sizes)
         self.bias = nn.ParameterList(drawn(1, size) for size in sizes)
-        angles = torch.arange(tokens)[:, None] * spec.rope_base ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(tokens)[:, None] * spec.rope_base ** (
+            -torch.arange(0, width, 2) / width
+        )
         self.register_buffer("score_bias", spec.score_bias(tokens).to(device))
-        self.register_buffer("rotation", torch.polar(torch.ones_like(angles), angles).to(device))
+        self.register_buffer(
+            "rotation", torch.polar(torch.ones_like(angles), angles).to(device)
+        )
         # sin and cos take turns along the width.
-        self.register_buffer("sinusoids", torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(device))
+        self.register_buffer(
+            "sinusoids",
+            torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(device),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the query's label, [M, B, L], from tokens [M, B, n, D]."""
         x, _ = self._states(tokens, whole=False)
         x = x.view(self.models, -1, x.shape[-1])
-        for index, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
+        for index, (weight, bias) in enumerate(
+            zip(self.weight, self.bias, strict=True)
+        ):
             x = torch.baddbmm(bias, x, weight)
             x = x.relu() if index < HIDDEN_LAYERS else x
         return x
@@ -81,11 +105,14 @@ class AttentionNetwork(nn.Module):
     @torch.no_grad()
     def attentions(self, tokens: Tensor) -> Tensor:
         """Attention weights of every layer and row, [M, B, depth, n, n], from tokens [M, B, n, D]."""
-        return torch.stack(self._states(tokens, whole=True)[1], 1).unflatten(0, tokens.shape[:2])
+        return torch.stack(self._states(tokens, whole=True)[1], 1).unflatten(
+            0, tokens.shape[:2]
+        )
 
     def _states(self, tokens: Tensor, whole: bool) -> tuple[Tensor, list[Tensor]]:
         """Last states [M B, r, D] and each layer's weights; if not ``whole``, the last's of the query."""
-        x, found = tokens.flatten(0, 1), []
+        x = tokens.flatten(0, 1)
+        found = []
         x = x + self.sinusoids if self.spec.pe == "sin" else x
         for layer in range(self.spec.depth):
             rows = x if whole or layer + 1 < self.spec.depth else x[:, -1:]
@@ -96,18 +123,23 @@ class AttentionNetwork(nn.Module):
 
     def _times(self, x: Tensor, weight: Tensor) -> Tensor:
         """Rows [M B, r, D] times each model's matrix [M, D, E]."""
-        return (x.reshape(self.models, -1, x.shape[-1]) @ weight).view(*x.shape[:-1], -1)
+        return (x.reshape(self.models, -1, x.shape[-1]) @ weight).view(
+            *x.shape[:-1], -1
+        )
 
     def _weights(self, layer: int, x: Tensor, rows: Tensor) -> Tensor:
         """Attention of the rows, which are the last ones of x [M B, n, D], over all tokens, [M B, r, n]."""
         # The small matrix is scaled, not the scores: a pass less over the largest arrays.
-        start, query, key = x.shape[1] - rows.shape[1], self.query[layer] * self.scale, self.key[layer]
+        start = x.shape[1] - rows.shape[1]
+        query = self.query[layer] * self.scale
+        key = self.key[layer]
         if self.spec.pe == "rope":
             queries = self._rotated(self._times(rows, query), start)
             keys = self._rotated(self._times(x, key), 0)
         else:
             # q k^T = x (Wq Wk^T) x^T: one projection fewer.
-            queries, keys = self._times(rows, query @ key.mT), x
+            queries = self._times(rows, query @ key.mT)
+            keys = x
         return torch.baddbmm(self.score_bias[start:], queries, keys.mT).softmax(-1)
 
     def _rotated(self, x: Tensor, start: int) -> Tensor:

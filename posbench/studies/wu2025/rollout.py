@@ -42,34 +42,60 @@ class Rollout(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """The tables of :func:`summary`."""
-        chosen = run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
+        chosen = run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][
+            : self.prompts
+        ]
 
         def compute(batch: Sequence[Example]) -> list[Row]:
-            found = flow(run.lm, encode(run.lm, run.task, batch[0]).ids, self.parts, self.tokens)
+            found = flow(
+                run.lm, encode(run.lm, run.task, batch[0]).ids, self.parts, self.tokens
+            )
             return [{name: rounded(values, 9) for name, values in found.items()}]
 
-        rows = run.complete("flow.jsonl", "rollout", [[e] for e in chosen], lambda e: {"id": e.id}, compute)
+        rows = run.complete(
+            "flow.jsonl",
+            "rollout",
+            [[e] for e in chosen],
+            lambda e: {"id": e.id},
+            compute,
+        )
         return summary(rows, [e.cluster or e.id for e in chosen])
 
     def figures(self, tables: Tables) -> Drawn:
         """The rollout by depth of the prompt."""
         caption = "Weight of the last token on each part of the prompt after the first 1, 2, ... layers"
-        return {"rollout": (rollout_figure(tables["rollout"]), f"{caption}, mean over prompts (95 %).")}
+        return {
+            "rollout": (
+                rollout_figure(tables["rollout"]),
+                f"{caption}, mean over prompts (95 %).",
+            )
+        }
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether the first token is the strongest sink, and whether depth moves weight to the beginning."""
-        changes = {row["what"]: estimate(row) for row in tables["changes"].to_dict("records")}
+        changes = {
+            row["what"]: estimate(row) for row in tables["changes"].to_dict("records")
+        }
         claim = "Under a causal mask the first token is the attention sink (Wu et al. 2025, Figure 10)"
         found = []
         for metric in [m for m in METRICS if m in changes]:
-            sinks, at = tables["sinks"], changes[metric]
-            first = sinks.loc[(sinks["metric"] == metric) & (sinks["token"] == 0), "share"].item()
+            sinks = tables["sinks"]
+            at = changes[metric]
+            first = sinks.loc[
+                (sinks["metric"] == metric) & (sinks["token"] == 0), "share"
+            ].item()
             statistic = f"share of {METRICS[metric]} with the first token a sink, minus the strongest other"
             note = f"first token: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
             found.append(Finding.above(claim, statistic, at, note=note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"
-        return [*found, *(Finding.above(claim, f"{statistic}, {kind}", changes[kind]) for kind in KINDS)]
+        return [
+            *found,
+            *(
+                Finding.above(claim, f"{statistic}, {kind}", changes[kind])
+                for kind in KINDS
+            ),
+        ]
 
 
 def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFrame]:
@@ -78,8 +104,10 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
     def interval(values: Array, which: Sequence[str] = clusters) -> Estimate:
         return bootstrap.difference(values, which)
 
-    weights, changes = np.array([row["rollout"] for row in rows]), dict[str, Estimate]()
-    rollout, sinks = list[Row](), list[Row]()
+    weights = np.array([row["rollout"] for row in rows])
+    changes = dict[str, Estimate]()
+    rollout = list[Row]()
+    sinks = list[Row]()
     for number, kind in enumerate(KINDS):
         for layer, part in np.ndindex(weights.shape[2:]):
             at = interval(weights[:, number, layer, part])
@@ -92,13 +120,21 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
         shares = np.array([rows[number][metric] for number in long])
         for token, values in enumerate(shares.T):
             at = interval(values, which)
-            sinks.append({"metric": metric, "token": token} | ends(at, "share") | {"n": at.n})
+            sinks.append(
+                {"metric": metric, "token": token} | ends(at, "share") | {"n": at.n}
+            )
         # Late tokens average few queries.
         other = 1 + int(shares.mean(0)[1 : shares.shape[1] // 2 + 1].argmax())
         changes[metric] = interval(shares[:, 0] - shares[:, other], which)
-    told = pd.DataFrame([{"what": what, **at._asdict()} for what, at in changes.items()])
+    told = pd.DataFrame(
+        [{"what": what, **at._asdict()} for what, at in changes.items()]
+    )
     columns = ["metric", "token", "share", "share_ci_low", "share_ci_high", "n"]
-    return {"rollout": pd.DataFrame(rollout), "sinks": pd.DataFrame(sinks, columns=columns), "changes": told}
+    return {
+        "rollout": pd.DataFrame(rollout),
+        "sinks": pd.DataFrame(sinks, columns=columns),
+        "changes": told,
+    }
 
 
 @plot.styled
@@ -111,9 +147,14 @@ def rollout_figure(table: pd.DataFrame) -> Figure:
     for axes, kind in zip(panels, KINDS, strict=True):
         for index, layers in enumerate(shown):
             line = table[(table["rollout"] == kind) & (table["layers"] == layers)]
-            style, name = plot.line_style(index, of=len(shown)), f"{layers} layer{'s' if layers > 1 else ''}"
+            style = plot.line_style(index, of=len(shown))
+            name = f"{layers} layer{'s' if layers > 1 else ''}"
             plot.band(axes, line, style, x="place", name="weight", scale=1, label=name)
-        axes.set(xlabel="place in the prompt (%)", ylabel="weight of the last token", title=kind)
+        axes.set(
+            xlabel="place in the prompt (%)",
+            ylabel="weight of the last token",
+            title=kind,
+        )
         axes.set_ylim(0, None)
         axes.legend()
     return figure

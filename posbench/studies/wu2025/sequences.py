@@ -22,12 +22,18 @@ class Mixture:
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
-    scale: Literal["paper", "code"] = "paper"  # standard deviation of all draws; the code has 1 / width
-    bias: tuple[Whole, ...] = ()  # items (from 0) whose class the query may have, uniformly; none: any item
+    scale: Literal["paper", "code"] = (
+        "paper"  # standard deviation of all draws; the code has 1 / width
+    )
+    bias: tuple[
+        Whole, ...
+    ] = ()  # items (from 0) whose class the query may have, uniformly; none: any item
     width: Several = 64  # dimension of a token
     classes: Several = 2048  # of the training data, K
     labels: Several = 32  # L; that of a class is drawn uniformly and stays
-    copies: Several = 4  # items of each of the two classes of a sequence (the burstiness B)
+    copies: Several = (
+        4  # items of each of the two classes of a sequence (the burstiness B)
+    )
     noise: NonNegative = 0.75
     anisotropy: NonNegative = 0.75
     test_component: Literal["training", "fresh"] = "training"
@@ -84,20 +90,34 @@ def draw_world(mixture: Mixture, rng: torch.Generator) -> World:
     means = mixture.std * torch.randn(mixture.classes, mixture.width, **at)
     class_labels = torch.randint(mixture.labels, (mixture.classes,), **at)
     label_vectors = mixture.std * torch.randn(mixture.labels, mixture.width, **at)
-    return World(means, class_labels, label_vectors, mixture.std * torch.randn(mixture.width, **at))
+    return World(
+        means,
+        class_labels,
+        label_vectors,
+        mixture.std * torch.randn(mixture.width, **at),
+    )
 
 
-def _vectors(mixture: Mixture, means: Tensor, shared: Tensor, rng: torch.Generator) -> Tensor:
+def _vectors(
+    mixture: Mixture, means: Tensor, shared: Tensor, rng: torch.Generator
+) -> Tensor:
     """Tokens of the classes with these means [..., D], one draw each."""
     if mixture.vocabulary == "fixed":
-        return (means + mixture.anisotropy * shared) / (1 + mixture.anisotropy**2) ** 0.5
+        return (means + mixture.anisotropy * shared) / (
+            1 + mixture.anisotropy**2
+        ) ** 0.5
     drawn = torch.randn(means.shape, generator=rng, device=rng.device)
-    return (means + (mixture.noise * mixture.std) * drawn) / (1 + mixture.noise**2) ** 0.5
+    return (means + (mixture.noise * mixture.std) * drawn) / (
+        1 + mixture.noise**2
+    ) ** 0.5
 
 
 def _slots(mixture: Mixture, count: int, rng: torch.Generator) -> Tensor:
     """Which of its two classes each item of a sequence has, in random order, [count, items]."""
-    return torch.rand(count, mixture.items, generator=rng, device=rng.device).argsort(1) // mixture.copies
+    return (
+        torch.rand(count, mixture.items, generator=rng, device=rng.device).argsort(1)
+        // mixture.copies
+    )
 
 
 def _interleave(items: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
@@ -107,11 +127,15 @@ def _interleave(items: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     return tokens
 
 
-def training_batch(mixture: Mixture, world: World, count: int, rng: torch.Generator) -> Sequences:
+def training_batch(
+    mixture: Mixture, world: World, count: int, rng: torch.Generator
+) -> Sequences:
     """Sequences of the training distribution: known classes, the query's item drawn from the bias."""
     at = {"generator": rng, "device": rng.device}
     one = torch.randint(mixture.classes, (count,), **at)
-    other = (one + 1 + torch.randint(mixture.classes - 1, (count,), **at)) % mixture.classes
+    other = (
+        one + 1 + torch.randint(mixture.classes - 1, (count,), **at)
+    ) % mixture.classes
     item_classes = torch.stack([one, other], 1).gather(1, _slots(mixture, count, rng))
     allowed = torch.tensor(mixture.bias or range(mixture.items), device=rng.device)
     asked = allowed[torch.randint(len(allowed), (count, 1), **at)]
@@ -119,15 +143,22 @@ def training_batch(mixture: Mixture, world: World, count: int, rng: torch.Genera
     # embedding reads whole rows, five times as fast as an index.
     vectors = _vectors(mixture, F.embedding(classes, world.means), world.shared, rng)
     labels = world.class_labels[classes]
-    tokens = _interleave(vectors[:, :-1], F.embedding(labels[:, :-1], world.label_vectors), vectors[:, -1])
+    tokens = _interleave(
+        vectors[:, :-1],
+        F.embedding(labels[:, :-1], world.label_vectors),
+        vectors[:, -1],
+    )
     return Sequences(tokens, labels[:, -1])
 
 
-def novel_sequences(mixture: Mixture, world: World, count: int, rng: torch.Generator) -> Novel:
+def novel_sequences(
+    mixture: Mixture, world: World, count: int, rng: torch.Generator
+) -> Novel:
     """Sequences of two new classes each, with new labels; the label vectors are the training's."""
     at = {"generator": rng, "device": rng.device}
     means = mixture.std * torch.randn(count, 2, mixture.width, **at)
-    labels, slots = torch.randint(mixture.labels, (count, 2), **at), _slots(mixture, count, rng)
+    labels = torch.randint(mixture.labels, (count, 2), **at)
+    slots = _slots(mixture, count, rng)
     item_means = means.gather(1, slots[:, :, None].expand(-1, -1, mixture.width))
     fresh = mixture.test_component == "fresh"
     shared = mixture.std * torch.randn(mixture.width, **at) if fresh else world.shared
@@ -135,15 +166,21 @@ def novel_sequences(mixture: Mixture, world: World, count: int, rng: torch.Gener
     return Novel(vectors[:, :-2], vectors[:, -2:], slots, labels)
 
 
-def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> Sequences:
+def ask(
+    novel: Novel, world: World, right: int, copy_at: int | None = None
+) -> Sequences:
     """Ask for the class of item ``right`` (from 0), which item ``copy_at`` copies but for its label."""
-    asked, items = novel.slots[:, right], novel.items
+    asked = novel.slots[:, right]
+    items = novel.items
     rows = torch.arange(len(asked), device=asked.device)
     if copy_at is not None:
         items = items.clone()
         items[:, copy_at] = items[:, right]
     labels = world.label_vectors[novel.labels.gather(1, novel.slots)]
-    return Sequences(_interleave(items, labels, novel.queries[rows, asked]), novel.labels[rows, asked])
+    return Sequences(
+        _interleave(items, labels, novel.queries[rows, asked]),
+        novel.labels[rows, asked],
+    )
 
 
 def copying_gap(mixture: Mixture) -> float:

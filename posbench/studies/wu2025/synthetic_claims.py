@@ -28,7 +28,9 @@ def findings(gaps: pd.DataFrame, sinks: pd.DataFrame) -> list[Finding]:
     [middle, last]. Of several combinations the smallest counts, for ``within`` the largest in size.
     """
     ends = tables.over_seeds(tables.at_end(gaps))
-    told = reference.table("wu2025_claims.csv", *CONDITION, "minus", "smallest_of", "direction", "least")
+    told = reference.table(
+        "wu2025_claims.csv", *CONDITION, "minus", "smallest_of", "direction", "least"
+    )
     judged = [found for row in told.to_dict("records") if (found := _judged(ends, row))]
     return [*judged, *_u_shape(ends), *_sinks(sinks)]
 
@@ -40,19 +42,32 @@ def _judged(ends: pd.DataFrame, claim: Mapping[str, Any]) -> Finding | None:
     rows = [_gaps(ends, each) for each in ([one, other] if claim["minus"] else [one])]
     if any(each.empty for each in rows):
         return None
-    gap, direction = rows[0]["gap"] - (rows[1]["gap"] if rows[1:] else 0), claim["direction"]
+    gap = rows[0]["gap"] - (rows[1]["gap"] if rows[1:] else 0)
+    direction = claim["direction"]
     values = {part: _combined(part, gap) for part in claim["smallest_of"].split(", ")}
-    best = max(values, key=lambda part: abs(values[part]) if direction == "within" else -values[part])
+    best = max(
+        values,
+        key=lambda part: abs(values[part]) if direction == "within" else -values[part],
+    )
     # Half-widths of intervals add up, as the parts share test sequences.
-    half, n = (_combined(best.replace("-", "+"), sum(each[name] for each in rows)) for name in ("half", "n"))
-    value, bound = values[best], float(claim["bound"])
+    half, n = (
+        _combined(best.replace("-", "+"), sum(each[name] for each in rows))
+        for name in ("half", "n")
+    )
+    value = values[best]
+    bound = float(claim["bound"])
     note = "; ".join(dict.fromkeys(each["note"].iloc[0] for each in rows))
     at = Estimate(value, value - half, value + half, int(n))
-    bounds = {"above": (bound, inf), "below": (-inf, bound), "within": (-bound, bound)}[direction]
+    bounds = {"above": (bound, inf), "below": (-inf, bound), "within": (-bound, bound)}[
+        direction
+    ]
     found = Finding.within(claim["claim"], claim["statistic"], at, *bounds, note)
     # With more training a claim that fails may hold.
     trained = min(each["trained"].iloc[0] for each in rows)
-    return _unless(trained < EARLY or (trained < int(claim["least"]) and found.verdict != "holds"), found)
+    return _unless(
+        trained < EARLY or (trained < int(claim["least"]) and found.verdict != "holds"),
+        found,
+    )
 
 
 def _combined(text: str, values: Mapping[str, float]) -> float:
@@ -63,7 +78,11 @@ def _combined(text: str, values: Mapping[str, float]) -> float:
 def _gaps(ends: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
     """FM, FL and ML of a condition, of several scales the paper's; empty where it was not trained."""
     here = _where(ends, {"vocabulary": "gaussian", **settings}).set_index("pair")
-    scales = [s for s in ("paper", "code") if (here["scale"] == s).sum() == len(tables.PAIR_NAMES)]
+    scales = [
+        s
+        for s in ("paper", "code")
+        if (here["scale"] == s).sum() == len(tables.PAIR_NAMES)
+    ]
     if not scales:
         return here[:0]
     here = here[here["scale"] == scales[0]].loc[tables.PAIR_NAMES].set_axis(GAPS)
@@ -73,7 +92,9 @@ def _gaps(ends: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
     note += "; interval: of the test sequences, not of the seeds"
     # A network that guesses counts as untrained.
     trained = at["iteration"] if at["train_loss"] <= tables.CHANCE else 0
-    return here.assign(half=(here["ci_high"] - here["ci_low"]) / 2, note=note, trained=trained)
+    return here.assign(
+        half=(here["ci_high"] - here["ci_low"]) / 2, note=note, trained=trained
+    )
 
 
 def _where(frame: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
@@ -89,18 +110,32 @@ def _unless(early: bool, finding: Finding) -> Finding:
 def _u_shape(ends: pd.DataFrame) -> list[Finding]:
     """Section 5.2: the middle is lost only where the data favour both ends."""
     claim = "The middle is lost only if the data favour both ends (Section 5.2, Figures 2, 3 and 6 to 8)"
-    rule = {"claim": claim, "minus": "", "smallest_of": "FM, -ML", "direction": "below", "least": EARLY}
-    others = ends["bias"].isin(["none", "first", "middle", "last"]) & (ends["vocabulary"] == "gaussian")
+    rule = {
+        "claim": claim,
+        "minus": "",
+        "smallest_of": "FM, -ML",
+        "direction": "below",
+        "least": EARLY,
+    }
+    others = ends["bias"].isin(["none", "first", "middle", "last"]) & (
+        ends["vocabulary"] == "gaussian"
+    )
     found = []
     for row in ends.loc[others, tables.SETTINGS].drop_duplicates().to_dict("records"):
-        texts = {name: str(row[name]) for name in CONDITION} | {"statistic": tables.label(row)}
+        texts = {name: str(row[name]) for name in CONDITION} | {
+            "statistic": tables.label(row)
+        }
         found.append(_judged(ends, rule | texts | {"bound": tables.NEAR}))
     judged = [each for each in found if each]
     if not judged:
         return []
     worst = max(judged, key=lambda each: each.value)
-    words = f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias"
-    return [replace(joint(judged, shown=worst), statistic=f"{words} ({worst.statistic})")]
+    words = (
+        f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias"
+    )
+    return [
+        replace(joint(judged, shown=worst), statistic=f"{words} ({worst.statistic})")
+    ]
 
 
 def _sinks(sinks: pd.DataFrame) -> list[Finding]:
@@ -108,39 +143,67 @@ def _sinks(sinks: pd.DataFrame) -> list[Finding]:
 
     Of the first half of the sequence, as few queries see late tokens.
     """
-    rows = tables.at_end(sinks[(sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")])
-    out, first = list[Finding](), dict[str, list[tuple[int, float, float, int]]]()
+    rows = tables.at_end(
+        sinks[(sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")]
+    )
+    out = list[Finding]()
+    first = dict[str, list[tuple[int, float, float, int]]]()
     for (depth, mask), one in rows.groupby(["depth", "mask"], sort=False):
         kind, _, span = mask.partition(" ")
         if kind not in SINK_FIGURES:
             continue
         claim = f"Attention sinks stand on the centre nodes of the mask (Appendix K.4, {SINK_FIGURES[kind]})"
-        level, n = tables.uniform_sinks(mask, one["token"].nunique()), one.loc[one["token"] == 0, "n"].sum()
-        for column, who, size in (("by_entry", "Wu", 1), ("by_entry", "Wu", 2), ("by_head", "Gu", 1)):
-            what, metric = "item" if size == 2 else "token", f"sink metric of {who} et al."
+        level = tables.uniform_sinks(mask, one["token"].nunique())
+        n = one.loc[one["token"] == 0, "n"].sum()
+        for column, who, size in (
+            ("by_entry", "Wu", 1),
+            ("by_entry", "Wu", 2),
+            ("by_head", "Gu", 1),
+        ):
+            what = "item" if size == 2 else "token"
+            metric = f"sink metric of {who} et al."
             count = max(int(span) // size, 1) if kind == "prefix" else 1
-            share, equal = (t.groupby(t["token"] // size)[column].mean() for t in (one, level))
+            share, equal = (
+                t.groupby(t["token"] // size)[column].mean() for t in (one, level)
+            )
             share = share.iloc[: len(share) // 2 + 1]
-            named = f"the first {what}" if count == 1 else f"the weakest of the first {count} {what}s"
+            named = (
+                f"the first {what}"
+                if count == 1
+                else f"the weakest of the first {count} {what}s"
+            )
             words = f"{metric}: {named} minus the strongest other {what} of the first half, "
             words += f"{mask}, depth {depth}"
-            note = f"first {what} {share[0]:.3f}; equal weights would give {equal[0]:.3f}"
-            found = _beyond_noise(claim, words, share[:count].min() - share[count:].max(), n, note)
+            note = (
+                f"first {what} {share[0]:.3f}; equal weights would give {equal[0]:.3f}"
+            )
+            found = _beyond_noise(
+                claim, words, share[:count].min() - share[count:].max(), n, note
+            )
             out.append(_unless(one["iteration"].iloc[0] < EARLY, found))
             if kind == "window" and size == 1:
-                same = first.setdefault(f"{metric} of the first token, depth {depth}", [])
+                same = first.setdefault(
+                    f"{metric} of the first token, depth {depth}", []
+                )
                 same.append((int(span), share[0], equal[0], n))
     claim = "The wider the window, the stronger the sink on the first token (Appendix K.4, Figure 11)"
     for words, shares in first.items():
-        (narrow, low, equal_low, _), (wide, high, equal_high, n) = min(shares), max(shares)
+        (narrow, low, equal_low, _), (wide, high, equal_high, n) = (
+            min(shares),
+            max(shares),
+        )
         by_chance = f"equal weights would give {equal_high - equal_low:+.3f}"
         note = f"{by_chance}: few queries see through a narrow window"
         words = f"{words}: window {wide} minus window {narrow}"
-        out += [_beyond_noise(claim, words, high - low, n, note)] if narrow < wide else []
+        out += (
+            [_beyond_noise(claim, words, high - low, n, note)] if narrow < wide else []
+        )
     return out
 
 
-def _beyond_noise(claim: str, statistic: str, value: float, n: int, note: str) -> Finding:
+def _beyond_noise(
+    claim: str, statistic: str, value: float, n: int, note: str
+) -> Finding:
     """If a difference of shares of n sequences is above 0: its standard error is 1/2 / sqrt(n) at most."""
     p = 2 * scipy.stats.norm.sf(2 * abs(value) * n**0.5)
     return Finding.tested(value > 0, claim, statistic, (value, n), p, note)
@@ -148,23 +211,42 @@ def _beyond_noise(claim: str, statistic: str, value: float, n: int, note: str) -
 
 def thresholds(gaps: pd.DataFrame) -> pd.DataFrame:
     """What a re-implementation must reach, every seed at its last iteration in a range: yes, no, not run."""
-    keys, rows = ["network", "scale", *CONDITION, "least", "most"], []
+    keys = ["network", "scale", *CONDITION, "least", "most"]
+    rows = []
     limits = reference.table("wu2025_thresholds.csv", *keys, "quantity", "low", "high")
     for (network, *settings, least, most), wanted in limits.groupby(keys, sort=False):
         fixed = dict(zip(["scale", *CONDITION], settings, strict=True))
         here = _where(gaps, {"vocabulary": "gaussian", **fixed})
         here = here[here["iteration"].between(int(least), float(most or "inf"))]
-        texts, passed = [], []
+        texts = []
+        passed = []
         for seed, run in here.groupby("seed"):
-            last = run[run["iteration"] == run["iteration"].max()].set_index("pair").loc[tables.PAIR_NAMES]
+            last = (
+                run[run["iteration"] == run["iteration"].max()]
+                .set_index("pair")
+                .loc[tables.PAIR_NAMES]
+            )
             at = dict(zip(GAPS, last["gap"], strict=True))
-            gap, novel = " / ".join(f"{value:+.3f}" for value in at.values()), last["novel_middle"].iloc[0]
-            at |= {"novel_middle": novel, "best": last[["acc_ab", "acc_ba"]].max(axis=None)}
-            texts.append(f"seed {seed}, {last['iteration'].iloc[0]:,}: {gap}, novel middle {novel:.2f}")
+            gap = " / ".join(f"{value:+.3f}" for value in at.values())
+            novel = last["novel_middle"].iloc[0]
+            at |= {
+                "novel_middle": novel,
+                "best": last[["acc_ab", "acc_ba"]].max(axis=None),
+            }
+            texts.append(
+                f"seed {seed}, {last['iteration'].iloc[0]:,}: {gap}, novel middle {novel:.2f}"
+            )
             ranges = wanted[["quantity", "low", "high"]].to_numpy()
-            passed.append(all(float(low) <= _combined(q, at) <= float(high) for q, low, high in ranges))
+            passed.append(
+                all(
+                    float(low) <= _combined(q, at) <= float(high)
+                    for q, low, high in ranges
+                )
+            )
         verdict = "not run" if not passed else "yes" if all(passed) else "no"
-        required = ", ".join(f"{r.quantity} {r.low} to {r.high}" for r in wanted.itertuples())
+        required = ", ".join(
+            f"{r.quantity} {r.low} to {r.high}" for r in wanted.itertuples()
+        )
         window = f"{int(least):,} to {int(most):,}" if most else f"from {int(least):,}"
         rows.append((f"{network}: {required}", window, "; ".join(texts), verdict))
     return pd.DataFrame(rows, columns=["required", "iterations", "measured", "verdict"])

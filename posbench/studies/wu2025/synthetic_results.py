@@ -31,16 +31,22 @@ class SyntheticResults(Trained):
     """Trained attention networks and the cells of Wu et al. 2025."""
 
     trainings: str = "outputs/trainings"  # what ``study=synthetic_training study.trainings=DIR`` wrote
-    published: str | None = None  # folder of an earlier run of this study, whose trainings count, too
+    published: str | None = (
+        None  # folder of an earlier run of this study, whose trainings count, too
+    )
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`."""
         measured = (f"*/{ROWS}", f"*/{FACTS}")
-        new = Source(kind="path", id=self.trainings, field="study.trainings", files=measured)
+        new = Source(
+            kind="path", id=self.trainings, field="study.trainings", files=measured
+        )
         if not self.published:
             return (new,)
         csvs = tuple(f"{name}.csv" for name in PUBLISHED)
-        return new, Source(kind="path", id=self.published, field="study.published", files=csvs)
+        return new, Source(
+            kind="path", id=self.published, field="study.published", files=csvs
+        )
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -55,12 +61,17 @@ class SyntheticResults(Trained):
             raise UserError("study.trainings", self.trainings, allowed, hint)
         found = tables.tabulated(new, [])
         for name in PUBLISHED if self.published else ():
-            old, file = pd.DataFrame(), Path(self.published or "").expanduser() / f"{name}.csv"
-            with suppress(OSError, ValueError):  # pandas tells a malformed CSV by a ValueError
+            old = pd.DataFrame()
+            file = Path(self.published or "").expanduser() / f"{name}.csv"
+            with suppress(
+                OSError, ValueError
+            ):  # pandas tells a malformed CSV by a ValueError
                 old = pd.read_csv(file, keep_default_na=False)
             if list(old) != list(found[name]):
                 allowed = "a folder with gaps.csv and sinks.csv of an earlier run of this study"
-                raise UserError("study.published", self.published, allowed, f"look at {file}")
+                raise UserError(
+                    "study.published", self.published, allowed, f"look at {file}"
+                )
             found[name] = tables.combined(found[name], old)
         return found
 
@@ -71,23 +82,34 @@ class SyntheticResults(Trained):
         printed = sum(len(tables.printed_cells(file)) for file in FILES)
         found |= {"networks": _networks(cells), "verdicts": _verdicts(cells, printed)}
         found["causal_without_pe"] = _networks(cells[tables.causal_without_pe(cells)])
-        return found | {"misses": _misses(cells), "thresholds": thresholds(found["gaps"])}
+        return found | {
+            "misses": _misses(cells),
+            "thresholds": thresholds(found["gaps"]),
+        }
 
 
 def _networks(cells: pd.DataFrame) -> pd.DataFrame:
     """A row per condition: the three gaps, ours with 95 % over test sequences and the paper's cell."""
     rows = []
     for _, each in cells.groupby(["figure", *tables.SETTINGS], sort=False):
-        one, texts = each.iloc[0], {}
+        one = each.iloc[0]
+        texts = {}
         for at in each.set_index("pair").loc[tables.PAIR_NAMES].itertuples():
             spread = f", seeds' sd {at.spread:.3f}" if at.seeds > 1 else ""
             ours = f"{at.gap:+.3f} [{at.ci_low:+.3f}, {at.ci_high:+.3f}]{spread}"
             texts[f"gap {at.Index}"] = f"{ours}; paper {at.paper:+.3f}: {at.verdict}"
         fixed = ", fixed vocabulary" if one["vocabulary"] == "fixed" else ""
-        row = {"figure": one["figure"], "network": tables.label(one) + fixed, "bias of the data": one["bias"]}
+        row = {
+            "figure": one["figure"],
+            "network": tables.label(one) + fixed,
+            "bias of the data": one["bias"],
+        }
         row["std"] = "1/sqrt(D)" if one["scale"] == "paper" else "1/D"
         row["iterations x seeds"] = f"{one['iteration']:,} x {one['seeds']}"
-        row |= {"loss": f"{one['train_loss']:.2f}", "accuracy": f"{one['train_accuracy']:.2f}"}
+        row |= {
+            "loss": f"{one['train_loss']:.2f}",
+            "accuracy": f"{one['train_accuracy']:.2f}",
+        }
         rows.append(row | {"accuracy on new classes": f"{one['novel']:.2f}"} | texts)
     return pd.DataFrame(rows)
 
@@ -95,9 +117,18 @@ def _networks(cells: pd.DataFrame) -> pd.DataFrame:
 def _verdicts(cells: pd.DataFrame, printed: int) -> pd.DataFrame:
     """How many of the paper's cells got each verdict, each once, those near zero apart; what it means."""
     once = cells[cells["counted"]]
-    counts = once.groupby("near_zero")["verdict"].value_counts().unstack(0).reindex(columns=[False, True])
+    counts = (
+        once.groupby("near_zero")["verdict"]
+        .value_counts()
+        .unstack(0)
+        .reindex(columns=[False, True])
+    )
     counts = counts.reindex(list(MEANINGS)).fillna(0).astype(int)
-    table = counts.set_axis(["cells", "near_zero"], axis=1).rename_axis("verdict").reset_index()
+    table = (
+        counts.set_axis(["cells", "near_zero"], axis=1)
+        .rename_axis("verdict")
+        .reset_index()
+    )
     table.loc[table["verdict"] == "not trained", "cells"] = printed - len(once)
     return table.assign(meaning=list(MEANINGS.values()))
 

@@ -23,10 +23,16 @@ SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
 CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
-HALF = copying_gap(Mixture()) * 0.5  # of copying the first item's label in half of the sequences: 0.277
+HALF = (
+    copying_gap(Mixture()) * 0.5
+)  # of copying the first item's label in half of the sequences: 0.277
 NEAR = 0.05  # so near gaps are the same: seeds spread by about 0.04
-TEST_SD = 0.0067  # of a gap over its 10,000 test sequences, measured on trained networks
-PAPER_HALF = Z95 * TEST_SD / 5**0.5  # of the 95 % interval of the paper's means of five trainings
+TEST_SD = (
+    0.0067  # of a gap over its 10,000 test sequences, measured on trained networks
+)
+PAPER_HALF = (
+    Z95 * TEST_SD / 5**0.5
+)  # of the 95 % interval of the paper's means of five trainings
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
 PER_ROW = 6  # conditions next to each other in a figure of gaps
@@ -34,25 +40,53 @@ PER_ROW = 6  # conditions next to each other in a figure of gaps
 
 def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Tables ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`paper_cells`."""
-    gaps, sinks = list[Row](), list[Row]()
-    kept = ["n", "train_loss", "train_accuracy", "novel_first", "novel_middle", "novel_last", "hardware"]
+    gaps = list[Row]()
+    sinks = list[Row]()
+    kept = [
+        "n",
+        "train_loss",
+        "train_accuracy",
+        "novel_first",
+        "novel_middle",
+        "novel_last",
+        "hardware",
+    ]
     for condition, row in measured:
-        where = condition.settings | {"seed": row["seed"], "iteration": row["iteration"]}
+        where = condition.settings | {
+            "seed": row["seed"],
+            "iteration": row["iteration"],
+        }
         for a, b in PAIRS:
-            gap, half = row[f"gap_{a}_{b}"], Z95 * row[f"sd_{a}_{b}"]
-            both = {"pair": f"{a}-{b}", "acc_ab": row[f"acc_{a}_{b}"], "acc_ba": row[f"acc_{b}_{a}"]}
+            gap = row[f"gap_{a}_{b}"]
+            half = Z95 * row[f"sd_{a}_{b}"]
+            both = {
+                "pair": f"{a}-{b}",
+                "acc_ab": row[f"acc_{a}_{b}"],
+                "acc_ba": row[f"acc_{b}_{a}"],
+            }
             at = {"gap": gap, "ci_low": gap - half, "ci_high": gap + half}
             gaps.append(where | both | at | {name: row[name] for name in kept})
-        for token, (head, entry) in enumerate(zip(row["sink_by_head"], row["sink_by_entry"], strict=True)):
-            sinks.append(where | {"n": row["n"], "token": token, "by_head": head, "by_entry": entry})
+        for token, (head, entry) in enumerate(
+            zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
+        ):
+            sinks.append(
+                where
+                | {"n": row["n"], "token": token, "by_head": head, "by_entry": entry}
+            )
     table = pd.DataFrame(gaps)
-    return {"gaps": table, "sinks": pd.DataFrame(sinks), "paper_cells": paper_cells(table, files)}
+    return {
+        "gaps": table,
+        "sinks": pd.DataFrame(sinks),
+        "paper_cells": paper_cells(table, files),
+    }
 
 
 def combined(*tables: pd.DataFrame) -> pd.DataFrame:
     """Rows of `tabulated` tables together: a training that is in several stands once, where it is longest."""
     key = [*SETTINGS, "seed"]
-    rows = pd.concat(tables, keys=range(len(tables)), names=["table"]).reset_index("table")
+    rows = pd.concat(tables, keys=range(len(tables)), names=["table"]).reset_index(
+        "table"
+    )
     ends = rows.groupby([*key, "table"])["iteration"].transform("max")
     rows = rows[ends == ends.groupby([rows[name] for name in key]).transform("max")]
     rows = rows[rows["table"] == rows.groupby(key)["table"].transform("min")]
@@ -61,18 +95,36 @@ def combined(*tables: pd.DataFrame) -> pd.DataFrame:
 
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows at the iteration with most training behind it: no single seed that is ahead speaks for all."""
-    work = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique") * frame["iteration"]
-    return frame[work == work.groupby([frame[name] for name in SETTINGS]).transform("max")]
+    work = (
+        frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique")
+        * frame["iteration"]
+    )
+    return frame[
+        work == work.groupby([frame[name] for name in SETTINGS]).transform("max")
+    ]
 
 
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences."""
-    rows = gaps.assign(spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
+    rows = gaps.assign(
+        spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2
+    )
     # accuracy on new classes, over the three items
     rows["novel"] = rows[["novel_first", "novel_middle", "novel_last"]].mean(axis=1)
-    how = dict(gap="mean", variance="sum", seed="nunique", spread="std", train_loss="mean", n="sum")
+    how = dict(
+        gap="mean",
+        variance="sum",
+        seed="nunique",
+        spread="std",
+        train_loss="mean",
+        n="sum",
+    )
     how |= dict(train_accuracy="mean", novel="mean")
-    table = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False).agg(how).reset_index()
+    table = (
+        rows.groupby([*SETTINGS, "iteration", "pair"], sort=False)
+        .agg(how)
+        .reset_index()
+    )
     half = np.sqrt(table.pop("variance")) / table["seed"]
     table = table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
     return table.rename(columns={"seed": "seeds"})
@@ -82,8 +134,12 @@ def printed_cells(file: str) -> pd.DataFrame:
     """The paper's cells of one figure: figure, `CELL`, paper (the gap)."""
     with renamed("experiment.reference.file", "study.reference"):
         table = reference.table(file, "figure", *CELL, "gap")
-    table = table.assign(residual=table["residual"] == "True").rename(columns={"gap": "paper"})
-    return table[["figure", *CELL, "paper"]].astype({"figure": int, "depth": int, "paper": float})
+    table = table.assign(residual=table["residual"] == "True").rename(
+        columns={"gap": "paper"}
+    )
+    return table[["figure", *CELL, "paper"]].astype(
+        {"figure": int, "depth": int, "paper": float}
+    )
 
 
 def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
@@ -93,7 +149,16 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     where the training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once,
     with the paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
     """
-    ours = ["paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "train_loss"]
+    ours = [
+        "paper",
+        "gap",
+        "ci_low",
+        "ci_high",
+        "iteration",
+        "seeds",
+        "spread",
+        "train_loss",
+    ]
     ours += ["train_accuracy", "novel", "difference"]
     columns = ["figure", *SETTINGS, "pair", *ours, "counted", "near_zero", "verdict"]
     if not files:
@@ -101,7 +166,9 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     both = pd.concat(map(printed_cells, files)).merge(over_seeds(at_end(gaps)), on=CELL)
     both["difference"] = both["gap"] - both["paper"]
     own = both["scale"] == "paper"
-    both["counted"] = own | ~own.groupby([both[name] for name in ("figure", *CELL)]).transform("any")
+    both["counted"] = own | ~own.groupby(
+        [both[name] for name in ("figure", *CELL)]
+    ).transform("any")
     both["near_zero"] = both["paper"].abs() <= NEAR
     both["verdict"] = [
         "not learned"
@@ -118,7 +185,13 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
 
 def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
     """Which rows are of a causal mask without PE at depth 2 with residual connections."""
-    network = {"vocabulary": "gaussian", "mask": "causal", "pe": "none", "depth": 2, "residual": True}
+    network = {
+        "vocabulary": "gaussian",
+        "mask": "causal",
+        "pe": "none",
+        "depth": 2,
+        "residual": True,
+    }
     return (rows[list(network)] == pd.Series(network)).all(axis=1)
 
 
@@ -127,7 +200,9 @@ def label(row: Mapping[str, Any], between: str = ", ") -> str:
     mask = {"full": "no mask", "decay": "decay mask"}.get(row["mask"], row["mask"])
     pe = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}[row["pe"]]
     words = [mask] if (row["mask"], row["pe"]) == ("decay", "none") else [pe, mask]
-    return between.join([*words, f"depth {row['depth']}", *([] if row["residual"] else ["no residual"])])
+    return between.join(
+        [*words, f"depth {row['depth']}", *([] if row["residual"] else ["no residual"])]
+    )
 
 
 def scaled(row: Mapping[str, Any]) -> str:
@@ -140,10 +215,15 @@ def uniform_sinks(mask: str, tokens: int) -> pd.DataFrame:
     kind, _, span = mask.partition(" ")
     network = Attention(mask=kind, **({kind: int(span)} if span else {}))  # type: ignore[arg-type]
     seen = network.seen(tokens)
-    scores = masks.decay(tokens, network.decay) if kind == "decay" else np.zeros(seen.shape)
+    scores = (
+        masks.decay(tokens, network.decay) if kind == "decay" else np.zeros(seen.shape)
+    )
     weights = masks.attention(scores, seen)
-    by_head, by_entry = masks.sink_by_head(np.tril(weights)), masks.sink_by_entry(weights, seen)
-    return pd.DataFrame({"token": range(tokens), "by_entry": by_entry, "by_head": by_head})
+    by_head = masks.sink_by_head(np.tril(weights))
+    by_entry = masks.sink_by_entry(weights, seen)
+    return pd.DataFrame(
+        {"token": range(tokens), "by_entry": by_entry, "by_head": by_head}
+    )
 
 
 def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Drawn:
@@ -151,8 +231,14 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     out: dict[str, tuple[Figure, str]] = {}
     kinds = gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False)
     for (vocabulary, scale, bias, residual), rows in kinds:
-        parts = {vocabulary: vocabulary != "gaussian", "residual": residual, "code_scale": scale == "code"}
-        name = "_".join([bias.replace("+", "_"), *(part for part, there in parts.items() if there)])
+        parts = {
+            vocabulary: vocabulary != "gaussian",
+            "residual": residual,
+            "code_scale": scale == "code",
+        }
+        name = "_".join(
+            [bias.replace("+", "_"), *(part for part, there in parts.items() if there)]
+        )
         std = "1/D" if scale == "code" else "1/sqrt(D)"
         what = f"{vocabulary} vocabulary, std {std}, bias of the data: {bias}"
         caption = (
@@ -168,7 +254,11 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     if rows["bias"].nunique() > 1:
         caption = "The causal mask without PE at depth 2, by bias and std of the data."
         out["causal_without_pe"] = curves_figure(rows, cells, by_data=True), caption
-    plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
+    plain = sinks[
+        (sinks["bias"] == "none")
+        & (sinks["vocabulary"] == "gaussian")
+        & (sinks["pe"] == "none")
+    ]
     plain = plain[~plain["residual"]]
     caption = "After training without PE and residual connections: share of heads and sequences in which a "
     caption += "token is a sink, and of single weights. Few queries see late tokens."
@@ -178,42 +268,73 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
 def _policies(axes: Axes, top: float) -> None:
     """Gaps of copying by position, and an axis that shows small gaps as small."""
     for level in (-2 * HALF, -HALF, 0, HALF, 2 * HALF):
-        axes.axhline(level, color=plot.GUIDE, linewidth=0.6, linestyle=":" if level else "-", zorder=0)
-    axes.set(ylim=(-max(0.15, 1.15 * top), max(0.15, 1.15 * top)), ylabel="accuracy gap")
+        axes.axhline(
+            level,
+            color=plot.GUIDE,
+            linewidth=0.6,
+            linestyle=":" if level else "-",
+            zorder=0,
+        )
+    axes.set(
+        ylim=(-max(0.15, 1.15 * top), max(0.15, 1.15 * top)), ylabel="accuracy gap"
+    )
 
 
 @plot.styled
 def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     """Gaps at the end, three bars for each condition; the paper's as diamonds."""
-    last, key = at_end(gaps), [*SETTINGS, "pair"]
+    last = at_end(gaps)
+    key = [*SETTINGS, "pair"]
     mean = over_seeds(last)
     printed = cells if len(cells) else mean.assign(paper=np.nan)
     mean = mean.merge(printed[[*key, "paper"]], "left", key)
     mean["place"] = mean.groupby(SETTINGS, sort=False).ngroup()
     seeds = last.merge(mean[mean["seeds"] > 1][[*key, "place"]], on=key)
-    top, lines = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()]), 1 + mean["place"].max() // PER_ROW
+    top = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()])
+    lines = 1 + mean["place"].max() // PER_ROW
     shape: dict[str, Any] = {"n": last["n"], "squeeze": False}
     figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines, lines, **shape)
     for line, axes in enumerate(grid.flat):
         _policies(axes, top)
         for index, pair in enumerate(PAIR_NAMES):
-            bars, dots = (f[(f["pair"] == pair) & (f["place"] // PER_ROW == line)] for f in (mean, seeds))
+            bars, dots = (
+                f[(f["pair"] == pair) & (f["place"] // PER_ROW == line)]
+                for f in (mean, seeds)
+            )
             x, at = (f["place"] % PER_ROW + 0.25 * (index - 1) for f in (bars, dots))
-            axes.bar(x, bars["gap"], 0.22, color=plot.COLOURS[index], label=pair.replace("-", " - "))
+            axes.bar(
+                x,
+                bars["gap"],
+                0.22,
+                color=plot.COLOURS[index],
+                label=pair.replace("-", " - "),
+            )
             half = (bars["ci_high"] - bars["ci_low"]) / 2
-            axes.errorbar(x, bars["gap"], half, fmt="none", color="black", linewidth=0.8, capsize=1.5)
+            axes.errorbar(
+                x,
+                bars["gap"],
+                half,
+                fmt="none",
+                color="black",
+                linewidth=0.8,
+                capsize=1.5,
+            )
             axes.plot(at, dots["gap"], "o", color="black", markersize=1.8)
             if bars["paper"].notna().any():
                 axes.plot(x, bars["paper"], **plot.OPEN_DIAMOND)
         rows = bars.to_dict("records")
-        ticks = [f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its" for row in rows]
+        ticks = [
+            f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its" for row in rows
+        ]
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.6, max(len(ticks), 3) - 0.4)
     plot.legend_below(figure)
     return figure
 
 
-def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame], None]) -> Figure:
+def _by_condition(
+    frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame], None]
+) -> Figure:
     """A panel for each condition, three in a row, drawn from its settings and rows."""
     groups = list(frame.groupby(SETTINGS, sort=False))
     figure, panels = plot.new_panels(len(groups), 3, 1.6, n=frame["n"])
@@ -227,25 +348,40 @@ def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame],
 
 
 @plot.styled
-def curves_figure(gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False) -> Figure:
+def curves_figure(
+    gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False
+) -> Figure:
     """Gaps over the iterations, a line per pair and seed, the paper's at its end; a panel per condition.
 
     Its title is the network, or with ``by_data`` the data.
     """
-    printed = gaps.merge(cells[[*SETTINGS, "pair", "paper"]], "left", [*SETTINGS, "pair"])
+    printed = gaps.merge(
+        cells[[*SETTINGS, "pair", "paper"]], "left", [*SETTINGS, "pair"]
+    )
 
     def draw(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
         _policies(axes, np.nanmax(printed[["gap", "paper"]].abs()))
-        for (pair, seed), line in rows.sort_values("iteration").groupby(["pair", "seed"]):
-            style = {**plot.line_style(PAIR_NAMES.index(pair)), "markersize": 2.2, "linewidth": 0.9}
+        for (pair, seed), line in rows.sort_values("iteration").groupby(
+            ["pair", "seed"]
+        ):
+            style = {
+                **plot.line_style(PAIR_NAMES.index(pair)),
+                "markersize": 2.2,
+                "linewidth": 0.9,
+            }
             name = pair.replace("-", " - ") if seed == rows["seed"].min() else None
             axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
             if line["paper"].notna().any():
-                own = plot.OPEN_DIAMOND | {"markerfacecolor": style["color"], "markeredgewidth": 0.7}
+                own = plot.OPEN_DIAMOND | {
+                    "markerfacecolor": style["color"],
+                    "markeredgewidth": 0.7,
+                }
                 axes.plot([100], line["paper"].iloc[:1], clip_on=False, **own)
         title = f"bias: {condition['bias']}" + (scaled(condition) or ", std 1/sqrt(D)")
         title = title if by_data else label(condition)
-        axes.set(xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115), title=title)
+        axes.set(
+            xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115), title=title
+        )
         axes.set_xticks([1, 10, 100], ["1", "10", "100"])
 
     return _by_condition(printed, draw)
@@ -254,7 +390,10 @@ def curves_figure(gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False
 @plot.styled
 def sinks_figure(sinks: pd.DataFrame) -> Figure:
     """Both sink metrics per token at the end, a panel per condition; mean over seeds."""
-    names = {"by_entry": "single weights > 0.2 (Wu et al.)", "by_head": "heads with mean > 0.3 (Gu et al.)"}
+    names = {
+        "by_entry": "single weights > 0.2 (Wu et al.)",
+        "by_head": "heads with mean > 0.3 (Gu et al.)",
+    }
 
     def draw(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
         here = 100 * rows.groupby("token")[list(names)].mean()
@@ -263,9 +402,19 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
             x = tokens - 0.2 + 0.4 * index
             axes.bar(x, here[metric], 0.4, color=plot.COLOURS[index], label=words)
         level = 100 * uniform_sinks(condition["mask"], len(tokens))["by_entry"]
-        equal: dict[str, Any] = {"color": plot.PAPER, "markersize": 5, "label": "Wu et al., equal weights"}
+        equal: dict[str, Any] = {
+            "color": plot.PAPER,
+            "markersize": 5,
+            "label": "Wu et al., equal weights",
+        }
         axes.plot(tokens - 0.2, level, "_", **equal)
         title = f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
-        axes.set(xlabel=plot.TOKEN, ylabel="sink (%)", title=title, xticks=tokens[::4], ylim=(0, 103))
+        axes.set(
+            xlabel=plot.TOKEN,
+            ylabel="sink (%)",
+            title=title,
+            xticks=tokens[::4],
+            ylim=(0, 103),
+        )
 
     return _by_condition(at_end(sinks), draw)

@@ -56,25 +56,36 @@ class SyntheticTraining(Trained):
     minutes a training of depth 2 on a free core).
     """
 
-    conditions: Annotated[tuple[dict[str, Any], ...], MinLen(1)]  # each with fields of :class:`Condition`
-    common: dict[str, Any] = field(default_factory=dict)  # fields that all conditions share
+    conditions: Annotated[
+        tuple[dict[str, Any], ...], MinLen(1)
+    ]  # each with fields of :class:`Condition`
+    common: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields that all conditions share
     preset: Literal["quick", "paper"] = "quick"
     quick_iterations: Count = 8000
     iterations: Count | None = None  # instead of the preset's
     seeds: Count | None = None  # seeds 0, 1, ..., instead of the preset's number
-    processes: Count | None = None  # trainings at a time on a CPU, one thread each; None: runtime.threads
-    trainings: str | None = None  # their folder, where they go on; None: next to the run folder
+    processes: Count | None = (
+        None  # trainings at a time on a CPU, one thread each; None: runtime.threads
+    )
+    trainings: str | None = (
+        None  # their folder, where they go on; None: next to the run folder
+    )
     reference: str | None = None  # CSV in experiments/reference with the paper's cells
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         self.built()
         if self.trainings and Path(self.trainings).expanduser().is_file():
-            raise UserError("study.trainings", self.trainings, "a folder", "check the path")
+            raise UserError(
+                "study.trainings", self.trainings, "a folder", "check the path"
+            )
 
     def built(self) -> list[Condition]:
         """The conditions, checked, and the reference."""
-        faults, found = Faults(), list[Condition]()
+        faults = Faults()
+        found = list[Condition]()
         build(Condition, self.common, "study.common")
         for index, fields in enumerate(self.conditions):
             where = f"study.conditions[{index}]"
@@ -91,22 +102,40 @@ class SyntheticTraining(Trained):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Train what is not trained yet; see :func:`tabulated`."""
-        conditions, paper = self.built(), self.preset == "paper"
+        conditions = self.built()
+        paper = self.preset == "paper"
         iterations = self.iterations or (100_000 if paper else self.quick_iterations)
-        seeds, device = list(range(self.seeds or (5 if paper else 1))), torch_device(run.runtime.device)
-        root = Path(self.trainings).expanduser() if self.trainings else run.out.path.parent / "trainings"
+        seeds = list(range(self.seeds or (5 if paper else 1)))
+        device = torch_device(run.runtime.device)
+        root = (
+            Path(self.trainings).expanduser()
+            if self.trainings
+            else run.out.path.parent / "trainings"
+        )
         work = partial(train, iterations=iterations, root=root, hardware=hardware())
-        with run.progress("training", len(conditions) * len(seeds) * iterations) as advance:
+        with run.progress(
+            "training", len(conditions) * len(seeds) * iterations
+        ) as advance:
             if device.type == "cpu":
-                jobs = [(condition, [seed]) for condition in conditions for seed in seeds]
-                found = _on_cores(jobs, work, self.processes or torch.get_num_threads(), advance)
+                jobs = [
+                    (condition, [seed]) for condition in conditions for seed in seeds
+                ]
+                found = _on_cores(
+                    jobs, work, self.processes or torch.get_num_threads(), advance
+                )
             else:
-                found = [work(c, seeds, device=str(device), advance=advance) for c in conditions]
+                found = [
+                    work(c, seeds, device=str(device), advance=advance)
+                    for c in conditions
+                ]
         return tabulated([*chain(*found)], [self.reference] if self.reference else [])
 
 
 def _on_cores(
-    jobs: Sequence[Any], work: partial[Measured], processes: int, advance: Callable[..., None]
+    jobs: Sequence[Any],
+    work: partial[Measured],
+    processes: int,
+    advance: Callable[..., None],
 ) -> list[Measured]:
     """Trainings on the cores of a CPU, one single-threaded process each; with one process, in this one."""
     if min(processes, len(jobs)) == 1:

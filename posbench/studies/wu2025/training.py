@@ -26,10 +26,17 @@ from posbench.studies.wu2025 import sequences as data
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
 from posbench.theory import masks
 
-PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))  # gaps above 0: bias to the earlier one
-CHUNK, CHECKPOINT_EVERY = 2000, 2000  # test sequences at a time; iterations
+PAIRS = (
+    ("first", "middle"),
+    ("first", "last"),
+    ("middle", "last"),
+)  # gaps above 0: bias to the earlier one
+CHUNK = 2000
+CHECKPOINT_EVERY = 2000  # test sequences at a time; iterations
 TEST_SEEDS = 1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
-ROWS, CHECKPOINT, FACTS = "rows.jsonl", "checkpoint.pt", "training.json"
+ROWS = "rows.jsonl"
+CHECKPOINT = "checkpoint.pt"
+FACTS = "training.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +52,27 @@ class Condition(data.Mixture, Attention):
     def of(cls, fields: Mapping[str, Any], where: str) -> Self:
         """A condition from plain data; ``where`` is its dotted name, for errors."""
         made = build(cls, fields, where)
-        bias, tokens = made.bias, f"at most {made.tokens}, the tokens of a sequence"
+        bias = made.bias
+        tokens = f"at most {made.tokens}, the tokens of a sequence"
         unique = len(set(bias)) == len(bias) and max(bias, default=0) < made.items
         even = made.width % 2 == 0 or made.pe == "none"
         for name, fits, allowed in (
-            ("bias", unique, f"different items from 0 to {made.items - 1}, or [] for none"),
+            (
+                "bias",
+                unique,
+                f"different items from 0 to {made.items - 1}, or [] for none",
+            ),
             ("window", made.window <= made.tokens, tokens),
             ("prefix", made.prefix <= made.tokens, tokens),
             ("width", even, f"an even number with pe {made.pe}"),
         ):
             if not fits:
-                raise UserError(f"{where}.{name}", fields.get(name), allowed, f"set {where}.{name}=...")
+                raise UserError(
+                    f"{where}.{name}",
+                    fields.get(name),
+                    allowed,
+                    f"set {where}.{name}=...",
+                )
         return made
 
     @property
@@ -63,9 +80,14 @@ class Condition(data.Mixture, Attention):
         """What tells the conditions of the paper apart, as columns of a table."""
         names = {place: name for name, place in self.places.items()}
         bias = "+".join(names.get(item, f"item {item}") for item in self.bias) or "none"
-        span = {"window": f" {self.window}", "prefix": f" {self.prefix}"}.get(self.mask, "")
+        span = {"window": f" {self.window}", "prefix": f" {self.prefix}"}.get(
+            self.mask, ""
+        )
         columns = ("vocabulary", "scale", "std", "mask", "pe", "depth", "residual")
-        return {name: getattr(self, name) for name in columns} | {"mask": self.mask + span, "bias": bias}
+        return {name: getattr(self, name) for name in columns} | {
+            "mask": self.mask + span,
+            "bias": bias,
+        }
 
     @property
     def name(self) -> str:
@@ -75,54 +97,87 @@ class Condition(data.Mixture, Attention):
         return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{digest(asdict(self))}"
 
 
-Measured = list[tuple[Condition, Row]]  # rows of :meth:`Ensemble.measure` with their conditions
+Measured = list[
+    tuple[Condition, Row]
+]  # rows of :meth:`Ensemble.measure` with their conditions
 
 
 def marks(until: int) -> list[int]:
     """Iterations of a measurement: 1000, 2000, 4000, ... 10,000, every 4000 from 12,000, and the end."""
     early = [1000, 2000, 4000, 6000, 8000, 10_000]
-    return sorted({m for m in [*early, *range(12_000, until + 1, 4000)] if m <= until} | {until})
+    return sorted(
+        {m for m in [*early, *range(12_000, until + 1, 4000)] if m <= until} | {until}
+    )
 
 
 class Ensemble:
     """Seeds of one condition at the same iteration, trained as one batch."""
 
-    def __init__(self, condition: Condition, seeds: Sequence[int], device: torch.device) -> None:
-        self.condition, self.seeds, self.iteration, self.device = condition, list(seeds), 0, device
+    def __init__(
+        self, condition: Condition, seeds: Sequence[int], device: torch.device
+    ) -> None:
+        self.condition = condition
+        self.seeds = list(seeds)
+        self.iteration = 0
+        self.device = device
         # Each seed has its own, so that no draw depends on the other seeds.
         classes, weights, self.data = (
-            [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds] for kind in range(3)
+            [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds]
+            for kind in range(3)
         )
         self.worlds = [data.draw_world(condition, rng) for rng in classes]
         self.network = AttentionNetwork(condition, condition, weights)
         rates = {"lr": condition.learning_rate, "weight_decay": condition.weight_decay}
-        self.optimizer = torch.optim.AdamW(self.network.parameters(), **rates, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.network.parameters(), **rates, fused=True
+        )
 
     def step(self) -> None:
         """One iteration: a fresh batch for every seed."""
-        size, both = self.condition.batch, zip(self.worlds, self.data, strict=True)
-        drawn = [data.training_batch(self.condition, world, size, rng) for world, rng in both]
+        size = self.condition.batch
+        both = zip(self.worlds, self.data, strict=True)
+        drawn = [
+            data.training_batch(self.condition, world, size, rng) for world, rng in both
+        ]
         # A stack of one would copy the batch.
-        tokens = torch.stack([d.tokens for d in drawn]) if len(drawn) > 1 else drawn[0].tokens[None]
-        logits, targets = self.network(tokens), torch.stack([d.targets for d in drawn])
+        tokens = (
+            torch.stack([d.tokens for d in drawn])
+            if len(drawn) > 1
+            else drawn[0].tokens[None]
+        )
+        logits = self.network(tokens)
+        targets = torch.stack([d.targets for d in drawn])
         # A sum over models of means over sequences: each model gets the gradient that it would get alone.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / size
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            / size
+        )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
         self.iteration += 1
         # A GPU is asked now and then, and always before a checkpoint (a multiple of these).
-        if (self.device.type == "cpu" or self.iteration % 100 == 0) and not bool(torch.isfinite(loss)):
-            where, hint = f"loss at iteration {self.iteration}", "lower learning_rate in study.conditions"
-            raise UserError(where, float(loss), f"a number, in {self.condition.name}", hint)
+        if (self.device.type == "cpu" or self.iteration % 100 == 0) and not bool(
+            torch.isfinite(loss)
+        ):
+            where = f"loss at iteration {self.iteration}"
+            hint = "lower learning_rate in study.conditions"
+            raise UserError(
+                where, float(loss), f"a number, in {self.condition.name}", hint
+            )
 
     def state(self, index: int) -> dict[str, Any]:
         """Everything that one seed needs to go on after a step, without the other seeds."""
         parameters = list(self.network.parameters())
         moments = [self.optimizer.state[p] for p in parameters]
-        first, second = ([m[name] for m in moments] for name in ("exp_avg", "exp_avg_sq"))
+        first, second = (
+            [m[name] for m in moments] for name in ("exp_avg", "exp_avg_sq")
+        )
         parts = {"parameters": parameters, "first": first, "second": second}
-        own = {name: [t[index].detach().cpu().clone() for t in part] for name, part in parts.items()}
+        own = {
+            name: [t[index].detach().cpu().clone() for t in part]
+            for name, part in parts.items()
+        }
         own["data"] = self.data[index].get_state()
         return {"iteration": self.iteration, "device": self.device.type, **own}
 
@@ -134,10 +189,19 @@ class Ensemble:
         for rng, state in zip(self.data, states, strict=True):
             rng.set_state(state["data"])
         for k, parameter in enumerate(self.network.parameters()):
-            parts = ([s[name][k] for s in states] for name in ("parameters", "first", "second"))
-            values, first, second = (torch.stack(part).to(self.device) for part in parts)
+            parts = (
+                [s[name][k] for s in states]
+                for name in ("parameters", "first", "second")
+            )
+            values, first, second = (
+                torch.stack(part).to(self.device) for part in parts
+            )
             parameter.copy_(values)
-            self.optimizer.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
+            self.optimizer.state[parameter] = {
+                "step": step.clone(),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
 
     @torch.no_grad()
     def measure(self) -> list[Row]:
@@ -146,42 +210,69 @@ class Ensemble:
         Loss (nats) and accuracy on the training's data; accuracy on new classes by item (``novel_``) and of
         each paired set (``acc_``); gaps with standard errors (``sd_``); both sink metrics by token.
         """
-        found, count = [], self.condition.sequences
+        found = []
+        count = self.condition.sequences
         for index, seed in enumerate(self.seeds):
             # One model on the CPU, so that every device measures alike.
-            network = AttentionNetwork(self.condition, self.condition, [torch.Generator()])
-            for own, shared in zip(network.parameters(), self.network.parameters(), strict=True):
+            network = AttentionNetwork(
+                self.condition, self.condition, [torch.Generator()]
+            )
+            for own, shared in zip(
+                network.parameters(), self.network.parameters(), strict=True
+            ):
                 own.copy_(shared[index : index + 1])
             rng = torch.Generator().manual_seed(TEST_SEEDS + seed)
             world = data.World(*(part.cpu() for part in self.worlds[index]))
             sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
             parts = [self._scores(network, world, rng, size) for size in sizes]
-            scores = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            scores = {
+                name: np.concatenate([part[name] for part in parts])
+                for name in parts[0]
+            }
             row: Row = {"seed": seed, "iteration": self.iteration, "n": count}
             row |= {name: values.mean(0).tolist() for name, values in scores.items()}
             for a, b in PAIRS:
-                difference = scores[f"acc_{a}_{b}"].astype(np.float64) - scores[f"acc_{b}_{a}"]
+                difference = (
+                    scores[f"acc_{a}_{b}"].astype(np.float64) - scores[f"acc_{b}_{a}"]
+                )
                 row[f"gap_{a}_{b}"] = float(difference.mean())
-                row[f"sd_{a}_{b}"] = float(difference.std(ddof=1) / len(difference) ** 0.5)
+                row[f"sd_{a}_{b}"] = float(
+                    difference.std(ddof=1) / len(difference) ** 0.5
+                )
             found.append(row)
         return found
 
-    def _scores(self, network: AttentionNetwork, world: data.World, rng: torch.Generator, count: int) -> Row:
+    def _scores(
+        self,
+        network: AttentionNetwork,
+        world: data.World,
+        rng: torch.Generator,
+        count: int,
+    ) -> Row:
         """Scores of each test sequence, [count] or [count, n], by name."""
 
         def hits(asked: data.Sequences) -> Any:
             return (network(asked.tokens[None])[0].argmax(-1) == asked.targets).numpy()
 
         condition, places = self.condition, self.condition.places
-        seen, mask = data.training_batch(condition, world, count, rng), condition.seen(condition.tokens)
+        seen, mask = (
+            data.training_batch(condition, world, count, rng),
+            condition.seen(condition.tokens),
+        )
         logits = network(seen.tokens[None])[0]
         attention = network.attentions(seen.tokens[None])[0].double().numpy()
         scores: Row = {
-            "train_loss": F.cross_entropy(logits, seen.targets, reduction="none").numpy(),
+            "train_loss": F.cross_entropy(
+                logits, seen.targets, reduction="none"
+            ).numpy(),
             "train_accuracy": (logits.argmax(-1) == seen.targets).numpy(),
             # Gu et al. count queries from the token on; if the mask is not causal, earlier ones see it too.
-            "sink_by_head": np.stack([masks.sink_by_head(np.tril(each)) for each in attention]),
-            "sink_by_entry": np.stack([masks.sink_by_entry(each, mask) for each in attention]),
+            "sink_by_head": np.stack(
+                [masks.sink_by_head(np.tril(each)) for each in attention]
+            ),
+            "sink_by_entry": np.stack(
+                [masks.sink_by_entry(each, mask) for each in attention]
+            ),
         }
         novel = data.novel_sequences(condition, world, count, rng)
         for name, place in places.items():
@@ -189,12 +280,17 @@ class Ensemble:
         for right, other in (pair for a, b in PAIRS for pair in ((a, b), (b, a))):
             if condition.test_component == "fresh":
                 novel = data.novel_sequences(condition, world, count, rng)
-            scores[f"acc_{right}_{other}"] = hits(data.ask(novel, world, places[right], places[other]))
+            scores[f"acc_{right}_{other}"] = hits(
+                data.ask(novel, world, places[right], places[other])
+            )
         return scores
 
-    def train(self, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]) -> None:
+    def train(
+        self, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]
+    ) -> None:
         """Train up to an iteration, measure where it is due, and write checkpoints."""
-        stops, start = set(marks(iterations)), self.iteration
+        stops = set(marks(iterations))
+        start = self.iteration
         runs = {seed: folder_of(root, self.condition, seed) for seed in self.seeds}
         # From the start itself: a row that was damaged is made again where the training stands at it.
         for at in range(start, max(start, iterations) + 1):
@@ -204,7 +300,11 @@ class Ensemble:
                     advance(len(runs) * (at % 100 or 100))
             if at in stops:
                 # A training killed between row and checkpoint comes to the same row again, and keeps it.
-                kept = {s for s, run in runs.items() if at in [row["iteration"] for row in run.rows(ROWS)]}
+                kept = {
+                    s
+                    for s, run in runs.items()
+                    if at in [row["iteration"] for row in run.rows(ROWS)]
+                }
                 for row in self.measure() if len(kept) < len(runs) else []:
                     if row["seed"] not in kept:
                         runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
@@ -238,7 +338,9 @@ def train(
         UserError: A checkpoint is of another device, a seed is in other hands, or was measured only later.
     """
     root.mkdir(parents=True, exist_ok=True)
-    where, found, groups = torch.device(device), Measured(), dict[int, dict[int, Any]]()
+    where = torch.device(device)
+    found = Measured()
+    groups = dict[int, dict[int, Any]]()
     with ExitStack() as stack:
         for seed in seeds:
             run = folder_of(root, condition, seed)
@@ -253,10 +355,17 @@ def train(
                 ensemble.load(list(group.values()))
             ensemble.train(iterations, root, hardware, advance)
     for run in (folder_of(root, condition, seed) for seed in seeds):
-        rows = [(condition, row) for row in run.rows(ROWS) if row["iteration"] <= iterations]
+        rows = [
+            (condition, row) for row in run.rows(ROWS) if row["iteration"] <= iterations
+        ]
         if not rows:
             allowed = f"1000 or more: {run.path} is trained further, and was measured later only"
-            raise UserError("iterations", iterations, allowed, "ask for more, or take another folder")
+            raise UserError(
+                "iterations",
+                iterations,
+                allowed,
+                "ask for more, or take another folder",
+            )
         found += rows
     return found
 
@@ -271,7 +380,9 @@ def trainings(root: Path) -> Measured:
     return found
 
 
-def _open(run: RunDir, condition: Condition, seed: int, device: torch.device) -> dict[str, Any] | None:
+def _open(
+    run: RunDir, condition: Condition, seed: int, device: torch.device
+) -> dict[str, Any] | None:
     """Make or repair a training's folder and read its checkpoint; None at the start."""
     run.path.mkdir(exist_ok=True)
     run.repair(ROWS)
@@ -281,7 +392,12 @@ def _open(run: RunDir, condition: Condition, seed: int, device: torch.device) ->
     if not file.is_file():
         return None
     if not zipfile.is_zipfile(file):
-        raise UserError("checkpoint", str(file), "a checkpoint of this training", "remove the folder")
+        raise UserError(
+            "checkpoint",
+            str(file),
+            "a checkpoint of this training",
+            "remove the folder",
+        )
     state: dict[str, Any] = torch.load(file, weights_only=True)
     if state["device"] != device.type:
         # The generators of a CPU and a GPU draw different numbers: it would no longer be the same training.

@@ -76,9 +76,15 @@ class AttentionToGold(Study):
     """
 
     examples: Several | None = 100  # per gold position at most; None: all of the task
-    items: tuple[int, ...] | None = None  # further numbers of items, for the decline with context length
-    layers: tuple[int, ...] | None = None  # retrieval-related ones, in place of those that are detected
-    head_layer: int | None = None  # whose heads are drawn (Figure 13: 15); None: the one with the best score
+    items: tuple[int, ...] | None = (
+        None  # further numbers of items, for the decline with context length
+    )
+    layers: tuple[int, ...] | None = (
+        None  # retrieval-related ones, in place of those that are detected
+    )
+    head_layer: int | None = (
+        None  # whose heads are drawn (Figure 13: 15); None: the one with the best score
+    )
     # Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say, leaves out
     # those that find the gold item at the two ends of the prompt alone.
     least: float = 0.0
@@ -97,14 +103,25 @@ class AttentionToGold(Study):
         """The task itself, then a copy for each further number of items, which it must let us set."""
         more = [n for n in dict.fromkeys(self.items or ()) if n != task.items]
         if more and not hasattr(task, "pairs"):
-            raise UserError("study.items", more, f"null with task {task.name}", "take task=kv_retrieval")
+            raise UserError(
+                "study.items",
+                more,
+                f"null with task {task.name}",
+                "take task=kv_retrieval",
+            )
         return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        every = [placed(shared.need_items(task), self.examples) for task in self.tasks(run.task)]
+        every = [
+            placed(shared.need_items(task), self.examples)
+            for task in self.tasks(run.task)
+        ]
         looks = [Looks(examples, times=1, replies=1, shared=True) for examples in every]
-        return [*looks, Looks(placed(every[0], HEAD_EXAMPLES), times=1, shared=True)]  # maps of heads
+        return [
+            *looks,
+            Looks(placed(every[0], HEAD_EXAMPLES), times=1, shared=True),
+        ]  # maps of heads
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Six tables.
@@ -113,23 +130,37 @@ class AttentionToGold(Study):
         ``heads``: :func:`scores`; of layers also how vertical their map is, and whether they are ``used``.
         ``examples``: attention to the gold item, mean over these layers, and score. ``lengths``: their means.
         """
-        parts, tables, used = [], dict[str, pd.DataFrame](), list[int]()
+        parts = []
+        tables = dict[str, pd.DataFrame]()
+        used = list[int]()
         for task in self.tasks(run.task):
-            prompts, key = Prompts.of(run, self.examples, task=task), {"items_per_prompt": task.items}
+            prompts = Prompts.of(run, self.examples, task=task)
+            key = {"items_per_prompt": task.items}
 
             def compute(
-                batch: Sequence[Example], prefix: Prefix | None, prompts: Prompts = prompts
+                batch: Sequence[Example],
+                prefix: Prefix | None,
+                prompts: Prompts = prompts,
             ) -> list[Row]:
                 found = prompts.attention(batch, prefix, heads=True).astype(np.float32)
-                return [head_row(weights, gold(e)) for weights, e in zip(found, batch, strict=True)]
+                return [
+                    head_row(weights, gold(e))
+                    for weights, e in zip(found, batch, strict=True)
+                ]
 
-            rows = prompts.as_read("attention.jsonl", f"attention, {task.items} items", key, compute)
+            rows = prompts.as_read(
+                "attention.jsonl", f"attention, {task.items} items", key, compute
+            )
             if not tables:
                 tables = self._scores(prompts, [rows[e.id] for e in prompts.examples])
                 used = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
-            said = prompts.as_read("replies.jsonl", f"accuracy, {task.items} items", key, prompts.replies)
+            said = prompts.as_read(
+                "replies.jsonl", f"accuracy, {task.items} items", key, prompts.replies
+            )
             for e in prompts.examples:
-                said[e.id]["attention"] = np.array(rows[e.id]["items"])[used, gold(e)].mean()
+                said[e.id]["attention"] = np.array(rows[e.id]["items"])[
+                    used, gold(e)
+                ].mean()
             parts.append(prompts.results(said))
         examples = pd.concat(parts, ignore_index=True)
         lengths = shared.means_by_position(examples, ("attention", "score"))
@@ -138,7 +169,8 @@ class AttentionToGold(Study):
     def _scores(self, prompts: Prompts, rows: Sequence[Row]) -> dict[str, pd.DataFrame]:
         """Tables ``layers``, ``heads``, ``maps`` and ``head_maps`` of the task's own number of items."""
         frame = prompts.frame()
-        place, clusters = frame["gold_position"].to_numpy(), list(frame["cluster"])
+        place = frame["gold_position"].to_numpy()
+        clusters = list(frame["cluster"])
         kept = ("items", "largest", "gold", "others")
         items, *each = (np.array([row[name] for row in rows]) for name in kept)
         at_gold = np.take_along_axis(items, place[:, None, None], axis=2)[..., 0]
@@ -149,13 +181,21 @@ class AttentionToGold(Study):
         layers["vertical"] = [vertical_share(rows) for _, rows in maps.groupby("layer")]
         # Where no layer follows the gold item, the best one stands in, so that there is something to look at.
         best = int(layers["score"].idxmax())
-        found = layers["retrieval"] if layers["retrieval"].any() else layers["layer"] == best
-        layers["used"] = found if self.layers is None else layers["layer"].isin(self.layers)
+        found = (
+            layers["retrieval"]
+            if layers["retrieval"].any()
+            else layers["layer"] == best
+        )
+        layers["used"] = (
+            found if self.layers is None else layers["layer"].isin(self.layers)
+        )
         largest, at_gold, others = (values.reshape(len(rows), -1) for values in each)
         heads = scores(largest, at_gold, others, place, clusters, self.least)
         layer, head = np.divmod(heads.index, each[0].shape[2])
         heads = heads.assign(layer=layer, head=head)
-        by_head = self._head_maps(prompts, best if self.head_layer is None else self.head_layer)
+        by_head = self._head_maps(
+            prompts, best if self.head_layer is None else self.head_layer
+        )
         return {"layers": layers, "heads": heads, "maps": maps, "head_maps": by_head}
 
     def _head_maps(self, prompts: Prompts, layer: int) -> pd.DataFrame:
@@ -166,20 +206,32 @@ class AttentionToGold(Study):
             found = few.attention(batch, prefix, heads=True)[:, layer]
             return [{"heads": rounded(weights)} for weights in found]
 
-        rows = few.as_read("heads.jsonl", f"heads of layer {layer}", {"layer": layer}, compute)
+        rows = few.as_read(
+            "heads.jsonl", f"heads of layer {layer}", {"layer": layer}, compute
+        )
         weights = np.array([rows[e.id]["heads"] for e in few.examples])
-        return mean_maps(weights, few.frame()["gold_position"].to_numpy(), "head").assign(layer=layer)
+        return mean_maps(
+            weights, few.frame()["gold_position"].to_numpy(), "head"
+        ).assign(layer=layer)
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        layers, own, lengths = tables["layers"], tables["maps"], tables["lengths"]
-        items, head_maps = int(own["item"].max()) + 1, tables["head_maps"]
+        layers = tables["layers"]
+        own = tables["maps"]
+        lengths = tables["lengths"]
+        items = int(own["item"].max()) + 1
+        head_maps = tables["head_maps"]
         used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
-        titles = {row.layer: f"layer {row.layer} (score {row.score:.2f})" for row in layers.itertuples()}
+        titles = {
+            row.layer: f"layer {row.layer} (score {row.score:.2f})"
+            for row in layers.itertuples()
+        }
         maps = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."
         heads = "Share of examples in which the gold item gets the most weight, minus that under shuffled "
         heads += "positions."
-        by_head = f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."
+        by_head = (
+            f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."
+        )
         curve = f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %)."
         names = {head: f"head {head}" for head in head_maps["head"]}
         same = f"The same for several numbers of items; layers ({used}) as found with {items}."
@@ -191,44 +243,64 @@ class AttentionToGold(Study):
             "lengths": lambda: (curve_figure(lengths), same),
         }
         several = lengths["items"].nunique() > 1
-        return {n: draw() for n, draw in ways.items() if n in self.show and (several or n != "lengths")}
+        return {
+            n: draw()
+            for n, draw in ways.items()
+            if n in self.show and (several or n != "lengths")
+        }
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
-        layers, examples = tables["layers"], tables["examples"]
+        layers = tables["layers"]
+        examples = tables["examples"]
         own = examples[examples["items"] == tables["maps"]["item"].max() + 1]
         found = _of_layers(layers, tables["heads"])
         if self.layers is None and not layers["retrieval"].any():
             note = "no layer is retrieval-related: study.layers=[...] names some"
-            return found + [Finding.untestable(*claim, note, len(own)) for claim in (LINK, DIP, LENGTH)]
+            return found + [
+                Finding.untestable(*claim, note, len(own))
+                for claim in (LINK, DIP, LENGTH)
+            ]
         return [*found, *_of_positions(own, tables), _of_lengths(examples)]
 
 
 def _of_layers(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
     """Whether some layer follows the gold item, and whether such layers stand behind the others."""
-    related, others = (layers.loc[layers["retrieval"] == kind, "layer"].to_numpy() for kind in (True, False))
-    best, deeper = layers.loc[layers["score"].idxmax()], np.subtract.outer(related, others) > 0
+    related, others = (
+        layers.loc[layers["retrieval"] == kind, "layer"].to_numpy()
+        for kind in (True, False)
+    )
+    best = layers.loc[layers["score"].idxmax()]
+    deeper = np.subtract.outer(related, others) > 0
     note = (
         f"layer {best['layer']} of {len(layers)}; retrieval-related layers {related.tolist()}, "
         f"{heads['retrieval'].sum()} of {len(heads)} heads; largest score under shuffled positions "
         f"{best['threshold']:.3f} (95 %); in the other layers the place of an item alone explains "
         f"{layers.loc[~layers['retrieval'], 'vertical'].mean():.0%} of the map"
     )
-    p = min(2 * best["p"], 1.0) if len(related) else 1.0  # of the permutation test, which has one side
+    p = (
+        min(2 * best["p"], 1.0) if len(related) else 1.0
+    )  # of the permutation test, which has one side
     found = [Finding.tested(True, *FOLLOW, estimate(best, "score"), p, note)]
     note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}; no interval: one model"
     if not deeper.size:
         return [*found, Finding.untestable(*DEEP, note)]
-    return [*found, Finding.that(deeper.mean() > 0.5, *DEEP, (deeper.mean(), deeper.size), note)]
+    return [
+        *found,
+        Finding.that(deeper.mean() > 0.5, *DEEP, (deeper.mean(), deeper.size), note),
+    ]
 
 
 def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
     """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
     ((attention, seen),) = curves(own, "attention", "items", RESAMPLES).values()
     ((score, said),) = curves(own, "score", "items", RESAMPLES).values()
-    maps, used = tables["maps"], tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
+    maps = tables["maps"]
+    used = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
     at_gold = maps[maps["item"] == maps["gold_position"]]
-    by_layer = at_gold.pivot(index="layer", columns="gold_position", values="attention").loc[used]
+    by_layer = at_gold.pivot(
+        index="layer", columns="gold_position", values="attention"
+    ).loc[used]
     each = zip(used, spearman(by_layer.to_numpy(), score), strict=True)
     note = (
         "mean over the retrieval-related layers (each by itself: "
@@ -245,25 +317,42 @@ def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
 
 def _of_lengths(examples: pd.DataFrame) -> Finding:
     """Growth of the dip at every step of the number of items: a line through them would hide a fall."""
-    parts, n = {int(items): part for items, part in examples.groupby("items")}, len(examples)
+    parts = {int(items): part for items, part in examples.groupby("items")}
+    n = len(examples)
     if len(parts) < 2:
-        return Finding.untestable(*LENGTH, "one number of items only: study.items=[16,32,64]", n)
-    curve = {items: part.groupby("gold_position")["score"].mean() for items, part in parts.items()}
+        return Finding.untestable(
+            *LENGTH, "one number of items only: study.items=[16,32,64]", n
+        )
+    curve = {
+        items: part.groupby("gold_position")["score"].mean()
+        for items, part in parts.items()
+    }
     ends = {items: score.iloc[[0, -1]].max() for items, score in curve.items()}
     if min(ends.values()) < AT_LEAST:
-        listed = ", ".join(f"{items} items: {score:.0%}" for items, score in ends.items())
+        listed = ", ".join(
+            f"{items} items: {score:.0%}" for items, score in ends.items()
+        )
         note = f"too long for the model, which answers less than {AT_LEAST:.0%} even at the better end"
         return Finding.untestable(*LENGTH, f"{note} ({listed})", n)
     doublings = np.log2(list(parts))
-    found, drawn = zip(*(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True)
+    found, drawn = zip(
+        *(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True
+    )
     values = [at.value for at in found]
     questions = min(part["cluster"].nunique() for part in parts.values())
     grown = zip(np.diff(values), np.diff(np.stack(drawn), axis=0), strict=True)
-    level = np.polyfit(doublings, np.log2([part["attention"].mean() for part in parts.values()]), 1)[0]
-    listed = ", ".join(f"{items}: {dip:.2f}" for items, dip in zip(parts, values, strict=True))
+    level = np.polyfit(
+        doublings, np.log2([part["attention"].mean() for part in parts.values()]), 1
+    )[0]
+    listed = ", ".join(
+        f"{items}: {dip:.2f}" for items, dip in zip(parts, values, strict=True)
+    )
     note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**level:.2f}"
     return joint(
-        [Finding.above(*LENGTH, bootstrap.percentile(*step, n, questions), note=note) for step in grown]
+        [
+            Finding.above(*LENGTH, bootstrap.percentile(*step, n, questions), note=note)
+            for step in grown
+        ]
     )
 
 
@@ -272,11 +361,19 @@ def head_row(weights: Array, place: int) -> Row:
     at_gold = weights[..., place]
     others = (weights.sum(-1) - at_gold) / max(weights.shape[-1] - 1, 1)
     parts = {"items": weights.mean(1), "gold": at_gold, "others": others}
-    return {"largest": weights.argmax(-1).tolist(), **{name: rounded(part) for name, part in parts.items()}}
+    return {
+        "largest": weights.argmax(-1).tolist(),
+        **{name: rounded(part) for name, part in parts.items()},
+    }
 
 
 def scores(
-    largest: Integers, at_gold: Array, others: Array, place: Integers, clusters: Sequence[str], least: float
+    largest: Integers,
+    at_gold: Array,
+    others: Array,
+    place: Integers,
+    clusters: Sequence[str],
+    least: float,
 ) -> pd.DataFrame:
     """Retrieval scores of U layers or heads in n examples, from the item with the largest weight, the weight
     of the gold item and the mean weight of the others, [n, U], and gold position and question, [n].
@@ -286,15 +383,24 @@ def scores(
     which some score reaches this one), gold_attention, ratio (to the others'), retrieval, n.
     """
     share = np.bincount(place, minlength=int(largest.max()) + 1) / len(place)
-    hits, chance = largest == place[:, None], share[largest]
+    hits = largest == place[:, None]
+    chance = share[largest]
     # The expectation over all shuffles is a mean over examples too: one bootstrap covers the difference.
-    parts, expected = hits - chance, chance.mean(0)
+    parts = hits - chance
+    expected = chance.mean(0)
     score = parts.mean(0)
-    at = pd.DataFrame([ends(bootstrap.difference(part, clusters), "score") for part in parts.T])
+    at = pd.DataFrame(
+        [ends(bootstrap.difference(part, clusters), "score") for part in parts.T]
+    )
     rng = np.random.default_rng(0)
     shuffles = (rng.permutation(place)[:, None] for _ in range(SHUFFLES))
-    top = np.array([((largest == shuffled).mean(0) - expected).max() for shuffled in shuffles])
-    threshold, (gold_attention, rest) = float(np.quantile(top, 0.95)), (at_gold.mean(0), others.mean(0))
+    top = np.array(
+        [((largest == shuffled).mean(0) - expected).max() for shuffled in shuffles]
+    )
+    threshold, (gold_attention, rest) = (
+        float(np.quantile(top, 0.95)),
+        (at_gold.mean(0), others.mean(0)),
+    )
     return at.assign(
         score=score,
         found=hits.mean(0),
@@ -302,7 +408,9 @@ def scores(
         threshold=threshold,
         p=(1 + (top[:, None] >= score).sum(0)) / (1 + SHUFFLES),
         gold_attention=gold_attention,
-        ratio=np.divide(gold_attention, rest, out=np.full(len(rest), np.nan), where=rest > 0),
+        ratio=np.divide(
+            gold_attention, rest, out=np.full(len(rest), np.nan), where=rest > 0
+        ),
         retrieval=(at["score_ci_low"] > least) & (score > threshold),
         n=len(place),
     )
@@ -313,13 +421,20 @@ def mean_maps(weights: Array, place: Integers, unit: str) -> pd.DataFrame:
     places, counts = np.unique(place, return_counts=True)
     means = np.stack([weights[place == position].mean(0) for position in places])
     at, number, item = (index.ravel() for index in np.indices(means.shape))
-    values = {unit: number, "gold_position": places[at], "item": item, "attention": means.ravel()}
+    values = {
+        unit: number,
+        "gold_position": places[at],
+        "item": item,
+        "attention": means.ravel(),
+    }
     return pd.DataFrame({**values, "n": counts[at]})
 
 
 def vertical_share(rows: pd.DataFrame) -> float:
     """Share of the variance of a layer's map that the place of an item explains: 1 for vertical lines."""
-    grid = rows.pivot(index="gold_position", columns="item", values="attention").to_numpy()
+    grid = rows.pivot(
+        index="gold_position", columns="item", values="attention"
+    ).to_numpy()
     return float(grid.mean(0).var() / grid.var()) if grid.var() > 0 else math.nan
 
 
@@ -327,13 +442,22 @@ def vertical_share(rows: pd.DataFrame) -> float:
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
     """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
     columns = 5 if len(titles) == 5 else 4 if len(titles) <= 12 else 8
-    large, shape = columns < 8, {"sharex": True, "sharey": True, "n": frame["n"]}
-    figure, panels = plot.new_panels(len(titles), columns, 1.55 if large else 0.95, **shape)
-    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
+    large = columns < 8
+    shape = {"sharex": True, "sharey": True, "n": frame["n"]}
+    figure, panels = plot.new_panels(
+        len(titles), columns, 1.55 if large else 0.95, **shape
+    )
+    norm = matplotlib.colors.PowerNorm(
+        0.5, vmin=0, vmax=float(frame["attention"].max())
+    )
     for axes, (number, title) in zip(panels, titles.items(), strict=True):
         rows = frame[frame[unit] == number]
-        grid = rows.pivot_table(index="gold_position", columns="item", values="attention")
-        image = axes.imshow(grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
+        grid = rows.pivot_table(
+            index="gold_position", columns="item", values="attention"
+        )
+        image = axes.imshow(
+            grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest"
+        )
         plot.few_ticks(axes.set_yticks, grid.index, 5)
         size = plot.STYLE["axes.titlesize" if large else "xtick.labelsize"]
         axes.set_title(title if large else f"{unit} {number}", fontsize=size)
@@ -352,10 +476,22 @@ def head_figure(heads: pd.DataFrame) -> Figure:
     height = 1.3 + 0.16 * max(len(grid.index), 5)
     figure, axes = plot.new_figure(plot.COLUMN, height, n=heads["n"])
     lowest = min(0.0, float(grid.min().min()))
-    image = axes.imshow(grid.to_numpy(), vmin=lowest, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-    marked, ring = heads[heads["retrieval"]], {"linestyle": "none", "marker": "o", "color": "black"}
+    image = axes.imshow(
+        grid.to_numpy(),
+        vmin=lowest,
+        vmax=1,
+        cmap="viridis",
+        aspect="auto",
+        origin="lower",
+    )
+    marked = heads[heads["retrieval"]]
+    ring = {"linestyle": "none", "marker": "o", "color": "black"}
     if len(marked):
-        fill = {"markerfacecolor": "white", "markersize": 4, "label": "retrieval-related"}
+        fill = {
+            "markerfacecolor": "white",
+            "markersize": 4,
+            "label": "retrieval-related",
+        }
         axes.plot(marked["head"], marked["layer"], **ring, **fill)
         plot.legend_below(figure)
     plot.few_ticks(axes.set_xticks, grid.columns)

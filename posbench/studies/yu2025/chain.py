@@ -21,7 +21,12 @@ from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.yu2025 import channel_subtraction, crop_mask, doubling, hidden_perturbation
+from posbench.studies.yu2025 import (
+    channel_subtraction,
+    crop_mask,
+    doubling,
+    hidden_perturbation,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,9 @@ class Chain(Study):
     examples: Count = 40  # of each gold position, for the first panels
 
     def _links(self) -> dict[str, Study]:
-        return {name: link for name, link in vars(self).items() if isinstance(link, Study)}
+        return {
+            name: link for name, link in vars(self).items() if isinstance(link, Study)
+        }
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -55,14 +62,19 @@ class Chain(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``bias`` (attention and score by method and gold position), and those of every link."""
         prompts = shared.Prompts.of(run, self.examples)
-        measured, means = {}, []
+        measured = {}
+        means = []
         for name, method in run.methods().items():
             block = lambda batch, method=method: method.applied(run.lm)  # type: ignore[misc]  # noqa: E731
             measured[name] = prompts.under(name, block, shared.gold_attention)
-        unmodified = pd.DataFrame([row["attention"] for row in measured[UNMODIFIED].values()]).mean()
+        unmodified = pd.DataFrame(
+            [row["attention"] for row in measured[UNMODIFIED].values()]
+        ).mean()
         layers = shared.retrieval_layers(None, unmodified.to_numpy())
         for name, rows in measured.items():
-            frame = shared.means_by_position(prompts.results(rows, layers), ("attention", "score"))
+            frame = shared.means_by_position(
+                prompts.results(rows, layers), ("attention", "score")
+            )
             means.append(frame.assign(method=name))
         bias = pd.concat(means, ignore_index=True)
         tables = {"bias": bias.assign(layer_first=layers[0], layer_last=layers[1])}
@@ -71,7 +83,9 @@ class Chain(Study):
             # Rows of the links must not meet: each has a folder of its own, and resumes there.
             own.out = RunDir(run.out.path / name, f"{run.out.id}/{name}")
             own.out.path.mkdir(exist_ok=True)
-            tables |= {f"{name}/{table}": frame for table, frame in link.measure(own).items()}
+            tables |= {
+                f"{name}/{table}": frame for table, frame in link.measure(own).items()
+            }
         return tables
 
     def figures(self, tables: Tables) -> Drawn:
@@ -90,13 +104,18 @@ class Chain(Study):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """The verdicts of every link, in the order of the chain."""
-        return [found for name, link in self._links().items() for found in link.findings(_of(name, tables))]
+        return [
+            found
+            for name, link in self._links().items()
+            for found in link.findings(_of(name, tables))
+        ]
 
 
 def _alone(run: Run) -> Run:
     """The run without its method."""
     own = copy.copy(run)
-    own.choice, own.target = MethodChoice(name=UNMODIFIED, cls=Unmodified, values={}), None
+    own.choice = MethodChoice(name=UNMODIFIED, cls=Unmodified, values={})
+    own.target = None
     return own
 
 
@@ -109,19 +128,29 @@ def _of(link: str, tables: Tables) -> Tables:
 @plot.styled
 def chain_figure(tables: Tables) -> Figure:
     """Six panels in the order of the argument; see the caption of :class:`Chain`."""
-    bias, counts = tables["bias"], [n for table in tables.values() if "n" in table for n in table["n"]]
+    bias = tables["bias"]
+    counts = [n for table in tables.values() if "n" in table for n in table["n"]]
     figure, grid = plot.new_figure(plot.PAGE, 5.8, 2, 3, n=counts)
-    labels = {method: f"with {method}" for method in bias["method"].unique()} | {UNMODIFIED: "unmodified"}
+    labels = {method: f"with {method}" for method in bias["method"].unique()} | {
+        UNMODIFIED: "unmodified"
+    }
     over_positions(grid[0][1], grid[0][0], bias, "method", labels)
     grid[0][0].set_title("position bias")
-    grid[0][1].set_title(f"attention, {shared.named(*bias[['layer_first', 'layer_last']].iloc[0])}")
+    grid[0][1].set_title(
+        f"attention, {shared.named(*bias[['layer_first', 'layer_last']].iloc[0])}"
+    )
     _channel(grid[0][2], tables["hidden_perturbation/curves"])
     crop_mask.attention_panel(grid[1][0], tables["crop_mask/crop_mask"])
     grid[1][0].set_title(f"mask to attention, {grid[1][0].get_title()}")
-    items, doubled = tables["channel_subtraction/items"], tables["doubling/doubling"]
+    items = tables["channel_subtraction/items"]
+    doubled = tables["doubling/doubling"]
     channel_subtraction.panel(grid[1][1], items, "other", "attention")
     grid[1][1].set_title(f"channel of item {items['other'].iloc[0]} to attention")
-    labels = {UNMODIFIED: "unmodified", "gold": "gold item doubled", "other": "another doubled (control)"}
+    labels = {
+        UNMODIFIED: "unmodified",
+        "gold": "gold item doubled",
+        "other": "another doubled (control)",
+    }
     plot.bands(grid[1][2], doubled, "mode", labels, name="score")
     plot.percent_axes(grid[1][2], "score (%)")
     grid[1][2].set_title("attention to accuracy")
@@ -129,18 +158,30 @@ def chain_figure(tables: Tables) -> Figure:
     for letter, axes in zip("abcdef", grid.flat, strict=True):
         axes.set_title(f"({letter}) {axes.get_title()}")
         columns = 2 if letter in "abc" else 1
-        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=columns, **narrow)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=columns, **narrow
+        )
     return figure
 
 
 def _channel(axes: Axes, curves: pd.DataFrame) -> None:
     """Mean over the layers behind the first one: no token of layer 0 has seen another yet."""
     rows = curves[~curves["control"] & (curves["layer"] > 0)]
-    axes.axvspan(rows["start"].iloc[0], rows["end"].iloc[0], color=plot.SHADE, linewidth=0, label="span")
+    axes.axvspan(
+        rows["start"].iloc[0],
+        rows["end"].iloc[0],
+        color=plot.SHADE,
+        linewidth=0,
+        label="span",
+    )
     for index, (variant, label) in enumerate(hidden_perturbation.LABELS.items()):
         line = rows[rows["variant"] == variant].groupby("token")["value"].mean()
-        style = plot.line_style(max(index - 1, 0), variant == UNMODIFIED) | {"marker": ""}
+        style = plot.line_style(max(index - 1, 0), variant == UNMODIFIED) | {
+            "marker": ""
+        }
         if len(line):
             axes.plot(line, label=label, **style)
     ylabel = f"mean of channel {rows['channel'].iloc[0]}"
-    axes.set(xlabel=plot.TOKEN.replace("\n", " "), ylabel=ylabel, title="mask to channel")
+    axes.set(
+        xlabel=plot.TOKEN.replace("\n", " "), ylabel=ylabel, title="mask to channel"
+    )

@@ -70,16 +70,29 @@ class CropMask(Study):
         shared.check_prompts(run)
         if self.crossed and not can_move(run.lm):
             allowed = f"false here: {shared.NO_ROPE}"
-            raise UserError("study.crossed", True, allowed, "set study.crossed=false, or take model=tiny")
+            raise UserError(
+                "study.crossed",
+                True,
+                allowed,
+                "set study.crossed=false, or take model=tiny",
+            )
         nothing = [1], [(0, 0)]
-        moved = move_positions(run.lm, *nothing, nothing[1]) if can_move(run.lm) else nullcontext()
+        moved = (
+            move_positions(run.lm, *nothing, nothing[1])
+            if can_move(run.lm)
+            else nullcontext()
+        )
         with run.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
             pass
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
         variants = len(LABELS) + self.crossed * len(CROSSED)
-        return [Looks(placed(shared.need_items(run.task), self.examples), variants, variants)]
+        return [
+            Looks(
+                placed(shared.need_items(run.task), self.examples), variants, variants
+            )
+        ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
@@ -91,22 +104,36 @@ class CropMask(Study):
             block = self._block(prompts, variant, cropped)
             measured[variant] = prompts.under(variant, block, shared.gold_attention)
             if variant == UNMODIFIED:
-                every = np.array([row["attention"] for row in measured[variant].values()])
+                every = np.array(
+                    [row["attention"] for row in measured[variant].values()]
+                )
                 retrieval = shared.retrieval_layers(self.retrieval, every.mean(0))
                 first, last = share(shared.CROP, run.lm.layers)
-                cropped = self.layers or (first, max(min(last, retrieval[0] - 1), first))
-        parts = [prompts.results(rows, retrieval).assign(variant=v) for v, rows in measured.items()]
-        frame, resamples = pd.concat(parts), run.runtime.resamples
+                cropped = self.layers or (
+                    first,
+                    max(min(last, retrieval[0] - 1), first),
+                )
+        parts = [
+            prompts.results(rows, retrieval).assign(variant=v)
+            for v, rows in measured.items()
+        ]
+        frame = pd.concat(parts)
+        resamples = run.runtime.resamples
         layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
         layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
         placed = _by_position(frame, run.task.metric).assign(**layers)
         by_layer = _by_layer(measured, prompts.examples).assign(**layers)
         effects = _effects(frame, resamples)
-        return {"crop_mask": placed, "crop_mask_layers": by_layer, "crop_mask_effects": effects}
+        return {
+            "crop_mask": placed,
+            "crop_mask_layers": by_layer,
+            "crop_mask_effects": effects,
+        }
 
     def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
         """What a variant does to a batch."""
-        lm, layers = prompts.run.lm, range(cropped[0], cropped[1] + 1)
+        lm = prompts.run.lm
+        layers = range(cropped[0], cropped[1] + 1)
         other = lambda e: shared.other_item(e, "crop_mask", self.seed)  # noqa: E731
         end = 0 if variant.endswith("beginning") else -1
 
@@ -116,7 +143,11 @@ class CropMask(Study):
             spans = prompts.spans(batch, other if variant.endswith("other") else gold)
             with ExitStack() as stack:
                 if variant.startswith("crop"):
-                    stack.enter_context(crop_mask(lm, lengths, spans, layers, keep_first=self.keep_first))
+                    stack.enter_context(
+                        crop_mask(
+                            lm, lengths, spans, layers, keep_first=self.keep_first
+                        )
+                    )
                 if "pe_to" in variant:
                     target = prompts.spans(batch, lambda e: end)
                     stack.enter_context(move_positions(lm, lengths, spans, target))
@@ -127,22 +158,41 @@ class CropMask(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = "Score and attention, and change of attention by layer, with 95 % intervals."
-        drawn = {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
+        drawn = {
+            "crop_mask": (
+                crop_figure(tables["crop_mask"], tables["crop_mask_layers"]),
+                caption,
+            )
+        }
         if _is_crossed(tables):
             caption = "Change at the inner gold positions (95 %); lines: what the first and last one have."
-            drawn["crop_mask_crossed"] = crossed_figure(tables["crop_mask_effects"]), caption
+            drawn["crop_mask_crossed"] = (
+                crossed_figure(tables["crop_mask_effects"]),
+                caption,
+            )
         return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
-        note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        studies = ("crop_mask", *(("crop_mask_crossed",) if _is_crossed(tables) else ()))
+        note = (
+            f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
+        )
+        studies = (
+            "crop_mask",
+            *(("crop_mask_crossed",) if _is_crossed(tables) else ()),
+        )
         effects = tables["crop_mask_effects"]
-        missing = NO_LATE if "crop_over_moves" in set(effects["effect"]) else shared.NO_ROPE
+        missing = (
+            NO_LATE if "crop_over_moves" in set(effects["effect"]) else shared.NO_ROPE
+        )
         told = {"missing": missing, "layers": where}
-        return [found for study in studies for found in shared.judged(effects, study, note, **told)]
+        return [
+            found
+            for study in studies
+            for found in shared.judged(effects, study, note, **told)
+        ]
 
 
 def _is_crossed(tables: Tables) -> bool:
@@ -152,15 +202,21 @@ def _is_crossed(tables: Tables) -> bool:
 
 def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Rows of variant, gold_position, depth, measure, value and change (each with its interval), n."""
-    base, out = frame[frame["variant"] == UNMODIFIED].set_index("id"), []
+    base = frame[frame["variant"] == UNMODIFIED].set_index("id")
+    out = []
     by = ["variant", "gold_position", "depth"]
     for measure, name in (("score", metric), ("attention", "attention")):
         for place, rows in frame.groupby(by, sort=False):
-            clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
+            clusters = list(rows["cluster"])
+            values = rows[measure].to_numpy()
             before = base.loc[rows["id"], measure].to_numpy()
             value = bootstrap.mean(values, clusters)
             scored = measure == "score" and place[0] != UNMODIFIED
-            pair = bootstrap.paired if scored else lambda a, b, asked: bootstrap.difference(a - b, asked)
+            pair = (
+                bootstrap.paired
+                if scored
+                else lambda a, b, asked: bootstrap.difference(a - b, asked)
+            )
             change = pair(values, before, clusters)
             where = {**dict(zip(by, place, strict=True)), "measure": name}
             out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
@@ -184,7 +240,11 @@ def _by_layer(measured: Measured, examples: Sequence[Example]) -> pd.DataFrame:
         values = np.array([rows[e.id]["attention"] for e in chosen])
         for layer, change in enumerate((values - base).T):
             at = bootstrap.difference(change, clusters)
-            mean = {"variant": variant, "layer": layer, "attention": values[:, layer].mean()}
+            mean = {
+                "variant": variant,
+                "layer": layer,
+                "attention": values[:, layer].mean(),
+            }
             out.append({**mean, **ends(at, "change"), "n": at.n})
     return pd.DataFrame(out)
 
@@ -192,31 +252,47 @@ def _by_layer(measured: Measured, examples: Sequence[Example]) -> pd.DataFrame:
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     """The numbers behind the verdicts."""
     positions = sorted(frame["gold_position"].unique())
-    inner, late = _inner(positions), [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
+    inner = _inner(positions)
+    late = [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
 
     def group(variant: str, measure: str, where: Iterable[int]) -> bootstrap.Group:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
         return shared.group(rows, measure)
 
     here = list(frame["variant"].unique())
-    attention, scores = ({v: group(v, measure, inner) for v in here} for measure in ("attention", "score"))
+    attention, scores = (
+        {v: group(v, measure, inner) for v in here}
+        for measure in ("attention", "score")
+    )
     first = {"first": group(UNMODIFIED, "attention", positions[:1])}
     ratio = lambda m: m["crop"] / m["first"]  # noqa: E731
     out = {
-        "unmodified_inner": bootstrap.statistic(attention, lambda m: m[UNMODIFIED], resamples=resamples),
-        "unmodified_first": bootstrap.statistic(first, lambda m: m["first"], resamples=resamples),
+        "unmodified_inner": bootstrap.statistic(
+            attention, lambda m: m[UNMODIFIED], resamples=resamples
+        ),
+        "unmodified_first": bootstrap.statistic(
+            first, lambda m: m["first"], resamples=resamples
+        ),
     }
     for variant in here[1:]:
-        out[f"{variant}_attention"] = shared.minus(attention, variant, UNMODIFIED, resamples)
+        out[f"{variant}_attention"] = shared.minus(
+            attention, variant, UNMODIFIED, resamples
+        )
         out[f"{variant}_score"] = shared.minus(scores, variant, UNMODIFIED, resamples)
-    out["crop_level"] = bootstrap.statistic(attention | first, ratio, resamples=resamples)
+    out["crop_level"] = bootstrap.statistic(
+        attention | first, ratio, resamples=resamples
+    )
     out["crop_over_other"] = shared.minus(attention, "crop", "crop_other", resamples)
     if MOVES[0] in here:
         over = lambda m: m["crop"] - np.maximum(m[MOVES[0]], m[MOVES[1]])  # noqa: E731
-        out["crop_over_moves"] = bootstrap.statistic(attention, over, resamples=resamples)
+        out["crop_over_moves"] = bootstrap.statistic(
+            attention, over, resamples=resamples
+        )
         for measure in ("attention", "score") if late else ():
             groups = {v: group(v, measure, late) for v in (UNMODIFIED, MOVES[0])}
-            out[f"beginning_late_{measure}"] = shared.minus(groups, UNMODIFIED, MOVES[0], resamples)
+            out[f"beginning_late_{measure}"] = shared.minus(
+                groups, UNMODIFIED, MOVES[0], resamples
+            )
     if "crop_pe_to_end" in here:
         out |= _crossed(group, positions, inner, resamples)
     return shared.effects_table(out)
@@ -229,7 +305,8 @@ def _crossed(
     resamples: int,
 ) -> dict[str, bootstrap.Estimate]:
     """Mask and position ids together at the inner positions, and the unmodified model's ends over them."""
-    both, ends_at = "crop_pe_to_end", {"first": positions[:1], "last": positions[-1:]}
+    both = "crop_pe_to_end"
+    ends_at = {"first": positions[:1], "last": positions[-1:]}
     contrasts = {
         "mask_beyond_ids": (both, "pe_to_end"),
         "ids_beyond_mask": (both, "crop"),
@@ -241,18 +318,24 @@ def _crossed(
     out = dict[str, bootstrap.Estimate]()
     for measure in ("score", "attention"):
         names = dict.fromkeys(name for pair in contrasts.values() for name in pair)
-        at = {n: group(UNMODIFIED if n in ends_at else n, measure, ends_at.get(n, inner)) for n in names}
+        at = {
+            n: group(UNMODIFIED if n in ends_at else n, measure, ends_at.get(n, inner))
+            for n in names
+        }
         for name, (one, other) in contrasts.items():
             out[f"{name}_{measure}"] = shared.minus(at, one, other, resamples)
     level = {name: at[name] for name in ("pe_to_end", "last")}
-    out["end_level"] = bootstrap.statistic(level, lambda m: m["pe_to_end"] / m["last"], resamples=resamples)
+    out["end_level"] = bootstrap.statistic(
+        level, lambda m: m["pe_to_end"] / m["last"], resamples=resamples
+    )
     return out
 
 
 def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
     """Attention to the gold item over its position, a line for each variant."""
     plot.bands(axes, table[table["measure"] == "attention"], "variant", LABELS, scale=1)
-    first, last = int(table["retrieval_first"].iloc[0]), int(table["retrieval_last"].iloc[0])
+    first = int(table["retrieval_first"].iloc[0])
+    last = int(table["retrieval_last"].iloc[0])
     plot.attention_axes(axes, plot.layer_title(range(first, last + 1), False))
 
 
@@ -266,7 +349,13 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     plot.percent_axes(left, f"{metric.replace('_', ' ')} (%)")
     attention_panel(middle, table)
     first, last = layers[["crop_first", "crop_last"]].iloc[0]
-    right.axvspan(first - 0.5, last + 0.5, color=plot.SHADE, linewidth=0, label="layers with a cropped mask")
+    right.axvspan(
+        first - 0.5,
+        last + 0.5,
+        color=plot.SHADE,
+        linewidth=0,
+        label="layers with a cropped mask",
+    )
     right.axhline(0, color=plot.GUIDE, linewidth=0.6)
     changed = layers[layers["variant"] != UNMODIFIED]
     plot.bands(right, changed, "variant", LABELS, x="layer", name="change", scale=1)
@@ -280,16 +369,24 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 @plot.styled
 def crossed_figure(effects: pd.DataFrame) -> Figure:
     """Change of attention and score under each variant; lines where the unmodified model's ends stand."""
-    rows, labels = effects.set_index("effect"), LABELS | CROSSED
+    rows = effects.set_index("effect")
+    labels = LABELS | CROSSED
     figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, n=effects["n"], sharey=True)
-    shown = sorted((v for v in labels if v != UNMODIFIED), key=lambda v: v.endswith("other"))
+    shown = sorted(
+        (v for v in labels if v != UNMODIFIED), key=lambda v: v.endswith("other")
+    )
     for axes, measure in zip(panels, ("attention", "score"), strict=True):
         axes.axvline(0, color=plot.GUIDE, linewidth=0.6)
         for dashes, end in zip((plot.DASHED, ":"), ("first", "last"), strict=True):
             at = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
-            axes.axvline(at, **plot.LEVEL | {"linestyle": dashes}, label=f"unmodified, gold item {end}")
+            axes.axvline(
+                at,
+                **plot.LEVEL | {"linestyle": dashes},
+                label=f"unmodified, gold item {end}",
+            )
         for number, variant in enumerate(shown):
-            found, colour = rows.loc[[f"{variant}_{measure}"]], (plot.BLUE, plot.CONTROL)["other" in variant]
+            found = rows.loc[[f"{variant}_{measure}"]]
+            colour = (plot.BLUE, plot.CONTROL)["other" in variant]
             style = {"fmt": "o", "markersize": 3, "color": colour}
             plot.percent_bars(axes, [number], found, upright=False, **style)
     panels[0].set_xlabel("change of attention per token (points)")

@@ -47,9 +47,13 @@ class Doubling(Study):
     """
 
     examples: Several | None = 100  # per gold position at most; None: all of the task
-    item: Share = 0.5  # depth of the changed item, rounded down; the paper's 25th of 50 is 0.5
+    item: Share = (
+        0.5  # depth of the changed item, rounded down; the paper's 25th of 50 is 0.5
+    )
     factor: Positive = 2.0  # of its weight
-    renormalise: bool = True  # to sum 1; otherwise the head's output grows by the added weight
+    renormalise: bool = (
+        True  # to sum 1; otherwise the head's output grows by the added weight
+    )
     layers: tuple[int, ...] | None = None  # None: all
     generated: bool = False  # whether rows of generated tokens are changed too
     seed: Seed = 0  # of the control's items
@@ -61,29 +65,47 @@ class Doubling(Study):
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        return [Looks(placed(shared.need_items(run.task), self.examples), 0, len(LABELS))]
+        return [
+            Looks(placed(shared.need_items(run.task), self.examples), 0, len(LABELS))
+        ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.
 
         Attention is the gold item's mean weight per token after the change, over heads and changed layers.
         """
-        prompts, parts, means = Prompts.of(run, self.examples), [], []
+        prompts = Prompts.of(run, self.examples)
+        parts = []
+        means = []
         shown = list(self.layers or range(run.lm.layers))
         for mode, label in LABELS.items():
 
             def compute(batch: Sequence[Example], mode: str = mode) -> list[Row]:
                 said, weights = self.answered(prompts, batch, mode)
-                seen = [float(row[shown, gold(e)].mean()) for row, e in zip(weights, batch, strict=True)]
-                return [{**row, "attention": rounded(at)} for row, at in zip(said, seen, strict=True)]
+                seen = [
+                    float(row[shown, gold(e)].mean())
+                    for row, e in zip(weights, batch, strict=True)
+                ]
+                return [
+                    {**row, "attention": rounded(at)}
+                    for row, at in zip(said, seen, strict=True)
+                ]
 
             text = f"changed: {label.split(',')[0]}"
             rows = prompts.complete("doubling.jsonl", text, {"mode": mode}, compute)
             frame = prompts.results(rows).assign(mode=mode)
-            parts.append(frame.assign(target=[self.target(mode, e) for e in prompts.examples]))
-            means.append(shared.means_by_position(frame, ("attention", "score")).assign(mode=mode))
+            parts.append(
+                frame.assign(target=[self.target(mode, e) for e in prompts.examples])
+            )
+            means.append(
+                shared.means_by_position(frame, ("attention", "score")).assign(
+                    mode=mode
+                )
+            )
         tables = {"doubling": means, "examples": parts}
-        return {name: pd.concat(each, ignore_index=True) for name, each in tables.items()}
+        return {
+            name: pd.concat(each, ignore_index=True) for name, each in tables.items()
+        }
 
     def target(self, mode: str, example: Example) -> int | None:
         """Item whose weight is changed in an example; None in the unmodified model."""
@@ -97,9 +119,12 @@ class Doubling(Study):
         """The item that mode ``item`` changes."""
         return at_share(Fraction(str(self.item)), items)
 
-    def answered(self, prompts: Prompts, batch: Sequence[Example], mode: str) -> tuple[list[Row], Tensor]:
+    def answered(
+        self, prompts: Prompts, batch: Sequence[Example], mode: str
+    ) -> tuple[list[Row], Tensor]:
         """Scored replies under a change, and the last prompt token's weight on each item then, [B, L, N]."""
-        lm, width = prompts.run.lm, max(prompts.lengths(batch))
+        lm = prompts.run.lm
+        width = max(prompts.lengths(batch))
         pool = item_pool([prompts.encoded[e.id] for e in batch], batch, width)
         tokens = torch.zeros(len(batch), width)
         for row, example in enumerate(batch):
@@ -110,7 +135,10 @@ class Doubling(Study):
         settings = {"renormalise": self.renormalise, "generated": self.generated}
         with scale_attention(lm, tokens, self.factor, layers, **settings) as weights:
             said = prompts.replies(batch)
-        each = [weights[layer].unflatten(0, (len(batch), -1)).mean((1, 2)) for layer in range(lm.layers)]
+        each = [
+            weights[layer].unflatten(0, (len(batch), -1)).mean((1, 2))
+            for layer in range(lm.layers)
+        ]
         return said, pooled([row.float().cpu()[:, None] for row in each], pool)[:, :, 0]
 
     def figures(self, tables: Tables) -> Drawn:
@@ -118,14 +146,19 @@ class Doubling(Study):
         table = tables["doubling"]
         place = self._place(int(table["items"].iloc[0]))
         renormalised = "" if self.renormalise else ", not renormalised"
-        layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
+        layers = (
+            "all layers"
+            if self.layers is None
+            else f"layers {', '.join(map(str, self.layers))}"
+        )
         caption = f"The last token's weight on an item times {self.factor:g}{renormalised}. Attention after "
         caption += f"the change: mean of {layers}. Bands: 95 %."
         return {"doubling": (doubling_figure(table, place), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether accuracy rises with the weight of the gold item, and does not with that of another one."""
-        examples, place = tables["examples"], self._place(int(tables["examples"]["items"].iloc[0]))
+        examples = tables["examples"]
+        place = self._place(int(tables["examples"]["items"].iloc[0]))
         keys = ["id", "cluster", "gold_position"]
         wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
         change = f"times {self.factor:g}, minus the unmodified model's, in points"
@@ -151,14 +184,22 @@ class Doubling(Study):
         for (mode, base), claim in cases.items():
             rows = wide[wide["gold_position"] == place] if mode == "item" else wide
             if rows.empty:
-                note = "no gold position stands there: see study.item and task.positions"
+                note = (
+                    "no gold position stands there: see study.item and task.positions"
+                )
                 found.append(Finding.untestable(*claim, note))
                 continue
             clusters = list(rows["cluster"].astype(str))
-            at = estimate(bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100)
-            note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
+            at = estimate(
+                bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100
+            )
+            note = ", ".join(
+                f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode)
+            )
             below = Finding.below(*claim, at, LITTLE, note).control()
-            found.append(below if mode == "other" else Finding.above(*claim, at, note=note))
+            found.append(
+                below if mode == "other" else Finding.above(*claim, at, note=note)
+            )
         return [each.control() if "ontrol: " in each.claim else each for each in found]
 
 

@@ -30,7 +30,11 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Range
 
-LABELS = {UNMODIFIED: "unmodified", "crop": "crop mask", "shift": "position ids shifted"}
+LABELS = {
+    UNMODIFIED: "unmodified",
+    "crop": "crop mask",
+    "shift": "position ids shifted",
+}
 Changes = Mapping[str, Array]
 
 
@@ -44,13 +48,22 @@ class HiddenPerturbation(Study):
     Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
     """
 
-    channel: int | None = None  # the positional channel; None: that of the model's scale_channel block
+    channel: int | None = (
+        None  # the positional channel; None: that of the model's scale_channel block
+    )
     texts: Count = 100
     length: Count = 1000  # tokens per text (as the paper)
     alphabet: Alphabet = "characters"  # see measure.states.Strings
-    span: tuple[Share, Share] = (0.4, 0.6)  # start and end, as shares of the text (as the paper)
-    layers: tuple[int, int] | None = None  # first and last cropped one; None is all (the paper does not say)
-    keep_first: bool = False  # whether the span still sees the first token (D.4: no; D.3: yes)
+    span: tuple[Share, Share] = (
+        0.4,
+        0.6,
+    )  # start and end, as shares of the text (as the paper)
+    layers: tuple[int, int] | None = (
+        None  # first and last cropped one; None is all (the paper does not say)
+    )
+    keep_first: bool = (
+        False  # whether the span still sees the first token (D.4: no; D.3: yes)
+    )
     site: Site = "attention_input"
     skip: Whole = 30  # first tokens left out of the range (as the paper)
     bins: Count = 40  # points of a curve: means over equal parts of the text
@@ -59,19 +72,26 @@ class HiddenPerturbation(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        lm, low = run.lm, self.skip + self.bins
+        lm = run.lm
+        low = self.skip + self.bins
         shared.channels(run, self.channel, self.controls, self.seed)
         check_layers(lm, "study.layers", self.layers)
         if not low <= self.length <= lm.context_window:
             allowed = f"from {low} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})"
-            raise UserError("study.length", self.length, allowed, "set study.length=128")
+            raise UserError(
+                "study.length", self.length, allowed, "set study.length=128"
+            )
         start, stop = self._span
         if not 0 < start < stop < self.length or stop > 2 * start:
             allowed = "[start, end] inside the text as shares of it, no longer than what comes before it"
-            raise UserError("study.span", list(self.span), allowed, "set study.span=[0.4,0.6]")
+            raise UserError(
+                "study.span", list(self.span), allowed, "set study.span=[0.4,0.6]"
+            )
         if self._cropped(lm)[0] == lm.layers - 1:
             allowed = "layers before the last one"
-            raise UserError("study.layers", self.layers, allowed, "set study.layers=null")
+            raise UserError(
+                "study.layers", self.layers, allowed, "set study.layers=null"
+            )
         with run.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
             pass
 
@@ -90,30 +110,58 @@ class HiddenPerturbation(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
         channels = shared.channels(run, self.channel, self.controls, self.seed)
-        strings = Strings(count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed)
+        strings = Strings(
+            count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed
+        )
         variants = [v for v in LABELS if v != "shift" or can_move(run.lm)]
-        (start, stop), parts = self._span, np.array_split(np.arange(self.length), self.bins)
+        (start, stop), parts = (
+            self._span,
+            np.array_split(np.arange(self.length), self.bins),
+        )
 
         def compute(batch: Sequence[tuple[int, list[int]]]) -> list[Row]:
             ids = [text for _, text in batch]
-            every = np.stack([self._channels(run.lm, ids, v, channels) for v in variants], axis=1)
-            curves = np.stack([every[..., part, :].mean(-2) for part in parts], axis=-1)  # [B, V, L, C, bins]
-            means = {"inside": every[..., start:stop, :].mean(-2), "behind": every[..., stop:, :].mean(-2)}
+            every = np.stack(
+                [self._channels(run.lm, ids, v, channels) for v in variants], axis=1
+            )
+            curves = np.stack(
+                [every[..., part, :].mean(-2) for part in parts], axis=-1
+            )  # [B, V, L, C, bins]
+            means = {
+                "inside": every[..., start:stop, :].mean(-2),
+                "behind": every[..., stop:, :].mean(-2),
+            }
             found = {"curves": curves, **means}
-            return [{name: rounded(part[i]) for name, part in found.items()} for i in range(len(batch))]
+            return [
+                {name: rounded(part[i]) for name, part in found.items()}
+                for i in range(len(batch))
+            ]
 
-        batches = run.batches(list(enumerate(strings.draw(run.lm))), lambda text: self.length)
-        rows = run.complete("rows.jsonl", "hidden perturbation", batches, lambda t: {"text": t[0]}, compute)
+        batches = run.batches(
+            list(enumerate(strings.draw(run.lm))), lambda text: self.length
+        )
+        rows = run.complete(
+            "rows.jsonl",
+            "hidden perturbation",
+            batches,
+            lambda t: {"text": t[0]},
+            compute,
+        )
         curves = np.mean([row["curves"] for row in rows], axis=0)
         middle = np.array([part.mean() for part in parts])
         whole = curves[0][..., middle >= self.skip]
-        reach, change = whole.max(-1) - whole.min(-1), {}  # [L, C]; [texts, V, L, C]
-        sign = np.sign(whole[..., 0] - np.mean([row["inside"] for row in rows], axis=0)[0])
+        reach = whole.max(-1) - whole.min(-1)
+        change = {}  # [L, C]; [texts, V, L, C]
+        sign = np.sign(
+            whole[..., 0] - np.mean([row["inside"] for row in rows], axis=0)[0]
+        )
         for where in ("inside", "behind"):
             values = np.array([row[where] for row in rows])
             change[where] = sign / reach * (values - values[:, :1])
         after = slice(self._cropped(run.lm)[0] + 1, None)
-        averaged = {where: values[:, :, after].mean(2) for where, values in change.items()}
+        averaged = {
+            where: values[:, :, after].mean(2) for where, values in change.items()
+        }
         return {
             "curves": self._curves(curves, channels, variants, middle),
             "layer_effects": _by_layer(change, channels, variants),
@@ -121,25 +169,44 @@ class HiddenPerturbation(Study):
         }
 
     @inference_mode
-    def _channels(self, lm: LM, ids: Sequence[list[int]], variant: str, channels: Sequence[int]) -> Array:
+    def _channels(
+        self, lm: LM, ids: Sequence[list[int]], variant: str, channels: Sequence[int]
+    ) -> Array:
         """The channels of texts under a variant, [B, L, P, C]."""
         given, (start, stop) = lm.pad(ids), self._span
-        spans, layers = [self._span] * len(ids), self._cropped(lm)
+        spans = [self._span] * len(ids)
+        layers = self._cropped(lm)
         block: AbstractContextManager[None] = nullcontext()
         if variant == "crop":
-            block = crop_mask(lm, [self.length] * len(ids), spans, layers, keep_first=self.keep_first)
+            block = crop_mask(
+                lm, [self.length] * len(ids), spans, layers, keep_first=self.keep_first
+            )
         elif variant == "shift":
             given["position_ids"][:, start:stop] -= stop - start
         with block, channel_input(lm, channels, self.site) as found:
             forward(lm, **given)
         return stacked(found, len(ids))
 
-    def _curves(self, curves: Array, channels: list[int], variants: list[str], middle: Array) -> pd.DataFrame:
+    def _curves(
+        self, curves: Array, channels: list[int], variants: list[str], middle: Array
+    ) -> pd.DataFrame:
         """Rows of variant, layer, channel, control, token, value; start and end of the span, in tokens."""
-        variant, layer, channel, place = (index.ravel() for index in np.indices(curves.shape))
-        what = {"variant": np.take(variants, variant), "layer": layer, "channel": np.take(channels, channel)}
-        where = {"control": channel > 0, "token": middle[place], "value": curves.ravel()}
-        return pd.DataFrame({**what, **where, "start": self._span[0], "end": self._span[1]})
+        variant, layer, channel, place = (
+            index.ravel() for index in np.indices(curves.shape)
+        )
+        what = {
+            "variant": np.take(variants, variant),
+            "layer": layer,
+            "channel": np.take(channels, channel),
+        }
+        where = {
+            "control": channel > 0,
+            "token": middle[place],
+            "value": curves.ravel(),
+        }
+        return pd.DataFrame(
+            {**what, **where, "start": self._span[0], "end": self._span[1]}
+        )
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
@@ -147,7 +214,10 @@ class HiddenPerturbation(Study):
         effects = tables["layer_effects"]
         layers = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
         return {
-            "hidden_perturbation": (curves_figure(tables["curves"], effects["n"]), curves),
+            "hidden_perturbation": (
+                curves_figure(tables["curves"], effects["n"]),
+                curves,
+            ),
             "hidden_perturbation_layers": (layers_figure(effects), layers),
         }
 
@@ -156,7 +226,9 @@ class HiddenPerturbation(Study):
         return shared.judged(tables["effects"], "hidden_perturbation")
 
 
-def _by_layer(change: Changes, channels: list[int], variants: list[str]) -> pd.DataFrame:
+def _by_layer(
+    change: Changes, channels: list[int], variants: list[str]
+) -> pd.DataFrame:
     """Rows of variant, where, layer, channel, control, change (in the channel's range) and interval, n."""
     out = []
     for where, values in change.items():
@@ -172,10 +244,12 @@ def _by_layer(change: Changes, channels: list[int], variants: list[str]) -> pd.D
 
 def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.DataFrame:
     """The numbers behind the verdicts, from changes [texts, V, C] averaged over layers."""
-    out, clusters = {}, list(map(str, range(len(change["inside"]))))
+    out = {}
+    clusters = list(map(str, range(len(change["inside"]))))
     for where, values in change.items():
         for number, variant in enumerate(variants[1:], start=1):
-            own, controls = values[:, number, 0], values[:, number, 1:].mean(-1)
+            own = values[:, number, 0]
+            controls = values[:, number, 1:].mean(-1)
             for name, found in ((variant, own), (f"control_{variant}", controls)):
                 out[f"{name}_{where}"] = bootstrap.difference(found, clusters)
     inside = change["inside"]
@@ -192,15 +266,28 @@ def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.Dat
 def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
     """The positional channel over the token, mean of ``n`` texts; a panel per layer, a line per change."""
     rows = curves[~curves["control"]]
-    layers, first = [*rows.groupby("layer")], rows.iloc[0]
+    layers = [*rows.groupby("layer")]
+    first = rows.iloc[0]
     across = plot.layers_across(len(layers))
     figure, panels = plot.new_panels(len(layers), across, 1.5, n=n)
     for axes, (layer, here) in zip(panels, layers, strict=True):
-        axes.axvspan(first["start"], first["end"], color=plot.SHADE, linewidth=0, label="changed span")
+        axes.axvspan(
+            first["start"],
+            first["end"],
+            color=plot.SHADE,
+            linewidth=0,
+            label="changed span",
+        )
         for index, variant in enumerate(LABELS):
-            line, style = here[here["variant"] == variant], plot.line_style(max(index - 1, 0), not index)
+            line = here[here["variant"] == variant]
+            style = plot.line_style(max(index - 1, 0), not index)
             if len(line):
-                axes.plot(line["token"], line["value"], label=LABELS[variant], **style | {"marker": ""})
+                axes.plot(
+                    line["token"],
+                    line["value"],
+                    label=LABELS[variant],
+                    **style | {"marker": ""},
+                )
         axes.set_title(f"layer {layer}")
         axes.locator_params(nbins=4)
     panels[0].set_ylabel(f"mean value of channel {first['channel']}")
@@ -217,11 +304,16 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     figure, axes = plot.new_figure(plot.COLUMN, 2.7, n=table["n"])
     axes.axhline(0, color=plot.GUIDE, linewidth=0.6)
     for index, variant in enumerate(v for v in LABELS if v in set(inside["variant"])):
-        rows, style = inside[inside["variant"] == variant], plot.line_style(index)
-        own, label = rows[~rows["control"]], LABELS[variant]
+        rows = inside[inside["variant"] == variant]
+        style = plot.line_style(index)
+        own = rows[~rows["control"]]
+        label = LABELS[variant]
         plot.band(axes, own, style, x="layer", name="change", scale=1, label=label)
         random = rows[rows["control"]].groupby("layer")["change"].mean()
-        control = plot.ON_TOP | {"marker": style["marker"], "label": f"{LABELS[variant]}, random channels"}
+        control = plot.ON_TOP | {
+            "marker": style["marker"],
+            "label": f"{LABELS[variant]}, random channels",
+        }
         axes.plot(random, **control)
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
     axes.locator_params("x", integer=True)

@@ -18,7 +18,12 @@ def test_the_study_draws_and_tabulates_what_the_theory_says(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
     size = ["study.draws=60", "study.tokens=9", "study.dim=16"]
-    assert posbench("study=causal_mask", *size, "study.show=[1,10]", "stages=[study]").status == 0
+    assert (
+        posbench(
+            "study=causal_mask", *size, "study.show=[1,10]", "stages=[study]"
+        ).status
+        == 0
+    )
     (folder,) = run_folders(outputs)
     tables = {file.stem: pd.read_csv(file) for file in folder.glob("*.csv")}
     drawn = study.CausalMask(show=(1, 10), tokens=9).figures(tables)
@@ -32,9 +37,9 @@ def test_the_study_draws_and_tabulates_what_the_theory_says(
     frame = tables["scores"].set_index(["figure", "setting", "layer", "query", "key"])
     mean, error = theory.simulate(9, 4, 0.0, dim=16, draws=60, rope=True, mask=False)
     one = frame.loc[(10, "alpha 0, RoPE, no mask", 1, 9, 4)]
-    assert one["score"] == pytest.approx(mean[1, 8, 3]) and one["standard_error"] == pytest.approx(
-        error[1, 8, 3]
-    )
+    assert one["score"] == pytest.approx(mean[1, 8, 3]) and one[
+        "standard_error"
+    ] == pytest.approx(error[1, 8, 3])
     assert len(frame) == 4 * 81, "without a mask all pairs have a score"
     steps = pd.read_csv(folder / "steps.csv")
     assert steps[steps.step.str.startswith("(d)")]["value"].tolist() == pytest.approx(
@@ -47,18 +52,31 @@ def test_the_study_draws_and_tabulates_what_the_theory_says(
     )
 
 
-@pytest.mark.parametrize("field", ["show=[3]", "show=[2,2]", "dim=5", "tokens=2", "draws=1"])
+@pytest.mark.parametrize(
+    "field", ["show=[3]", "show=[2,2]", "dim=5", "tokens=2", "draws=1"]
+)
 def test_the_study_refuses_what_it_cannot_simulate(
     posbench: Callable[..., Result], outputs: Path, field: str
 ) -> None:
     result = posbench("study=causal_mask", f"study.{field}")
-    assert result.status == 2 and f"study.{field.split('=')[0]} = " in result.err and not run_folders(outputs)
+    assert (
+        result.status == 2
+        and f"study.{field.split('=')[0]} = " in result.err
+        and not run_folders(outputs)
+    )
 
 
 def test_findings_tell_where_the_text_disagrees() -> None:
     tables = study.exact_tables(50)
-    found = {finding.claim: finding for finding in study.CausalMask(show=(1,)).findings(tables)}
-    later = next(f for claim, f in found.items() if "at alpha 0 those of the third and fourth" in claim)
+    found = {
+        finding.claim: finding
+        for finding in study.CausalMask(show=(1,)).findings(tables)
+    }
+    later = next(
+        f
+        for claim, f in found.items()
+        if "at alpha 0 those of the third and fourth" in claim
+    )
     assert (
         later.verdict == "contradicted"
         and later.value == pytest.approx((24 + 30) / 96)
@@ -76,11 +94,15 @@ def test_shares_beyond_distance_as_in_the_limit() -> None:
         later = study.CausalMask().limit(study.Setting(alpha, rope=True))[1:]
         rows = study.facts(np.array(later), np.array(later), later)
         assert rows["beyond_limit"].tolist() == pytest.approx(wanted, abs=0.005)
-        assert rows["split_half"].tolist() == pytest.approx([1, 1, 1]) and rows["bias"].abs().max() == 0
+        assert (
+            rows["split_half"].tolist() == pytest.approx([1, 1, 1])
+            and rows["bias"].abs().max() == 0
+        )
 
 
 def test_layernorm_of_long_inputs_has_the_limit_of_l2() -> None:
-    normed, wide = study.Setting(0.2, norm="layernorm"), study.Setting(0.2, norm="layernorm_sqrt")
+    normed = study.Setting(0.2, norm="layernorm")
+    wide = study.Setting(0.2, norm="layernorm_sqrt")
     long = study.CausalMask(tokens=9, draws=600, input_norm="sqrt_dim")
     assert study.CausalMask(tokens=9).limit(normed) is None and long.limit(wide) is None
     mean, _, again = long.simulated(normed)

@@ -43,7 +43,9 @@ def test_methods_that_attend_more_than_once() -> None:
             found = score_maps(lm, [rows])
             panels = gram.gram_panels(lm, [rows])
         assert all(len(each.each) == 3 for each in panels.values())
-        assert_same([np.nan_to_num(each.mean) for each in found], plain, noise, "scores")
+        assert_same(
+            [np.nan_to_num(each.mean) for each in found], plain, noise, "scores"
+        )
         assert len(found[0].each) == 3
         assert_same(np.nan_to_num(panels["i"].mean), plain[1], noise, "scores")
 
@@ -52,20 +54,32 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
     torch.manual_seed(0)
     lm = package.load(BUILDERS["llama"]())
     rows = _rows()
-    panels = {name: each.mean for name, each in gram.gram_panels(lm, [rows[:2], rows[2:]]).items()}
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in lm.model.modules())
+    panels = {
+        name: each.mean
+        for name, each in gram.gram_panels(lm, [rows[:2], rows[2:]]).items()
+    }
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks
+        for module in lm.model.modules()
+    )
     assert set(panels) == set(gram.PANELS)
     lower = np.tril_indices(9)
-    block, second = lm.model.model.layers[0], lm.model.model.layers[1]
+    block = lm.model.model.layers[0]
+    second = lm.model.model.layers[1]
     want = dict.fromkeys("acdefgh", 0.0)
     with torch.no_grad():
         for row in rows:
-            out = lm.model(torch.tensor([row]), output_hidden_states=True, output_attentions=False)
-            x, g = out.hidden_states[0][0], out.hidden_states[1][0]
+            out = lm.model(
+                torch.tensor([row]), output_hidden_states=True, output_attentions=False
+            )
+            x = out.hidden_states[0][0]
+            g = out.hidden_states[1][0]
             a = block.input_layernorm(x)
             cos_sin = lm.model.model.rotary_emb(x[None], torch.arange(9)[None])
             mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
-            d = block.self_attn(a[None], position_embeddings=cos_sin, attention_mask=mask)[0][0]
+            d = block.self_attn(
+                a[None], position_embeddings=cos_sin, attention_mask=mask
+            )[0][0]
             c = torch.linalg.lstsq(block.self_attn.o_proj.weight, d.T).solution.T
             e = d + x
             states = {
@@ -80,7 +94,9 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
             for name, value in states.items():
                 want[name] = want[name] + (value @ value.T).numpy() / len(rows)
     for name, value in want.items():
-        assert panels[name][lower] == pytest.approx(value[lower], abs=2e-3, rel=1e-3), name
+        assert panels[name][lower] == pytest.approx(value[lower], abs=2e-3, rel=1e-3), (
+            name
+        )
     scores = score_maps(lm, [rows])
     noise = noise_floor(lm.model, torch.tensor(rows))
     assert_same(panels["b"][lower], scores[0].mean[lower], noise, "scores")
@@ -90,12 +106,18 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "mistral-window"])
 def test_gram_and_scores_agree_on_other_families(family: str) -> None:
     lm = package.load(BUILDERS[family]())
-    panels, scores = gram.gram_panels(lm, [_rows(2)]), score_maps(lm, [_rows(2)])
+    panels = gram.gram_panels(lm, [_rows(2)])
+    scores = score_maps(lm, [_rows(2)])
     lower = np.tril_indices(9)
     for panel, layer in (("b", 0), ("i", 1)):
         noise = noise_floor(lm.model, torch.tensor(_rows(2)))
-        assert_same(panels[panel].mean[lower], scores[layer].mean[lower], noise, "scores")
-    assert all(len(each.each) == 2 and np.isfinite(each.mean[lower]).all() for each in panels.values())
+        assert_same(
+            panels[panel].mean[lower], scores[layer].mean[lower], noise, "scores"
+        )
+    assert all(
+        len(each.each) == 2 and np.isfinite(each.mean[lower]).all()
+        for each in panels.values()
+    )
 
 
 def test_large_maps_are_means_over_blocks() -> None:
@@ -108,18 +130,24 @@ def test_large_maps_are_means_over_blocks() -> None:
     cells = stacked(large, "score")[0]
     assert cells.shape == (7, 7) and np.isnan(cells[0, 1:]).all()
     assert cells[4, 1] == pytest.approx(values[12:15, 3:6].mean())
-    assert cells[2, 2] == pytest.approx((values[7, 6] + values[8, 6] + values[8, 7]) / 3)
+    assert cells[2, 2] == pytest.approx(
+        (values[7, 6] + values[8, 6] + values[8, 7]) / 3
+    )
     assert sorted(set(large["query"])) == [2, 5, 8, 11, 14, 17, 20]
 
 
 def test_samples(tmp_path: Path) -> None:
     lm = package.load("tiny")
     rows = ScoreMap(samples=5, tokens=20, seed=1).rows(lm)
-    assert [len(row) for row in rows] == [20] * 5 and rows == ScoreMap(samples=5, tokens=20, seed=1).rows(lm)
+    assert [len(row) for row in rows] == [20] * 5 and rows == ScoreMap(
+        samples=5, tokens=20, seed=1
+    ).rows(lm)
     assert rows != ScoreMap(samples=5, tokens=20, seed=2).rows(lm)
     file = tmp_path / "words.txt"
     file.write_text(" ".join(["bal", "kop", "dip", "gel"] * 40))
-    assert [len(row) for row in ScoreMap(samples=3, tokens=12, text=str(file)).rows(lm)] == [12] * 3
+    assert [
+        len(row) for row in ScoreMap(samples=3, tokens=12, text=str(file)).rows(lm)
+    ] == [12] * 3
     with pytest.raises(UserError, match="pieces of"):
         ScoreMap(samples=1000, tokens=12, text=str(file)).rows(lm)
     with pytest.raises(UserError, match=r"study\.text"):
@@ -127,14 +155,23 @@ def test_samples(tmp_path: Path) -> None:
 
 
 def test_families_that_cannot_be_listened_to_are_refused() -> None:
-    for family, words in (("mpt", "runs through the library"), ("gpt_neox", "post_attention_layernorm")):
+    for family, words in (
+        ("mpt", "runs through the library"),
+        ("gpt_neox", "post_attention_layernorm"),
+    ):
         lm = package.load(BUILDERS[family]())
         with pytest.raises(UserError, match=words):
             gram.gram_panels(lm, [_rows()])
 
 
 def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
-    size = ["model=tiny_nope", "study.samples=8", "study.tokens=12", "stages=[study]", "runtime.batch_size=3"]
+    size = [
+        "model=tiny_nope",
+        "study.samples=8",
+        "study.tokens=12",
+        "stages=[study]",
+        "runtime.batch_size=3",
+    ]
     for name in ("score_map", "gram"):
         result = posbench(f"study={name}", *size)
         assert result.status == 0, result.err
@@ -145,26 +182,34 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
         np.nan_to_num(diagonal_normalised(whole)), abs=1e-6
     )
     panels = stacked(pd.read_csv(second / "panels.csv"), "product", by="panel")
-    assert np.nan_to_num(panels[8]) == pytest.approx(np.nan_to_num(whole[1]), abs=1e-5), (
-        "scores of layer 2 in both studies"
-    )
+    assert np.nan_to_num(panels[8]) == pytest.approx(
+        np.nan_to_num(whole[1]), abs=1e-5
+    ), "scores of layer 2 in both studies"
     tables = {"maps": maps, "layers": pd.read_csv(first / "layers.csv")}
     study = ScoreMap(samples=8, tokens=12)
     # Five layers: the first four raw and normalised, then all of them; the colour bar of each stands in it.
-    shapes = {name: len(figure.axes) for name, (figure, _) in study.figures(tables).items()}
+    shapes = {
+        name: len(figure.axes) for name, (figure, _) in study.figures(tables).items()
+    }
     assert shapes == {"score_map": 8, "all_layers_score": 5, "all_layers_normalised": 5}
-    (figure, _) = gram.Gram(samples=8, tokens=12).figures({"panels": pd.read_csv(second / "panels.csv")})[
-        "gram"
-    ]
+    (figure, _) = gram.Gram(samples=8, tokens=12).figures(
+        {"panels": pd.read_csv(second / "panels.csv")}
+    )["gram"]
     assert len(figure.axes) == 9 and all(axes.child_axes for axes in figure.axes)
-    assert len(pd.read_csv(first / "findings.csv")) == 3 and len(pd.read_csv(second / "findings.csv")) == 6
+    assert (
+        len(pd.read_csv(first / "findings.csv")) == 3
+        and len(pd.read_csv(second / "findings.csv")) == 6
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["study=gram", "model=tiny_alibi"], "runs through the library"),
-        (["study=score_map", "study.tokens=100000"], "study.tokens = 100000: allowed: at most"),
+        (
+            ["study=score_map", "study.tokens=100000"],
+            "study.tokens = 100000: allowed: at most",
+        ),
         (
             ["study=score_map", "study.samples=1"],
             "study.samples = 1: allowed: a whole number from 2 to 1000000",
@@ -173,11 +218,16 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
             ["study=score_map", "study.text=absent.txt"],
             "study.text = 'absent.txt': allowed: a UTF-8 text file",
         ),
-        (["study=gram", "method=scale_channel"], "scale_channel runs the last token apart"),
+        (
+            ["study=gram", "method=scale_channel"],
+            "scale_channel runs the last token apart",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
     posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
 ) -> None:
     result = posbench(*args)
-    assert result.status == 2 and message in result.err and not run_folders(outputs), result.err
+    assert result.status == 2 and message in result.err and not run_folders(outputs), (
+        result.err
+    )

@@ -38,11 +38,16 @@ def test_differences_by_hand() -> None:
         "logits": torch.tensor([[1.0, -4.0], [0.0, 2.0], [3.0, 3.0]]),
         "losses": torch.tensor([1.0, 2.0, 0.5]),
     }
-    found = {"logits": exact["logits"] + torch.tensor([[0.4], [0.8], [0.0]]), "losses": exact["losses"] * 1.5}
+    found = {
+        "logits": exact["logits"] + torch.tensor([[0.4], [0.8], [0.0]]),
+        "losses": exact["losses"] * 1.5,
+    }
     exact["replies"], found["replies"] = ["a", "b", "c"], ["a", "b", "d"]
     worst = {"logits": 0.2, "losses": 0.5, "replies": 1 / 3}
     assert differences(found, exact, "float32") == pytest.approx(worst)
-    assert differences(found, exact, "bfloat16") == pytest.approx(worst | {"logits": 0.1, "losses": 0.25})
+    assert differences(found, exact, "bfloat16") == pytest.approx(
+        worst | {"logits": 0.1, "losses": 0.25}
+    )
 
 
 def test_without_a_gpu_nothing_about_one_is_said(
@@ -55,18 +60,30 @@ def test_without_a_gpu_nothing_about_one_is_said(
 
     monkeypatch.setattr(gpu_check.Latency, "measure", full)
     monkeypatch.setattr(gpu_check.Throughput, "measure", lambda self, run: {})
-    result = posbench("study=gpu_check", "study.models=[check_mpt]", "study.prompts=4", "runtime.device=cpu")
+    result = posbench(
+        "study=gpu_check",
+        "study.models=[check_mpt]",
+        "study.prompts=4",
+        "runtime.device=cpu",
+    )
     assert result.status == 0 and "no GPU is checked" in result.out, result.err
     (folder,) = run_folders(outputs)
-    checks, found = (pd.read_csv(folder / f"{name}.csv") for name in ("checks", "findings"))
-    bench, gpu = checks["setup"] == "bench", checks["device"].str.contains("cuda")
+    checks, found = (
+        pd.read_csv(folder / f"{name}.csv") for name in ("checks", "findings")
+    )
+    bench = checks["setup"] == "bench"
+    gpu = checks["device"].str.contains("cuda")
     verdicts = found.set_index(found["claim"].str.partition(":")[0])["verdict"]
     assert set(checks[gpu]["verdict"]) == {"not run"}
     assert set(checks[~gpu & ~bench]["verdict"]) == {"passed"}
     assert verdicts.drop(["CPU alone", "bench"]).tolist() == ["not testable"] * 5
-    assert set(verdicts["CPU alone"]) == {"holds"} and verdicts["bench"] == "contradicted"
+    assert (
+        set(verdicts["CPU alone"]) == {"holds"} and verdicts["bench"] == "contradicted"
+    )
     # Sixteen bits do not give the same numbers, or nothing was compared.
-    assert (checks[checks["dtype"].isin(["float16", "bfloat16"]) & ~gpu]["value"] > 0).all()
+    assert (
+        checks[checks["dtype"].isin(["float16", "bfloat16"]) & ~gpu]["value"] > 0
+    ).all()
     timed = checks[bench].set_index("quantity")
     assert timed["verdict"].to_dict() == {"latency": "failed", "throughput": "passed"}
     assert "out of memory" in timed.loc["latency", "reason"]
@@ -82,17 +99,29 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         if setup.dtype == "bfloat16" and setup.kernel == "eager":
             lm.model.get_submodule("model.layers.2.self_attn.q_proj").weight.data *= 2
         if setup.second:
-            lm.model.register_forward_pre_hook(lambda *_: torch.ones(1).expand(2, 3).view(7))
+            lm.model.register_forward_pre_hook(
+                lambda *_: torch.ones(1).expand(2, 3).view(7)
+            )
         return lm
 
     monkeypatch.setattr(Checked, "model", wrong)
     study = GpuCheck(prompts=4)
     plan = [s for s in setups(torch.device("cpu"), 0, flash=False) if not s.missing]
-    checked = Checked("tiny", SimpleNamespace(every={}, console=Console()), study.asked())  # type: ignore[arg-type]
+    checked = Checked(
+        "tiny", SimpleNamespace(every={}, console=Console()), study.asked()
+    )  # type: ignore[arg-type]
     checks = pd.DataFrame(checked.rows(plan))
-    found = {f.claim.partition(": every")[0]: f for f in study.findings({"checks": checks})}
-    verdicts = {name.removeprefix("CPU alone: "): f.verdict for name, f in found.items()}
+    found = {
+        f.claim.partition(": every")[0]: f for f in study.findings({"checks": checks})
+    }
+    verdicts = {
+        name.removeprefix("CPU alone: "): f.verdict for name, f in found.items()
+    }
     wrong_ones = dict.fromkeys(("eager, bfloat16", "layers on disk"), "contradicted")
     assert verdicts == {"eager": "holds", "eager, float16": "holds", **wrong_ones}
-    assert "the first: tiny, none: RuntimeError" in found["CPU alone: layers on disk"].note
-    assert "the first: tiny, none, logits: 0." in found["CPU alone: eager, bfloat16"].note
+    assert (
+        "the first: tiny, none: RuntimeError" in found["CPU alone: layers on disk"].note
+    )
+    assert (
+        "the first: tiny, none, logits: 0." in found["CPU alone: eager, bfloat16"].note
+    )

@@ -48,7 +48,13 @@ def ticks(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 def test_every_method_is_measured_where_it_applies() -> None:
     names = set(choices(paths.CONF / "method"))
     assert set(examples(posbench.load(build("llama")))) == names
-    rotating = {"attention_buckets", "layer_scaling", "moice", "ms_poe", "position_interpolation"}
+    rotating = {
+        "attention_buckets",
+        "layer_scaling",
+        "moice",
+        "ms_poe",
+        "position_interpolation",
+    }
     without = set(examples(posbench.load(build("mpt"))))
     assert {"none", "scale_channel"} <= without and not without & rotating
     assert next(iter(examples(posbench.load(build("llama"))))) == "none"
@@ -63,34 +69,57 @@ def test_rows_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Latency(repeats=2).generation(lm, methods, 8, 2)
     front = {"work": "8 + 2 tokens", "base": "none", "n": 2}
     assert rows == [
-        {**front, "way": "none", "seconds": 3, "ratio": 1, "ratio_min": 1, "ratio_max": 1, "paper": ""},
+        {
+            **front,
+            "way": "none",
+            "seconds": 3,
+            "ratio": 1,
+            "ratio_min": 1,
+            "ratio_max": 1,
+            "paper": "",
+        },
         {**front, "way": "attention_buckets", "seconds": 3.5}
         | {"ratio": 1.25, "ratio_min": 1, "ratio_max": 1.5, "paper": BUCKETS},
     ]
 
 
-@pytest.mark.parametrize(("kind", "found"), [("ratio", (2, 1, 3)), ("speedup", (0.5, 1 / 3, 1))])
+@pytest.mark.parametrize(
+    ("kind", "found"), [("ratio", (2, 1, 3)), ("speedup", (0.5, 1 / 3, 1))]
+)
 def test_ratios_are_taken_round_by_round(
     monkeypatch: pytest.MonkeyPatch, kind: str, found: tuple[float, ...]
 ) -> None:
     ticks(monkeypatch, 1, 1, 1, 2, 3, 9, 4, 4)
     works = {"base": lambda: None, "way": lambda: None}
     _, row = Latency(repeats=3).compared("work", works, CPU, faster=kind == "speedup")
-    assert tuple(row[f"{kind}{end}"] for end in ("", "_min", "_max")) == pytest.approx(found)
+    assert tuple(row[f"{kind}{end}"] for end in ("", "_min", "_max")) == pytest.approx(
+        found
+    )
 
 
 def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     """Both ways of the search give equal losses, or it stops."""
-    small = ["study.methods_at=[8]", "study.prompts=[8]", "study.search_tokens=8", "study.candidates=2"]
+    small = [
+        "study.methods_at=[8]",
+        "study.prompts=[8]",
+        "study.search_tokens=8",
+        "study.candidates=2",
+    ]
     result = posbench(
-        "study=latency", "study.methods=[moice]", "study.floors=true", "study.repeats=1", *small
+        "study=latency",
+        "study.methods=[moice]",
+        "study.floors=true",
+        "study.repeats=1",
+        *small,
     )
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     ways = pd.read_csv(folder / "generation.csv", keep_default_na=False)["way"].tolist()
     least = ["moice: 7 kernel calls alone", "moice: own kernel alone"]
     assert ways == ["none", "moice", *least, "none", "scale_channel", "re-projection"]
-    assert pd.read_csv(folder / "search.csv")["work"].unique().tolist() == ["2 candidates, 8 + 4 tokens"]
+    assert pd.read_csv(folder / "search.csv")["work"].unique().tolist() == [
+        "2 candidates, 8 + 4 tokens"
+    ]
     assert (folder / "figures" / "search.png").is_file()
     refused = posbench("study=latency", "study.methods=[ms_po]")
     assert refused.status == 2 and "study.methods = 'ms_po'" in refused.err
@@ -101,45 +130,85 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
 def test_a_method_of_ones_own_is_measured_and_tells_runs_apart(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    small = ["study.methods_at=[8]", "study.prompts=[]", "study.search_tokens=0", "study.repeats=1"]
+    small = [
+        "study.methods_at=[8]",
+        "study.prompts=[]",
+        "study.search_tokens=0",
+        "study.repeats=1",
+    ]
     for own in ([], [OWN]):
         assert posbench("study=latency", *own, *small).status == 0
-    found = [set(pd.read_csv(run / "generation.csv")["way"]) for run in run_folders(outputs)]
+    found = [
+        set(pd.read_csv(run / "generation.csv")["way"]) for run in run_folders(outputs)
+    ]
     assert len(found) == 2 and set.union(*found) - set.intersection(*found) == {"damp"}
 
 
 @pytest.mark.parametrize(("model", "strength"), [("tiny", None), ("tiny_damped", 0.25)])
-def test_its_constants_are_those_of_the_model(model: str, strength: float | None) -> None:
+def test_its_constants_are_those_of_the_model(
+    model: str, strength: float | None
+) -> None:
     config = config_of(OWN, "study=precision", f"model={model}")
     assert config.every["damp"].values == {"strength": strength, "layers": None}
     assert config.every["ms_poe"] == config_of("study=precision").every["ms_poe"]
     assert not config_of(OWN, "study=rollout").every
 
 
-def test_floors_do_all_that_the_bases_need_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floors_do_all_that_the_bases_need_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("posbench.studies.cost.floors.ROWS", 8)
-    lm, ids = posbench.load(build("llama-gqa")), torch.arange(1, 21)[None]
+    lm = posbench.load(build("llama-gqa"))
+    ids = torch.arange(1, 21)[None]
     buckets = AttentionBuckets(batch_tokens=1)
-    chosen = {"none": Unmodified(), "attention_buckets": buckets, **floors({"m": MoICE(), "a": buckets})}
-    products, kernels, logits = dict[str, int](), dict[str, int](), dict[str, torch.Tensor]()
+    chosen = {
+        "none": Unmodified(),
+        "attention_buckets": buckets,
+        **floors({"m": MoICE(), "a": buckets}),
+    }
+    products = dict[str, int]()
+    kernels = dict[str, int]()
+    logits = dict[str, torch.Tensor]()
     for name, method in chosen.items():
         with (
             torch.no_grad(),
             method.applied(lm),
             FlopCounterMode(display=False) as counter,
-            patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel,
+            patch.object(
+                F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
+            ) as kernel,
         ):
             logits[name] = lm.model(ids).logits
         # Matrix products alone: older versions of torch also count some of what an attention kernel does.
         products[name] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
         kernels[name] = kernel.call_count
-    first, config = lm.model.model.layers[0].self_attn, lm.model.config
-    shared = sum(2 * 20 * layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
-    tiles = 2 * (8 * 8 + 8 * 16 + 4 * 20) * first.head_dim * config.num_attention_heads * lm.layers
-    plain, added = products["none"], {name: n - products["none"] for name, n in products.items()}
-    assert [n for n, each in added.items() if not each] == ["none", "m: 7 kernel calls alone"]
-    assert added["m: own kernel alone"] == 8 * tiles  # seven scores and one product with values
-    assert added["a: 7 forwards alone"] == added["attention_buckets"] == 6 * (plain - shared)
+    first = lm.model.model.layers[0].self_attn
+    config = lm.model.config
+    shared = sum(
+        2 * 20 * layer.weight.numel()
+        for layer in (first.q_proj, first.k_proj, first.v_proj)
+    )
+    tiles = (
+        2
+        * (8 * 8 + 8 * 16 + 4 * 20)
+        * first.head_dim
+        * config.num_attention_heads
+        * lm.layers
+    )
+    plain = products["none"]
+    added = {name: n - products["none"] for name, n in products.items()}
+    assert [n for n, each in added.items() if not each] == [
+        "none",
+        "m: 7 kernel calls alone",
+    ]
+    assert (
+        added["m: own kernel alone"] == 8 * tiles
+    )  # seven scores and one product with values
+    assert (
+        added["a: 7 forwards alone"]
+        == added["attention_buckets"]
+        == 6 * (plain - shared)
+    )
     assert added["a: one batch"] == 6 * plain
     assert kernels == dict.fromkeys(kernels, 7 * lm.layers) | {
         "none": lm.layers,

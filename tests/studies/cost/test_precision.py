@@ -19,8 +19,16 @@ from tests.conftest import Result, config_of, run_folders
 def test_compare_by_hand() -> None:
     reference = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     found = torch.tensor([[0.5, 0.0], [2.0, 0.0]])
-    assert compare(found, reference) == {"largest": 1.0, "mean": 1.5 / 4, "changed": 0.5}
-    assert compare(reference, reference) == {"largest": 0.0, "mean": 0.0, "changed": 0.0}
+    assert compare(found, reference) == {
+        "largest": 1.0,
+        "mean": 1.5 / 4,
+        "changed": 0.5,
+    }
+    assert compare(reference, reference) == {
+        "largest": 0.0,
+        "mean": 0.0,
+        "changed": 0.0,
+    }
 
 
 @pytest.mark.slow
@@ -31,18 +39,28 @@ def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     errors, drifts = (
-        pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in ("errors", "drifts")
+        pd.read_csv(folder / f"{name}.csv", keep_default_na=False)
+        for name in ("errors", "drifts")
     )
     largest = errors.set_index(["method", "weights"])["largest"]
     methods = sorted(set(errors["method"]))
     # A method whose constants the model's file lacks cannot be measured on it.
     known = config_of("study=precision").every.items()
-    left_out = {n for n, c in known if any(c.values[key] is None for key in required(c.cls))}
+    left_out = {
+        n for n, c in known if any(c.values[key] is None for key in required(c.cls))
+    }
     assert set(methods) == set(choices(paths.CONF / "method")) - left_out
     for name in methods:
-        assert 0 < largest[name, "float32"] < largest[name, "float16"] < largest[name, "bfloat16"]
+        assert (
+            0
+            < largest[name, "float32"]
+            < largest[name, "float16"]
+            < largest[name, "bfloat16"]
+        )
         assert largest[name, "float32"] < 1e-4
-    assert largest["scale_channel", "float64"] > 1 and ("none", "float64") not in largest
+    assert (
+        largest["scale_channel", "float64"] > 1 and ("none", "float64") not in largest
+    )
     assert set(drifts["method"]) == set(methods)
     assert (drifts[drifts["weights"] == "float32"]["largest"] < 1e-4).all()
     refused = posbench("study=precision", "method=ms_poe")

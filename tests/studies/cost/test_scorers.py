@@ -27,7 +27,9 @@ def test_every_stored_output_scores_as_officially() -> None:
         "loogle_timeline_reorder": 4 * 126,
     }
     assert (table["equal"] == table["outputs"]).all()
-    assert table["our_mean"].to_list() == pytest.approx(table["official_mean"].to_list(), abs=1e-12)
+    assert table["our_mean"].to_list() == pytest.approx(
+        table["official_mean"].to_list(), abs=1e-12
+    )
 
 
 def test_every_output_that_ships_scores_as_officially() -> None:
@@ -43,7 +45,13 @@ def _folder(root: Path, score: float) -> Path:
     for name in PROMPTS:
         file = root / "longbench/scored_predictions" / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        row = {"_id": "a", "pred": "x\ny", "answers": ["x"], "all_classes": ["x"], "official_score": score}
+        row = {
+            "_id": "a",
+            "pred": "x\ny",
+            "answers": ["x"],
+            "all_classes": ["x"],
+            "official_score": score,
+        }
         # Nothing answered is 0 by every score.
         row |= (
             {}
@@ -52,7 +60,10 @@ def _folder(root: Path, score: float) -> Path:
         )
         file.write_text(json.dumps(row) + "\n")
     (root / "nq_multidoc_qa").mkdir()
-    lines = [{"answers": ["x"], "model_answer": said, "metric_best_subspan_em": 0.0} for said in ("\nx", "y")]
+    lines = [
+        {"answers": ["x"], "model_answer": said, "metric_best_subspan_em": 0.0}
+        for said in ("\nx", "y")
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (root / "nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl").write_text(text)
     (root / "leval/scored_predictions").mkdir(parents=True)
@@ -60,10 +71,19 @@ def _folder(root: Path, score: float) -> Path:
     for exam in ("coursera", "quality", "tpo"):
         for name in (f"turbo-16k-0613_{exam}", f"xgen-7b-8k-inst_{exam}_firsthalf"):
             file = root / "leval/scored_predictions" / f"{name}.jsonl"
-            nothing = {} if name.startswith("turbo-16k-0613_c") else {"prediction": "", "official_score": 0.0}
+            nothing = (
+                {}
+                if name.startswith("turbo-16k-0613_c")
+                else {"prediction": "", "official_score": 0.0}
+            )
             file.write_text(json.dumps(row | nothing) + "\n")
     (root / "loogle").mkdir()
-    parts = {"location_square": 2 / 3, "location_mean": 2 / 3, "swap": 1.0, "swap_distance": 1.0}
+    parts = {
+        "location_square": 2 / 3,
+        "location_mean": 2 / 3,
+        "swap": 1.0,
+        "swap_distance": 1.0,
+    }
     official = {f"{part}_deviation": value for part, value in parts.items()}
     row = {
         "gold": "I,II,III",
@@ -71,7 +91,9 @@ def _folder(root: Path, score: float) -> Path:
         "standard_format": True,
         "official_function_value": official,
     }
-    (root / "loogle/timeline_reorder_gold_and_gpt4.jsonl").write_text(json.dumps(row) + "\n")
+    (root / "loogle/timeline_reorder_gold_and_gpt4.jsonl").write_text(
+        json.dumps(row) + "\n"
+    )
     return root
 
 
@@ -96,7 +118,11 @@ def test_the_study_counts_equal_scores(
     expected = {"outputs": 1, "equal": int(score == 1), "largest_difference": 1 - score}
     expected |= {"official_mean": score, "our_mean": 1.0}
     assert {name: table.loc["trec", name] for name in expected} == expected
-    assert table.loc["20 documents", ["outputs", "equal", "our_mean"]].to_list() == [2, 2, 0.0]
+    assert table.loc["20 documents", ["outputs", "equal", "our_mean"]].to_list() == [
+        2,
+        2,
+        0.0,
+    ]
     finding = pd.read_csv(folder / "findings.csv").iloc[0]
     assert finding["value"] == pytest.approx(equal / 33) and finding["n"] == 33
 
@@ -108,4 +134,8 @@ def test_a_study_without_its_files_says_which(
     assert nothing.status == 2 and "a folder with one of longbench" in nothing.err
     (tmp_path / "longbench").mkdir()
     result = posbench("study=scorers", f"study.data={tmp_path}")
-    assert result.status == 2 and "narrativeqa.jsonl" in result.err and not run_folders(outputs)
+    assert (
+        result.status == 2
+        and "narrativeqa.jsonl" in result.err
+        and not run_folders(outputs)
+    )

@@ -18,11 +18,16 @@ from tests.conftest import Result, config_of, run_folders
 
 
 def run_of(*overrides: str) -> Any:
-    return prepared(config_of("study=throughput", *overrides), {}, (), Console(quiet=True))
+    return prepared(
+        config_of("study=throughput", *overrides), {}, (), Console(quiet=True)
+    )
 
 
-def test_all_ways_give_the_same_outputs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    study, run = throughput.Throughput(examples=7, new_tokens=3, repeats=1), run_of()
+def test_all_ways_give_the_same_outputs(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = throughput.Throughput(examples=7, new_tokens=3, repeats=1)
+    run = run_of()
     rows = study.replied(run, tiny, 8)
     ways = ["one prompt at a time", "in batches", "in batches, prefills shared"]
     assert [row["way"] for row in rows] == ways * 2
@@ -38,15 +43,29 @@ def test_all_ways_give_the_same_outputs(tiny: Any, monkeypatch: pytest.MonkeyPat
         study.replied(run, tiny, 8)
 
 
-def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(tiny: Any) -> None:
+def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(
+    tiny: Any,
+) -> None:
     """Tokens computed, from a count of different beginnings, and what the shapes let one hope for."""
     study = throughput.Throughput(new_tokens=1, repeats=1, tokens=400)
     for shape, factors, least in (("Table 1", 1, 2.5), ("Figure 6", 9, 8)):
         examples = throughput.moved(tiny, 400, 0)
-        assert len({frozenset(re.findall('"[a-z]+": "[a-z]+"', e.prompt)) for e in examples}) == 1
+        assert (
+            len(
+                {
+                    frozenset(re.findall('"[a-z]+": "[a-z]+"', e.prompt))
+                    for e in examples
+                }
+            )
+            == 1
+        )
         (alone, batched, shared) = study.shaped(run_of(), tiny, shape)
         ids = [tiny.encode(e.prompt).ids for e in examples]
-        assert alone["tokens_computed"] == batched["tokens_computed"] == alone["tokens_asked"]
+        assert (
+            alone["tokens_computed"]
+            == batched["tokens_computed"]
+            == alone["tokens_asked"]
+        )
         assert alone["tokens_asked"] == (1 + factors) * sum(map(len, ids))
         different = len({tuple(row[:n]) for row in ids for n in range(1, len(row))})
         last = len(ids) * (1 + factors)
@@ -66,6 +85,17 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     rows = pd.read_csv(folder / "throughput.csv")
-    assert rows["work"].str.contains(", Table 1: ").all() and rows["work"].str.startswith("small").all()
-    assert rows["way"].tolist() == [throughput.ALONE, throughput.BATCHED, throughput.SHARED]
-    assert (rows["tokens_asked"] == rows["tokens_computed"]).tolist() == [True, True, False]
+    assert (
+        rows["work"].str.contains(", Table 1: ").all()
+        and rows["work"].str.startswith("small").all()
+    )
+    assert rows["way"].tolist() == [
+        throughput.ALONE,
+        throughput.BATCHED,
+        throughput.SHARED,
+    ]
+    assert (rows["tokens_asked"] == rows["tokens_computed"]).tolist() == [
+        True,
+        True,
+        False,
+    ]

@@ -16,12 +16,15 @@ def test_the_papers_averages_are_read_as_printed():
         ("lpes_table15_lambda.csv", "<0.2, 0.3, 0.5>", "63.2"),
     ):
         table = reference.table(file)
-        mean = table["metric"].str.startswith("accuracy(%)") & table["position"].isin(["", "Average"])
+        mean = table["metric"].str.startswith("accuracy(%)") & table["position"].isin(
+            ["", "Average"]
+        )
         assert table[mean & (table["method"] == method)]["value"].tolist() == [printed]
 
 
 def test_table_7_varies_points_and_curve_and_leaves_the_rest():
-    found, told = [], []
+    found = []
+    told = []
 
     def look(each):
         found.append(each.raw["search"])
@@ -29,7 +32,15 @@ def test_table_7_varies_points_and_curve_and_leaves_the_rest():
         told.append(list(own["variants"].get(own["variant"], [])))
 
     compose(["experiment=lpes_table7", "search.generations=2"], look)
-    assert told == [["Brute-Force"], [], ["2"], ["3"], ["4"], ["5"], []]  # rows of the paper
+    assert told == [
+        ["Brute-Force"],
+        [],
+        ["2"],
+        ["3"],
+        ["4"],
+        ["5"],
+        [],
+    ]  # rows of the paper
     rows = [(each["curve"], each["points"], each["constrained"]) for each in found]
     assert rows[0] == ("free", 4, True) and rows[-1] == ("bezier", 4, False)
     assert rows[1:-1] == [("bezier", points, True) for points in (1, 2, 3, 4, 5)]
@@ -39,14 +50,23 @@ def test_table_7_varies_points_and_curve_and_leaves_the_rest():
 
 def test_table_8_draws_other_questions_and_evaluates_on_the_same():
     found = []
-    compose(["experiment=lpes_table8"], lambda each: found.append((each.raw["search"], each.raw["task"])))
+    compose(
+        ["experiment=lpes_table8"],
+        lambda each: found.append((each.raw["search"], each.raw["task"])),
+    )
     assert [search["calibration_seed"] for search, _ in found] == [0, 1, 2, 3, 4]
     assert all(task == found[0][1] for _, task in found)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_the_calibration_seed_is_that_of_the_task(seed: int):
-    given = dict(prompt="compact", records="words", pairs=8, calibration_pairs=8, calibration_examples=3)
+    given = dict(
+        prompt="compact",
+        records="words",
+        pairs=8,
+        calibration_pairs=8,
+        calibration_examples=3,
+    )
     asked = calibration(KVRetrieval(**given), seed)
     assert asked == calibration(KVRetrieval(**given, seed=seed))
     assert (asked == calibration(KVRetrieval(**given))) == (seed == 0)

@@ -21,7 +21,10 @@ def planted(**found):
 
 def test_a_base_is_chosen_for_its_peaks_in_troughs_and_its_troughs_under_peaks():
     found = planted(
-        first=([100, 500], [300]), same=([100, 500], [300]), fills=([301], [99, 502]), half=([297], [])
+        first=([100, 500], [300]),
+        same=([100, 500], [300]),
+        fills=([301], [99, 502]),
+        half=([297], []),
     )
     assert choose(found, 1.0, 2) == [
         Step(1.0, 0, pytest.approx(float("nan"), nan_ok=True)),
@@ -30,15 +33,22 @@ def test_a_base_is_chosen_for_its_peaks_in_troughs_and_its_troughs_under_peaks()
 
 
 def test_what_cancelled_counts_no_more():
-    found = planted(first=([100, 500], []), one=([], [100]), again=([], [101]), other=([], [499]))
+    found = planted(
+        first=([100, 500], []), one=([], [100]), again=([], [101]), other=([], [499])
+    )
     assert [step.base for step in choose(found, 1.0, 3)] == [1.0, 2.0, 4.0]
     assert [step.coincidences for step in choose(found, 1.0, 4)] == [0, 1, 1, 0]
 
 
 def test_ties_go_to_the_smaller_offset_then_to_the_smaller_base():
-    found = planted(first=([100], []), far=([], [103]), near=([], [101]), too_far=([], [104]))
+    found = planted(
+        first=([100], []), far=([], [103]), near=([], [101]), too_far=([], [104])
+    )
     assert [step.base for step in choose(found, 1.0, 2)] == [1.0, 3.0]
-    assert [step.base for step in choose(planted(first=([5], []), a=([], [6]), b=([], [4])), 1.0, 3)] == [
+    assert [
+        step.base
+        for step in choose(planted(first=([5], []), a=([], [6]), b=([], [4])), 1.0, 3)
+    ] == [
         1.0,
         2.0,
         3.0,
@@ -48,7 +58,10 @@ def test_ties_go_to_the_smaller_offset_then_to_the_smaller_base():
 def test_extrema_are_the_largest_and_smallest_within_reach():
     curve = np.random.default_rng(0).normal(size=400)
     for reach in (1, 5, 40):
-        windows = [np.delete(curve[max(i - reach, 0) : i + reach + 1], min(i, reach)) for i in range(400)]
+        windows = [
+            np.delete(curve[max(i - reach, 0) : i + reach + 1], min(i, reach))
+            for i in range(400)
+        ]
         expected = (
             [i for i in range(1, 399) if curve[i] > windows[i].max()],
             [i for i in range(1, 399) if curve[i] < windows[i].min()],
@@ -58,7 +71,12 @@ def test_extrema_are_the_largest_and_smallest_within_reach():
 
 def test_the_published_list_comes_out_in_part(posbench, outputs):
     """18000 and 19000 follow 10000 where a base has six to eight peaks; the rest of the list is not found."""
-    assert posbench("study=bucket_search", "study.reach=[250,400]", "stages=[study]").status == 0
+    assert (
+        posbench(
+            "study=bucket_search", "study.reach=[250,400]", "stages=[study]"
+        ).status
+        == 0
+    )
     (folder,) = run_folders(outputs)
     waves = pd.read_csv(folder / "waves.csv", keep_default_na=False)
     bases = waves.groupby("step")["base"].first().tolist()
@@ -72,6 +90,8 @@ def test_the_published_list_comes_out_in_part(posbench, outputs):
     place = int(peaks["distance"].iloc[1])
     assert alone[place] == alone.loc[max(place - 250, 1000) : place + 250].max()
     angles = place * 10000.0 ** (-np.arange(0, 128, 2) / 128)
-    assert alone[place] == pytest.approx(2 * np.cos(angles).sum() / np.sqrt(128), rel=1e-6)
+    assert alone[place] == pytest.approx(
+        2 * np.cos(angles).sum() / np.sqrt(128), rel=1e-6
+    )
     (finding,) = pd.read_csv(folder / "findings.csv").itertuples()
     assert (finding.value, finding.n, finding.verdict) == (3, 6, "contradicted")

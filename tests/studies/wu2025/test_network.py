@@ -18,10 +18,13 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> list[float]:
+def loop_logits(
+    network: AttentionNetwork, tokens: torch.Tensor, model: int
+) -> list[float]:
     """One sequence through one model with Python's own numbers: no batches, no masks added, complex rotation
     by hand."""
-    spec, d = network.spec, tokens.shape[-1]
+    spec = network.spec
+    d = tokens.shape[-1]
     n = len(tokens)
     x = [[float(v) for v in row] for row in tokens]
     if spec.pe == "sin":
@@ -33,7 +36,10 @@ def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> 
 
     def times(row: list[float], weight: torch.Tensor) -> list[float]:
         matrix = weight[model].tolist()
-        return [sum(row[a] * matrix[a][b] for a in range(d)) for b in range(weight.shape[-1])]
+        return [
+            sum(row[a] * matrix[a][b] for a in range(d))
+            for b in range(weight.shape[-1])
+        ]
 
     def rotated(row: list[float], place: int) -> list[float]:
         out: list[float] = []
@@ -64,15 +70,27 @@ def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> 
         out = []
         for i in range(n):
             score = [
-                sum(a * b for a, b in zip(queries[i], keys[j], strict=True)) / math.sqrt(d) for j in range(n)
+                sum(a * b for a, b in zip(queries[i], keys[j], strict=True))
+                / math.sqrt(d)
+                for j in range(n)
             ]
             weights = [math.exp(s) * factor(i, j) for j, s in enumerate(score)]
-            mixed = [sum(w * values[j][k] for j, w in enumerate(weights)) / sum(weights) for k in range(d)]
-            out.append([m + (x[i][k] if spec.residual else 0.0) for k, m in enumerate(mixed)])
+            mixed = [
+                sum(w * values[j][k] for j, w in enumerate(weights)) / sum(weights)
+                for k in range(d)
+            ]
+            out.append(
+                [m + (x[i][k] if spec.residual else 0.0) for k, m in enumerate(mixed)]
+            )
         x = out
     h = x[-1]
-    for index, (weight, bias) in enumerate(zip(network.weight, network.bias, strict=True)):
-        h = [a + b for a, b in zip(times(h, weight), bias[model, 0].tolist(), strict=True)]
+    for index, (weight, bias) in enumerate(
+        zip(network.weight, network.bias, strict=True)
+    ):
+        h = [
+            a + b
+            for a, b in zip(times(h, weight), bias[model, 0].tolist(), strict=True)
+        ]
         h = [max(v, 0.0) for v in h] if index < 3 else h
     return h
 
@@ -87,10 +105,14 @@ NETWORKS = [
 ]
 
 
-@pytest.mark.parametrize("spec", NETWORKS, ids=lambda s: f"{s.mask}-{s.pe}-{s.depth}-{s.residual}")
+@pytest.mark.parametrize(
+    "spec", NETWORKS, ids=lambda s: f"{s.mask}-{s.pe}-{s.depth}-{s.residual}"
+)
 def test_network_is_the_loop(spec: Attention) -> None:
     tokens = torch.randn(2, 2, 9, 8, generator=rng(3))
-    network = AttentionNetwork(spec, Mixture(width=8, labels=5, copies=2), [rng(0), rng(1)])
+    network = AttentionNetwork(
+        spec, Mixture(width=8, labels=5, copies=2), [rng(0), rng(1)]
+    )
     with torch.no_grad():
         for p in network.parameters():
             p.mul_(3)  # so that scores, and with them masks and rotations, matter
@@ -111,16 +133,25 @@ def test_initial_weights_fill_the_default_range() -> None:
     for p in network.parameters():
         assert p.abs().max() <= 1 / 8
         assert p.std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.35)
-    assert sum(p.numel() for p in network.parameters()) == 2 * 3 * 64**2 + 3 * (64**2 + 64) + 64 * 32 + 32
+    assert (
+        sum(p.numel() for p in network.parameters())
+        == 2 * 3 * 64**2 + 3 * (64**2 + 64) + 64 * 32 + 32
+    )
 
 
 def test_full_mask_network_ignores_the_order_of_items() -> None:
     tokens = torch.randn(1, 3, 17, 16, generator=rng())
     order = torch.randperm(8, generator=rng(1))
     moved = torch.cat(
-        [tokens[:, :, :16].unflatten(2, (8, 2))[:, :, order].flatten(2, 3), tokens[:, :, 16:]], 2
+        [
+            tokens[:, :, :16].unflatten(2, (8, 2))[:, :, order].flatten(2, 3),
+            tokens[:, :, 16:],
+        ],
+        2,
     )
     for mask, equal in (("full", True), ("causal", False)):
-        network = AttentionNetwork(Attention(mask=mask), Mixture(width=16, labels=4), [rng(2)])
+        network = AttentionNetwork(
+            Attention(mask=mask), Mixture(width=16, labels=4), [rng(2)]
+        )
         with torch.no_grad():
             assert torch.allclose(network(tokens), network(moved), atol=1e-6) is equal

@@ -31,8 +31,11 @@ def shares(mixture: Mixture, count: int = 10_000) -> tuple[np.ndarray, np.ndarra
     labels = drawn.tokens[:, 1::2]
     asked = world.label_vectors[drawn.targets][:, None]
     same = (labels == asked).all(-1)
-    x, query = drawn.tokens[:, 0:-1:2], drawn.tokens[:, -1:]
-    return same.double().mean(0).numpy(), torch.cosine_similarity(x, query, dim=-1)[same].numpy()
+    x = drawn.tokens[:, 0:-1:2]
+    query = drawn.tokens[:, -1:]
+    return same.double().mean(0).numpy(), torch.cosine_similarity(x, query, dim=-1)[
+        same
+    ].numpy()
 
 
 @pytest.mark.parametrize("scale", ["paper", "code"])
@@ -62,13 +65,20 @@ def test_fixed_vocabulary_is_one_vector_a_class() -> None:
     drawn = training_batch(mixture, world, 100, rng(1))
     # Every item and query is (mean + 0.75 omega) / 1.25 of a class; its label follows it.
     table = (world.means + 0.75 * world.shared) / 1.25
-    distance = torch.cdist(drawn.tokens[:, ::2], table[None], compute_mode="donot_use_mm_for_euclid_dist")
+    distance = torch.cdist(
+        drawn.tokens[:, ::2], table[None], compute_mode="donot_use_mm_for_euclid_dist"
+    )
     assert distance.min(-1).values.max() < 1e-4
     classes = distance.argmin(-1)
-    assert torch.equal(world.label_vectors[world.class_labels[classes[:, :-1]]], drawn.tokens[:, 1::2])
+    assert torch.equal(
+        world.label_vectors[world.class_labels[classes[:, :-1]]], drawn.tokens[:, 1::2]
+    )
     assert torch.equal(world.class_labels[classes[:, -1]], drawn.targets)
     # Two classes, four copies each, and the query is one of them.
-    assert all(sorted(np.unique(row, return_counts=True)[1]) == [4, 4] for row in classes[:, :-1].numpy())
+    assert all(
+        sorted(np.unique(row, return_counts=True)[1]) == [4, 4]
+        for row in classes[:, :-1].numpy()
+    )
     assert all(row[-1] in row[:-1] for row in classes.numpy())
 
 
@@ -76,7 +86,9 @@ def test_paired_sets() -> None:
     mixture = Mixture()
     world = draw_world(mixture, rng())
     novel = novel_sequences(mixture, world, 5000, rng(1))
-    plain, one, two = ask(novel, world, 0), ask(novel, world, 0, 4), ask(novel, world, 4, 0)
+    plain = ask(novel, world, 0)
+    one = ask(novel, world, 0, 4)
+    two = ask(novel, world, 4, 0)
     # Item 4 is overwritten by an exact copy of item 0; nothing else moves; its label stays.
     assert torch.equal(one.tokens[:, 8], one.tokens[:, 0])
     others = [i for i in range(17) if i != 8]
@@ -100,18 +112,27 @@ def test_copying_policies() -> None:
     # A simulated policy that answers the first item's label gets just these accuracies.
     world = draw_world(mixture, rng())
     novel = novel_sequences(mixture, world, 10_000, rng(1))
-    right, wrong = ask(novel, world, 0, 7), ask(novel, world, 7, 0)
+    right = ask(novel, world, 0, 7)
+    wrong = ask(novel, world, 7, 0)
     hits = [
-        (s.tokens[:, 1] == world.label_vectors[s.targets]).all(-1).double().mean().item()
+        (s.tokens[:, 1] == world.label_vectors[s.targets])
+        .all(-1)
+        .double()
+        .mean()
+        .item()
         for s in (right, wrong)
     ]
     assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture), abs=0.02)
 
 
 def test_fresh_component_moves_the_tests_alone() -> None:
-    shared, fresh = Mixture(vocabulary="fixed"), Mixture(vocabulary="fixed", test_component="fresh")
+    shared = Mixture(vocabulary="fixed")
+    fresh = Mixture(vocabulary="fixed", test_component="fresh")
     world = draw_world(shared, rng())
     direction = world.shared / world.shared.norm()
-    along = [novel_sequences(m, world, 500, rng(1)).items @ direction for m in (shared, fresh)]
+    along = [
+        novel_sequences(m, world, 500, rng(1)).items @ direction
+        for m in (shared, fresh)
+    ]
     assert along[0].mean() > 0.4
     assert abs(along[1].mean()) < 0.25

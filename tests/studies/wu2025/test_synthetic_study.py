@@ -46,7 +46,17 @@ def test_study_trains_and_goes_on(
     assert steps == 2 * 2 * 6 and "training 24/24 (100 %)" in first.out
     (folder,) = run_folders(outputs)
     gaps = pd.read_csv(folder / "gaps.csv", keep_default_na=False)
-    told = ["pair", "acc_ab", "acc_ba", "gap", "ci_low", "ci_high", "n", "train_loss", "train_accuracy"]
+    told = [
+        "pair",
+        "acc_ab",
+        "acc_ba",
+        "gap",
+        "ci_low",
+        "ci_high",
+        "n",
+        "train_loss",
+        "train_accuracy",
+    ]
     told += ["novel_first", "novel_middle", "novel_last", "hardware"]
     settings = [*SETTINGS[:2], "std", *SETTINGS[2:]]
     assert list(gaps) == [*settings, "seed", "iteration", *told]
@@ -56,24 +66,44 @@ def test_study_trains_and_goes_on(
         and set(gaps["iteration"]) == {6}
     )
     assert len(pd.read_csv(folder / "sinks.csv")) == 2 * 2 * 17
-    assert "not testable" in (folder / "report.html").read_text(), "nobody learns in six iterations"
+    assert "not testable" in (folder / "report.html").read_text(), (
+        "nobody learns in six iterations"
+    )
     assert posbench(*TINY, "study.iterations=10").status == 0
     assert steps == 2 * 2 * 10, "the second run goes on from the first"
     (later,) = [f for f in run_folders(outputs) if f != folder]
     both = pd.read_csv(later / "gaps.csv", keep_default_na=False)
-    pd.testing.assert_frame_equal(both[both["iteration"] == 6].reset_index(drop=True), gaps)
+    pd.testing.assert_frame_equal(
+        both[both["iteration"] == 6].reset_index(drop=True), gaps
+    )
 
 
 @pytest.mark.slow
-def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+def test_processes_change_nothing(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
     args = [arg.replace("processes=1", "processes=2") for arg in TINY]
     result = posbench(*args, "study.iterations=5")
-    assert result.status == 0 and "training 20/20 (100 %)" in result.out, "each process tells how far it is"
+    assert result.status == 0 and "training 20/20 (100 %)" in result.out, (
+        "each process tells how far it is"
+    )
     (folder,) = run_folders(outputs)
-    common = {"width": 8, "classes": 16, "labels": 4, "batch": 4, "sequences": 40, "depth": 1}
-    conditions = [Condition(**common), Condition(mask="full", pe="rope", bias=(0, 7), **common)]
+    common = {
+        "width": 8,
+        "classes": 16,
+        "labels": 4,
+        "batch": 4,
+        "sequences": 40,
+        "depth": 1,
+    }
+    conditions = [
+        Condition(**common),
+        Condition(mask="full", pe="rope", bias=(0, 7), **common),
+    ]
     on = pd.read_csv(folder / "gaps.csv")["hardware"][0]
-    alone = [train(condition, [0, 1], 5, tmp_path, hardware=on) for condition in conditions]
+    alone = [
+        train(condition, [0, 1], 5, tmp_path, hardware=on) for condition in conditions
+    ]
     write_csv(tmp_path / "gaps.csv", tabulated([*chain(*alone)], [])["gaps"])
     assert (folder / "gaps.csv").read_bytes() == (tmp_path / "gaps.csv").read_bytes()
 
@@ -82,7 +112,10 @@ def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path
     ("args", "message"),
     [
         (["study.conditions=[]"], "study.conditions = []"),
-        (["study.conditions=[{maks: causal}]"], "did you mean study.conditions[0].mask?"),
+        (
+            ["study.conditions=[{maks: causal}]"],
+            "did you mean study.conditions[0].mask?",
+        ),
         (["study.conditions=[{mask: half}]"], "study.conditions[0].mask = 'half'"),
         (["study.conditions=[{bias: [8]}]"], "study.conditions[0].bias = [8]"),
         (["study.conditions=[{pe: rope}, {pe: rope}]"], "study.conditions[1]"),
@@ -98,23 +131,31 @@ def test_bad_study_is_refused(
     posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
 ) -> None:
     result = posbench("study=synthetic_training", *args)
-    assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
+    assert (
+        result.status == 2 and result.err.count("\n") == 1 and message in result.err
+    ), result.err
     assert not run_folders(outputs)
 
 
 def test_all_bad_conditions_are_told(posbench: Callable[..., Result]) -> None:
     bad = "study.conditions=[{depth: 0}, {mask: causal}, {window: 18}, {width: 15, pe: sin}]"
-    lines = posbench("study=synthetic_training", bad, "study.reference=none.csv").err.splitlines()
+    lines = posbench(
+        "study=synthetic_training", bad, "study.reference=none.csv"
+    ).err.splitlines()
     names = [
         "conditions[0].depth = 0",
         "conditions[2].window = 18",
         "conditions[3].width = 15",
         "reference = ",
     ]
-    assert len(lines) == 4 and all(name in line for name, line in zip(names, lines, strict=True)), lines
+    assert len(lines) == 4 and all(
+        name in line for name, line in zip(names, lines, strict=True)
+    ), lines
 
 
-@pytest.mark.parametrize("file", sorted(paths.EXPERIMENTS.glob("wu2025_*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(paths.EXPERIMENTS.glob("wu2025_*.yaml")), ids=lambda file: file.stem
+)
 def test_experiments_train_what_the_paper_prints(file: Path) -> None:
     data = yaml.safe_load(file.read_text())["study"]
     study = SyntheticTraining(**{**data, "conditions": tuple(data["conditions"])})
@@ -129,22 +170,31 @@ def test_experiments_train_what_the_paper_prints(file: Path) -> None:
         assert (both["_merge"] == "both").all() and len(both) == 3 * len(settings)
 
 
-def test_results_of_a_folder(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+def test_results_of_a_folder(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
     small = {"residual": True, "bias": (0, 7), "batch": 4, "sequences": 20}
     for pe in ("none", "rope"):
-        train(Condition(pe=pe, **small), [0], 2, tmp_path / "trainings", hardware="here")
+        train(
+            Condition(pe=pe, **small), [0], 2, tmp_path / "trainings", hardware="here"
+        )
     args = ["study=synthetic_results", f"study.trainings={tmp_path / 'trainings'}"]
     result = posbench(*args)
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     tables = {
-        name: pd.read_csv(folder / f"{name}.csv") for name in ("gaps", "networks", "verdicts", "thresholds")
+        name: pd.read_csv(folder / f"{name}.csv")
+        for name in ("gaps", "networks", "verdicts", "thresholds")
     }
     assert len(tables["gaps"]) == 2 * 3 and set(tables["gaps"]["hardware"]) == {"here"}
-    assert len(tables["networks"]) == 2 and "paper +0.472" in tables["networks"]["gap first-middle"].iloc[1]
+    assert (
+        len(tables["networks"]) == 2
+        and "paper +0.472" in tables["networks"]["gap first-middle"].iloc[1]
+    )
     cells = tables["verdicts"].set_index("verdict")[["cells", "near_zero"]].sum(axis=1)
     printed = sum(
-        len(pd.read_csv(file)) for file in (paths.EXPERIMENTS / "reference").glob("wu2025_fig*.csv")
+        len(pd.read_csv(file))
+        for file in (paths.EXPERIMENTS / "reference").glob("wu2025_fig*.csv")
     )
     assert cells["not trained"] == printed - 6 and cells.drop("not trained").sum() == 6
     assert set(tables["thresholds"]["verdict"]) == {"not run"}
@@ -152,14 +202,19 @@ def test_results_of_a_folder(posbench: Callable[..., Result], outputs: Path, tmp
     assert "not testable" in (folder / "findings.csv").read_text()
     # The folder grows, and so do its results.
     assert "nothing is computed again" in posbench(*args).out
-    train(Condition(pe="rope", **small), [0], 3, tmp_path / "trainings", hardware="here")
+    train(
+        Condition(pe="rope", **small), [0], 3, tmp_path / "trainings", hardware="here"
+    )
     assert posbench(*args).status == 0
-    assert sorted(len(pd.read_csv(run / "gaps.csv")) for run in run_folders(outputs)) == [6, 9]
+    assert sorted(
+        len(pd.read_csv(run / "gaps.csv")) for run in run_folders(outputs)
+    ) == [6, 9]
 
 
 def test_an_earlier_run_counts_where_its_trainings_are_longer(tmp_path: Path) -> None:
     small = {"residual": True, "bias": (0, 7), "batch": 4, "sequences": 20}
-    roots, earlier = {name: tmp_path / name for name in ("old", "new")}, tmp_path / "earlier"
+    roots = {name: tmp_path / name for name in ("old", "new")}
+    earlier = tmp_path / "earlier"
     for name, pe, iterations in (
         ("old", "none", 4),
         ("old", "rope", 2),
@@ -175,25 +230,38 @@ def test_an_earlier_run_counts_where_its_trainings_are_longer(tmp_path: Path) ->
     study = SyntheticResults(trainings=str(roots["new"]), published=str(earlier))
     gaps, sinks = (study.together()[name] for name in ("gaps", "sinks"))
     # The longer training stands alone, with its own hardware; one that only the earlier run has stands, too.
-    ends = gaps.groupby("pe")[["hardware", "iteration"]].agg(lambda column: [*column.unique()])
-    assert ends.loc["none"].tolist() == [["old"], [4]] and ends.loc["rope"].tolist() == [["new"], [3]]
+    ends = gaps.groupby("pe")[["hardware", "iteration"]].agg(
+        lambda column: [*column.unique()]
+    )
+    assert ends.loc["none"].tolist() == [["old"], [4]] and ends.loc[
+        "rope"
+    ].tolist() == [["new"], [3]]
     assert ends.loc["sin"].tolist() == [["old"], [2]] and len(gaps) == 3 * 3
     assert sinks.groupby("pe")["iteration"].unique().map(list).to_dict() == {
         "none": [4],
         "rope": [3],
         "sin": [2],
     }
-    both = [table[table["pe"] == "sin"].reset_index(drop=True) for table in (gaps, alone["gaps"])]
+    both = [
+        table[table["pe"] == "sin"].reset_index(drop=True)
+        for table in (gaps, alone["gaps"])
+    ]
     pd.testing.assert_frame_equal(*both)
     for text in ("a,b\n1,2\n", "\0\0", None):
-        (earlier / "gaps.csv").unlink() if text is None else (earlier / "gaps.csv").write_text(text)
+        (earlier / "gaps.csv").unlink() if text is None else (
+            earlier / "gaps.csv"
+        ).write_text(text)
         with pytest.raises(UserError, match=r"study\.published"):
             study.together()
 
 
-def test_results_of_no_folder(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+def test_results_of_no_folder(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
     result = posbench("study=synthetic_results", f"study.trainings={tmp_path}")
     assert (
-        result.status == 2 and f"study.trainings = '{tmp_path}'" in result.err and result.err.count("\n") == 1
+        result.status == 2
+        and f"study.trainings = '{tmp_path}'" in result.err
+        and result.err.count("\n") == 1
     )
     assert not run_folders(outputs)

@@ -15,7 +15,14 @@ from posbench.run.folder import RunDir
 from posbench.studies.wu2025 import training as module
 from posbench.studies.wu2025.sequences import training_batch
 from posbench.studies.wu2025.synthetic_tables import tabulated
-from posbench.studies.wu2025.training import Condition, Ensemble, folder_of, marks, train, trainings
+from posbench.studies.wu2025.training import (
+    Condition,
+    Ensemble,
+    folder_of,
+    marks,
+    train,
+    trainings,
+)
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
 
@@ -38,7 +45,10 @@ def test_ensemble_is_its_members() -> None:
     for ensemble in (together, *alone):
         for _ in range(8):
             ensemble.step()
-    assert all((p - q).abs().max() > 1e-3 for p, q in zip(together.network.parameters(), start, strict=True))
+    assert all(
+        (p - q).abs().max() > 1e-3
+        for p, q in zip(together.network.parameters(), start, strict=True)
+    )
     for index, single in enumerate(alone):
         assert same(together, single, index) < 1e-5
     assert same(together, alone[1]) > 1e-3
@@ -50,15 +60,20 @@ def test_ensemble_is_its_members() -> None:
     assert same(together, resumed, 1) < 1e-6
 
 
-def test_killed_training_resumes_bit_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_training_resumes_bit_identically(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "CHECKPOINT_EVERY", 10)
-    monkeypatch.setattr(module, "marks", lambda until: [m for m in (20, 40) if m <= until])
+    monkeypatch.setattr(
+        module, "marks", lambda until: [m for m in (20, 40) if m <= until]
+    )
     whole = train(SMALL, [1], 40, tmp_path / "whole", hardware="x")
 
     class Killed(Exception):
         pass
 
-    step, count = Ensemble.step, 0
+    step = Ensemble.step
+    count = 0
 
     def dies(self: Ensemble) -> None:
         nonlocal count
@@ -72,16 +87,23 @@ def test_killed_training_resumes_bit_identically(tmp_path: Path, monkeypatch: py
         with pytest.raises(Killed):
             train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
     # The first part asks for fewer iterations: what is left to do must not be baked into what is done.
-    assert [row["iteration"] for row in folder_of(tmp_path / "torn", SMALL, 1).rows("rows.jsonl")] == [20]
+    assert [
+        row["iteration"]
+        for row in folder_of(tmp_path / "torn", SMALL, 1).rows("rows.jsonl")
+    ] == [20]
     train(SMALL, [1], 30, tmp_path / "torn", hardware="x")
     torn = train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
     assert torn == whole
     assert [row["iteration"] for _, row in torn] == [20, 40]
     states = [
-        torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt") for name in ("whole", "torn")
+        torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt")
+        for name in ("whole", "torn")
     ]
     for key in ("parameters", "first", "second"):
-        assert all(torch.equal(a, b) for a, b in zip(states[0][key], states[1][key], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(states[0][key], states[1][key], strict=True)
+        )
     assert torch.equal(states[0]["data"], states[1]["data"])
 
 
@@ -93,21 +115,47 @@ def test_rows_and_marks(tmp_path: Path) -> None:
     for seed, (_, row) in enumerate(measured):
         found = tabulated([(condition, row)], [])
         assert found["sinks"]["by_entry"].tolist() == row["sink_by_entry"]
-        assert list(found["sinks"]["token"]) == list(range(17)) and found["paper_cells"].empty
+        assert (
+            list(found["sinks"]["token"]) == list(range(17))
+            and found["paper_cells"].empty
+        )
         pairs = found["gaps"].to_dict("records")
-        assert [pair["pair"] for pair in pairs] == ["first-middle", "first-last", "middle-last"]
+        assert [pair["pair"] for pair in pairs] == [
+            "first-middle",
+            "first-last",
+            "middle-last",
+        ]
         for pair in pairs:
-            assert pair["gap"] == pytest.approx(pair["acc_ab"] - pair["acc_ba"], abs=1e-9)
+            assert pair["gap"] == pytest.approx(
+                pair["acc_ab"] - pair["acc_ba"], abs=1e-9
+            )
             assert pair["ci_low"] <= pair["gap"] <= pair["ci_high"]
-            assert [pair[name] for name in ("seed", "n", "std", "hardware")] == [seed, 200, 0.25, "here"]
+            assert [pair[name] for name in ("seed", "n", "std", "hardware")] == [
+                seed,
+                200,
+                0.25,
+                "here",
+            ]
     assert marks(3) == [3]
-    assert marks(17_000) == [1000, 2000, 4000, 6000, 8000, 10_000, 12_000, 16_000, 17_000]
+    assert marks(17_000) == [
+        1000,
+        2000,
+        4000,
+        6000,
+        8000,
+        10_000,
+        12_000,
+        16_000,
+        17_000,
+    ]
 
 
 def test_untrained_and_blind_networks_have_no_gap() -> None:
     # Without mask and encoding, exchanging two items changes nothing: every gap is test noise, at any
     # weights.
-    blind = Ensemble(replace(SMALL, mask="full", labels=4, sequences=4000), [0], torch.device("cpu"))
+    blind = Ensemble(
+        replace(SMALL, mask="full", labels=4, sequences=4000), [0], torch.device("cpu")
+    )
     for _ in range(150):
         blind.step()
     row = blind.measure()[0]

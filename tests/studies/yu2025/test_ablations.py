@@ -57,7 +57,9 @@ def task() -> KVRetrieval:
 
 def _folder(tmp_path_factory: pytest.TempPathFactory, study: str) -> Path:
     outputs = tmp_path_factory.mktemp(study)
-    assert main([f"study={study}", "model=tiny", *FEW, f"runtime.outputs={outputs}"]) == 0
+    assert (
+        main([f"study={study}", "model=tiny", *FEW, f"runtime.outputs={outputs}"]) == 0
+    )
     (folder,) = run_folders(outputs)
     return folder
 
@@ -65,28 +67,39 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, study: str) -> Path:
 @pytest.fixture(scope="module")
 def ablated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     return study_tables(
-        _folder(tmp_path_factory, "ablations"), ["ablations", "positions", "candidates", "findings"]
+        _folder(tmp_path_factory, "ablations"),
+        ["ablations", "positions", "candidates", "findings"],
     )
 
 
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     return study_tables(
-        _folder(tmp_path_factory, "layer_selection"), ["ranges", "edges", "layers", "evaluation", "findings"]
+        _folder(tmp_path_factory, "layer_selection"),
+        ["ranges", "edges", "layers", "evaluation", "findings"],
     )
 
 
 def _loss(lm: LM, task: KVRetrieval, method: ScaleChannel | Unmodified) -> float:
     examples = task.examples("calibration")
     with method.applied(lm):
-        return float(lm.answer_loss([e.prompt for e in examples], [e.answers[0] for e in examples]).mean())
+        return float(
+            lm.answer_loss(
+                [e.prompt for e in examples], [e.answers[0] for e in examples]
+            ).mean()
+        )
 
 
 def _right(lm: LM, task: KVRetrieval, method: ScaleChannel | Unmodified) -> np.ndarray:
     examples = task.evaluation()
     with method.applied(lm):
         replies = lm.generate([e.prompt for e in examples], max_new_tokens=1)
-    return np.array([float(e.answers[0] in reply) for e, reply in zip(examples, replies, strict=True)])
+    return np.array(
+        [
+            float(e.answers[0] in reply)
+            for e, reply in zip(examples, replies, strict=True)
+        ]
+    )
 
 
 def test_without_monotonicity_smoothness_counts_every_layer_of_every_channel() -> None:
@@ -97,28 +110,43 @@ def test_without_monotonicity_smoothness_counts_every_layer_of_every_channel() -
         for channel in range(6):
             mean = [layer[i : i + 5, channel].mean() for i in range(36)][2:]
             rough[channel] += sum(
-                (mean[i + 1] - 2 * mean[i] + mean[i - 1]) ** 2 for i in range(1, len(mean) - 1)
+                (mean[i + 1] - 2 * mean[i] + mean[i - 1]) ** 2
+                for i in range(1, len(mean) - 1)
             )
     np.testing.assert_allclose(free.smoothness, rough)
     assert free.ranking == list(np.argsort(rough))
     with_filter = statistics.paper(curves, window=5, skip=2)
-    assert set(with_filter.ranking) < set(free.ranking), "the filter removes some channel here"
+    assert set(with_filter.ranking) < set(free.ranking), (
+        "the filter removes some channel here"
+    )
     np.testing.assert_array_equal(free.monotone_layers, with_filter.monotone_layers)
 
 
-def test_every_ablation_chooses_what_the_losses_say(ablated: dict[str, pd.DataFrame]) -> None:
-    seen, rows = ablated["candidates"], ablated["ablations"].set_index("ablation")
+def test_every_ablation_chooses_what_the_losses_say(
+    ablated: dict[str, pd.DataFrame],
+) -> None:
+    seen = ablated["candidates"]
+    rows = ablated["ablations"].set_index("ablation")
     for name in (FULL, "without monotonicity", "without smoothness"):
         pool = seen[seen[name.replace(" ", "_")]]
         won = pool.loc[pool["loss"].idxmin()]
-        assert (rows.loc[name, "channels"], rows.loc[name, "factor"]) == (str(won["channel"]), won["factor"])
+        assert (rows.loc[name, "channels"], rows.loc[name, "factor"]) == (
+            str(won["channel"]),
+            won["factor"],
+        )
     full = rows.loc[FULL]
-    monotone = seen[seen["without_smoothness"]].drop_duplicates("channel").sort_values("smoothness")
+    monotone = (
+        seen[seen["without_smoothness"]]
+        .drop_duplicates("channel")
+        .sort_values("smoothness")
+    )
     assert (
         list(seen[seen["full_method"]].drop_duplicates("channel")["channel"])
         == list(monotone["channel"])[:10]
     )
-    assert rows.loc["without validation", "channels"] == str(monotone["channel"].iloc[0])
+    assert rows.loc["without validation", "channels"] == str(
+        monotone["channel"].iloc[0]
+    )
     same = (
         seen[seen["full_method"] & (seen["factor"] == full["factor"])]
         .sort_values("loss")["channel"]
@@ -128,21 +156,32 @@ def test_every_ablation_chooses_what_the_losses_say(ablated: dict[str, pd.DataFr
         rows.loc["top-2 channels", "channels"]
         == f"{full['channels']}+{next(c for c in same if c != full['channels'])}"
     )
-    assert list(rows.loc[["last 16 tokens", "all tokens", FULL], "last"]) == ["16", "all", "1"]
+    assert list(rows.loc[["last 16 tokens", "all tokens", FULL], "last"]) == [
+        "16",
+        "all",
+        "1",
+    ]
     assert rows.loc[CONTROL, "channels"] != full["channels"]
-    free = seen.drop_duplicates("channel").groupby("without_monotonicity")["smoothness_all_layers"]
+    free = seen.drop_duplicates("channel").groupby("without_monotonicity")[
+        "smoothness_all_layers"
+    ]
     assert free.size()[True] == 10 and free.max()[True] < free.min()[False]
 
 
 def test_losses_and_scores_of_the_ablations_are_those_of_plain_calls(
     ablated: dict[str, pd.DataFrame], lm: LM, task: KVRetrieval
 ) -> None:
-    seen, rows = ablated["candidates"], ablated["ablations"].set_index("ablation")
+    seen = ablated["candidates"]
+    rows = ablated["ablations"].set_index("ablation")
     noise = embedded_noise("tiny", log_probabilities)
-    assert_same(seen["loss_unmodified"].iloc[0], _loss(lm, task, Unmodified()), noise, "losses")
+    assert_same(
+        seen["loss_unmodified"].iloc[0], _loss(lm, task, Unmodified()), noise, "losses"
+    )
     for _, row in seen.iloc[[0, -1]].iterrows():
         layers = int(row["layer_first"]), int(row["layer_last"])
-        method = ScaleChannel(channel=int(row["channel"]), factor=row["factor"], layers=layers)
+        method = ScaleChannel(
+            channel=int(row["channel"]), factor=row["factor"], layers=layers
+        )
         assert_same(row["loss"], _loss(lm, task, method), noise, "losses")
     right = {"none": _right(lm, task, Unmodified())}
     for name in (FULL, "without validation", "top-2 channels", "all tokens"):
@@ -153,29 +192,45 @@ def test_losses_and_scores_of_the_ablations_are_those_of_plain_calls(
         )
         rows_of_prompt = row["last"] if row["last"] == "all" else int(row["last"])
         method = ScaleChannel(
-            channel=channels, factor=float(row["factor"]), layers=(first, last), last=rows_of_prompt
+            channel=channels,
+            factor=float(row["factor"]),
+            layers=(first, last),
+            last=rows_of_prompt,
         )
         right[name] = _right(lm, task, method)
     for name, found in right.items():
         assert rows.loc[name, "value"] == pytest.approx(found.mean())
-        assert rows.loc[name, "difference"] == pytest.approx((found - right[FULL]).mean())
+        assert rows.loc[name, "difference"] == pytest.approx(
+            (found - right[FULL]).mean()
+        )
         assert rows.loc[name, "gain"] == pytest.approx((found - right["none"]).mean())
     # A plain bootstrap of the paired difference: other draws, hardly other quantiles.
     change = right["without validation"] - right[FULL]
     drawn = np.random.default_rng(5).choice(change, (4000, len(change))).mean(1)
     wanted = tuple(np.quantile(drawn, [0.025, 0.975]))
     row = rows.loc["without validation"]
-    assert (row["difference_ci_low"], row["difference_ci_high"]) == pytest.approx(wanted, abs=0.09)
-    inner = ablated["positions"].query(f"ablation == '{FULL}' and gold_position == 16")["value"].item()
-    assert inner == pytest.approx(right[FULL][[e.gold_position == 16 for e in task.evaluation()]].mean())
+    assert (row["difference_ci_low"], row["difference_ci_high"]) == pytest.approx(
+        wanted, abs=0.09
+    )
+    inner = (
+        ablated["positions"]
+        .query(f"ablation == '{FULL}' and gold_position == 16")["value"]
+        .item()
+    )
+    assert inner == pytest.approx(
+        right[FULL][[e.gold_position == 16 for e in task.evaluation()]].mean()
+    )
 
 
 def test_the_verdicts_follow_the_intervals(ablated: dict[str, pd.DataFrame]) -> None:
-    rows, found = ablated["ablations"].set_index("ablation"), ablated["findings"]
+    rows = ablated["ablations"].set_index("ablation")
+    found = ablated["findings"]
     assert len(found) == 8 and found["claim"].iloc[0].startswith("The method raises")
     full = rows.loc[FULL, "gain_ci_low"] > 0 and found["p_holm"].iloc[0] <= 0.05
     assert (found["verdict"].iloc[0] == "holds") == full
-    assert list(found["kind"] == "control") == ["control:" in words for words in found["statistic"]]
+    assert list(found["kind"] == "control") == [
+        "control:" in words for words in found["statistic"]
+    ]
     for row in found.iloc[1:].itertuples():
         name = row.statistic.removesuffix(" minus full method, points")
         assert row.value == pytest.approx(100 * rows.loc[name, "difference"])
@@ -185,31 +240,40 @@ def test_the_verdicts_follow_the_intervals(ablated: dict[str, pd.DataFrame]) -> 
 def test_on_a_random_model_the_method_gains_nothing(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
-    rest = [o for o in small if not o.startswith(("stages", "search=", "search.factors"))]
+    rest = [
+        o for o in small if not o.startswith(("stages", "search=", "search.factors"))
+    ]
     result = posbench("study=ablations", *rest, "search.factors=[0.5,0.0]")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     tables = study_tables(folder, ["ablations", "findings"])
-    assert (tables["findings"]["verdict"].iloc[0], tables["ablations"]["gain"].abs().max() < 0.2) == (
+    assert (
+        tables["findings"]["verdict"].iloc[0],
+        tables["ablations"]["gain"].abs().max() < 0.2,
+    ) == (
         "inconclusive",  # six prompts that all stay wrong
         True,
     )
 
 
 def test_random_channels_take_the_place_of_smooth_ones() -> None:
-    found = statistics.ChannelStatistics(np.zeros((4, 30)), np.arange(30), np.arange(30.0), list(range(25)))
+    found = statistics.ChannelStatistics(
+        np.zeros((4, 30)), np.arange(30), np.arange(30.0), list(range(25))
+    )
     search = ChannelSearch(top_k=4)
     pools = {
-        s: Ablations(search=search, smoothness="random", seed=s).pools(search, found, found)[
-            "without smoothness"
-        ]
+        s: Ablations(search=search, smoothness="random", seed=s).pools(
+            search, found, found
+        )["without smoothness"]
         for s in range(6)
     }
     assert (
         all(len(pool) == 4 and set(pool) <= set(range(25)) for pool in pools.values())
         and len({*map(tuple, pools.values())}) > 1
     )
-    assert Ablations(search=search).pools(search, found, found)["without smoothness"] == list(range(25))
+    assert Ablations(search=search).pools(search, found, found)[
+        "without smoothness"
+    ] == list(range(25))
 
 
 def test_a_single_channel_has_no_second(tiny: LM) -> None:
@@ -218,19 +282,31 @@ def test_a_single_channel_has_no_second(tiny: LM) -> None:
     found = Ablations(search=ChannelSearch(), control=False).settings(
         tiny, pools, {only: 1.0, replace(only, factor=0.0): 2.0}
     )
-    assert "top-2 channels" not in found and CONTROL not in found and found[FULL].factor == 0.5
+    assert (
+        "top-2 channels" not in found
+        and CONTROL not in found
+        and found[FULL].factor == 0.5
+    )
 
 
 def test_the_papers_numbers_stand_in_its_own_setting_only() -> None:
-    llama, nq = "model=llama2_7b", "task=nq_multidoc"
+    llama = "model=llama2_7b"
+    nq = "task=nq_multidoc"
     rows = config_of("experiment=yu2025_table6", llama, nq).reference()[0]
     printed = {r["method"]: r["value"] for r in rows if r["model"] == "llama2_7b"}
     # Typed off Table 6 of the paper.
     assert printed["all tokens"] == pytest.approx(0.44)
     assert printed["without validation"] == pytest.approx(0.301)
-    assert set(printed) == {"none", FULL, *CLAIMS} and "tiny" not in {r["model"] for r in rows}
-    assert config_of("experiment=yu2025_table6", llama, "task=kv_retrieval").reference()[0] == []
-    rows, note = config_of("experiment=yu2025_table6", llama, nq, "task.documents=10").reference()
+    assert set(printed) == {"none", FULL, *CLAIMS} and "tiny" not in {
+        r["model"] for r in rows
+    }
+    assert (
+        config_of("experiment=yu2025_table6", llama, "task=kv_retrieval").reference()[0]
+        == []
+    )
+    rows, note = config_of(
+        "experiment=yu2025_table6", llama, nq, "task.documents=10"
+    ).reference()
     assert rows == [] and "documents=10 (paper 20)" in note
 
 
@@ -239,16 +315,21 @@ def test_losses_over_ranges_are_those_of_plain_calls(
 ) -> None:
     ranges = ranged["ranges"]
     own = ranges[ranges["kind"] == layer_selection.CHOSEN]
-    assert {*zip(own["first"], own["last"], strict=True)} == {(a, b) for a in range(4) for b in range(a, 4)}
+    assert {*zip(own["first"], own["last"], strict=True)} == {
+        (a, b) for a in range(4) for b in range(a, 4)
+    }
     base = _loss(lm, task, Unmodified())
     for _, row in ranges.iloc[[2, -1]].iterrows():
         method = ScaleChannel(
-            channel=int(row["channel"]), factor=-1.0, layers=(int(row["first"]), int(row["last"]))
+            channel=int(row["channel"]),
+            factor=-1.0,
+            layers=(int(row["first"]), int(row["last"])),
         )
         loss = _loss(lm, task, method)
         noise = embedded_noise("tiny", log_probabilities)
         assert_same([row["loss"], row["change"]], [loss, loss - base], noise, "losses")
-    best, rows = own.loc[own["loss"].idxmin()], ranged["evaluation"].set_index("setting")
+    best = own.loc[own["loss"].idxmin()]
+    rows = ranged["evaluation"].set_index("setting")
     assert rows.loc["best range", "layers"] == f"{best['first']}-{best['last']}"
     right = _right(lm, task, ScaleChannel(channel=15, factor=-1.0, layers=(0, 3)))
     assert rows.loc["all layers", "value"] == pytest.approx(right.mean())
@@ -268,9 +349,12 @@ def test_the_retrieval_score_is_that_of_eager_attention(
     for e in examples:
         code = lm.encode(e.prompt)
         with torch.no_grad():
-            weights = lm.model(torch.tensor([code.ids]), output_attentions=True).attentions
+            weights = lm.model(
+                torch.tensor([code.ids]), output_attentions=True
+            ).attentions
         spans = [
-            [i for i, (a, b) in enumerate(code.offsets) if a < last and b > first] for first, last in e.items
+            [i for i, (a, b) in enumerate(code.offsets) if a < last and b > first]
+            for first, last in e.items
         ]
         for layer, maps in enumerate(weights):
             row = maps[0].mean(0)[-1]
@@ -280,18 +364,24 @@ def test_the_retrieval_score_is_that_of_eager_attention(
     found = ranged["layers"].set_index("layer").loc[["0", "1", "2", "3"], "retrieval"]
     np.testing.assert_allclose(found, hits / len(examples) - 1 / 32, atol=1e-6)
     rows = ranged["layers"].set_index("layer")
-    assert rows.loc["inside minus outside the published range", "retrieval"] == pytest.approx(
-        found[1:].mean() - found.iloc[0]
-    )
+    assert rows.loc[
+        "inside minus outside the published range", "retrieval"
+    ] == pytest.approx(found[1:].mean() - found.iloc[0])
 
 
 def test_edges_compare_ranges_one_step_apart() -> None:
     rng = np.random.default_rng(0)
-    changes = {(a, b): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)}
+    changes = {
+        (a, b): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)
+    }
     rows = edges(changes, 6, list("abcde")).set_index("edge")["change"]
     value = {layers: v.mean() for layers, v in changes.items()}
-    assert rows["first"] == pytest.approx(np.mean([value[0, b] - value[2, b] for b in (3, 5)]))
-    assert rows["last"] == pytest.approx(np.mean([value[a, 5] - value[a, 3] for a in (0, 2)]))
+    assert rows["first"] == pytest.approx(
+        np.mean([value[0, b] - value[2, b] for b in (3, 5)])
+    )
+    assert rows["last"] == pytest.approx(
+        np.mean([value[a, 5] - value[a, 3] for a in (0, 2)])
+    )
     assert edges({(0, 5): np.ones(5)}, 6, list("abcde")).empty
 
 
@@ -305,7 +395,10 @@ def test_edges_compare_ranges_one_step_apart() -> None:
         (["study=ablations", "search=official"], "search = 'official, monotone'"),
         (["study=ablations", "search.length=9999"], "search.length = 9999"),
         (["study=layer_selection", "method=none"], "scale_channel with one channel"),
-        (["study=layer_selection", "method.channel=[15,16]"], "scale_channel with one channel"),
+        (
+            ["study=layer_selection", "method.channel=[15,16]"],
+            "scale_channel with one channel",
+        ),
         (["study=layer_selection", "study.step=0"], "study.step = 0"),
     ],
 )
@@ -313,7 +406,9 @@ def test_what_does_not_fit_is_refused(
     posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
 ) -> None:
     result = posbench(*args)
-    assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
+    assert (
+        result.status == 2 and result.err.count("\n") == 1 and message in result.err
+    ), result.err
     assert not run_folders(outputs)
 
 
@@ -321,7 +416,9 @@ def test_another_search_makes_another_run(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, nothing in (("measure", {}), ("figures", {}), ("findings", ())):
-        monkeypatch.setattr(Ablations, name, lambda self, given, nothing=nothing: nothing)
+        monkeypatch.setattr(
+            Ablations, name, lambda self, given, nothing=nothing: nothing
+        )
     for strings in (4, 5):
         assert posbench("study=ablations", f"search.strings={strings}").status == 0
     assert len(run_folders(outputs)) == 2

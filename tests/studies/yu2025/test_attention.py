@@ -60,15 +60,28 @@ from tests.rounding import (
     hidden_states,
 )
 
-SMALL = dict(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=1, positions=(0, 3, 5))
-PADS, TOTAL = [0, 7], 30
+SMALL = dict(
+    prompt="compact",
+    records="words",
+    pairs=6,
+    limit=2,
+    max_new_tokens=1,
+    positions=(0, 3, 5),
+)
+PADS = [0, 7]
+TOTAL = 30
 BARE = "stages=[study]"  # writing figures takes longer than all else here
 FEW = ["study.examples=6", "task.limit=6", "task.positions=[0,5,11]", "task.pairs=12"]
 
 
 @contextmanager
 def plainly(
-    model, tokens: torch.Tensor, factor: float, layers, renormalise: bool, rows: Callable[[int], slice]
+    model,
+    tokens: torch.Tensor,
+    factor: float,
+    layers,
+    renormalise: bool,
+    rows: Callable[[int], slice],
 ) -> Iterator[list[torch.Tensor]]:
     """Eager attention whose whole weight matrix is made, then changed in some rows; yields the matrices in
     layer order."""
@@ -81,7 +94,9 @@ def plainly(
             return weights
         if len(made) % LAYERS in layers:
             part = torch.ones_like(weights)
-            part[:, :, rows(weights.shape[-2])] += (factor - 1) * torch.nn.functional.pad(
+            part[:, :, rows(weights.shape[-2])] += (
+                factor - 1
+            ) * torch.nn.functional.pad(
                 tokens, (0, weights.shape[-1] - tokens.shape[-1])
             ).to(weights)[:, None, None]
             weights = weights * part
@@ -106,21 +121,37 @@ def marked() -> torch.Tensor:
 
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "mistral-window", "gemma2", "phi3-partial", "mpt", "falcon", "falcon-7b"]
+    "name",
+    [
+        "llama-gqa",
+        "mistral-window",
+        "gemma2",
+        "phi3-partial",
+        "mpt",
+        "falcon",
+        "falcon-7b",
+    ],
 )
-def test_doubling_equals_full_matrices_with_their_last_row_changed(name: str, renormalise: bool) -> None:
-    model = build(name)  # padding overflows in float64 where a family takes its softmax in float32
+def test_doubling_equals_full_matrices_with_their_last_row_changed(
+    name: str, renormalise: bool
+) -> None:
+    model = build(
+        name
+    )  # padding overflows in float64 where a family takes its softmax in float32
     ids, mask, positions = batch(PADS, TOTAL)
     call = dict(input_ids=ids, attention_mask=mask, use_cache=True)
     call |= {} if name == "mpt" else {"position_ids": positions}
-    layers, tokens = (1, 3), marked()
+    layers = (1, 3)
+    tokens = marked()
     with torch.no_grad():
         before = model(**call).logits
         with scale_attention(
             package.load(model), tokens, 2.0, layers=layers, renormalise=renormalise
         ) as weights:
             found = model(**call).logits
-        with plainly(model, tokens, 2.0, layers, renormalise, lambda n: slice(n - 1, n)) as full:
+        with plainly(
+            model, tokens, 2.0, layers, renormalise, lambda n: slice(n - 1, n)
+        ) as full:
             expected = model(**call).logits
     noise = family_noise(name)
     assert_same(found[:, -1], expected[:, -1], noise, "logits")
@@ -128,23 +159,32 @@ def test_doubling_equals_full_matrices_with_their_last_row_changed(name: str, re
     assert (found[:, -1] - before[:, -1]).abs().max() > 1e-3, "the change is seen"
     assert torch.equal(model(**call).logits, before), "and gone after the block"
     for layer in range(LAYERS):
-        assert_same(weights[layer], full[layer][:, :, -1], attention_noise(name), "attention")
+        assert_same(
+            weights[layer], full[layer][:, :, -1], attention_noise(name), "attention"
+        )
 
 
 @pytest.mark.parametrize("generated", [False, True])
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "mpt"])
-def test_doubling_while_tokens_follow_equals_one_long_forward(name: str, generated: bool) -> None:
+def test_doubling_while_tokens_follow_equals_one_long_forward(
+    name: str, generated: bool
+) -> None:
     model = build(name, dtype=torch.float64)
     ids, mask, _ = batch([0], TOTAL + 3)
-    tokens, logits = marked()[:1], []
+    tokens = marked()[:1]
+    logits = []
     first = TOTAL - 1
     with torch.no_grad():
-        with scale_attention(package.load(model), tokens, 3.0, layers=range(LAYERS), generated=generated):
+        with scale_attention(
+            package.load(model), tokens, 3.0, layers=range(LAYERS), generated=generated
+        ):
             out = model(ids[:, :TOTAL], use_cache=True)
             logits.append(out.logits[:, -1])
             for at in range(TOTAL, TOTAL + 3):
                 out = model(
-                    ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=out.past_key_values
+                    ids[:, at : at + 1],
+                    attention_mask=mask[:, : at + 1],
+                    past_key_values=out.past_key_values,
                 )
                 logits.append(out.logits[:, -1])
         rows = slice(first, None) if generated else slice(first, first + 1)
@@ -156,30 +196,41 @@ def test_doubling_while_tokens_follow_equals_one_long_forward(name: str, generat
 
 def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
     model = build("llama-gqa")
-    lm, tokens = package.load(model), marked()
+    lm = package.load(model)
+    tokens = marked()
     ids, mask, positions = batch(PADS, TOTAL)
     call = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
     noise = family_noise("llama-gqa")
     with torch.no_grad():
         with scale_attention(lm, tokens, 1.0, layers=range(LAYERS)):
             inside = model(**call).logits
-        assert_same(inside[mask.bool()], model(**call).logits[mask.bool()], noise, "logits")
+        assert_same(
+            inside[mask.bool()], model(**call).logits[mask.bool()], noise, "logits"
+        )
         with ScaleChannel(channel=5, factor=-1.0, layers=(1, 2)).applied(lm):
             with scale_attention(lm, tokens, 2.0, layers=range(LAYERS)) as weights:
                 found = model(**call).logits[:, -1]
             with plainly(
-                model, tokens, 2.0, range(LAYERS), True, lambda n: slice(n - 1, n) if n == 1 else slice(0, 0)
+                model,
+                tokens,
+                2.0,
+                range(LAYERS),
+                True,
+                lambda n: slice(n - 1, n) if n == 1 else slice(0, 0),
             ) as full:
                 expected = model(**call).logits[:, -1]
     assert_same(found, expected, noise, "logits")
-    assert_same(weights[2], full[-2][:, :, -1], attention_noise("llama-gqa"), "attention")
+    assert_same(
+        weights[2], full[-2][:, :, -1], attention_noise("llama-gqa"), "attention"
+    )
 
 
 def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> None:
     lm = package.load("tiny")
     task = KVRetrieval(**(SMALL | {"pairs": 8, "positions": (1, 6)}))
     examples = sorted(
-        task.evaluation()[:3] + KVRetrieval(**SMALL).evaluation()[:2], key=lambda e: -len(e.items)
+        task.evaluation()[:3] + KVRetrieval(**SMALL).evaluation()[:2],
+        key=lambda e: -len(e.items),
     )[:3]
     encoded = {e.id: lm.encode(e.prompt) for e in examples}
     study = Doubling(factor=4.0)
@@ -195,11 +246,14 @@ def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> No
         assert_same(together[row], alone[0], noise, "attention")
         lm_row = attention_to_items(lm, [encoded[example.id]], [example])[0]
         assert_same(plain[0], lm_row, noise, "attention")
-        before, after = plain[0, 0, target], alone[0, 0, target]
-        assert before < after <= 4 * before, "layer 0 sees no earlier change: more weight, at most the factor"
-    assert {study.target("other", e) for e in examples if e.id == examples[0].id}.isdisjoint(
-        {examples[0].gold_position}
-    )
+        before = plain[0, 0, target]
+        after = alone[0, 0, target]
+        assert before < after <= 4 * before, (
+            "layer 0 sees no earlier change: more weight, at most the factor"
+        )
+    assert {
+        study.target("other", e) for e in examples if e.id == examples[0].id
+    }.isdisjoint({examples[0].gold_position})
 
 
 def test_attention_by_head_equals_full_eager_attention() -> None:
@@ -208,22 +262,34 @@ def test_attention_by_head_equals_full_eager_attention() -> None:
     encoded = [lm.encode(e.prompt) for e in examples]
     found = attention_to_items(lm, encoded, examples, heads=True)
     noise = embedded_attention_noise("tiny_alibi")
-    assert_same(found.mean(2), attention_to_items(lm, encoded, examples), noise, "attention")
-    with torch.no_grad(), plainly(lm.model, torch.zeros(1, 1), 1.0, (), False, lambda n: slice(0, 0)) as full:
+    assert_same(
+        found.mean(2), attention_to_items(lm, encoded, examples), noise, "attention"
+    )
+    with (
+        torch.no_grad(),
+        plainly(
+            lm.model, torch.zeros(1, 1), 1.0, (), False, lambda n: slice(0, 0)
+        ) as full,
+    ):
         lm.model(torch.tensor([e.ids for e in encoded]), use_cache=False)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
         for item, (start, end) in enumerate(example.items):
-            tokens = [i for i, (a, b) in enumerate(code.offsets) if a < end and b > start]
+            tokens = [
+                i for i, (a, b) in enumerate(code.offsets) if a < end and b > start
+            ]
             for layer, weights in enumerate(full):
                 for head in range(weights.shape[1]):
                     mean = np.mean([float(weights[row, head, -1, t]) for t in tokens])
                     assert_same(found[row, layer, head, item], mean, noise, "attention")
-        kept, gold = head_row(found[row].numpy(), example.gold_position), example.gold_position
+        kept = head_row(found[row].numpy(), example.gold_position)
+        gold = example.gold_position
         for layer in range(lm.layers):
             for head in range(found.shape[2]):
                 weights = found[row, layer, head].tolist()
                 assert kept["largest"][layer][head] == weights.index(max(weights))
-                assert kept["gold"][layer][head] == pytest.approx(weights[gold], rel=1e-5)
+                assert kept["gold"][layer][head] == pytest.approx(
+                    weights[gold], rel=1e-5
+                )
                 assert kept["others"][layer][head] == pytest.approx(
                     (sum(weights) - weights[gold]) / 5, rel=1e-4, abs=1e-7
                 )
@@ -232,14 +298,27 @@ def test_attention_by_head_equals_full_eager_attention() -> None:
 def test_retrieval_score_is_what_shuffling_leaves() -> None:
     gold = np.array([0, 0, 2, 2, 4, 5])
     rng = np.random.default_rng(0)
-    largest = np.stack([gold, np.zeros(6, int), np.array([0, 1, 2, 3, 4, 0]), rng.integers(0, 6, 6)], axis=1)
+    largest = np.stack(
+        [gold, np.zeros(6, int), np.array([0, 1, 2, 3, 4, 0]), rng.integers(0, 6, 6)],
+        axis=1,
+    )
     weights = rng.random((6, 4))
-    found = scores(largest, weights, weights / 2, gold, [str(i) for i in range(6)], least=0.0)
-    shuffles = np.array([(largest == np.array(order)[:, None]).mean(0) for order in permutations(gold)])
+    found = scores(
+        largest, weights, weights / 2, gold, [str(i) for i in range(6)], least=0.0
+    )
+    shuffles = np.array(
+        [(largest == np.array(order)[:, None]).mean(0) for order in permutations(gold)]
+    )
     assert np.allclose(found["expected"], shuffles.mean(0)), "over all 720 orders"
-    assert np.allclose(found["score"], (largest == gold[:, None]).mean(0) - shuffles.mean(0))
-    assert found.loc[1, "score"] == pytest.approx(0), "one place whatever is asked for: a vertical line"
-    assert np.allclose(found["ratio"], 2) and np.allclose(found["gold_attention"], weights.mean(0))
+    assert np.allclose(
+        found["score"], (largest == gold[:, None]).mean(0) - shuffles.mean(0)
+    )
+    assert found.loc[1, "score"] == pytest.approx(0), (
+        "one place whatever is asked for: a vertical line"
+    )
+    assert np.allclose(found["ratio"], 2) and np.allclose(
+        found["gold_attention"], weights.mean(0)
+    )
 
 
 def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
@@ -249,7 +328,10 @@ def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
     largest[:, 7] = np.where(rng.random(120) < 0.5, gold, 0)
     ones = np.ones((120, 60))
     found = scores(largest, ones, ones, gold, [str(i) for i in range(120)], least=0.0)
-    assert list(found.index[found["retrieval"]]) == [7] and (found["score_ci_low"] > 0).sum() < 8
+    assert (
+        list(found.index[found["retrieval"]]) == [7]
+        and (found["score_ci_low"] > 0).sum() < 8
+    )
     assert found.loc[7, "p"] < 0.01 < found.loc[found.index != 7, "p"].min()
     column = np.tile(rng.random(12), (120, 1))
     diagonal = np.eye(12)[gold]
@@ -257,22 +339,38 @@ def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
     assert (mean["n"] == 40).all()
     vertical, other = (vertical_share(rows) for _, rows in mean.groupby("layer"))
     assert vertical == pytest.approx(1) and other < 0.4
-    row = mean[(mean["layer"] == 1) & (mean["gold_position"] == 5)].set_index("item")["attention"]
+    row = mean[(mean["layer"] == 1) & (mean["gold_position"] == 5)].set_index("item")[
+        "attention"
+    ]
     assert row[5] == 1 and row.drop(5).max() == 0
 
 
 def test_statistics_over_gold_positions() -> None:
     rng = np.random.default_rng(2)
-    x, y = rng.random((5, 9)), rng.integers(0, 4, (5, 9)).astype(float)
-    assert np.allclose(spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)])
+    x = rng.random((5, 9))
+    y = rng.integers(0, 4, (5, 9)).astype(float)
+    assert np.allclose(
+        spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)]
+    )
     few = np.array([3.0, 1.0, 2.0, 5.0, 4.0]), np.array([2.0, 1.0, 3.0, 5.0, 4.0])
     every = [spearmanr(few[0], order).statistic for order in permutations(few[1])]
     exact = np.mean(np.array(every) >= spearmanr(*few).statistic - 1e-12)
     assert permutation_p(*few) == pytest.approx(exact, abs=0.01)
-    frame = pd.DataFrame({"gold_position": np.repeat([0, 5, 10], 50), "depth": np.repeat([0, 0.5, 1], 50)})
-    frame = frame.assign(cluster=[str(i) for i in range(150)], value=np.repeat([4.0, 1.0, 2.0], 50), items=11)
+    frame = pd.DataFrame(
+        {
+            "gold_position": np.repeat([0, 5, 10], 50),
+            "depth": np.repeat([0, 0.5, 1], 50),
+        }
+    )
+    frame = frame.assign(
+        cluster=[str(i) for i in range(150)],
+        value=np.repeat([4.0, 1.0, 2.0], 50),
+        items=11,
+    )
     (value, *_), drawn = dips(frame, "value", 1000)
-    assert value == 0.5 and np.allclose(drawn, 0.5), "half of the lower end; constant values leave no spread"
+    assert value == 0.5 and np.allclose(drawn, 0.5), (
+        "half of the lower end; constant values leave no spread"
+    )
     frame["value"] += rng.normal(size=150)
     apart = curves(frame, "value", "items", 1000)[11][1]
     spread = frame.groupby("gold_position")["value"].std(ddof=0) / np.sqrt(50)
@@ -289,19 +387,29 @@ def test_statistics_over_gold_positions() -> None:
 @pytest.mark.parametrize("site", ["attention_input", "residual"])
 @pytest.mark.parametrize("name", ["tiny_nope", "tiny_alibi"])
 def test_moments_equal_what_all_states_give(name: str, site: Site) -> None:
-    lm, skip, channels = package.load(name), 4, [3, 40]
+    lm = package.load(name)
+    skip = 4
+    channels = [3, 40]
     strings = Strings(count=45, length=24, alphabet="tokens", batch_size=20, seed=3)
     found = moments(lm, strings, site, channels, skip, lambda n: None)
     averages = average_states(lm, strings)
-    expected = averages["attention_input"] if site == "attention_input" else averages["residual"][1:]
+    expected = (
+        averages["attention_input"]
+        if site == "attention_input"
+        else averages["residual"][1:]
+    )
     noise = embedded_noise(name, hidden_states, output_hidden_states=True)
     assert_same(found.mean, expected, noise, "hidden states")
     with torch.no_grad():
         out = lm.model.base_model(
-            input_ids=torch.tensor(strings.draw(lm)), output_hidden_states=True, use_cache=False
+            input_ids=torch.tensor(strings.draw(lm)),
+            output_hidden_states=True,
+            use_cache=False,
         )
     if site == "residual":
-        states = torch.stack(out.hidden_states[1:]).double().numpy()  # [L, strings, P, D]
+        states = (
+            torch.stack(out.hidden_states[1:]).double().numpy()
+        )  # [L, strings, P, D]
         assert_same(found.mean, states.mean(1), noise, "hidden states")
         variance = states[:, :, skip:][..., channels].var((1, 2))
         # A square moves by twice its root times what moves.
@@ -313,9 +421,9 @@ def test_moments_equal_what_all_states_give(name: str, site: Site) -> None:
     together = np.einsum("g,glpc->lpc", found.sizes / 45, found.groups)
     assert_same(together, found.mean[..., channels], noise, "hidden states")
     assert_same(found.shuffled[:, :skip], found.mean[:, :skip], noise, "hidden states")
-    assert np.allclose(found.shuffled[:, skip:].mean(1), found.mean[:, skip:].mean(1), atol=1e-5), (
-        "the rest only moves"
-    )
+    assert np.allclose(
+        found.shuffled[:, skip:].mean(1), found.mean[:, skip:].mean(1), atol=1e-5
+    ), "the rest only moves"
     assert np.abs(found.shuffled - found.mean).max() > 0.01
 
 
@@ -325,7 +433,9 @@ def test_a_planted_trend_is_found_and_noise_is_not() -> None:
     noise[..., 5] += np.linspace(0, 1, 60)
     noise[..., 6] -= np.linspace(0, 1, 60)
     level = mean_correlation(noise.mean(0))
-    assert set(np.argsort(-level)[:2]) == {5, 6} and level[[0, 1, 2, 3, 4, 7]].max() < 0.3
+    assert (
+        set(np.argsort(-level)[:2]) == {5, 6} and level[[0, 1, 2, 3, 4, 7]].max() < 0.3
+    )
     assert correlation(np.array([[1.0, 2.0, 4.0], [3.0, 2.0, 1.0]])).tolist() == [1, -1]
     value, low, high, _ = jackknife(noise[..., 5], np.full(20, 10.0))
     assert value == pytest.approx(level[5]) and 0.5 < low < value < high <= 1
@@ -336,7 +446,9 @@ def drawn(folder: Path) -> Mapping[str, tuple[Figure, str]]:
     """The figures of a run folder, from its files alone."""
     config = yaml.safe_load((folder / "config.yaml").read_text())["study"]
     study: Any = instantiate(config, Study, "study")
-    return study.figures(study_tables(folder, json.loads((folder / "study.json").read_text())["tables"]))
+    return study.figures(
+        study_tables(folder, json.loads((folder / "study.json").read_text())["tables"])
+    )
 
 
 def test_an_untrained_model_has_neither_retrieval_nor_gain(
@@ -360,7 +472,9 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
     tables = {folder.name.split("__")[1]: folder for folder in run_folders(outputs)}
     folder = tables["attention_to_gold"]
     assert not pd.read_csv(folder / "layers.csv")["retrieval"].any()
-    assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}, "the best layer stands in"
+    assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}, (
+        "the best layer stands in"
+    )
     verdicts = pd.read_csv(folder / "findings.csv")["verdict"]
     assert "holds" not in set(verdicts) and "not testable" in set(verdicts)
     examples = pd.read_csv(tables["doubling"] / "examples.csv").pivot(
@@ -369,7 +483,9 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
     assert abs((examples["gold"] - examples["none"]).mean()) < 0.15
 
 
-def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_the_studies_on_a_trained_model(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     strings = ["study.strings=60", "study.length=64"]
     for study, fields in (
         ("attention_to_gold", [*FEW, "study.items=[24]", "study.least=0.2"]),
@@ -382,26 +498,35 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
     folder = folders["attention_to_gold"]
     layers = pd.read_csv(folder / "layers.csv")
     assert layers["retrieval"].tolist() == [False, True, False, False]
-    maps, examples = pd.read_csv(folder / "maps.csv"), pd.read_csv(folder / "examples.csv")
-    diagonal = maps[(maps["layer"] == 1) & (maps["item"] == maps["gold_position"])].set_index(
-        "gold_position"
-    )["attention"]
+    maps = pd.read_csv(folder / "maps.csv")
+    examples = pd.read_csv(folder / "examples.csv")
+    diagonal = maps[
+        (maps["layer"] == 1) & (maps["item"] == maps["gold_position"])
+    ].set_index("gold_position")["attention"]
     own = examples[examples["items"] == 12].groupby("gold_position")["attention"].mean()
     assert np.allclose(diagonal, own, rtol=1e-4) and set(examples["items"]) == {12, 24}
     assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}
-    doubled = pd.read_csv(folders["doubling"] / "examples.csv").set_index(["id", "mode"])
+    doubled = pd.read_csv(folders["doubling"] / "examples.csv").set_index(
+        ["id", "mode"]
+    )
     wide = doubled["attention"].unstack()
     here = doubled.xs("item", level="mode")
     at_gold = here.index[here["target"] == here["gold_position"]]
-    assert np.allclose(wide.loc[at_gold, "item"], wide.loc[at_gold, "gold"]) and len(at_gold) == 6
+    assert (
+        np.allclose(wide.loc[at_gold, "item"], wide.loc[at_gold, "gold"])
+        and len(at_gold) == 6
+    )
     assert (wide["gold"] > wide["none"]).all() and (wide["other"] < wide["gold"]).all()
     folder = folders["positional_channels"]
-    curves, null = pd.read_csv(folder / "curves.csv"), pd.read_csv(folder / "null.csv").set_index("positions")
+    curves = pd.read_csv(folder / "curves.csv")
+    null = pd.read_csv(folder / "null.csv").set_index("positions")
     assert (
         15 in set(curves["channel"])
         and curves.groupby(["channel", "kind", "layer"])["token"].count().eq(64).all()
     )
-    assert null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
+    assert (
+        null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
+    )
     assert not (folder / "search_state.pt").exists()
     assert {"averaged", "statistics", "layers_15"} <= set(drawn(folder)) and set(
         drawn(folders["doubling"])
@@ -432,11 +557,16 @@ def test_fields_that_do_not_fit_are_refused(study: Study, message: str) -> None:
 
 def _with_dips(dips: list[float], noise: float) -> pd.DataFrame:
     """Examples of 16, 32, 64, ... items, attention 1 at both ends and lower between them by these dips."""
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows = []
     for number, dip in enumerate(dips):
         for i, depth in product(range(30), np.linspace(0, 1, 5)):
             level = 1.0 if depth in (0, 1) else 1 - dip
-            place = {"items": 16 * 2**number, "id": f"{i} {depth}", "cluster": f"{number} {i}"}
+            place = {
+                "items": 16 * 2**number,
+                "id": f"{i} {depth}",
+                "cluster": f"{number} {i}",
+            }
             place |= {"gold_position": int(4 * depth), "depth": depth, "score": 1.0}
             rows.append(place | {"attention": level + noise * rng.normal()})
     return pd.DataFrame(rows)

@@ -23,16 +23,33 @@ from tests.conftest import Result, run_folders
 from tests.parity import plain
 from tests.rounding import assert_same, hidden_states, noise_floor, weights_noise
 
-PAIRS, POSITIONS, EACH = 8, (0, 3, 7), 2
+PAIRS = 8
+POSITIONS = (0, 3, 7)
+EACH = 2
 WORDS = torch.randint(6, 60, (4, 40), generator=torch.Generator().manual_seed(0))
-TASK = dict(prompt="compact", records="words", pairs=PAIRS, positions=POSITIONS, limit=EACH, max_new_tokens=1)
+TASK = dict(
+    prompt="compact",
+    records="words",
+    pairs=PAIRS,
+    positions=POSITIONS,
+    limit=EACH,
+    max_new_tokens=1,
+)
 
 
 @pytest.fixture(scope="module")
 def overrides(checkpoint: Path) -> list[str]:
     """A run on the random checkpoint: 6 prompts of 8 pairs."""
-    task = [f"task.{key}={list(value) if key == 'positions' else value}" for key, value in TASK.items()]
-    rest = ["model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32"]
+    task = [
+        f"task.{key}={list(value) if key == 'positions' else value}"
+        for key, value in TASK.items()
+    ]
+    rest = [
+        "model=hf",
+        "model.name=random",
+        f"model.path={checkpoint}",
+        "model.dtype=float32",
+    ]
     return [
         *rest,
         *task,
@@ -45,7 +62,9 @@ def overrides(checkpoint: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def lm(checkpoint: Path):
-    return load(ModelConfig(name="random", path=str(checkpoint), dtype="float32"), device="cpu")
+    return load(
+        ModelConfig(name="random", path=str(checkpoint), dtype="float32"), device="cpu"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +109,15 @@ def written_out(lm, example, crop=None, crop_layers=(), move=None):
         if crop is not None and layer.number in crop_layers:
             for query in range(*crop):
                 layer.open[
-                    query, [key for key in range(len(ids)) if key and not crop[0] <= key < crop[1]]
+                    query,
+                    [
+                        key
+                        for key in range(len(ids))
+                        if key and not crop[0] <= key < crop[1]
+                    ],
                 ] = False
-        out, last = [], []
+        out = []
+        last = []
         for q, k, v in zip(layer.query, layer.key, layer.value, strict=True):
             weights = layer.weights(layer.turn(q), layer.turn(k))
             if move is not None:
@@ -112,11 +137,17 @@ def written_out(lm, example, crop=None, crop_layers=(), move=None):
 
     with plain.attending_plainly(lm.model, [0], attend):
         reply = lm.logits(torch.tensor([ids]))[0, -1].argmax().item()
-    return np.array([rows[layer] for layer in range(lm.layers)]), lm.tokenizer.decode([reply])
+    return np.array([rows[layer] for layer in range(lm.layers)]), lm.tokenizer.decode(
+        [reply]
+    )
 
 
 def test_crop_mask_equals_full_attention_written_out(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm, attention: float
+    posbench: Callable[..., Result],
+    outputs: Path,
+    overrides: list[str],
+    lm,
+    attention: float,
 ) -> None:
     result = posbench(
         "experiment=yu2025_mechanism_mask",
@@ -128,9 +159,17 @@ def test_crop_mask_equals_full_attention_written_out(
     assert result.status == 0, result.err
     found = tables(outputs)
     (left, right) = crossed_figure(found["crop_mask_effects"]).axes
-    assert len(left.get_yticks()) == 7 and left.get_ylim()[0] > left.get_ylim()[1], "the first on top"
-    drawn = [line.get_xdata()[0] for line in right.lines if line.get_label().startswith("unmodified")]
-    scores = found["crop_mask"].query("variant == 'none' and measure == 'accuracy'")["value"]
+    assert len(left.get_yticks()) == 7 and left.get_ylim()[0] > left.get_ylim()[1], (
+        "the first on top"
+    )
+    drawn = [
+        line.get_xdata()[0]
+        for line in right.lines
+        if line.get_label().startswith("unmodified")
+    ]
+    scores = found["crop_mask"].query("variant == 'none' and measure == 'accuracy'")[
+        "value"
+    ]
     assert np.allclose(drawn, 100 * (scores.to_numpy()[[0, 2]] - scores.to_numpy()[1]))
     got = found["crop_mask"].set_index(["variant", "gold_position", "measure"])
     layers = found["crop_mask_layers"].set_index(["variant", "layer"])["attention"]
@@ -151,10 +190,16 @@ def test_crop_mask_equals_full_attention_written_out(
     for variant, setting in variants.items():
         for position in POSITIONS:
             examples = [e for e in task.evaluation() if e.gold_position == position]
-            each = [written_out(lm, e, **setting(spans(lm, e)[1], position)) for e in examples]
+            each = [
+                written_out(lm, e, **setting(spans(lm, e)[1], position))
+                for e in examples
+            ]
             weights = np.mean([weights[:, position] for weights, _ in each], axis=0)
             score = np.mean(
-                [task.score(e, reply)["accuracy"] for e, (_, reply) in zip(examples, each, strict=True)]
+                [
+                    task.score(e, reply)["accuracy"]
+                    for e, (_, reply) in zip(examples, each, strict=True)
+                ]
             )
             found_here = got.loc[(variant, position, "attention"), "value"]
             assert_same(found_here, weights[2:].mean(), attention, "attention")
@@ -182,18 +227,33 @@ def test_crop_mask_equals_full_attention_written_out(
         value = seen[part, 3] / seen["none", whole]
         assert_same(effects[name], value, attention / seen["none", whole], "attention")
     for control in ("crop_other", "pe_to_end_other"):
-        assert (layers[control] - layers["none"]).abs().max() > 1e-6, "the control does something"
+        assert (layers[control] - layers["none"]).abs().max() > 1e-6, (
+            "the control does something"
+        )
 
 
-def test_a_model_without_rotation_has_no_position_ids_to_cross(posbench: Callable[..., Result]) -> None:
+def test_a_model_without_rotation_has_no_position_ids_to_cross(
+    posbench: Callable[..., Result],
+) -> None:
     result = posbench("study=crop_mask", "study.crossed=true", "model=tiny_nope")
-    assert result.status == 2 and "study.crossed = True" in result.err and result.err.count("\n") == 1
+    assert (
+        result.status == 2
+        and "study.crossed = True" in result.err
+        and result.err.count("\n") == 1
+    )
 
 
 def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm, hidden: float
+    posbench: Callable[..., Result],
+    outputs: Path,
+    overrides: list[str],
+    lm,
+    hidden: float,
 ) -> None:
-    channel, length, start, stop = 5, 40, 16, 24
+    channel = 5
+    length = 40
+    start = 16
+    stop = 24
     study = [
         "stages=[study]",
         "study.texts=6",
@@ -203,7 +263,11 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
         "study.bins=20",
     ]
     result = posbench(
-        "study=hidden_perturbation", f"study.channel={channel}", *study, "study.controls=2", *overrides
+        "study=hidden_perturbation",
+        f"study.channel={channel}",
+        *study,
+        "study.controls=2",
+        *overrides,
     )
     assert result.status == 0, result.err
     found = tables(outputs)
@@ -213,7 +277,9 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
         """The channel behind the first norm of every layer, [L, B, P]."""
         kept = []
         hooks = [
-            layer.input_layernorm.register_forward_hook(lambda m, a, out: kept.append(out[..., channel]))
+            layer.input_layernorm.register_forward_hook(
+                lambda m, a, out: kept.append(out[..., channel])
+            )
             for layer in lm.model.model.layers
         ]
         with torch.no_grad():
@@ -224,7 +290,9 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
 
     places = torch.arange(length).repeat(6, 1)
     places[:, start:stop] -= stop - start
-    unmodified, shifted, alone = normed(texts), normed(texts, places), normed(texts[:, start:stop])
+    unmodified = normed(texts)
+    shifted = normed(texts, places)
+    alone = normed(texts[:, start:stop])
     curve = unmodified.mean(1).reshape(lm.layers, 20, 2).mean(-1)[:, 2:]
     reach = curve.max(1) - curve.min(1)
     sign = np.sign(curve[:, 0] - unmodified[:, :, start:stop].mean((1, 2)))
@@ -240,7 +308,11 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
     assert_same(effects["crop_over_shift"], beyond, noise, "hidden states")
     assert abs(crop[1:].mean()) > 0.01 and abs(shift[1:].mean()) > 0.01
     table = found["layer_effects"]
-    rows = table[(table["where"] == "inside") & (table["channel"] == channel) & (table["variant"] == "crop")]
+    rows = table[
+        (table["where"] == "inside")
+        & (table["channel"] == channel)
+        & (table["variant"] == "crop")
+    ]
     assert_same(rows["change"], crop, noise, "hidden states")
     assert rows["change"].iloc[0] == 0, "layer 0 has attended to nothing yet"
     assert table["control"].sum() == 2 * 2 * 2 * lm.layers and channel not in set(
@@ -248,13 +320,25 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
     )
     curves = found["curves"]
     lines = curves[(curves["variant"] == "none") & (curves["channel"] == channel)]
-    assert_same(lines["value"].to_numpy().reshape(lm.layers, 20)[:, 2:], curve, hidden, "hidden states")
+    assert_same(
+        lines["value"].to_numpy().reshape(lm.layers, 20)[:, 2:],
+        curve,
+        hidden,
+        "hidden states",
+    )
 
 
 def test_channel_subtraction_equals_hooks_on_the_norms(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm, attention: float, hidden: float
+    posbench: Callable[..., Result],
+    outputs: Path,
+    overrides: list[str],
+    lm,
+    attention: float,
+    hidden: float,
 ) -> None:
-    channel, gold, other = 5, 3, 5
+    channel = 5
+    gold = 3
+    other = 5
     study = [
         "experiment=yu2025_mechanism_channel",
         f"study.channel={channel}",
@@ -265,21 +349,28 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
     result = posbench(*study, *overrides)
     assert result.status == 0, result.err
     found = tables(outputs)
-    items = found["items"].set_index(["variant", "measure", "item"]).sort_index()["value"]
-    assert set(found["items"]["gold"]) == {gold} and set(found["items"]["other"]) == {other}
+    items = (
+        found["items"].set_index(["variant", "measure", "item"]).sort_index()["value"]
+    )
+    assert set(found["items"]["gold"]) == {gold} and set(found["items"]["other"]) == {
+        other
+    }
     examples = [e for e in KVRetrieval(**TASK).evaluation() if e.gold_position == gold]
 
     @torch.no_grad()
     def hooked(amounts, item):
         """Channel and attention of every item in layers 1 and 2, mean over layers and prompts, [N] each."""
-        states, weights = [], []
+        states = []
+        weights = []
         for e in examples:
             ids, tokens = spans(lm, e)
             kept = {}
 
             def change(module, args, out, kept=kept, tokens=tokens):
                 number = next(
-                    i for i, layer in enumerate(lm.model.model.layers) if layer.input_layernorm is module
+                    i
+                    for i, layer in enumerate(lm.model.model.layers)
+                    if layer.input_layernorm is module
                 )
                 out = out.clone()
                 if number in amounts:
@@ -287,40 +378,68 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
                 kept[number] = out[0, :, channel]
                 return out
 
-            hooks = [layer.input_layernorm.register_forward_hook(change) for layer in lm.model.model.layers]
+            hooks = [
+                layer.input_layernorm.register_forward_hook(change)
+                for layer in lm.model.model.layers
+            ]
             lm.model.set_attn_implementation("eager")
             maps = lm.model(torch.tensor([ids]), output_attentions=True).attentions
             lm.model.set_attn_implementation("sdpa")
             for hook in hooks:
                 hook.remove()
-            states.append([[kept[n][a:b].mean().item() for a, b in tokens] for n in (1, 2)])
-            weights.append([[maps[n][0, :, -1, a:b].mean().item() for a, b in tokens] for n in (1, 2)])
+            states.append(
+                [[kept[n][a:b].mean().item() for a, b in tokens] for n in (1, 2)]
+            )
+            weights.append(
+                [
+                    [maps[n][0, :, -1, a:b].mean().item() for a, b in tokens]
+                    for n in (1, 2)
+                ]
+            )
         return np.array(states).mean(0), np.array(weights).mean((0, 1))
 
     curves, plain_weights = hooked({}, gold)
     rising = np.sign([np.polyfit(range(PAIRS), curve, 1)[0] for curve in curves])
     amounts = dict(zip((1, 2), 2 * rising * np.ptp(curves, axis=1), strict=True))
     assert found["amounts"]["layer"].tolist() == list(amounts)
-    assert_same(found["amounts"]["subtracted"], list(amounts.values()), 2 * hidden, "hidden states")
+    assert_same(
+        found["amounts"]["subtracted"],
+        list(amounts.values()),
+        2 * hidden,
+        "hidden states",
+    )
     assert_same(items["none", "attention"], plain_weights, attention, "attention")
     for where, item in (("gold", gold), ("other", other)):
         states, weights = hooked(amounts, item)
-        assert_same(items[where, "channel"], states.mean(0), 2 * hidden, "hidden states")
+        assert_same(
+            items[where, "channel"], states.mean(0), 2 * hidden, "hidden states"
+        )
         assert_same(items[where, "attention"], weights, attention, "attention")
         assert abs(weights[item] - plain_weights[item]) > 1e-4
         effects = found["effects"].set_index("effect")["value"]
         rise = weights[item] - plain_weights[item]
         assert_same(effects[f"{where}_rise"], rise, attention, "attention")
         _, back = hooked({layer: -amount for layer, amount in amounts.items()}, item)
-        assert_same(effects[f"{where}_over_opposite"], weights[item] - back[item], attention, "attention")
+        assert_same(
+            effects[f"{where}_over_opposite"],
+            weights[item] - back[item],
+            attention,
+            "attention",
+        )
 
 
 @pytest.mark.parametrize("study", ["crop_mask", "hidden_perturbation"])
 def test_model_without_rope_says_what_cannot_be_tested(
     posbench: Callable[..., Result], outputs: Path, study: str
 ) -> None:
-    small = ["study.examples=2"] if study == "crop_mask" else ["study.texts=8", "study.length=48"]
-    result = posbench(f"study={study}", "model=tiny_nope", "runtime.resamples=100", *small)
+    small = (
+        ["study.examples=2"]
+        if study == "crop_mask"
+        else ["study.texts=8", "study.length=48"]
+    )
+    result = posbench(
+        f"study={study}", "model=tiny_nope", "runtime.resamples=100", *small
+    )
     assert result.status == 0, result.err
     found = tables(outputs)["findings"].set_index("claim")
     moved = found.index.str.contains("PE to|Moved position|not the position embedding")
@@ -331,19 +450,24 @@ def test_model_without_rope_says_what_cannot_be_tested(
 def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> None:
     rng = np.random.default_rng(0)
     clusters = [str(i // 2) for i in range(60)]
-    base, noise = rng.normal(size=60), rng.normal(size=60)
+    base = rng.normal(size=60)
+    noise = rng.normal(size=60)
     difference = lambda m: m["b"] - m["a"]  # noqa: E731
     shifted = {"a": (list(base), clusters), "b": (list(base + 1), clusters)}
-    assert np.allclose(bootstrap.statistic(shifted, difference, resamples=200)[:3], 1), (
-        "what is shared cancels"
-    )
-    apart = {"a": (list(base), clusters), "b": (list(base + 1), [f"other {c}" for c in clusters])}
+    assert np.allclose(
+        bootstrap.statistic(shifted, difference, resamples=200)[:3], 1
+    ), "what is shared cancels"
+    apart = {
+        "a": (list(base), clusters),
+        "b": (list(base + 1), [f"other {c}" for c in clusters]),
+    }
     _, low, high, _ = bootstrap.statistic(apart, difference, resamples=200)
     assert high - low > 0.2, "and does not where the clusters differ"
     value, low, high, _ = bootstrap.statistic(
         {"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000
     )
-    pairs, share = noise.reshape(30, 2).mean(1), bootstrap.tail(30)
+    pairs = noise.reshape(30, 2).mean(1)
+    share = bootstrap.tail(30)
     plain_means = np.array([pairs[rng.integers(0, 30, 30)].mean() for _ in range(4000)])
     assert value == pytest.approx(noise.mean()) and np.allclose(
         [low, high], np.quantile(plain_means, [share, 1 - share]), atol=0.03
@@ -352,7 +476,9 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
 
 def test_task_without_gold_items_is_refused() -> None:
     task: Any = SimpleNamespace(
-        name="mmlu", items=None, evaluation=lambda: pytest.fail("it would be downloaded")
+        name="mmlu",
+        items=None,
+        evaluation=lambda: pytest.fail("it would be downloaded"),
     )
     with pytest.raises(UserError, match="a task with a gold item among others"):
         shared.need_items(task)
@@ -373,8 +499,14 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
             ["study=hidden_perturbation"],
             "find one: posbench stages=[search] model=random method=scale_channel",
         ),
-        (["study=channel_subtraction", "study.channel=16"], "different channels from 0 to 15"),
-        (["study=crop_mask", "study.layers=[2,4]"], "study.layers = [2, 4]: allowed: [first, last]"),
+        (
+            ["study=channel_subtraction", "study.channel=16"],
+            "different channels from 0 to 15",
+        ),
+        (
+            ["study=crop_mask", "study.layers=[2,4]"],
+            "study.layers = [2, 4]: allowed: [first, last]",
+        ),
         (
             ["study=crop_mask", "study.examples=0"],
             "study.examples = 0: allowed: a whole number from 1 to 1000000",
@@ -387,7 +519,10 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
             ["study=hidden_perturbation", "study.channel=3", "study.span=[0.2,0.6]"],
             "no longer than what comes before it",
         ),
-        (["study=hidden_perturbation", "study.channel=3", "study.length=500"], "(window of random)"),
+        (
+            ["study=hidden_perturbation", "study.channel=3", "study.length=500"],
+            "(window of random)",
+        ),
         (
             ["study=hidden_perturbation", "study.channel=3", "study.layers=[3,3]"],
             "layers before the last one",
@@ -396,11 +531,18 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
             ["study=channel_subtraction", "study.channel=3", "study.other=0.4"],
             "another item than the gold one",
         ),
-        (["study=channel_subtraction", "study.channel=3", "study.value=-1"], "a number above 0"),
+        (
+            ["study=channel_subtraction", "study.channel=3", "study.value=-1"],
+            "a number above 0",
+        ),
     ],
 )
 def test_what_does_not_fit_gets_one_line_and_leaves_nothing(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], args: list[str], message: str
+    posbench: Callable[..., Result],
+    outputs: Path,
+    overrides: list[str],
+    args: list[str],
+    message: str,
 ) -> None:
     length = (
         ["study.length=100"]
@@ -408,28 +550,46 @@ def test_what_does_not_fit_gets_one_line_and_leaves_nothing(
         else []
     )
     result = posbench(*overrides, *length, *args)
-    assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
+    assert (
+        result.status == 2 and result.err.count("\n") == 1 and message in result.err
+    ), result.err
     assert not run_folders(outputs)
 
 
 def test_the_halves_of_the_method_run_as_an_experiment(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    few = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=8", "runtime.resamples=100"]
-    result = posbench("experiment=yu2025_mechanism_tokens", "model=tiny", "stages=[evaluate]", *few)
+    few = [
+        "task.pairs=12",
+        "task.positions=[0,5,11]",
+        "task.limit=8",
+        "runtime.resamples=100",
+    ]
+    result = posbench(
+        "experiment=yu2025_mechanism_tokens", "model=tiny", "stages=[evaluate]", *few
+    )
     assert result.status == 0, result.err
     (summary,) = outputs.glob("yu2025_mechanism_tokens/v*/sweep__*/summary.csv")
     rows = pd.read_csv(summary, keep_default_na=False).query(
         "metric == 'accuracy' and gold_position == 'all'"
     )
     found = rows.set_index(["method", "method.tokens"])["value"].astype(float)
-    task = KVRetrieval(prompt="compact", records="words", pairs=12, positions=(0, 5, 11))
-    assert set(found["scale_channel"].index) == {"both", "last", "earlier"} and found["none"].nunique() == 1
-    model = load(ModelConfig(name="tiny", path="posbench://tiny", dtype="float32"), device="cpu")
+    task = KVRetrieval(
+        prompt="compact", records="words", pairs=12, positions=(0, 5, 11)
+    )
+    assert (
+        set(found["scale_channel"].index) == {"both", "last", "earlier"}
+        and found["none"].nunique() == 1
+    )
+    model = load(
+        ModelConfig(name="tiny", path="posbench://tiny", dtype="float32"), device="cpu"
+    )
     asked = [e for e in task.evaluation() if int(e.id.split("-")[1]) < 4]
     for tokens in ("last", "earlier"):
         method = ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), tokens=tokens)
         with method.applied(model):
             said = model.generate([e.prompt for e in asked], max_new_tokens=1)
-        right = [task.score(e, text)["accuracy"] for e, text in zip(asked, said, strict=True)]
+        right = [
+            task.score(e, text)["accuracy"] for e, text in zip(asked, said, strict=True)
+        ]
         assert found["scale_channel", tokens] == pytest.approx(np.mean(right), abs=1e-6)
