@@ -54,11 +54,11 @@ def deviations(order: Sequence[int]) -> dict[str, float]:
         if start in visited:
             continue
         cycles += 1
-        place = start
-        while place not in visited:
-            visited.add(place)
-            place = order[place]
-    displacements = [abs(place - index) for index, place in enumerate(order)]
+        index = start
+        while index not in visited:
+            visited.add(index)
+            index = order[index]
+    displacements = [abs(gold - index) for index, gold in enumerate(order)]
     total = sum(displacements)
     return {
         "lsd": sum(d * d for d in displacements) / size,
@@ -188,7 +188,7 @@ def _qa_pairs(line: Line) -> list[Line]:
         line.refuse(f'a Python literal in "qa_pairs" ({error})')
     if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
         line.refuse('a list of dicts in "qa_pairs"')
-    return [Line(pair, line.field, line.shown, line.number) for pair in pairs]
+    return [Line(pair, line.field, line.file_label, line.number) for pair in pairs]
 
 
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:

@@ -25,16 +25,16 @@ class Line(dict[str, Any]):
 
     Attributes:
         field: Key that named the file, without ``task.``.
-        shown: The file as messages name it.
+        file_label: The file as messages name it.
         number: Line from 1 (parquet: row).
     """
 
     def __init__(
-        self, fields: Mapping[str, Any], field: str, shown: str, number: int
+        self, fields: Mapping[str, Any], field: str, file_label: str, number: int
     ) -> None:
         super().__init__(fields)
         self.field = field
-        self.shown = shown
+        self.file_label = file_label
         self.number = number
 
     def take(self, name: str, kind: type | tuple[type, ...] = str) -> Any:
@@ -49,13 +49,13 @@ class Line(dict[str, Any]):
 
     def refuse(self, allowed: str) -> NoReturn:
         """Raise UserError for this line."""
-        place = f"task.{self.field}: {self.shown}, line {self.number}"
-        raise LineError(place, "", allowed, "fix or remove that line")
+        location = f"task.{self.field}: {self.file_label}, line {self.number}"
+        raise LineError(location, "", allowed, "fix or remove that line")
 
     def fault(self, wrong: str, allowed: str) -> LineError:
         """What is wrong with this line, to be raised."""
-        place = f"{self.shown}, line {self.number}"
-        return LineError(place, wrong, allowed, "fix or remove that line")
+        location = f"{self.file_label}, line {self.number}"
+        return LineError(location, wrong, allowed, "fix or remove that line")
 
 
 class LineError(UserError):
@@ -181,12 +181,14 @@ def rows(
     Raises:
         UserError: The file is empty or cannot be read (the message names the line), or the count differs.
     """
-    shown = f"{path}:{member}" if member else str(path)
+    file_label = f"{path}:{member}" if member else str(path)
     total = 0
     unique_values = set()
-    for number, fields in _rows(field, path.expanduser(), shown, member, names, faults):
+    for number, fields in _rows(
+        field, path.expanduser(), file_label, member, names, faults
+    ):
         total += 1
-        line = Line(fields, field, shown, number)
+        line = Line(fields, field, file_label, number)
         if unique in fields:
             value = str(fields[unique])
             if value in unique_values:
@@ -196,22 +198,24 @@ def rows(
             unique_values.add(value)
         yield number, line
     if not total and not (faults and faults.found):
-        refuse(field, shown, "a file with rows; this one is empty", "check the path")
+        refuse(
+            field, file_label, "a file with rows; this one is empty", "check the path"
+        )
     if count and total != count:
         allowed = f"{count} rows, as in the benchmark"
         hint = "fetch the file again: posbench fetch"
-        refuse(field, f"{shown} with {total} rows", allowed, hint)
+        refuse(field, f"{file_label} with {total} rows", allowed, hint)
 
 
 def _rows(
     field: str,
     file: Path,
-    shown: str,
+    file_label: str,
     member: str,
     names: Sequence[str],
     faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and fields of every row; the arguments are those of :func:`rows`, ``shown`` as in :class:`Line`."""
+    """Number and fields of every row; the arguments are those of :func:`rows`, ``file_label`` as in :class:`Line`."""
     kind = Path(member or file).suffix
     number = 0
     try:
@@ -238,19 +242,19 @@ def _rows(
                     continue
                 row = None
                 with nullcontext() if faults is None else faults.collecting():
-                    row = _parse_object(text, Line({}, field, shown, number))
+                    row = _parse_object(text, Line({}, field, file_label, number))
                 if row is not None:
                     yield number, row
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         reason = getattr(error, "strerror", None) or error
         hint = f"check the path, or the file after line {number} ({reason})"
-        refuse(field, shown, allowed, hint)
+        refuse(field, file_label, allowed, hint)
     except UnicodeError as error:
-        line = Line({}, field, shown, number + 1)
+        line = Line({}, field, file_label, number + 1)
         line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
     except (ValueError, csv.Error) as error:
-        line = Line({}, field, shown, max(number, 1))
+        line = Line({}, field, file_label, max(number, 1))
         line.refuse(f"one CSV row with the header's columns ({error})")
 
 
