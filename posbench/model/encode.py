@@ -233,14 +233,14 @@ class Encoder:
             return self._cut_middle(prompt, removed)
         start, end = document or (0, len(prompt))
         if truncation == "words":
-            rest = self._cut_words(prompt[start:end], removed)
+            kept_text = self._cut_words(prompt[start:end], removed)
         else:
-            rest = self._cut_end(prompt[start:end], removed, separator)
-        if not rest:
+            kept_text = self._cut_end(prompt[start:end], removed, separator)
+        if not kept_text:
             return []
         return [
             Piece(prompt[:start], 0),
-            Piece(rest, start),
+            Piece(kept_text, start),
             Piece(separator, None),
             Piece(prompt[end:], end),
         ]

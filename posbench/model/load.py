@@ -156,8 +156,8 @@ def _check_address(address: str, key_env: str) -> None:
     if url.username or url.password or url.query:
         allowed = "an address without user, password and query: run folders record it"
         hint = f"put the key into the environment variable {key_env}"
-        shown = f"{url.scheme}://***@{url.hostname}"
-        raise UserError("model.base_url", shown, allowed, hint)
+        redacted = f"{url.scheme}://***@{url.hostname}"
+        raise UserError("model.base_url", redacted, allowed, hint)
     if url.scheme not in ("http", "https") or not url.hostname:
         allowed = "http://HOST:PORT/v1 or https://..."
         hint = "set model.base_url=http://localhost:8000/v1"
