@@ -11,7 +11,8 @@ def last_row(
     query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any
 ) -> Tensor:
     """Attention weights of the last query, [B, H, T]; the arguments of :func:`attention_weights`."""
-    return attention_weights(query, key, mask, slice(-1, None), **settings)[:, :, 0]
+    last = slice(-1, None)
+    return attention_weights(query, key, mask, last, **settings)[:, :, 0]
 
 
 def attention_weights(
@@ -26,7 +27,7 @@ def attention_weights(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Attention weights [B, H, R, T] of some queries, from what an attention function is given.
+    """Attention weights of some queries, from the arguments of an attention function.
 
     Args:
         query: [B, H, Tq, d], the newest of T tokens.
@@ -37,32 +38,34 @@ def attention_weights(
         softcap: Bound of the scores through tanh (Gemma 2).
         sliding_window: Keys that a row may see, for kernels that get no mask of their own.
         s_aux: Sink logits per head (GPT-OSS).
+
+    Returns:
+        Weights after the softmax, [B, H, R, T], in float32 or better.
     """
-    exact = torch.promote_types(query.dtype, torch.float32)
-    keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(precise)
     scores = (
-        query[:, :, rows].to(exact)
+        query[:, :, rows].to(precise)
         @ keys.transpose(-1, -2)
         * (scaling or query.shape[-1] ** -0.5)
     )
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    total = scores.shape[-1]
-    shut = float("-inf")
-    if mask is not None and mask.ndim == 4:
-        part = mask[:, :, rows, :total]
-        scores = (
-            scores.masked_fill(~part, shut)
-            if part.dtype == torch.bool
-            else scores + part
-        )
+    num_keys = scores.shape[-1]
+    minus_infinity = float("-inf")
+    if mask is None or mask.ndim != 4:
+        tokens = torch.arange(num_keys, device=query.device)
+        query_tokens = tokens[num_keys - query.shape[2] :][rows, None]
+        distance = query_tokens - tokens
+        hidden = (distance < 0) | (distance >= (sliding_window or num_keys))
+        if mask is not None:
+            hidden = hidden | ~mask[:, None, None, -num_keys:].bool()
+        scores = scores.masked_fill(hidden, minus_infinity)
+    elif mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask[:, :, rows, :num_keys], minus_infinity)
     else:
-        at = torch.arange(total, device=query.device)
-        distance = at[total - query.shape[2] :][rows, None] - at
-        hidden = (distance < 0) | (distance >= (sliding_window or total))
-        padding = False if mask is None else ~mask[:, None, None, -total:].bool()
-        scores = scores.masked_fill(hidden | padding, shut)
+        scores = scores + mask[:, :, rows, :num_keys]
     if s_aux is not None:
-        sinks = s_aux.to(exact)[None, :, None, None].expand(*scores.shape[:3], 1)
+        sinks = s_aux.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return scores.softmax(-1)

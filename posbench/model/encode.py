@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
 
@@ -22,23 +22,48 @@ CHAT_TEMPLATES = {
 }
 """Templates that checkpoints were trained with and do not carry, by their name in ``model.chat_template``."""
 
-WORDS_AT_ONCE = 250
+WORDS_PER_CUT = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
 
-Parts = list[tuple[str, int]]
-"""The parts of a prompt, each with its place in the task's prompt, -1 where it has none."""
+NO_CHARACTERS = (0, 0)
+"""The span of a token that covers nothing of the task's prompt."""
+
+
+class Piece(NamedTuple):
+    """A piece of a truncated prompt, and the character of the task's prompt at which it starts.
+
+    ``start`` is None for text that is not from there.
+    """
+
+    text: str
+    start: int | None
+
+
+class _Shift(NamedTuple):
+    """What to add to characters ``start`` to ``end`` of a rendered text to get those of the task's prompt."""
+
+    start: int
+    end: int
+    offset: int | None
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One prompt as tokens."""
+    """One prompt as tokens.
 
-    ids: list[int]  # token ids, special tokens included
-    # per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added
+    Attributes:
+        ids: Token ids, special tokens included.
+        offsets: For each token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added.
+        text: What the tokens spell, as rendered for the model.
+        dropped: Tokens of the prompt that were removed to fit.
+        prompt: What is left of the task's prompt, before any chat template.
+    """
+
+    ids: list[int]
     offsets: list[tuple[int, int]]
-    text: str  # what the tokens spell, as rendered for the model
-    dropped: int = 0  # tokens of the prompt that were removed to fit
-    prompt: str = ""  # what is left of the task's prompt, before any chat template
+    text: str
+    dropped: int = 0
+    prompt: str = ""
 
 
 class Encoder:
@@ -52,12 +77,8 @@ class Encoder:
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; raises UserError where there is none."""
         if self.tokenizer is None:
-            raise UserError(
-                "tokenizer",
-                None,
-                "a tokenizer",
-                "pass posbench.load(model, tokenizer=...)",
-            )
+            hint = "pass posbench.load(model, tokenizer=...)"
+            raise UserError("tokenizer", None, "a tokenizer", hint)
         return self.tokenizer
 
     def render(
@@ -67,22 +88,20 @@ class Encoder:
 
         Without a template the system message stands in front of the prompt, with an empty line between.
         """
-        return self._render(prompt, chat, system)[0] + prefill
+        text, _ = self._render(prompt, chat, system)
+        return text + prefill
 
     def _render(self, prompt: str, chat: bool, system: str) -> tuple[str, bool]:
         """The text, and whether a chat template made it."""
         tokenizer = self.need_tokenizer()
+        template_file = CHAT_TEMPLATES.get(self.chat_template)
+        has_template = template_file is not None or tokenizer.chat_template
         joined = f"{system}\n\n{prompt}" if system else prompt
-        own = CHAT_TEMPLATES.get(self.chat_template)
-        if (
-            not chat
-            or self.chat_template == "none"
-            or not (own or tokenizer.chat_template)
-        ):
+        if not chat or self.chat_template == "none" or not has_template:
             return joined, False
         settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        if own:
-            settings["chat_template"] = own.read_text().rstrip("\n")
+        if template_file is not None:
+            settings["chat_template"] = template_file.read_text().rstrip("\n")
         if system:
             messages = [
                 {"role": "system", "content": system},
@@ -93,12 +112,9 @@ class Encoder:
             except TemplateError:
                 # Gemma's and early Mistral templates know no system role: it goes before the question.
                 log.debug("%s: the chat template takes no system message", self.name)
+        messages = [{"role": "user", "content": joined}]
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": joined}], **settings
-                )
-            ), True
+            return str(tokenizer.apply_chat_template(messages, **settings)), True
         # A template is a program of the checkpoint's: whatever it raises, it is the template that is wrong.
         except Exception as error:
             allowed = (
@@ -134,127 +150,140 @@ class Encoder:
         Raises:
             UserError: The prompt does not fit and ``truncation`` is ``refuse``, or not even shortened.
         """
-        room = self.context_window - reserve
-        parts = [(prompt, 0)]
-        encoded = self._encode_parts(parts, form)
-        bare = self._bare(prompt)
-        over = max(len(encoded.ids) - room, len(bare) - (most or len(bare)))
-        if over > 0 and (truncation == "refuse" or room < 1):
-            hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
-            if len(encoded.ids) <= room and most:
-                limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
-                raise UserError("prompt length", len(bare), limit, hint)
-            if room < 1:
-                hint = f"set task.max_new_tokens to less than {self.context_window}"
-            self._refuse(len(encoded.ids), room, reserve, hint)
-        before = len(bare)
-        cut = 0
-        while over > 0:
-            cut += over
-            parts = self._shortened(prompt, cut, truncation, document, separator)
-            # Half of what is left has to go and still it does not fit: all the rest is too long.
-            if not parts or cut >= before:
-                hint = "shorten the task, or take a model with a larger context window"
-                self._refuse(len(encoded.ids), room, reserve, hint)
-            encoded = self._encode_parts(parts, form)
-            over = len(encoded.ids) - room
-        left = len(self._bare("".join(part for part, _ in parts))) if cut else before
-        return replace(encoded, dropped=before - left)
+        max_tokens = self.context_window - reserve
+        encoded = self._encode_pieces([Piece(prompt, 0)], form)
+        prompt_tokens = len(self._token_ids(prompt))
+        excess = len(encoded.ids) - max_tokens
+        if most:
+            excess = max(excess, prompt_tokens - most)
+        if excess <= 0:
+            return encoded
 
-    def _encode_parts(self, parts: Parts, form: dict[str, Any]) -> Encoded:
-        """A prompt made of parts."""
+        if truncation == "refuse" or max_tokens < 1:
+            hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
+            if len(encoded.ids) <= max_tokens and most:
+                limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
+                raise UserError("prompt length", prompt_tokens, limit, hint)
+            if max_tokens < 1:
+                hint = f"set task.max_new_tokens to less than {self.context_window}"
+            self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
+        removed = 0
+        while excess > 0:
+            removed += excess
+            pieces = self._shorten(prompt, removed, truncation, document, separator)
+            if not pieces or removed >= prompt_tokens:
+                hint = "shorten the task, or take a model with a larger context window"
+                self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
+            encoded = self._encode_pieces(pieces, form)
+            excess = len(encoded.ids) - max_tokens
+        dropped = prompt_tokens - len(self._token_ids(encoded.prompt))
+        return replace(encoded, dropped=dropped)
+
+    def _encode_pieces(self, pieces: list[Piece], form: dict[str, Any]) -> Encoded:
+        """Encode the prompt that some pieces make; ``form`` is that of :meth:`render`."""
         tokenizer = self.need_tokenizer()
-        prompt = "".join(part for part, _ in parts)
-        text, templated = self._render(
+        prompt = "".join(piece.text for piece in pieces)
+        text, has_template = self._render(
             prompt, form.get("chat", True), form.get("system", "")
         )
         text += form.get("prefill", "")
         encoding = tokenizer(
             text,
-            add_special_tokens=not templated,
+            add_special_tokens=not has_template,
             return_offsets_mapping=tokenizer.is_fast,
         )
         ids = list(encoding["input_ids"])
-        pairs = encoding["offset_mapping"] if tokenizer.is_fast else [(0, 0)] * len(ids)
-        start = tokenizer.bos_token_id
-        if (
-            templated
-            and start is not None
-            and ids[:1] != [start]
-            and self._bare("a")[:1] == [start]
-        ):
-            ids = [start, *ids]
-            pairs = [(0, 0), *pairs]
-        moves = []
-        at = text.find(prompt)
-        for part, place in parts:
-            moves.append((at, at + len(part), place - at if place >= 0 else None))
-            at += len(part)
-        offsets = []
-        for first, last in pairs:
-            move = next(
-                (m for a, b, m in moves if a < last and first < b and last > first),
-                None,
-            )
-            offsets.append(
-                (0, 0) if move is None else (max(first + move, 0), max(last + move, 0))
-            )
+        spans = [NO_CHARACTERS] * len(ids)
+        if tokenizer.is_fast:
+            spans = encoding["offset_mapping"]
+        bos = tokenizer.bos_token_id
+        lacks_bos = has_template and bos is not None and ids[:1] != [bos]
+        if lacks_bos and self._token_ids("a")[:1] == [bos]:
+            ids = [bos, *ids]
+            spans = [NO_CHARACTERS, *spans]
+
+        shifts = []
+        start = text.find(prompt)
+        for piece in pieces:
+            offset = None if piece.start is None else piece.start - start
+            end = start + len(piece.text)
+            shifts.append(_Shift(start, end, offset))
+            start = end
+        offsets = [_shift_span(span, shifts) for span in spans]
         return Encoded(ids, offsets, text, prompt=prompt)
 
-    def _bare(self, text: str, special: bool = True) -> list[int]:
+    def _token_ids(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text without a chat template."""
-        return list(
-            self.need_tokenizer()(text, add_special_tokens=special)["input_ids"]
-        )
+        encoding = self.need_tokenizer()(text, add_special_tokens=special)
+        return list(encoding["input_ids"])
 
-    def _shortened(
+    def _shorten(
         self,
         prompt: str,
-        cut: int,
+        removed: int,
         truncation: Truncation,
         document: tuple[int, int] | None,
         separator: str,
-    ) -> Parts:
-        """The parts of a prompt that lost about ``cut`` tokens; empty where nothing is left to cut."""
-        tokenizer = self.need_tokenizer()
+    ) -> list[Piece]:
+        """The pieces of a prompt that lost about ``removed`` tokens; empty where nothing is left to cut.
+
+        The other arguments are those of :meth:`encode`.
+        """
         if truncation == "middle":
-            ids = self._bare(prompt)
-            half = (len(ids) - cut) // 2
-            # LongBench decodes both halves and tokenises the result again; so do we, for the same text.
-            halves = ids[:half], ids[len(ids) - half :]
-            head, tail = (
-                str(tokenizer.decode(part, skip_special_tokens=True)) for part in halves
-            )
-            begin = 0 if prompt.startswith(head) else -1
-            end = len(prompt) - len(tail) if prompt.endswith(tail) else -1
-            return [(head, begin), (tail, end)] if half > 0 else []
-        first, last = document or (0, len(prompt))
-        text = prompt[first:last]
+            return self._cut_middle(prompt, removed)
+        start, end = document or (0, len(prompt))
         if truncation == "words":
-            words = text.split(" ")
-            while (
-                words and len(self._bare(text)) - len(self._bare(" ".join(words))) < cut
-            ):
-                words = words[:-WORDS_AT_ONCE]
-            kept = " ".join(words)
+            kept_text = self._cut_words(prompt[start:end], removed)
         else:
-            ids = self._bare(text, False)
-            extra = len(self._bare(separator, False)) if separator else 0
-            kept = str(tokenizer.decode(ids[: max(len(ids) - cut - extra, 0)]))
-        if not kept:
+            kept_text = self._cut_end(prompt[start:end], removed, separator)
+        if not kept_text:
             return []
         return [
-            (prompt[:first], 0),
-            (kept, first),
-            (separator, -1),
-            (prompt[last:], last),
+            Piece(prompt[:start], 0),
+            Piece(kept_text, start),
+            Piece(separator, None),
+            Piece(prompt[end:], end),
         ]
 
-    def _refuse(self, length: int, room: int, reserve: int, hint: str) -> NoReturn:
+    def _cut_middle(self, prompt: str, removed: int) -> list[Piece]:
+        """The first and the last tokens of a prompt.
+
+        LongBench decodes both halves and tokenises the result again; so do we, for the same text.
+        """
+        tokenizer = self.need_tokenizer()
+        ids = self._token_ids(prompt)
+        half = (len(ids) - removed) // 2
+        if half <= 0:
+            return []
+        head = str(tokenizer.decode(ids[:half], skip_special_tokens=True))
+        tail = str(tokenizer.decode(ids[len(ids) - half :], skip_special_tokens=True))
+        tail_start = len(prompt) - len(tail)
+        return [
+            Piece(head, 0 if prompt.startswith(head) else None),
+            Piece(tail, tail_start if prompt.endswith(tail) else None),
+        ]
+
+    def _cut_words(self, text: str, removed: int) -> str:
+        """A text without its last words, as many at a time as in L-Eval."""
+        words = text.split(" ")
+        num_tokens = len(self._token_ids(text))
+        while words and num_tokens - len(self._token_ids(" ".join(words))) < removed:
+            words = words[:-WORDS_PER_CUT]
+        return " ".join(words)
+
+    def _cut_end(self, text: str, removed: int, separator: str) -> str:
+        """A text without its last tokens, and without as many more as the separator takes."""
+        ids = self._token_ids(text, False)
+        if separator:
+            removed += len(self._token_ids(separator, False))
+        return str(self.need_tokenizer().decode(ids[: max(len(ids) - removed, 0)]))
+
+    def _refuse_length(
+        self, length: int, max_tokens: int, reserve: int, hint: str
+    ) -> NoReturn:
         window = f"context window {self.context_window} of {self.name}, {reserve} kept"
-        raise UserError(
-            "prompt length", length, f"at most {max(room, 0)} tokens ({window})", hint
-        )
+        allowed = f"at most {max(max_tokens, 0)} tokens ({window})"
+        raise UserError("prompt length", length, allowed, hint)
 
     def answer_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Token ids of a prompt and of the answer that follows it."""
@@ -267,12 +296,24 @@ class Encoder:
         The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
         """
-        head = encoded.ids
+        prompt_ids = encoded.ids
         for special in (True, False):
-            both = self._bare(encoded.text + text, special)
-            if both[: len(head)] == head and len(both) > len(head):
-                return both[len(head) :]
-        return self._bare(text, False)
+            pair_ids = self._token_ids(encoded.text + text, special)
+            begins_with_prompt = pair_ids[: len(prompt_ids)] == prompt_ids
+            if begins_with_prompt and len(pair_ids) > len(prompt_ids):
+                return pair_ids[len(prompt_ids) :]
+        return self._token_ids(text, False)
+
+
+def _shift_span(span: tuple[int, int], shifts: Sequence[_Shift]) -> tuple[int, int]:
+    """A token's characters in the task's prompt, from those in the rendered text."""
+    first, last = span
+    for start, end, offset in shifts:
+        if start < last and first < end and last > first:
+            if offset is None:
+                break
+            return max(first + offset, 0), max(last + offset, 0)
+    return NO_CHARACTERS
 
 
 def cut(reply: str, stop: Sequence[str]) -> str:

@@ -17,14 +17,20 @@ from posbench.model.load import ModelConfig, reader
 OVERFLOW = "context overflow"
 REFUSED = "refused"
 """Notes of a reply that has no text: the prompt is over the server's window; its content filter took it."""
-ECHO = "log-likelihoods"
-FIRST = "first token"
-LETTER = "letter"
-NONE = "none in the reply"
+BY_LOG_LIKELIHOODS = "log-likelihoods"
+BY_FIRST_TOKEN = "first token"
+BY_LETTER = "letter"
+NO_CHOICE = "none in the reply"
 """How the choice of a model is read: from the log-likelihoods of all choices, from those of the likeliest
 first tokens of a reply, or from what the reply says; it may say none."""
-SPOKEN = 32
+CHOICE_TOKENS = 32
 """Tokens of a reply in which a choice is looked for."""
+MAX_STOP_TEXTS = 4
+"""Stop texts that OpenAI's API takes."""
+MAX_LISTED_MODELS = 8
+"""Models of a server that a message lists."""
+MAX_MESSAGE_CHARACTERS = 200
+"""Characters of a server's message that an error repeats."""
 PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
 """What a server is asked first."""
 TOO_LONG = re.compile(
@@ -38,26 +44,37 @@ Prompt = str | list[dict[str, str]]
 """What is sent: the text that the model reads, or messages."""
 
 
-class Failed(RuntimeError):
+class RequestError(RuntimeError):
     """A request that failed after all its retries, or whose answer is none; another time it may go well."""
 
 
-class _Unread(Exception):
+class _PromptRejected(Exception):
     """The server did not let the model read a prompt; the text is :data:`OVERFLOW` or :data:`REFUSED`."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered; token counts are its own, None where it does not tell them."""
+    """What a server answered.
+
+    Attributes:
+        text: The reply, or the choice.
+        finish: Why the reply ended, in the server's word: stop, length ...
+        prompt_tokens: Tokens of the prompt as the server counts, None where it does not tell them.
+        reply_tokens: Tokens of the reply, as those of the prompt.
+        note: :data:`OVERFLOW` or :data:`REFUSED`, where there is no text.
+        nats: Log-likelihood of each choice; None: not among the likeliest.
+        by: How the choice was read, :data:`BY_LOG_LIKELIHOODS` and so on; empty where there was none to make.
+        server: The model and the fingerprint that the server reports.
+    """
 
     text: str = ""
-    finish: str = ""  # why the reply ended, in the server's word: stop, length ...
+    finish: str = ""
     prompt_tokens: int | None = None
     reply_tokens: int | None = None
-    note: str = ""  # OVERFLOW or REFUSED, where there is no text
-    nats: tuple[float | None, ...] = ()  # of each choice; None: not among the likeliest
-    by: str = ""  # ECHO, FIRST or LETTER, where it chose
-    server: str = ""  # the model and the fingerprint that the server reports
+    note: str = ""
+    nats: tuple[float | None, ...] = ()
+    by: str = ""
+    server: str = ""
 
 
 @dataclass
@@ -71,22 +88,25 @@ class Untokenized(Encoder):
 
     def encode(self, prompt: str, **form: Any) -> Encoded:  # type: ignore[override]
         """A prompt without tokens: the system message, the prompt, and the beginning of the reply."""
-        joined = f"{form['system']}\n\n{prompt}" if form.get("system") else prompt
-        return Encoded([], [], joined + form.get("prefill", ""), prompt=prompt)
+        text = prompt
+        if form.get("system"):
+            text = f"{form['system']}\n\n{prompt}"
+        return Encoded([], [], text + form.get("prefill", ""), prompt=prompt)
 
 
 def text_encoder(config: ModelConfig) -> Encoder:
-    """What makes the texts of a served model: its tokenizer with the chat template, where there is one; a
-    server that is sent messages brings a template of its own.
+    """The encoder that makes the texts of a served model, with its tokenizer where that is known.
+
+    The chat template is the tokenizer's; a server that is sent messages brings a template of its own.
 
     Raises:
         UserError: There is no such tokenizer.
     """
     if not config.path:
         return Untokenized(config.name)
-    return reader(
-        config if config.api == "completions" else replace(config, chat_template="none")
-    )
+    if config.api == "chat":
+        config = replace(config, chat_template="none")
+    return reader(config)
 
 
 class Endpoint:
@@ -99,18 +119,16 @@ class Endpoint:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._way = ""
+        # How the server lets choices be read; empty until check() has asked it.
+        self._choice_method = ""
         self._lock = threading.RLock()
-        self.read = self.written = 0
+        self.read = 0
+        self.written = 0
         self._key = os.environ.get(config.key_env, "")
         if not self._key and config.key_env != "OPENAI_API_KEY":
+            allowed = "an environment variable that is set"
             hint = f"export {config.key_env}=... (it is never recorded)"
-            raise UserError(
-                "model.key_env",
-                config.key_env,
-                "an environment variable that is set",
-                hint,
-            )
+            raise UserError("model.key_env", config.key_env, allowed, hint)
         try:
             import openai
         except ImportError as error:
@@ -118,9 +136,11 @@ class Endpoint:
             raise UserError(
                 "model.base_url", config.base_url, "null without openai", hint
             ) from error
-        settings: Any = {"max_retries": config.retries, "timeout": config.timeout}
         self._client = openai.OpenAI(
-            base_url=config.base_url, api_key=self._key or "none", **settings
+            base_url=config.base_url,
+            api_key=self._key or "none",
+            max_retries=config.retries,
+            timeout=config.timeout,
         )
 
     def models(self) -> list[str]:
@@ -136,29 +156,32 @@ class Endpoint:
             client = self._client.with_options(
                 max_retries=0, timeout=min(self._config.timeout, 5)
             )
-            with self._reached():
+            with self._refusing_dead_address():
                 return [str(model.id) for model in client.models.list().data or ()]
         return []
 
     def check(self, choosing: bool = False) -> None:
-        """Ask something short, to see that the server answers for this model, and how it tells a choice.
+        """Ask something short, to see that the server answers for this model.
+
+        Args:
+            choosing: Whether choices will be asked for: then find out how the server lets them be read.
 
         Raises:
             UserError: It cannot be reached, does not know the model, or takes no such request.
         """
-        prompt: Prompt = (
-            PROBE
-            if self._config.api == "completions"
-            else [{"role": "user", "content": PROBE}]
-        )
+        prompt: Prompt = PROBE
+        if self._config.api == "chat":
+            prompt = [{"role": "user", "content": PROBE}]
         with self._lock:
-            if self._way:
+            if self._choice_method:
                 return
             self.models()
             try:
                 self.generate(prompt, 1)
-                self._way = self._find_way(prompt) if choosing else LETTER
-            except Failed as error:
+                self._choice_method = BY_LETTER
+                if choosing:
+                    self._choice_method = self._best_choice_method(prompt)
+            except RequestError as error:
                 allowed = f"a server that answers ({error})"
                 hint = "see its log, or try the other model.api"
                 raise UserError(
@@ -168,83 +191,96 @@ class Endpoint:
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
         """What to send for a prompt, so that the model reads what ``encoded`` says."""
         if self._config.api == "chat":
-            front = [{"role": "system", "content": system}] if system else []
-            return [*front, {"role": "user", "content": encoded.prompt}]
-        start = getattr(encoder.tokenizer, "bos_token", None)
+            messages = [{"role": "user", "content": encoded.prompt}]
+            if system:
+                messages.insert(0, {"role": "system", "content": system})
+            return messages
         tokenizer = encoder.tokenizer
-        if not start or tokenizer is None or not encoded.text.startswith(start):
+        bos = getattr(tokenizer, "bos_token", None)
+        if not bos or tokenizer is None or not encoded.text.startswith(bos):
             return encoded.text
-        bare = encoded.text.removeprefix(start)
-        with self._lock:  # the server's tokenizer adds a beginning of sequence that the template wrote already
-            return (
-                bare
-                if list(tokenizer(bare)["input_ids"]) == encoded.ids
-                else encoded.text
-            )
+        # The server's tokenizer adds a beginning of sequence that the template wrote already.
+        bare = encoded.text.removeprefix(bos)
+        with self._lock:
+            if list(tokenizer(bare)["input_ids"]) == encoded.ids:
+                return bare
+        return encoded.text
 
     def generate(
         self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
     ) -> Reply:
-        """The greedy reply to a prompt; OpenAI's API takes four stop texts, so the caller cuts, too.
+        """The greedy reply to a prompt.
+
+        Args:
+            prompt: What to send.
+            max_tokens: Tokens of the reply at most.
+            stop: Texts that end the reply; the server gets the first four, so the caller cuts, too.
 
         Raises:
-            Failed: No answer came.
+            RequestError: No answer came.
             UserError: Nothing answers there any more, the key is wrong, or there is no such model.
         """
-        asked: dict[str, Any] = {"stop": [*stop[:4]]} if stop else {}
-        return _read(
-            lambda: self._reply(self._ask(prompt, max_tokens=max_tokens, **asked))
-        )
+
+        def request() -> Reply:
+            settings: dict[str, Any] = {"max_tokens": max_tokens}
+            if stop:
+                settings["stop"] = list(stop[:MAX_STOP_TEXTS])
+            return self._reply(self._ask(prompt, **settings))
+
+        return _reply_or_note(request)
 
     def choose(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """The choice that follows a prompt, by the best way that the server allows; for errors see
         :meth:`generate`."""
-        if self._way == ECHO:
-            return _read(lambda: self._by_echo(str(prompt), choices))
-        if self._way == FIRST:
-            reply = _read(lambda: self._by_first_token(prompt, choices))
+        if self._choice_method == BY_LOG_LIKELIHOODS:
+            return _reply_or_note(lambda: self._by_echo(str(prompt), choices))
+        if self._choice_method == BY_FIRST_TOKEN:
+            reply = _reply_or_note(lambda: self._by_first_token(prompt, choices))
             if reply.note or any(nats is not None for nats in reply.nats):
                 return reply
-        reply = self.generate(prompt, SPOKEN)
-        found = spoken(reply.text, choices)
-        return (
-            reply
-            if reply.note
-            else replace(reply, text=found or reply.text, by=LETTER if found else NONE)
-        )
+        reply = self.generate(prompt, CHOICE_TOKENS)
+        if reply.note:
+            return reply
+        choice = choice_in_reply(reply.text, choices)
+        if not choice:
+            return replace(reply, by=NO_CHOICE)
+        return replace(reply, text=choice, by=BY_LETTER)
 
     # One request
 
-    def _ask(self, prompt: Prompt, **body: Any) -> Mapping[str, Any]:
-        """The answer to one request as plain data."""
+    def _ask(self, prompt: Prompt, **settings: Any) -> Mapping[str, Any]:
+        """The answer to one request as plain data; ``settings`` are the API's."""
         import openai
 
-        asked: Any = {"model": self._config.server_name, "temperature": 0, **body}
+        settings = {
+            "model": self._config.server_name,
+            "temperature": 0,
+            **settings,
+        }
         try:
-            with self._reached():
+            with self._refusing_dead_address():
                 if isinstance(prompt, str):
-                    raw = self._client.completions.with_raw_response.create(
-                        prompt=prompt, **asked
+                    response = self._client.completions.with_raw_response.create(
+                        prompt=prompt, **settings
                     )
                 else:
                     messages: Any = prompt
-                    raw = self._client.chat.completions.with_raw_response.create(
-                        messages=messages, **asked
+                    response = self._client.chat.completions.with_raw_response.create(
+                        messages=messages, **settings
                     )
-            answer = raw.http_response.json()
+            answer = response.http_response.json()
         except openai.APIConnectionError as error:
-            raise Failed(self._said(error.__cause__ or error)) from error
+            message = self._short_text(error.__cause__ or error)
+            raise RequestError(message) from error
         except openai.APIStatusError as error:
-            raise self._refusal(error) from error
+            raise self._status_error(error) from error
         except ValueError as error:
-            raise Failed(f"the answer is no JSON: {self._said(error)}") from error
-        listed = answer.get("choices") if isinstance(answer, dict) else None
-        if (
-            not isinstance(listed, list)
-            or not listed
-            or not isinstance(listed[0], dict)
-        ):
-            raise Failed(f"an answer without choices: {self._said(answer)}")
+            message = self._short_text(error)
+            raise RequestError(f"the answer is no JSON: {message}") from error
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+            message = self._short_text(answer)
+            raise RequestError(f"an answer without choices: {message}")
         usage = answer.get("usage") or {}
         with self._lock:
             self.read += usage.get("prompt_tokens") or 0
@@ -252,72 +288,67 @@ class Endpoint:
         return answer
 
     def _reply(self, answer: Mapping[str, Any]) -> Reply:
-        first = answer["choices"][0]
+        """The reply in an answer of either API."""
+        choice = answer["choices"][0]
         usage = answer.get("usage") or {}
-        message = first.get("message") or {}
-        finish = str(first.get("finish_reason") or "")
-        text = first.get("text") if "text" in first else message.get("content")
+        message = choice.get("message") or {}
+        finish = str(choice.get("finish_reason") or "")
+        text = choice.get("text") if "text" in choice else message.get("content")
         if not isinstance(text, str | None):
             raise TypeError(f"text is {type(text).__name__}")
-        refused = finish == "content_filter" or message.get("refusal")
+        note = ""
+        if finish == "content_filter" or message.get("refusal"):
+            text = ""
+            note = REFUSED
+        server = (answer.get("model"), answer.get("system_fingerprint"))
         return Reply(
-            text="" if refused else text or "",
-            note=REFUSED if refused else "",
+            text=text or "",
+            note=note,
             finish=finish,
             prompt_tokens=usage.get("prompt_tokens"),
             reply_tokens=usage.get("completion_tokens"),
-            server=" ".join(
-                str(n)
-                for n in (answer.get("model"), answer.get("system_fingerprint"))
-                if n
-            ),
+            server=" ".join(str(name) for name in server if name),
         )
 
-    def _refusal(self, error: Any) -> Exception:
-        """What an HTTP status of the server means."""
+    def _status_error(self, error: Any) -> Exception:
+        """The exception for an HTTP status of the server."""
         config = self._config
         status = error.status_code
-        said = self._said(error.response.text)
-        if status in (400, 413, 422) and (
-            FILTERED.search(said) or TOO_LONG.search(said)
-        ):
-            return _Unread(REFUSED if FILTERED.search(said) else OVERFLOW)
+        message = self._short_text(error.response.text)
+        if status in (400, 413, 422):
+            if FILTERED.search(message):
+                return _PromptRejected(REFUSED)
+            if TOO_LONG.search(message):
+                return _PromptRejected(OVERFLOW)
         if status in (401, 403):
-            hint = f"export {config.key_env}=KEY, or name another with model.key_env ({status}: {said})"
-            return UserError(
-                "model.key_env",
-                config.key_env,
-                "a variable with a key of that server",
-                hint,
-            )
-        if status == 404 or (
-            status == 400 and config.server_name in said
-        ):  # vLLM; transformers
-            listed = (
-                f", which lists {', '.join(there[:8])}"
-                if (there := self.models())
-                else ""
-            )
-            allowed = f"a model of {config.base_url}{listed} ({status}: {said})"
+            allowed = "a variable with a key of that server"
+            hint = f"export {config.key_env}=KEY, or name another with model.key_env ({status}: {message})"
+            return UserError("model.key_env", config.key_env, allowed, hint)
+        # vLLM answers an unknown model with 404, transformers with 400.
+        if status == 404 or (status == 400 and config.server_name in message):
+            allowed = f"a model of {config.base_url}"
+            models = self.models()
+            if models:
+                allowed += f", which lists {', '.join(models[:MAX_LISTED_MODELS])}"
+            allowed += f" ({status}: {message})"
             hint = "set model.served=ID, or where the server lacks /completions model.api=chat"
             if not str(config.base_url).rstrip("/").endswith("/v1"):
                 hint = f"most addresses end in /v1: add it; or {hint}"
             return UserError("model.served", config.server_name, allowed, hint)
-        return Failed(f"HTTP {status}: {said}")
+        return RequestError(f"HTTP {status}: {message}")
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _refusing_dead_address(self) -> Iterator[None]:
         """Raise UserError where nothing takes a connection; one that breaks is another thing."""
         import openai
 
         try:
             yield
         except openai.APIConnectionError as error:
-            if type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout"):
+            cause = error.__cause__
+            if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
                 raise
-            allowed = (
-                f"the address of a server that runs ({self._said(error.__cause__)})"
-            )
+            allowed = f"the address of a server that runs ({self._short_text(cause)})"
             hint = (
                 "start it, or correct the address; then repeat the command: it goes on"
             )
@@ -325,121 +356,133 @@ class Endpoint:
                 "model.base_url", self._config.base_url, allowed, hint
             ) from error
 
-    def _said(self, what: object) -> str:
+    def _short_text(self, message: object) -> str:
         """What a server or a library said, short, and without the key that it may repeat."""
-        text = " ".join((str(what) or type(what).__name__).split())
-        return (text.replace(self._key, "***") if self._key else text)[:200]
+        text = " ".join((str(message) or type(message).__name__).split())
+        if self._key:
+            text = text.replace(self._key, "***")
+        return text[:MAX_MESSAGE_CHARACTERS]
 
     # Choices
 
-    def _find_way(self, prompt: Prompt) -> str:
+    def _best_choice_method(self, prompt: Prompt) -> str:
         """The best way that the server allows; one that it refuses, or passes over in silence, is not."""
-        with suppress(Failed, _Unread):
-            if isinstance(prompt, str) and self._echoed(prompt, " A"):
-                return ECHO
-        with suppress(Failed, _Unread):
-            if _top(self._likeliest(prompt)):
-                return FIRST
-        return LETTER
+        with suppress(RequestError, _PromptRejected):
+            if isinstance(prompt, str) and self._echo(prompt, " A"):
+                return BY_LOG_LIKELIHOODS
+        with suppress(RequestError, _PromptRejected):
+            if _top_logprobs(self._ask_first_token(prompt)):
+                return BY_FIRST_TOKEN
+        return BY_LETTER
 
-    def _echoed(self, prompt: str, choice: str) -> tuple[Reply, list[tuple[str, Any]]]:
-        """Every token of a prompt and a choice, with its log-likelihood."""
+    def _echo(self, prompt: str, choice: str) -> tuple[Reply, list[tuple[str, Any]]]:
+        """The reply to a prompt with a choice, and every token of both with its log-likelihood."""
         answer = self._ask(prompt + choice, max_tokens=0, echo=True, logprobs=1)
-        told = answer["choices"][0].get("logprobs") or {}
-        tokens = told.get("tokens") or []
-        nats = told.get("token_logprobs") or []
+        logprobs = answer["choices"][0].get("logprobs") or {}
+        tokens = logprobs.get("tokens") or []
+        nats = logprobs.get("token_logprobs") or []
+        # The first token has no log-likelihood.
         if len(tokens) != len(nats) or len(tokens) < 2 or None in nats[1:]:
-            raise Failed("no log-likelihoods of the prompt")
+            raise RequestError("no log-likelihoods of the prompt")
         return self._reply(answer), list(zip(tokens, nats, strict=True))
 
     def _by_echo(self, prompt: str, choices: Sequence[str]) -> Reply:
         """By the log-likelihoods of the choices, without the tokens with which all of them begin."""
         replies, rows = zip(
-            *(self._echoed(prompt, choice) for choice in choices), strict=True
+            *(self._echo(prompt, choice) for choice in choices), strict=True
         )
-        begin = 0
+        common = 0
         while (
-            all(len(row) > begin for row in rows)
-            and len({row[begin][0] for row in rows}) == 1
+            all(len(row) > common for row in rows)
+            and len({row[common][0] for row in rows}) == 1
         ):
-            begin += 1
-        nats = tuple(sum(value or 0.0 for _, value in row[begin:]) for row in rows)
-        read = sum(reply.prompt_tokens or 0 for reply in replies)
-        text = choices[nats.index(max(nats))].strip()
+            common += 1
+        nats = tuple(sum(value or 0.0 for _, value in row[common:]) for row in rows)
         return replace(
-            replies[0], text=text, nats=nats, by=ECHO, finish="", prompt_tokens=read
+            replies[0],
+            text=choices[nats.index(max(nats))].strip(),
+            nats=nats,
+            by=BY_LOG_LIKELIHOODS,
+            finish="",
+            prompt_tokens=sum(reply.prompt_tokens or 0 for reply in replies),
         )
 
-    def _likeliest(self, prompt: Prompt) -> Mapping[str, Any]:
-        chat = {
-            "logprobs": True,
-            "top_logprobs": 20,
-        }  # at most, as the 5 of completions
-        return self._ask(
-            prompt,
-            max_tokens=1,
-            **({"logprobs": 5} if isinstance(prompt, str) else chat),
-        )
+    def _ask_first_token(self, prompt: Prompt) -> Mapping[str, Any]:
+        """The answer with the likeliest first tokens of a reply, as many as the API gives."""
+        if isinstance(prompt, str):
+            return self._ask(prompt, max_tokens=1, logprobs=5)
+        return self._ask(prompt, max_tokens=1, logprobs=True, top_logprobs=20)
 
     def _by_first_token(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """By the likeliest first tokens, where these tell the choices apart; ``nats`` are None elsewhere."""
-        answer = self._likeliest(prompt)
-        nats = tuple(first_nats(_top(answer), choices))
-        known = [value for value in nats if value is not None]
-        text = choices[nats.index(max(known))].strip() if known else ""
-        return replace(self._reply(answer), text=text, nats=nats, by=FIRST)
+        answer = self._ask_first_token(prompt)
+        nats = first_token_nats(_top_logprobs(answer), choices)
+        likely = [value for value in nats if value is not None]
+        text = choices[nats.index(max(likely))].strip() if likely else ""
+        return replace(
+            self._reply(answer), text=text, nats=tuple(nats), by=BY_FIRST_TOKEN
+        )
 
 
-def _read(ask: Callable[[], Reply]) -> Reply:
-    """A reply, also to a prompt that the model did not read; `Failed` for an answer of another form."""
+def _reply_or_note(request: Callable[[], Reply]) -> Reply:
+    """The reply to a request, also to one that the server rejected.
+
+    Raises:
+        RequestError: The answer has another form.
+    """
     try:
-        return ask()
-    except _Unread as unread:
-        return Reply(note=str(unread))
+        return request()
+    except _PromptRejected as rejection:
+        return Reply(note=str(rejection))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Failed(
+        raise RequestError(
             f"an answer of another form ({type(error).__name__}: {error})"
         ) from error
 
 
-def first_nats(top: Mapping[str, float], choices: Sequence[str]) -> list[float | None]:
-    """Log-likelihoods of choices by the likeliest first tokens: of a token that begins one choice alone, as
-    it stands or, where no token does so, apart from spaces around it."""
-    found: list[float | None] = [None] * len(choices)
-    for plain in (False, True):
-        names = [choice.strip() if plain else choice for choice in choices]
-        for token, nats in top.items():
-            own = token.strip() if plain else token
-            begun = [
-                i
-                for i, name in enumerate(names)
-                if own.strip() and name.startswith(own)
-            ]
-            if len(begun) == 1:
-                known = found[begun[0]]
-                found[begun[0]] = nats if known is None else max(known, nats)
-        if any(value is not None for value in found):
+def first_token_nats(
+    top_logprobs: Mapping[str, float], choices: Sequence[str]
+) -> list[float | None]:
+    """Log-likelihoods of choices by the likeliest first tokens; None for a choice that no token begins.
+
+    A token counts where it begins one choice alone, as it stands; where no token does so, without the spaces
+    around both.
+    """
+    result: list[float | None] = [None] * len(choices)
+    for strip in (False, True):
+        names = [choice.strip() if strip else choice for choice in choices]
+        for token, nats in top_logprobs.items():
+            beginning = token.strip() if strip else token
+            if not beginning.strip():
+                continue
+            matches = [i for i, name in enumerate(names) if name.startswith(beginning)]
+            if len(matches) == 1:
+                (match,) = matches
+                best = result[match]
+                result[match] = nats if best is None else max(best, nats)
+        if any(value is not None for value in result):
             break
-    return found
+    return result
 
 
-def spoken(text: str, choices: Sequence[str]) -> str:
+def choice_in_reply(text: str, choices: Sequence[str]) -> str:
     """The choice with which a reply begins, or that follows "answer is" or "answer:"; else nothing."""
     names = sorted((choice.strip() for choice in choices), key=len, reverse=True)
-    one = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
-    found = re.match(one, text) or re.search(rf"(?i:answer(?: is)?):?{one}", text)
-    return found[1] if found else ""
+    choice = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
+    match = re.match(choice, text) or re.search(rf"(?i:answer(?: is)?):?{choice}", text)
+    return match[1] if match else ""
 
 
-def _top(answer: Mapping[str, Any]) -> dict[str, float]:
+def _top_logprobs(answer: Mapping[str, Any]) -> dict[str, float]:
     """The likeliest first tokens of a reply with their log-likelihoods, in either form of the APIs."""
-    told = answer["choices"][0].get("logprobs") or {}
-    if first := next(iter(told.get("top_logprobs") or ()), None):
-        return {str(token): float(nats) for token, nats in first.items()}
-    content = next(iter(told.get("content") or ()), None) or {}
+    logprobs = answer["choices"][0].get("logprobs") or {}
+    completions = next(iter(logprobs.get("top_logprobs") or ()), None)
+    if completions:
+        return {str(token): float(nats) for token, nats in completions.items()}
+    chat = next(iter(logprobs.get("content") or ()), None) or {}
     return {
-        str(each["token"]): float(each["logprob"])
-        for each in content.get("top_logprobs") or ()
+        str(entry["token"]): float(entry["logprob"])
+        for entry in chat.get("top_logprobs") or ()
     }
 
 
@@ -449,4 +492,7 @@ def look(config: ModelConfig) -> str:
         models = Endpoint(config).models()
     except UserError as error:
         return f"server: not ready: {error}"
-    return f"server: {config.base_url} answers{' and lists ' if models else ''}{', '.join(models[:8])}"
+    answers = f"server: {config.base_url} answers"
+    if not models:
+        return answers
+    return f"{answers} and lists {', '.join(models[:MAX_LISTED_MODELS])}"

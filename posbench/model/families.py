@@ -18,34 +18,39 @@ if TYPE_CHECKING:
 class Family:
     """Where one model family keeps its attention, and what happens to a key between projection and cache."""
 
-    name: str  # name shown to users
-    model_types: tuple[
-        str, ...
-    ]  # values of ``config.model_type`` that belong to the family
-    traits: str = ""  # what sets it apart, in a few words for the support table
-    layers: str = "model.layers"  # dotted path from the causal-LM object to its list of decoder layers
+    # name shown to users
+    name: str
+    # values of ``config.model_type`` that belong to the family
+    model_types: tuple[str, ...]
+    # what sets it apart, in a few words for the support table
+    traits: str = ""
+    # dotted path from the causal-LM object to its list of decoder layers
+    layers: str = "model.layers"
     # attribute of a decoder layer that holds the attention module, whose attributes follow
     attention: str = "self_attn"
-    query: str = "q_proj"  # projects queries
-    key: str = "k_proj"  # projects keys; the same as ``query`` where they are fused
+    # projects queries
+    query: str = "q_proj"
+    # projects keys; the same as ``query`` where they are fused
+    key: str = "k_proj"
     # rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys, all
     # values; ``groups`` is, for each key head, its H / G queries, the key, the value
     fused: Literal["blocks", "groups"] | None = None
-    key_norm: str | None = None  # normalises keys before the rotation
+    # normalises keys before the rotation
+    key_norm: str | None = None
     # what that norm sees at once: one ``head``, or the whole ``projection``
     norm_over: Literal["head", "projection"] = "head"
-    clip: str | None = (
-        None  # the bound to which the projection's output is clamped; None or 0 means no bound
-    )
+    # the bound to which the projection's output is clamped; None or 0 means no bound
+    clip: str | None = None
     # None or 0 in layers without rotary embedding; None where all layers are alike
     rope_if: str | None = None
-    position: str = "RoPE"  # how the model knows positions, beside its causal mask
+    # how the model knows positions, beside its causal mask
+    position: str = "RoPE"
     # whether attention runs through the library's functions, which posbench can listen to
     interface: bool = True
-    output: str = "o_proj"  # projects the heads' outputs; read without ``interface``
-    shut_is_true: bool = (
-        False  # whether its masks of booleans are true where a key is shut
-    )
+    # projects the heads' outputs; read without ``interface``
+    output: str = "o_proj"
+    # whether its masks of booleans are true where a key is shut
+    shut_is_true: bool = False
     # whether its mask holds the ALiBi bias, which eager attention then adds a second time
     mask_has_bias: bool = False
 
@@ -124,22 +129,26 @@ UNSUPPORTED = {
 
 def support_table() -> tuple[list[str], list[list[str]]]:
     """The families as docs/families.md shows them: header and rows."""
-    rows = []
-    for f in FAMILIES:
-        projection = f"fused, in {f.fused}" if f.fused else "apart"
-        projection += f", keys normed per {f.norm_over}" if f.key_norm else ""
-        keys = "rank-1, projected again if clipped" if f.clip else "rank-1"
-        keys = "projected again" if f.key_norm else keys
-        types = ", ".join(f"`{t}`" for t in f.model_types)
-        rows.append([f.name, types, f.position, projection, keys, f.traits])
-    return [
+    header = [
         "family",
         "`model_type`",
         "positions",
         "queries and keys",
         "prefilled keys",
         "also covered",
-    ], rows
+    ]
+    rows = []
+    for family in FAMILIES:
+        types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
+        projection = f"fused, in {family.fused}" if family.fused else "apart"
+        keys = "rank-1, projected again if clipped" if family.clip else "rank-1"
+        if family.key_norm:
+            projection += f", keys normed per {family.norm_over}"
+            keys = "projected again"
+        rows.append(
+            [family.name, types, family.position, projection, keys, family.traits]
+        )
+    return header, rows
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -149,14 +158,18 @@ def family_of(model: PreTrainedModel) -> Family:
 
 def family_of_type(model_type: str | None) -> Family:
     """The family row of a ``config.model_type``; UserError, with the reason, if there is none."""
-    known = {kind: family for family in FAMILIES for kind in family.model_types}
-    if model_type in known:
-        return known[model_type]
-    otherwise = ", or add a row to posbench/model/families.py (see docs/families.md)"
-    reasons = [reason for reason, types in UNSUPPORTED.items() if model_type in types]
-    why = f": this one cannot be supported, {reasons[0]}" if reasons else otherwise
-    hint = f"choose a model of a listed family{why}"
-    raise UserError("model architecture", model_type, ", ".join(known), hint)
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    reason = ", or add a row to posbench/model/families.py (see docs/families.md)"
+    for obstacle, types in UNSUPPORTED.items():
+        if model_type in types:
+            reason = f": this one cannot be supported, {obstacle}"
+    supported = ", ".join(
+        model_type for family in FAMILIES for model_type in family.model_types
+    )
+    hint = f"choose a model of a listed family{reason}"
+    raise UserError("model architecture", model_type, supported, hint)
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -202,10 +215,9 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """(cos, sin) that a call of attention rotates with, each [B or 1, T, up to d]; None where it does not."""
-    # Falcon gives both and rotates only without ALiBi.
-    return (
-        None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
-    )
+    if kwargs.get("alibi") is not None:
+        return None  # Falcon gives both and rotates only without ALiBi.
+    return kwargs.get("position_embeddings")
 
 
 def on_query_key_input(
@@ -213,26 +225,35 @@ def on_query_key_input(
 ) -> list[RemovableHandle]:
     """Make the queries and keys of a layer, and not its values, see a changed input.
 
-    ``change`` maps the attention input [B, T, D], without writing to it, to what they are projected from. The
-    layer is as before once all the hooks are removed.
+    Args:
+        model: The model.
+        layer: The layer.
+        change: Maps the attention input [B, T, D], without writing to it, to what queries and keys are projected
+            from.
+
+    Returns:
+        The hooks that do it; the layer is as before once all of them are removed.
     """
     family = family_of(model)
     attention = attention_modules(model)[layer]
-    query = getattr(attention, family.query)
-    key = getattr(attention, family.key)
-    if family.fused is None:
-        before = lambda module, args: (change(args[0]), *args[1:])  # noqa: E731
-        return [
-            projection.register_forward_pre_hook(before) for projection in (query, key)
-        ]
+    query_projection = getattr(attention, family.query)
+    key_projection = getattr(attention, family.key)
 
-    def twice(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def change_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (change(args[0]), *args[1:])
+
+    def change_rows(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         # forward(), not a call of the module: that would come back here.
         changed = module.forward(change(args[0]), *args[1:])
         rows = torch.cat(_fused_rows(model, layer, output.shape[-1])).to(output.device)
         return output.index_copy(-1, rows, changed.index_select(-1, rows))
 
-    return [key.register_forward_hook(twice)]
+    if family.fused is None:
+        return [
+            query_projection.register_forward_pre_hook(change_input),
+            key_projection.register_forward_pre_hook(change_input),
+        ]
+    return [key_projection.register_forward_hook(change_rows)]
 
 
 def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | None]:
@@ -240,15 +261,15 @@ def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | Non
     the output rows that do; None: all of them."""
     family = family_of(model)
     attention = attention_modules(model)[layer]
-    place = next(name for name, module in model.named_modules() if module is attention)
+    path = next(name for name, module in model.named_modules() if module is attention)
     if family.fused is None:
-        return dict.fromkeys((f"{place}.{family.query}", f"{place}.{family.key}"))
-    # What it gives, not its weight, which may be packed.
+        return {f"{path}.{family.query}": None, f"{path}.{family.key}": None}
+    # The width of its output, not of its weight, which may be packed.
     zeros = torch.zeros(
         1, text_config(model).hidden_size, dtype=model.dtype, device=model.device
     )
     width = getattr(attention, family.key)(zeros).shape[-1]
-    return {f"{place}.{family.key}": torch.cat(_fused_rows(model, layer, width))}
+    return {f"{path}.{family.key}": torch.cat(_fused_rows(model, layer, width))}
 
 
 def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
@@ -258,29 +279,30 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
     """
     family = family_of(model)
     attention = attention_modules(model)[layer]
-    key = getattr(attention, family.key)
-    # Subclasses are quantised or adapted, but for this one, which only orders the sum its own way.
-    plain = type(key) is nn.Linear or type(key).__name__ == "FalconLinear"
-    # Without a hook, a model without any weights is an outline.
-    if (
-        not plain
-        or family.key_norm
-        or (key.weight.is_meta and hasattr(key, "_hf_hook"))
-    ):
+    key_projection = getattr(attention, family.key)
+    # Subclasses are quantised or adapted, but for Falcon's, which only orders the sum its own way.
+    is_plain = (
+        type(key_projection) is nn.Linear
+        or type(key_projection).__name__ == "FalconLinear"
+    )
+    if not is_plain or family.key_norm:
+        return False
+    # accelerate's hook brings an offloaded weight; without it the model is an outline without any weights.
+    if key_projection.weight.is_meta and hasattr(key_projection, "_hf_hook"):
         return False
     return not (family.clip and getattr(attention, family.clip))
 
 
 def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> Tensor:
     """Columns of the key projection, ``W_K[:, channels]``, without the bias, [C, G * d] for C channels."""
-    key = getattr(attention_modules(model)[layer], family_of(model).key)
-    return _keys_among(model, layer, key.weight[:, list(channels)].T)
+    key_projection = getattr(attention_modules(model)[layer], family_of(model).key)
+    return _select_keys(model, layer, key_projection.weight[:, list(channels)].T)
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
     """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from [B, T, D]."""
-    key = getattr(attention_modules(model)[layer], family_of(model).key)
-    return _keys_among(model, layer, key(hidden))
+    key_projection = getattr(attention_modules(model)[layer], family_of(model).key)
+    return _select_keys(model, layer, key_projection(hidden))
 
 
 def finish_keys(
@@ -289,8 +311,17 @@ def finish_keys(
     projected: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """What the layer does to projected keys [B, T, G * d] before it caches them as [B, G, T, d]: clamp,
-    normalise, split in heads, rotate; ``rotary`` as :func:`rotary_of` gives it."""
+    """Keys as a layer caches them: clamped, normalised, split in heads, rotated.
+
+    Args:
+        model: The model.
+        layer: The layer.
+        projected: Keys as the layer's projection gives them, [B, T, G * d].
+        rotary: (cos, sin) as :func:`rotary_of` gives them.
+
+    Returns:
+        [B, G, T, d].
+    """
     family = family_of(model)
     attention = attention_modules(model)[layer]
     norm = getattr(attention, family.key_norm) if family.key_norm else None
@@ -299,7 +330,8 @@ def finish_keys(
         projected = projected.clamp(-bound, bound)
     if norm is not None and family.norm_over == "projection":
         projected = norm(projected)
-    keys = projected.unflatten(-1, (_heads(model, layer)[1], -1))
+    _, key_heads = _count_heads(model, layer)
+    keys = projected.unflatten(-1, (key_heads, -1))
     if norm is not None and family.norm_over == "head":
         keys = norm(keys)
     return rotate(model, layer, keys.transpose(1, 2), rotary)
@@ -308,56 +340,71 @@ def finish_keys(
 def rotate(
     model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Apply the layer's own rotary embedding, where it has one, to queries or keys [B, G, T, d]."""
+    """Apply the layer's own rotary embedding, where it has one, to queries or keys.
+
+    Args:
+        model: The model.
+        layer: The layer.
+        x: Queries or keys, [B, G, T, d].
+        rotary: (cos, sin), [B or 1, T, r] each, where the first r coordinates of a head are rotated; None: none.
+
+    Returns:
+        [B, G, T, d].
+    """
     family = family_of(model)
     attention = attention_modules(model)[layer]
     if rotary is None or (family.rope_if and not getattr(attention, family.rope_if)):
         return x
-    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-    # Some families rotate the first coordinates of each head only.
-    turned = x[..., : rotary[0].shape[-1]]
-    rest = x[..., rotary[0].shape[-1] :]
-    # The functions rotate queries and keys: no queries here.
-    turned = apply(turned[:, :0], turned, *rotary)[1]
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    apply_rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    width = rotary[0].shape[-1]
+    coordinates = x[..., :width]
+    # The function rotates queries and keys: no queries here.
+    _, rotated = apply_rotary(coordinates[:, :0], coordinates, *rotary)
+    if width < x.shape[-1]:
+        return torch.cat([rotated, x[..., width:]], dim=-1)
+    return rotated
 
 
-def _heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
+def _count_heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
     """Query heads and key heads of a layer."""
     config = text_config(model)
     attention = attention_modules(model)[layer]
-    groups = getattr(attention, "num_kv_heads", None) or getattr(
+    key_heads = getattr(attention, "num_kv_heads", None) or getattr(
         config, "num_key_value_heads", None
     )
-    return config.num_attention_heads, groups or config.num_attention_heads
+    return config.num_attention_heads, key_heads or config.num_attention_heads
 
 
 def _fused_rows(
     model: PreTrainedModel, layer: int, width: int
 ) -> tuple[Tensor, Tensor]:
     """Output rows of a fused projection of ``width`` rows that are queries, and those that are keys."""
-    heads, groups = _heads(model, layer)
-    d = width // (heads + 2 * groups)
+    heads, key_heads = _count_heads(model, layer)
+    head_size = width // (heads + 2 * key_heads)
     if family_of(model).fused == "blocks":
-        return torch.arange(heads * d), torch.arange(heads * d, (heads + groups) * d)
-    rows = torch.arange(width).view(groups, heads // groups + 2, d)
-    return rows[:, :-2].flatten(), rows[:, -2].flatten()
+        first_key = heads * head_size
+        first_value = (heads + key_heads) * head_size
+        return torch.arange(first_key), torch.arange(first_key, first_value)
+    groups = torch.arange(width).view(key_heads, heads // key_heads + 2, head_size)
+    return groups[:, :-2].flatten(), groups[:, -2].flatten()
 
 
-def _keys_among(model: PreTrainedModel, layer: int, projected: Tensor) -> Tensor:
+def _select_keys(model: PreTrainedModel, layer: int, projected: Tensor) -> Tensor:
     """The keys in the output [..., rows] of a projection that may be fused."""
     if family_of(model).fused is None:
         return projected
-    return projected[
-        ..., _fused_rows(model, layer, projected.shape[-1])[1].to(projected.device)
-    ]
+    _, key_rows = _fused_rows(model, layer, projected.shape[-1])
+    return projected[..., key_rows.to(projected.device)]
 
 
 def remove_rope(model: PreTrainedModel) -> None:
     """Make a model position-free for good: its rotary embedding yields cos = 1 and sin = 0.
 
     For checkpoints trained without position embeddings under the name of a family that rotates
-    (AntNLP/TinyLlama-NoPE-1.1B). Raises UserError where no rotary embedding serves all layers.
+    (AntNLP/TinyLlama-NoPE-1.1B).
+
+    Raises:
+        UserError: No rotary embedding serves all layers.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)
     # A Falcon with ALiBi holds a rotary embedding that it does not use.
@@ -366,6 +413,9 @@ def remove_rope(model: PreTrainedModel) -> None:
         raise UserError("model.rope", "none", allowed, "set model.rope=checkpoint")
     # A hook keeps the shape, dtype and device of whatever the family's own module returns.
     rotary.register_forward_hook(
-        lambda _, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1]))
+        lambda _, args, output: (
+            torch.ones_like(output[0]),
+            torch.zeros_like(output[1]),
+        )
     )
     setattr(rotary, REMOVED, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,17 +24,26 @@ class NotFinite(Exception):
 
 
 @dataclass(eq=False)
-class _Inside:
-    """A block or a call that a thread is in, and what undoes it."""
+class _Entry:
+    """A block or a call that a thread is in.
+
+    Attributes:
+        name: Name of the method or of the function.
+        thread: Identifier of the thread.
+        changes: Whether it changes the model.
+        undo: Undoes the change.
+        was_left: Whether the block has been left; its change may still stand, if one inside it has not.
+    """
 
     name: str
     thread: int
     changes: bool
     undo: ExitStack = field(default_factory=ExitStack)
-    left: bool = False
+    was_left: bool = False
 
 
-_inside: WeakKeyDictionary[nn.Module, list[_Inside]] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[nn.Module, list[_Entry]] = WeakKeyDictionary()
+"""By model, the blocks and calls that a thread is in, the outermost first."""
 _entering = threading.Lock()
 
 
@@ -42,17 +51,22 @@ _entering = threading.Lock()
 def alone(
     lm: Any, name: str, change: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """Keep other threads out of a model for the duration of a block, and change it if asked.
+    """Keep other threads out of a model for the duration of a block.
 
     Blocks of one thread nest. One that is left before a block inside it is undone after that one.
+
+    Args:
+        lm: The model.
+        name: Name of the block in messages.
+        change: Changes the model for the duration of the block; None: nothing does.
 
     Raises:
         UserError: Another thread is inside a block or a call.
         RuntimeError: The block was left before one inside it.
     """
-    entry = _Inside(name, threading.get_ident(), change is not None)
+    entry = _Entry(name, threading.get_ident(), change is not None)
     with _entering:
-        stack = _inside.setdefault(lm.model, [])
+        stack = _entries.setdefault(lm.model, [])
         if stack and stack[0].thread != entry.thread:
             hint = f"another thread is in {stack[0].name}: wait for it, or load a model for each thread"
             raise UserError("model", lm.name, "one block or call at a time", hint)
@@ -62,38 +76,43 @@ def alone(
             entry.undo.enter_context(change)
         yield
     finally:
-        entry.left = True
-        behind = stack[-1].name
-        crossed = stack[-1] is not entry
-        while stack and stack[-1].left:
-            # Undone before it is gone: then another thread may come in.
+        entry.was_left = True
+        innermost = stack[-1]
+        while stack and stack[-1].was_left:
+            # Undone before it is removed: then another thread may come in.
             try:
                 stack[-1].undo.close()
             finally:
                 stack.pop()
-        if crossed:
-            told = f"{name} was left before {behind}, which began inside it: leave the inner block first"
+        if innermost is not entry:
             raise RuntimeError(
-                f"{told}; {lm.name} is itself again once all blocks are left"
+                f"{name} was left before {innermost.name}, which began inside it: leave the inner block first; "
+                f"{lm.name} is itself again once all blocks are left"
             )
 
 
-def finite(logits: Tensor, asked: Tensor | None = None) -> Tensor:
-    """Logits [..., V] as they are; -infinity shuts a token.
+def finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Logits as they are, once they are found to be numbers; -infinity shuts a token.
+
+    Args:
+        logits: [..., V].
+        counted: Whether a row counts, [...]; None: all do.
 
     Raises:
-        NotFinite: A row (of those ``asked`` for, [...]) holds NaN or infinity, or tells no tokens apart.
+        NotFinite: A row holds NaN or infinity, or tells no tokens apart.
     """
     low, high = torch.aminmax(logits.detach(), dim=-1)
-    for bad, told in (
-        (~torch.isfinite(high), "its head gives NaN or infinity"),
-        (
-            low == high,
-            "all logits of a token are equal, as hidden states too large for it make them",
+    rows_by_fault = {
+        "its head gives NaN or infinity": ~torch.isfinite(high),
+        "all logits of a token are equal, as hidden states too large for it make them": (
+            low == high
         ),
-    ):
-        if bool((bad if asked is None else bad & asked).any()):
-            raise NotFinite(told)
+    }
+    for fault, rows in rows_by_fault.items():
+        if counted is not None:
+            rows = rows & counted
+        if bool(rows.any()):
+            raise NotFinite(fault)
     return logits
 
 
@@ -113,7 +132,7 @@ def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
                 pass
             # Only behind the handler are the tensors of the failed forward free.
             try:
-                with _looking(lm):
+                with _checking_layers(lm):
                     call(lm, *args, **kwargs)
             except NotFinite as error:
                 raise refusal(lm, str(error)) from error
@@ -123,28 +142,32 @@ def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
 
 
 @contextmanager
-def _looking(lm: Any) -> Iterator[None]:
+def _checking_layers(lm: Any) -> Iterator[None]:
     """Refuse the first layer whose output at the last token is not finite."""
 
-    def look(where: str, hidden: Tensor) -> None:
+    def check(module_name: str, hidden: Tensor) -> None:
         if not bool(torch.isfinite(hidden[:, -1]).all()):
-            raise refusal(lm, f"{where} gives NaN or infinity")
+            raise refusal(lm, f"{module_name} gives NaN or infinity")
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        look("its embedding", families.attention_input(args, kwargs))
+    def check_embedding(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        check("its embedding", families.attention_input(args, kwargs))
 
-    def behind(layer: int) -> Callable[..., None]:
-        return lambda _, args, out: look(
-            f"layer {layer}", out[0] if isinstance(out, tuple) else out
-        )
+    def make_check(number: int) -> Callable[..., None]:
+        def check_layer(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            check(f"layer {number}", hidden)
+
+        return check_layer
 
     layers = families.blocks(lm.model)
     with ExitStack() as stack:
         stack.enter_context(
-            layers[0].register_forward_pre_hook(before, with_kwargs=True)
+            layers[0].register_forward_pre_hook(check_embedding, with_kwargs=True)
         )
         for number, layer in enumerate(layers):
-            stack.enter_context(layer.register_forward_hook(behind(number)))
+            stack.enter_context(layer.register_forward_hook(make_check(number)))
         yield
 
 
@@ -160,18 +183,19 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
         UserError: Some is NaN or infinite; the message names the layer.
     """
 
-    def look(module: Any, *states: Any, following: Any, **settings: Any) -> Any:
-        if not all(bool(torch.isfinite(each).all()) for each in states[:3]):
+    def check(module: Any, *states: Any, following: Any, **settings: Any) -> Any:
+        query_key_value = states[:3]
+        if not all(bool(torch.isfinite(state).all()) for state in query_key_value):
             raise refusal(
                 lm, f"the attention of layer {module.layer_idx} gets NaN or infinity"
             )
         return following(module, *states, **settings)
 
-    listening = families.family_of(lm.model).interface
-    with attending(lm.model, look) if listening else nullcontext():
-        finite(
-            lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits[:, -1]
-        )
+    with ExitStack() as stack:
+        if families.family_of(lm.model).interface:
+            stack.enter_context(attending(lm.model, check))
+        output = lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1)
+        finite(output.logits[:, -1])
 
 
 @guarded
@@ -180,24 +204,22 @@ def forward(lm: Any, **inputs: Tensor) -> None:
     finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
 
 
-def refusal(lm: Any, what: str) -> UserError:
-    """What is no number in a model's dtype, and what to change."""
+def refusal(lm: Any, fault: str) -> UserError:
+    """The error for a model that gives no numbers in its dtype, with what to change."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
-    wider = {"float16": "bfloat16 or model.dtype=float32", "bfloat16": "float32"}.get(
-        dtype
-    )
-    methods = [each.name for each in _inside.get(lm.model, []) if each.changes]
-    milder = (
-        f"give {' and '.join(methods)} milder values"
-        if methods
-        else "take milder values in the command"
-    )
-    hint = (
-        f"set model.dtype={wider}, or {milder}"
-        if wider
-        else f"{milder}, or get the checkpoint again"
-    )
-    return UserError("model", lm.name, f"finite numbers; in {dtype} {what}", hint)
+    methods = [entry.name for entry in _entries.get(lm.model, []) if entry.changes]
+    hint = "take milder values in the command"
+    if methods:
+        hint = f"give {' and '.join(methods)} milder values"
+    wider_dtypes = {
+        "float16": "bfloat16 or model.dtype=float32",
+        "bfloat16": "float32",
+    }
+    if dtype in wider_dtypes:
+        hint = f"set model.dtype={wider_dtypes[dtype]}, or {hint}"
+    else:
+        hint = f"{hint}, or get the checkpoint again"
+    return UserError("model", lm.name, f"finite numbers; in {dtype} {fault}", hint)
 
 
 def check_parameters(model: nn.Module, name: str) -> None:
@@ -205,9 +227,9 @@ def check_parameters(model: nn.Module, name: str) -> None:
 
     Compressed weights (8 bits and fewer) have no infinity.
     """
-    kinds = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     for parameter, values in model.named_parameters():
-        if values.is_meta or values.dtype not in kinds or not values.numel():
+        if values.is_meta or values.dtype not in dtypes or not values.numel():
             continue
         # NaN passes through the extremes, which take no memory of their own (isfinite does).
         if not bool(torch.isfinite(torch.stack(torch.aminmax(values.detach()))).all()):

@@ -20,7 +20,7 @@ Attend = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
 
 _functions: dict[int, list[Attend]] = {}
-"""Per model config (by identity) the functions in front of its kernel; the first one is called first."""
+"""By the id of a model's config, the functions in front of its kernel; the first one is called first."""
 
 
 @contextmanager
@@ -29,14 +29,14 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 
     An attribute that lived on the class alone is deleted again, so that ``vars(target)`` ends as it began.
     """
-    had = name in vars(target)
-    before = vars(target).get(name)
+    existed = name in vars(target)
+    previous = vars(target).get(name)
     setattr(target, name, value)
     try:
         yield
     finally:
-        if had:
-            setattr(target, name, before)
+        if existed:
+            setattr(target, name, previous)
         else:
             delattr(target, name)
 
@@ -45,144 +45,179 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 def before_each(
     modules: Sequence[nn.Module],
     layers: Collection[int] | None,
-    hook: Callable[[int], Callable[..., Any]],
+    make_hook: Callable[[int], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Run hooks before the modules of some layers (None: all) for the duration of a block.
+    """Run hooks before the modules of some layers for the duration of a block.
 
-    ``hook`` makes the hook of a layer, which is called with module, arguments and keyword arguments.
+    Args:
+        modules: A module for each layer.
+        layers: Layers whose modules get a hook; None: all.
+        make_hook: Makes the hook of a layer, which is called with module, arguments and keyword arguments.
     """
+    if layers is None:
+        layers = range(len(modules))
     with ExitStack() as stack:
-        for layer in range(len(modules)) if layers is None else layers:
-            stack.enter_context(
-                modules[layer].register_forward_pre_hook(hook(layer), with_kwargs=True)
+        for layer in layers:
+            handle = modules[layer].register_forward_pre_hook(
+                make_hook(layer), with_kwargs=True
             )
+            stack.enter_context(handle)
         yield
 
 
-def fork(cache: DynamicCache) -> DynamicCache:
-    """A cache that grows on its own; what it holds already is shared, not copied."""
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in other.layers:
-        if rooms := vars(layer).get("rooms"):
-            layer.rooms = dict(rooms)
-            for room in rooms.values():
-                if layer.keys.shape[-2] > room.used:
-                    room.layers.add(layer)
-    return other
+# Caches that share memory
 
-
-ROOM = "posbench_room"
-"""Attribute of keys and values with the :class:`Room` that they are a part of."""
-SPARE = 64
-"""Tokens for which a cache of :func:`held` makes room at a time."""
+SHARED_BUFFER = "posbench_shared_buffer"
+"""Attribute of keys and values with the :class:`SharedBuffer` whose memory they are in."""
+SPARE_TOKENS = 64
+"""Tokens for which :func:`appendable_cache` allocates memory at a time."""
 
 
 @dataclass
-class Room:
-    """A tensor [B, G, T + spare, d] that begins with what several caches hold, and takes what one adds."""
+class SharedBuffer:
+    """Memory that begins with the keys, or values, of several cache layers and takes up what one appends.
 
-    whole: Tensor
-    used: int  # tokens that all of them hold
-    layers: weakref.WeakSet[Any] = field(
-        default_factory=weakref.WeakSet
-    )  # that hold more, or add some
+    Attributes:
+        storage: The memory, shape [B, G, T + spare, d].
+        shared_tokens: T, the tokens that all the cache layers hold.
+        writers: Cache layers that hold more than T tokens, or are appending some.
+    """
 
-    def part(self, tokens: int) -> Tensor:
-        """The first so many tokens, marked as of this room."""
-        view = self.whole[..., :tokens, :]
-        setattr(view, ROOM, self)
-        return view
+    storage: Tensor
+    shared_tokens: int
+    writers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
-    def serves(self, layer: Any, known: Tensor, end: int) -> bool:
-        """Whether a layer that holds ``known`` can add tokens up to ``end``: this is a part of the room, and
-        no other one that lives has added any."""
-        fits = getattr(known, ROOM, None) is self and end <= self.whole.shape[-2]
-        return fits and not [other for other in self.layers if other is not layer]
+    @classmethod
+    def of(cls, states: Tensor, spare: int) -> SharedBuffer:
+        """A buffer that begins with a copy of keys or values [B, G, T, d] and has room for ``spare`` tokens."""
+        *outer, tokens, dim = states.shape
+        buffer = cls(states.new_empty(*outer, tokens + spare, dim), tokens)
+        buffer.storage[..., :tokens, :] = states
+        return buffer
+
+    def view(self, tokens: int) -> Tensor:
+        """The first ``tokens`` tokens, marked as a part of this buffer."""
+        states = self.storage[..., :tokens, :]
+        setattr(states, SHARED_BUFFER, self)
+        return states
+
+    def can_append(self, layer: Any, states: Tensor, end: int) -> bool:
+        """Whether a cache layer that holds ``states`` can be continued here up to token ``end``.
+
+        That is so if its states are a part of this buffer, and no other living layer has appended any.
+        """
+        is_part = getattr(states, SHARED_BUFFER, None) is self
+        if not is_part or end > self.storage.shape[-2]:
+            return False
+        return all(writer is layer for writer in self.writers)
 
 
-def held(states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE) -> DynamicCache:
-    """A cache that holds each layer's keys and values [B, G, T, d] and, on a fork, takes so many more tokens
-    without copying what it holds."""
+def appendable_cache(
+    states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE_TOKENS
+) -> DynamicCache:
+    """A cache whose forks can be appended to without copying what they share.
+
+    Args:
+        states: Keys and values of each layer, [B, G, T, d] each.
+        spare: Tokens that a fork can take up before it is copied.
+    """
     cache = transformers.DynamicCache()
     for keys, values in states:
-        layer = _growing()()
+        layer = _appendable_layer_type()()
         layer.lazy_initialization(keys, values)
-        layer.rooms = {
-            name: room_of(each, spare)
-            for name, each in (("keys", keys), ("values", values))
+        layer.shared_buffers = {
+            "keys": SharedBuffer.of(keys, spare),
+            "values": SharedBuffer.of(values, spare),
         }
-        for name, room in layer.rooms.items():
-            setattr(layer, name, room.part(room.used))
+        for name, buffer in layer.shared_buffers.items():
+            setattr(layer, name, buffer.view(buffer.shared_tokens))
         cache.layers.append(layer)
     return cache
 
 
-def room_of(known: Tensor, spare: int) -> Room:
-    """Keys or values at the beginning of a larger tensor."""
-    *outer, size, dim = known.shape
-    room = Room(known.new_empty(*outer, size + spare, dim), size)
-    room.whole[..., :size, :] = known
-    return room
+def fork(cache: DynamicCache) -> DynamicCache:
+    """A cache that grows on its own; what it holds already is shared, not copied."""
+    branch = copy.copy(cache)
+    branch.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in branch.layers:
+        buffers = vars(layer).get("shared_buffers")
+        if not buffers:
+            continue
+        layer.shared_buffers = dict(buffers)
+        for buffer in buffers.values():
+            if layer.keys.shape[-2] > buffer.shared_tokens:
+                buffer.writers.add(layer)
+    return branch
 
 
 @functools.cache
-def _growing() -> type:
-    class Growing(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
-        """Keys and values at the beginning of larger tensors, ``rooms``."""
+def _appendable_layer_type() -> type:
+    # Defined in a function, so that transformers is imported only when it is needed.
+    class AppendableLayer(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
+        """Keys and values at the beginning of larger tensors, ``shared_buffers``."""
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
         ) -> tuple[Tensor, Tensor]:
-            for name, new in (("keys", key_states), ("values", value_states)):
-                known = getattr(self, name)
-                room = self.rooms[name]
-                size = known.shape[-2]
-                end = known.shape[-2] + new.shape[-2]
-                # A method may have put other keys in the place of those in the room.
-                if not room.serves(self, known, end):
-                    room = self.rooms[name] = room_of(known, max(SPARE, new.shape[-2]))
-                room.layers.add(self)
-                room.whole[..., size:end, :] = new
-                setattr(self, name, room.part(end))
+            self._append("keys", key_states)
+            self._append("values", value_states)
             return self.keys, self.values
 
-    return Growing
+        def _append(self, name: str, new_states: Tensor) -> None:
+            states = getattr(self, name)
+            buffer = self.shared_buffers[name]
+            start = states.shape[-2]
+            end = start + new_states.shape[-2]
+            # A method may have put other keys in the place of those in the buffer.
+            if not buffer.can_append(self, states, end):
+                spare = max(SPARE_TOKENS, new_states.shape[-2])
+                buffer = SharedBuffer.of(states, spare)
+                self.shared_buffers[name] = buffer
+            buffer.writers.add(self)
+            buffer.storage[..., start:end, :] = new_states
+            setattr(self, name, buffer.view(end))
+
+    return AppendableLayer
+
+
+# Functions in front of the attention kernel
 
 
 @contextmanager
 def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
     """Put a function in front of a model's attention kernel for the duration of a block.
 
-    The model's family has to run attention through the library's functions. The function takes what an
-    :data:`Attend` takes and, as ``following``, the next function or the kernel. That of an inner block comes
-    nearer to the kernel, so that a listener sees the queries and keys that a method made.
+    The function of an inner block comes nearer to the kernel, so that a listener sees the queries and keys that
+    a method made.
+
+    Args:
+        model: A model whose family runs attention through the library's functions.
+        function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel.
     """
     config = model.config.get_text_config()
-    stack = _functions.setdefault(id(config), [])
-    before = config._attn_implementation
-    if not stack:
+    functions = _functions.setdefault(id(config), [])
+    kernel_name = config._attn_implementation
+    if not functions:
+        own_name = f"posbench_{kernel_name}"
+        transformers.AttentionInterface.register(own_name, _dispatch(kernel_name))
         # Without a mask function under the same name transformers would give no mask at all.
-        transformers.AttentionInterface.register(
-            f"posbench_{before}", _dispatch(before)
-        )
         transformers.masking_utils.AttentionMaskInterface.register(
-            f"posbench_{before}",
-            transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[before],
+            own_name,
+            transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[kernel_name],
         )
-        model.set_attn_implementation(f"posbench_{before}")
-    stack.append(function)
+        model.set_attn_implementation(own_name)
+    functions.append(function)
     try:
         yield
     finally:
-        stack.pop()
-        if not stack:
+        functions.pop()
+        if not functions:
             del _functions[id(config)]
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(kernel_name)
 
 
 def listeners(model: PreTrainedModel) -> int:
-    """How many hooks of its modules, and functions in front of its kernel, look into a model's forward."""
+    """Number of hooks of a model's modules and of functions in front of its kernel."""
     hooks = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks)
         for module in model.modules()
@@ -191,18 +226,15 @@ def listeners(model: PreTrainedModel) -> int:
 
 
 def _dispatch(kernel_name: str) -> Attend:
+    """An attention function that calls the functions in front of a kernel, then the kernel."""
+
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        kernel = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
+        attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
             kernel_name, eager
         )
-        stack = _functions.get(id(module.config), [])
-
-        def call(index: int) -> Attend:
-            if index == len(stack):
-                return kernel
-            return lambda *a, **k: stack[index](*a, following=call(index + 1), **k)
-
-        return call(0)(module, *args, **settings)
+        for function in reversed(_functions.get(id(module.config), [])):
+            attend = functools.partial(function, following=attend)
+        return attend(module, *args, **settings)
 
     return dispatch

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from posbench.model.prefix import Prefix
 
+IGNORED = -100
+"""The target token that torch's cross-entropy leaves out."""
+
 
 @dataclass
 class LM(Encoder):
@@ -37,6 +40,10 @@ class LM(Encoder):
     raises UserError. So does a model that answers with NaN or infinity; the message names the layer.
 
     The other attributes are those of :class:`posbench.model.load.ModelConfig`.
+
+    Attributes:
+        read: Tokens of the prompts in all batches so far, padding left out.
+        written: Tokens of all replies so far, each up to its end.
     """
 
     model: PreTrainedModel
@@ -44,18 +51,18 @@ class LM(Encoder):
     name: str
     context_window: int
     chat_template: str = "auto"
-    read: int = 0  # tokens of the prompts in all batches so far, padding left out
-    written: int = 0  # tokens of all replies so far, each up to its end
+    read: int = 0
+    written: int = 0
 
     @property
     def device(self) -> torch.device:
         """Device of the embedding, where inputs go."""
         embedding = self.model.get_input_embeddings()
-        # accelerate keeps an offloaded weight on "meta" and brings it to the execution device for each call.
-        hook = (
-            getattr(embedding, "_hf_hook", None) if embedding.weight.is_meta else None
-        )
-        return torch.device(hook.execution_device) if hook else embedding.weight.device
+        hook = getattr(embedding, "_hf_hook", None)
+        if embedding.weight.is_meta and hook:
+            # accelerate keeps an offloaded weight on "meta" and brings it to the execution device for each call.
+            return torch.device(hook.execution_device)
+        return embedding.weight.device
 
     @property
     def layers(self) -> int:
@@ -65,33 +72,37 @@ class LM(Encoder):
     def pad(
         self, rows: Sequence[Sequence[int]], prefix: Prefix | None = None
     ) -> dict[str, Any]:
-        """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T].
+        """Left-pad prompts to one batch.
 
-        With a prefix, which holds all tokens of these rows but the last ones, ``input_ids`` and
-        ``position_ids`` are those of the last ones, and ``past_key_values`` is a fork of its cache.
+        Args:
+            rows: Token ids of each of B prompts, the longest of which has T tokens.
+            prefix: A prefill of all but the last tokens of these prompts.
+
+        Returns:
+            ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]. With a prefix of P tokens
+            ``input_ids`` and ``position_ids`` are those of the last T - P tokens, and ``past_key_values`` is a
+            fork of its cache.
         """
         width = max(len(row) for row in rows)
-        fill = self._pad_id()
-        cut = prefix.tokens if prefix else 0
-        self.read += sum(len(row) - max(len(row) - width + cut, 0) for row in rows)
+        past = prefix.tokens if prefix else 0
+        self.read += sum(min(len(row), width - past) for row in rows)
+        pad_id = self._pad_id()
         ids = torch.tensor(
-            [[fill] * (width - len(row)) + list(row) for row in rows],
+            [[pad_id] * (width - len(row)) + list(row) for row in rows],
             device=self.device,
         )
         mask = torch.tensor(
             [[0] * (width - len(row)) + [1] * len(row) for row in rows],
             device=self.device,
         )
-        # A bare forward counts positions from the first column, padding included; generate() from the mask.
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        if prefix is None:
-            return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        later = {
-            "input_ids": ids[:, cut:],
+        inputs = {
+            "input_ids": ids[:, past:],
             "attention_mask": mask,
-            "position_ids": positions[:, cut:],
+            "position_ids": _positions(mask)[:, past:],
         }
-        return {**later, "past_key_values": fork(prefix.cache)}
+        if prefix is not None:
+            inputs["past_key_values"] = fork(prefix.cache)
+        return inputs
 
     @guarded
     @inference_mode
@@ -125,46 +136,38 @@ class LM(Encoder):
                 "generate takes a list of prompts, got one text: pass [text]"
             )
         tokenizer = self.need_tokenizer()
-        encoded = [
+        prompts = [
             self.encode(row).ids if isinstance(row, str) else list(row) for row in rows
         ]
-        last = {
-            text: tokenizer(text, add_special_tokens=False)["input_ids"][-1:]
-            for text in stop
-        }
-        single = {
-            text: ids[0]
-            for text, ids in last.items()
-            if ids and tokenizer.decode(ids) == text
-        }
-        several = [text for text in stop if text not in single]
-        ends = self.model.generation_config.eos_token_id or tokenizer.eos_token_id
-        ends = [
-            *(ends if isinstance(ends, list) else [] if ends is None else [ends]),
-            *single.values(),
-        ]
+        stop_tokens: dict[str, int] = {}
+        for text in stop:
+            last_ids = tokenizer(text, add_special_tokens=False)["input_ids"][-1:]
+            if last_ids and tokenizer.decode(last_ids) == text:
+                stop_tokens[text] = last_ids[0]
+        stop_texts = [text for text in stop if text not in stop_tokens]
+        end_ids = self.model.generation_config.eos_token_id or tokenizer.eos_token_id
+        if end_ids is None:
+            end_ids = []
+        elif not isinstance(end_ids, list):
+            end_ids = [end_ids]
         settings = transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens or None,
-            eos_token_id=ends or None,
+            eos_token_id=[*end_ids, *stop_tokens.values()] or None,
             pad_token_id=self._pad_id(),
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         )
-        replies = [""] * len(encoded)
-        for batch in (
-            [[*range(len(encoded))]]
-            if prefix
-            else batches([len(row) for row in encoded], batch_size)
-        ):
+        replies = [""] * len(prompts)
+        for batch in _batches_or_one(prompts, batch_size, prefix):
             texts = self._generate_batch(
-                [encoded[i] for i in batch], settings, several, prefix
+                [prompts[i] for i in batch], settings, stop_texts, prefix
             )
-            for index, reply in zip(batch, texts, strict=True):
-                reply = cut(reply, several)
-                for text in single:
-                    reply = reply.removesuffix(text)
+            for index, text in zip(batch, texts, strict=True):
+                reply = cut(text, stop_texts)
+                for stop_text in stop_tokens:
+                    reply = reply.removesuffix(stop_text)
                 replies[index] = reply
         return replies
 
@@ -175,16 +178,17 @@ class LM(Encoder):
         stop: Sequence[str],
         prefix: Prefix | None,
     ) -> list[str]:
+        """Continuations of one batch of token rows, the stop text that ended one included."""
         tokenizer = self.need_tokenizer()
         inputs = self.pad(rows)
         inputs.pop("position_ids")
         if prefix:
-            # generate() takes whole prompts and cuts off what the cache holds.
+            # generate() takes whole prompts and cuts off what the cache holds; only the second pad() counts.
             self.read -= sum(map(len, rows))
             inputs["past_key_values"] = self.pad(rows, prefix)["past_key_values"]
         width = inputs["input_ids"].shape[1]
 
-        def said(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        def has_stopped(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
             replies = tokenizer.batch_decode(ids[:, width:])
             return torch.tensor(
                 [any(text in reply for text in stop) for reply in replies],
@@ -192,27 +196,25 @@ class LM(Encoder):
             )
 
         # The library's own stop_strings fails on tokenizers that do not spell every text.
-        criteria = transformers.StoppingCriteriaList([said] if stop else [])
+        criteria = transformers.StoppingCriteriaList([has_stopped] if stop else [])
         with replaced(self.model, "generation_config", settings):
-            out = self.model.generate(
+            output = self.model.generate(
                 **inputs, stopping_criteria=criteria, logits_processor=checking()
             )
-        self.written += _length(
-            out[:, width:], settings.eos_token_id or [], self._pad_id()
+        reply_ids = output[:, width:]
+        self.written += _count_tokens(
+            reply_ids, settings.eos_token_id or [], self._pad_id()
         )
-        return [
-            str(text)
-            for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
-        ]
+        texts = tokenizer.batch_decode(reply_ids, skip_special_tokens=True)
+        return [str(text) for text in texts]
 
     @guarded
     @inference_mode
     def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Next-token logits of every row, [B, T, V], for token ids [B, T] and a left-padding mask [B, T]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = self.model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions
+            input_ids=input_ids, attention_mask=mask, position_ids=_positions(mask)
         ).logits
         return finite(logits, mask.bool())
 
@@ -228,39 +230,41 @@ class LM(Encoder):
     ) -> list[list[tuple[float, bool]]]:
         """Log-likelihood of every choice after its prompt; a prompt runs once for all its choices.
 
-        ``prefix`` is as in :meth:`generate`.
+        Args:
+            prompts: Token ids of each prompt.
+            choices: Token ids of each continuation of each prompt, none empty.
+            batch_size: Prompts per batch; see :func:`batches`.
+            prefix: As in :meth:`generate`.
 
-        Per prompt, ``choices`` are the token ids of each continuation, none empty. Gives per prompt and
-        choice the total log-likelihood in nats, and whether greedy decoding would produce the choice.
+        Returns:
+            By prompt and choice, the total log-likelihood in nats, and whether greedy decoding would produce the
+            choice.
         """
-        found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
-        for batch in (
-            [[*range(len(prompts))]]
-            if prefix
-            else batches([len(row) for row in prompts], batch_size)
-        ):
+        results: list[list[tuple[float, bool]]] = [[] for _ in prompts]
+        for batch in _batches_or_one(prompts, batch_size, prefix):
             inputs = self.pad([prompts[i] for i in batch], prefix)
-            out = self.model(**inputs, use_cache=True, logits_to_keep=1)
+            output = self.model(**inputs, use_cache=True, logits_to_keep=1)
             for number in range(max(len(choices[i]) for i in batch)):
-                rows = [
-                    list(choices[i][number]) if number < len(choices[i]) else [0]
-                    for i in batch
-                ]
-                targets = self._targets(rows)
-                logits = [out.logits[:, -1:].float()]
+                # A prompt with fewer choices runs a token that nobody looks at.
+                targets = self._targets(
+                    [
+                        list(choices[i][number]) if number < len(choices[i]) else [0]
+                        for i in batch
+                    ]
+                )
+                logits = [output.logits[:, -1:].float()]
                 if targets.shape[1] > 1:
-                    later = self._following(inputs, targets)
-                    cache = fork(out.past_key_values)
-                    logits.append(
-                        self.model(**later, past_key_values=cache).logits.float()
-                    )
+                    answer_inputs = self._answer_inputs(inputs, targets)
+                    cache = fork(output.past_key_values)
+                    answer_output = self.model(**answer_inputs, past_key_values=cache)
+                    logits.append(answer_output.logits.float())
                 scores = finite(torch.cat(logits, dim=1), targets >= 0)
-                nats = _nats(scores, targets).double().sum(1)
+                nats = _cross_entropy(scores, targets).double().sum(1)
                 greedy = ((scores.argmax(-1) == targets) | (targets < 0)).all(1)
                 for row, i in enumerate(batch):
                     if number < len(choices[i]):
-                        found[i].append((-float(nats[row]), bool(greedy[row])))
-        return found
+                        results[i].append((-float(nats[row]), bool(greedy[row])))
+        return results
 
     @guarded
     @inference_mode
@@ -276,25 +280,28 @@ class LM(Encoder):
         losses = torch.zeros(len(pairs))
         for batch in batches([len(prompt) for prompt, _ in pairs], batch_size):
             inputs, targets = self.pad_with_answers([pairs[i] for i in batch])
-            start = inputs["input_ids"].shape[1] - targets.shape[1] + 1
-            mask = inputs.pop("attention_mask")
-            prompt = {name: value[:, :start] for name, value in inputs.items()}
-            answer = {name: value[:, start:] for name, value in inputs.items()}
-            out = self.model(
-                **prompt,
+            ids = inputs["input_ids"]
+            mask = inputs["attention_mask"]
+            positions = inputs["position_ids"]
+            start = ids.shape[1] - targets.shape[1] + 1
+            output = self.model(
+                input_ids=ids[:, :start],
+                position_ids=positions[:, :start],
                 attention_mask=mask[:, :start],
                 use_cache=True,
                 logits_to_keep=1,
             )
-            logits = [out.logits[:, -1:]]
+            logits = [output.logits[:, -1:]]
             if targets.shape[1] > 1:
-                later = self.model(
-                    **answer, attention_mask=mask, past_key_values=out.past_key_values
+                answer_output = self.model(
+                    input_ids=ids[:, start:],
+                    position_ids=positions[:, start:],
+                    attention_mask=mask,
+                    past_key_values=output.past_key_values,
                 )
-                logits.append(later.logits)
-            losses[list(batch)] = self.answer_nats(
-                torch.cat(logits, dim=1), targets
-            ).cpu()
+                logits.append(answer_output.logits)
+            nats = self.answer_nats(torch.cat(logits, dim=1), targets)
+            losses[list(batch)] = nats.cpu()
         return losses
 
     def pad_with_answers(
@@ -302,35 +309,41 @@ class LM(Encoder):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Prompts padded on the left and their answers, but for the last token, padded on the right.
 
-        From B prompts and answers as token ids, of at most T and A tokens: the forward's inputs, each [B, T +
-        A - 1], and the answer tokens [B, A], -100 where an answer has ended.
-        """
-        inputs = self.pad([prompt for prompt, _ in pairs])
-        targets = self._targets([row for _, row in pairs])
-        later = self._following(inputs, targets, self._pad_id())
-        for name in ("input_ids", "position_ids"):
-            later[name] = torch.cat([inputs[name], later[name]], dim=1)
-        return later, targets
+        Args:
+            pairs: Token ids of B prompts and their answers, of at most T and A tokens.
 
-    def _targets(self, rows: Sequence[list[int]]) -> Tensor:
-        """Token rows padded on the right with -100, [B, A]."""
-        width = max(map(len, rows))
+        Returns:
+            The forward's inputs, each [B, T + A - 1], and the answer tokens [B, A], -100 where an answer has
+            ended.
+        """
+        prompt_inputs = self.pad([prompt for prompt, _ in pairs])
+        targets = self._targets([answer for _, answer in pairs])
+        inputs = self._answer_inputs(prompt_inputs, targets, self._pad_id())
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = torch.cat([prompt_inputs[name], inputs[name]], dim=1)
+        return inputs, targets
+
+    def _targets(self, answers: Sequence[list[int]]) -> Tensor:
+        """Token ids of answers padded on the right with -100, [B, A]."""
+        width = max(map(len, answers))
         return torch.tensor(
-            [row + [-100] * (width - len(row)) for row in rows], device=self.device
+            [answer + [IGNORED] * (width - len(answer)) for answer in answers],
+            device=self.device,
         )
 
-    def _following(
-        self, inputs: dict[str, Tensor], targets: Tensor, fill: int = 0
+    def _answer_inputs(
+        self, prompt_inputs: dict[str, Tensor], targets: Tensor, pad_id: int = 0
     ) -> dict[str, Tensor]:
         """Inputs of a forward over the answer tokens [B, A] but the last, behind a prompt in the cache."""
-        given = targets[:, :-1]
+        ids = targets[:, :-1]
+        is_token = ids >= 0
         steps = torch.arange(1, targets.shape[1], device=self.device)
         return {
-            "input_ids": given.where(given >= 0, fill),
+            "input_ids": ids.where(is_token, pad_id),
             "attention_mask": torch.cat(
-                [inputs["attention_mask"], (given >= 0).long()], dim=1
+                [prompt_inputs["attention_mask"], is_token.long()], dim=1
             ),
-            "position_ids": inputs["position_ids"][:, -1:] + steps,
+            "position_ids": prompt_inputs["position_ids"][:, -1:] + steps,
         }
 
     def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -339,9 +352,9 @@ class LM(Encoder):
         Raises:
             NotFinite: Some is no number; :func:`posbench.model.guard.guarded` names the layer.
         """
-        nats = _nats(finite(logits, targets >= 0).float(), targets).sum(1) / (
-            targets >= 0
-        ).sum(1)
+        is_token = targets >= 0
+        totals = _cross_entropy(finite(logits, is_token).float(), targets).sum(1)
+        nats = totals / is_token.sum(1)
         if not bool(torch.isfinite(nats.detach()).all()):
             raise NotFinite("the loss of an answer is NaN or infinite")
         return nats
@@ -357,13 +370,21 @@ class LM(Encoder):
         """
         weights: dict[int, Tensor] = {}
 
-        def attend(module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
+        def attend(
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            *,
+            following: Attend,
+            **settings: Any,
+        ) -> Any:
             # The last row is computed once more in front of the kernel in use.
-            query, key, _, mask = given
-            weights[module.layer_idx] = last_row(query, key, mask, **rest)
-            return following(module, *given, **rest)
+            weights[module.layer_idx] = last_row(query, key, mask, **settings)
+            return following(module, query, key, value, mask, **settings)
 
-        def read(module: Any, args: Any, output: tuple[Any, ...]) -> None:
+        def keep_weights(module: Any, args: Any, output: tuple[Any, ...]) -> None:
             weights[module.layer_idx] = output[1][:, :, -1]
 
         with ExitStack() as stack:
@@ -372,7 +393,7 @@ class LM(Encoder):
             else:
                 stack.enter_context(self.eager())
                 for module in families.attention_modules(self.model):
-                    stack.enter_context(module.register_forward_hook(read))
+                    stack.enter_context(module.register_forward_hook(keep_weights))
             yield weights
 
     @contextmanager
@@ -385,13 +406,10 @@ class LM(Encoder):
             return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
 
         config = self.model.config
-        family = families.family_of(self.model)
+        is_eager = config._attn_implementation == "eager"
+        mask_has_bias = families.family_of(self.model).mask_has_bias
         with ExitStack() as stack:
-            if (
-                family.mask_has_bias
-                and config.alibi
-                and config._attn_implementation != "eager"
-            ):
+            if mask_has_bias and config.alibi and not is_eager:
                 modules = families.attention_modules(self.model)
                 stack.enter_context(before_each(modules, None, lambda _: without_bias))
             stack.enter_context(
@@ -400,34 +418,42 @@ class LM(Encoder):
             yield
 
     def _pad_id(self) -> int:
-        known = [
-            getattr(self.tokenizer, name, None)
-            for name in ("pad_token_id", "eos_token_id")
-        ]
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        # Some tokenizers pad with a token that their model does not know; a padded place is never read.
-        return next(
-            (int(token) for token in known if token is not None and token < rows), 0
-        )
+        """A token to pad with."""
+        num_embeddings = self.model.get_input_embeddings().weight.shape[0]
+        for name in ("pad_token_id", "eos_token_id"):
+            token = getattr(self.tokenizer, name, None)
+            # Some tokenizers pad with a token that their model does not know; padding is never read.
+            if token is not None and token < num_embeddings:
+                return int(token)
+        return 0
 
 
 def checking() -> LogitsProcessorList:
-    """What lets ``generate`` stop at the first token whose logits are no numbers."""
+    """A logits processor that stops ``generate`` at the first token whose logits are no numbers."""
     return transformers.LogitsProcessorList([lambda ids, scores: finite(scores)])
 
 
-def _length(replies: Tensor, ends: list[int], fill: int) -> int:
-    """Tokens of replies [B, T], their ends counted, and not what fills them up."""
-    end = torch.isin(
-        replies, torch.tensor(ends, dtype=replies.dtype, device=replies.device)
+def _positions(mask: Tensor) -> Tensor:
+    """Positions [B, T] of the tokens of left-padded rows.
+
+    A bare forward would count them from the first column, padding included; generate() counts them so.
+    """
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def _count_tokens(replies: Tensor, end_ids: list[int], pad_id: int) -> int:
+    """Number of tokens of replies [B, T], each up to and with its first end token, padding left out."""
+    is_end = torch.isin(
+        replies, torch.tensor(end_ids, dtype=replies.dtype, device=replies.device)
     )
-    return int(((end.cumsum(1) - end.int() == 0) & (end | (replies != fill))).sum())
+    ends_before = is_end.cumsum(1) - is_end.int()
+    return int(((ends_before == 0) & (is_end | (replies != pad_id))).sum())
 
 
-def _nats(logits: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of each target token, [B, A], from logits [B, A, V]; 0 where an answer has ended."""
     return F.cross_entropy(
-        logits.transpose(1, 2), targets, reduction="none", ignore_index=-100
+        logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORED
     )
 
 
@@ -436,18 +462,33 @@ def batches(
 ) -> list[list[int]]:
     """Group prompts of similar length, longest first: little padding is needed, and memory errors come early.
 
-    Depends on the ``lengths`` alone (tokens, those to come included): a resumed run forms the same batches
-    and so gets the same numbers. A batch has at most ``size`` prompts and ``tokens``, padding included; a
-    longer prompt is a batch of its own.
+    The batches depend on the ``lengths`` alone: a resumed run forms the same ones and so gets the same numbers.
+
+    Args:
+        lengths: Tokens of each prompt, those to come included.
+        size: Prompts of a batch at most.
+        tokens: Tokens of a batch at most, padding included; None: any number. A longer prompt is a batch of its
+            own.
+
+    Returns:
+        Indices of the prompts of each batch.
     """
-    out: list[list[int]] = []
+    groups: list[list[int]] = []
+    max_prompts = size
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        most = (
-            min(size, max((tokens or 0) // lengths[out[-1][0]], 1) if tokens else size)
-            if out
-            else 0
-        )
-        if not out or len(out[-1]) >= most:
-            out.append([])
-        out[-1].append(index)
-    return out
+        if groups and tokens:
+            longest = lengths[groups[-1][0]]
+            max_prompts = min(size, max(tokens // longest, 1))
+        if not groups or len(groups[-1]) >= max_prompts:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def _batches_or_one(
+    prompts: Sequence[Sequence[int]], size: int, prefix: Prefix | None
+) -> list[list[int]]:
+    """Indices of the prompts of each batch; prompts that continue a prefix are one batch, in their order."""
+    if prefix is not None:
+        return [list(range(len(prompts)))]
+    return batches([len(prompt) for prompt in prompts], size)

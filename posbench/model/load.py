@@ -31,14 +31,19 @@ from posbench.schema import Count, Positive, Tokens, build
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
-ORIGIN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+FROM_THIS_MACHINE: dict[str, Any] = {
+    "local_files_only": True,
+    "trust_remote_code": False,
+}
 """How transformers reads a checkpoint: from this machine, and no code of its own."""
 
-SERVER = ("served", "api", "concurrency", "retries", "timeout", "key_env")
+SERVER_KEYS = ("served", "api", "concurrency", "retries", "timeout", "key_env")
 """Keys of a model that mean something with a server alone."""
 
-WORDS = tuple(part for part in sources.CHECKPOINT if part != sources.WEIGHTS)
-"""Files of a checkpoint that make tokens: all but the weights."""
+FILES_WITHOUT_WEIGHTS = tuple(
+    pattern for pattern in sources.CHECKPOINT if pattern != sources.WEIGHTS
+)
+"""Files of a checkpoint but its weights: config and tokenizer."""
 
 PARTIAL = "-partial"
 """How the name of a model ends whose weights are not all those of its checkpoint."""
@@ -48,13 +53,15 @@ PARTIAL = "-partial"
 class ModelConfig:
     """One file of ``conf/model/``."""
 
-    name: str  # short name used in folders and tables
+    # short name used in folders and tables
+    name: str
     # hub id, local directory, or ``posbench://NAME`` for an embedded model; empty for a served model whose
     # tokenizer is not known
     path: str = ""
     # hub branch, tag or commit; None takes the default branch, as cached if that is complete
     revision: str | None = None
-    dtype: Dtype = "auto"  # weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU
+    # weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU
+    dtype: Dtype = "auto"
     # attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT)
     attention: Kernel = "auto"
     # ``checkpoint``, or ``none`` for one trained without position embeddings whose config hides it
@@ -64,32 +71,32 @@ class ModelConfig:
     chat_template: str = "auto"
     # tokens the model reads; None takes the checkpoint's ``max_position_embeddings``
     context_window: Tokens | None = None
-    threads: Count | None = None  # CPU threads; None leaves torch's choice
+    # CPU threads; None leaves torch's choice
+    threads: Count | None = None
     # runs a checkpoint that lacks tensors, or has others, with random ones in their place, the same at every
     # load; its name then ends in ``-partial`` in every table
     allow_partial: bool = False
-    stages: tuple[str, ...] = (
-        "intervene",
-        "evaluate",
-        "report",
-    )  # stages that run when the user names none
-    source: str = ""  # where the facts of this file come from
-    # of the published weights, about: parameters times bytes of their type
+    # stages that run when the user names none
+    stages: tuple[str, ...] = ("intervene", "evaluate", "report")
+    # where the facts of this file come from
+    source: str = ""
+    # size of the published weights, about: parameters times bytes of their type
     gigabytes: Positive | None = None
     # an OpenAI-compatible server that answers in the place of the weights, such as http://localhost:8000/v1
     base_url: str | None = None
-    served: str | None = None  # what that server calls the model; None: ``name``
+    # what that server calls the model; None: ``name``
+    served: str | None = None
     # ``completions`` sends the very text that the model reads in process; ``chat`` sends messages, and the
     # server's own template surrounds them
     api: Literal["completions", "chat"] = "completions"
-    concurrency: Annotated[int, Ge(1), Le(256)] = 8  # requests at a time
-    retries: Annotated[int, Ge(0), Le(20)] = (
-        5  # of a request that failed, each after a longer pause
-    )
-    timeout: Annotated[float, Gt(0), Le(86400)] = (
-        600.0  # seconds that a request may take
-    )
-    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key, where the server asks for one
+    # requests at a time
+    concurrency: Annotated[int, Ge(1), Le(256)] = 8
+    # repetitions of a request that failed, each after a longer pause
+    retries: Annotated[int, Ge(0), Le(20)] = 5
+    # seconds that a request may take
+    timeout: Annotated[float, Gt(0), Le(86400)] = 600.0
+    # environment variable that holds the key, where the server asks for one
+    key_env: str = "OPENAI_API_KEY"
     # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -103,40 +110,21 @@ class ModelConfig:
             )
         if self.allow_partial and not self.name.endswith(PARTIAL):
             object.__setattr__(self, "name", self.name + PARTIAL)
-        self._check_server()
-
-    def _check_server(self) -> None:
-        """Refuse an address that is none or holds a secret, and settings of a server where there is none."""
         if self.base_url is None:
-            for f in fields(self):
-                if f.name in SERVER and (value := getattr(self, f.name)) != f.default:
-                    allowed = f"{f.default} without a server"
-                    raise UserError(
-                        f"model.{f.name}", value, allowed, "set model.base_url=URL"
-                    )
-            return
-        try:
-            url = urlsplit(self.base_url)
-            _ = urlsplit(self.base_url).port
-        except ValueError:
-            url = urlsplit("")
-        if url.username or url.password or url.query:
-            allowed = (
-                "an address without user, password and query: run folders record it"
-            )
-            hint = f"put the key into the environment variable {self.key_env}"
-            raise UserError(
-                "model.base_url", f"{url.scheme}://***@{url.hostname}", allowed, hint
-            )
-        if url.scheme not in ("http", "https") or not url.hostname:
-            hint = "set model.base_url=http://localhost:8000/v1"
-            raise UserError(
-                "model.base_url",
-                self.base_url,
-                "http://HOST:PORT/v1 or https://...",
-                hint,
-            )
-        object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
+            self._refuse_server_keys()
+        else:
+            _check_address(self.base_url, self.key_env)
+            object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
+
+    def _refuse_server_keys(self) -> None:
+        """Refuse the settings of a server where there is none."""
+        for key in fields(self):
+            value = getattr(self, key.name)
+            if key.name in SERVER_KEYS and value != key.default:
+                allowed = f"{key.default} without a server"
+                raise UserError(
+                    f"model.{key.name}", value, allowed, "set model.base_url=URL"
+                )
 
     @property
     def server_name(self) -> str:
@@ -146,15 +134,34 @@ class ModelConfig:
     @property
     def checkpoint(self) -> sources.Source:
         """The files that it is loaded from; of a served model those of its tokenizer."""
+        source = sources.checkpoint(self.path, self.revision)
         if self.base_url:
-            return replace(sources.checkpoint(self.path, self.revision), files=WORDS)
+            return replace(source, files=FILES_WITHOUT_WEIGHTS)
         about = f"about {self.gigabytes:g} GB" if self.gigabytes else ""
-        return replace(sources.checkpoint(self.path, self.revision), about=about)
+        return replace(source, about=about)
 
     @property
     def files(self) -> tuple[sources.Source, ...]:
         """The checkpoint; nothing for a served model whose tokenizer is not known."""
         return (self.checkpoint,) if self.path else ()
+
+
+def _check_address(address: str, key_env: str) -> None:
+    """Refuse a server's address that is none or holds a secret; ``key_env`` is the place for that."""
+    try:
+        url = urlsplit(address)
+        _ = url.port  # raises where it is no number
+    except ValueError:
+        url = urlsplit("")
+    if url.username or url.password or url.query:
+        allowed = "an address without user, password and query: run folders record it"
+        hint = f"put the key into the environment variable {key_env}"
+        redacted = f"{url.scheme}://***@{url.hostname}"
+        raise UserError("model.base_url", redacted, allowed, hint)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        allowed = "http://HOST:PORT/v1 or https://..."
+        hint = "set model.base_url=http://localhost:8000/v1"
+        raise UserError("model.base_url", address, allowed, hint)
 
 
 def load(
@@ -187,17 +194,18 @@ def load(
     if isinstance(source, transformers.PreTrainedModel):
         families.family_of(source)
         _kernel(source.config, families.text_config(source)._attn_implementation)
-        window = families.context_window(source.config)
         guard.check_parameters(source, name or "model")
         return LM(
-            source.eval(),
-            tokenizer,
-            name or "model",
-            window,
-            values.get("chat_template", "auto"),
+            model=source.eval(),
+            tokenizer=tokenizer,
+            name=name or "model",
+            context_window=families.context_window(source.config),
+            chat_template=values.get("chat_template", "auto"),
         )
     if not isinstance(source, ModelConfig):
-        source = model_config(str(source), **({"name": name} if name else {}), **values)
+        if name:
+            values["name"] = name
+        source = model_config(str(source), **values)
     return _load_checkpoint(source, device, device_map, max_memory)
 
 
@@ -219,39 +227,45 @@ def reader(config: ModelConfig) -> Reader:
         UserError: Unknown architecture; config or tokenizer are missing or cannot be read.
     """
     source = config.checkpoint
-    path = str(
-        sources.local(
-            replace(source, files=WORDS) if source.kind == "model" else source
-        )
-    )
+    if source.kind == "model":
+        source = replace(source, files=FILES_WITHOUT_WEIGHTS)
+    path = str(sources.local(source))
     with _explained(config, config.path):
         # Read as plain data first: transformers would not name the families for a type that it does not know.
-        known, _ = transformers.PreTrainedConfig.get_config_dict(path, **ORIGIN)
-        if known and not config.base_url:
-            families.family_of_type(known.get("model_type"))
-        facts = transformers.AutoConfig.from_pretrained(path, **ORIGIN)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **ORIGIN)
+        data, _ = transformers.PreTrainedConfig.get_config_dict(
+            path, **FROM_THIS_MACHINE
+        )
+        if data and not config.base_url:
+            families.family_of_type(data.get("model_type"))
+        facts = transformers.AutoConfig.from_pretrained(path, **FROM_THIS_MACHINE)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, **FROM_THIS_MACHINE
+        )
     window = config.context_window or families.context_window(facts)
     return Reader(tokenizer, config.name, window, config.chat_template, facts)
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
     """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced."""
-    known = paths.CONF / "model" / f"{source}.yaml"
-    data: Any = {"name": Path(source).name, "path": source}
-    if known.is_file():
-        data = {"name": source, **yaml.safe_load(known.read_text())}
+    file = paths.CONF / "model" / f"{source}.yaml"
+    if file.is_file():
+        data = {"name": source, **yaml.safe_load(file.read_text())}
+    else:
+        data = {"name": Path(source).name, "path": source}
     return build(ModelConfig, with_blocks({**data, **values}), "model")
 
 
 def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
     """A model's node with its blocks gathered under ``blocks``."""
-    known = {f.name for f in fields(ModelConfig)}
-    blocks = {
-        k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)
-    }
-    own = {k: v for k, v in data.items() if k not in blocks}
-    return own | {"blocks": blocks | dict(data.get("blocks") or {})}
+    keys = {key.name for key in fields(ModelConfig)}
+    node: dict[str, Any] = {}
+    blocks: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in keys and isinstance(value, Mapping):
+            blocks[key] = dict(value)
+        else:
+            node[key] = value
+    return node | {"blocks": blocks | dict(data.get("blocks") or {})}
 
 
 def _load_checkpoint(
@@ -260,96 +274,91 @@ def _load_checkpoint(
     device_map: str | dict[str, Any] | None,
     max_memory: dict[int | str, str] | None,
 ) -> LM:
+    """The model of a config, with weights and tokenizer; the arguments are those of :func:`load`."""
     if config.base_url:
         allowed = "null: what is behind a server is not loaded here"
-        raise UserError(
-            "model.base_url",
-            config.base_url,
-            allowed,
-            "leave it out, or run posbench with it",
-        )
-    where = torch_device(device)
+        hint = "leave it out, or run posbench with it"
+        raise UserError("model.base_url", config.base_url, allowed, hint)
+    target = torch_device(device)
     # From here on there is a folder on this machine, and nothing touches the network.
     sources.local(config.checkpoint)
-    read = reader(config)
+    checkpoint = reader(config)
     path = str(sources.local(config.checkpoint))
     sources.shards(Path(path))
-    with _explained(config, where):
-        kernel = _kernel(read.facts, config.attention)
+    with _explained(config, target):
+        kernel = _kernel(checkpoint.facts, config.attention)
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
-            model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=_dtype(config, where),
+                dtype=_dtype(config, target),
                 attn_implementation=kernel,
                 use_safetensors=True,
-                device_map=device_map or {"": where},
+                device_map=device_map or {"": target},
                 max_memory=max_memory,
                 output_loading_info=True,
                 # Told in one line below, with every other fault of the weights.
                 ignore_mismatched_sizes=True,
-                **ORIGIN,
+                **FROM_THIS_MACHINE,
             )
-    _need_complete(config, told)
+    _need_complete(config, loading_info)
     guard.check_parameters(model, config.name)
-    return _with_reader(config, read, model)
+    return _with_reader(config, checkpoint, model)
 
 
-def _dtype(config: ModelConfig, where: torch.device) -> str:
+def _dtype(config: ModelConfig, device: torch.device) -> str:
     """The weight type to load with; ``auto`` is the checkpoint's own."""
-    return (
-        config.dtype
-        if config.dtype != "auto"
-        else ("float32" if where.type == "cpu" else "auto")
-    )
+    if config.dtype == "auto" and device.type == "cpu":
+        return "float32"
+    return config.dtype
 
 
-def outline(config: ModelConfig, read: Reader, device: str) -> LM:
+def outline(config: ModelConfig, checkpoint: Reader, device: str) -> LM:
     """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
 
     Raises:
         UserError: Device, kernel or tokenizer do not fit.
     """
-    where = torch_device(device)
+    target = torch_device(device)
     folder = sources.cached(config.checkpoint)
-    with _explained(config, where), torch.device("meta"):
-        for file in (
-            [folder / name for name in sources.shards(folder)] if folder else []
-        ):
-            with safe_open(file, "pt"):
-                pass  # its header tells whether all of it is there
-        kernel = _kernel(read.facts, config.attention)
-        dtype = _dtype(config, where)
-        given = {} if dtype == "auto" else {"dtype": dtype}
+    with _explained(config, target), torch.device("meta"):
+        if folder:
+            for name in sources.shards(folder):
+                with safe_open(folder / name, "pt"):
+                    pass  # its header tells whether all of it is there
+        kernel = _kernel(checkpoint.facts, config.attention)
+        dtype = _dtype(config, target)
+        # from_config takes no "auto", which is what it does by itself.
+        settings = {} if dtype == "auto" else {"dtype": dtype}
         model = transformers.AutoModelForCausalLM.from_config(
-            read.facts, attn_implementation=kernel, **given
+            checkpoint.facts, attn_implementation=kernel, **settings
         )
-    return _with_reader(config, read, model)
+    return _with_reader(config, checkpoint, model)
 
 
-def _with_reader(config: ModelConfig, read: Reader, model: PreTrainedModel) -> LM:
+def _with_reader(config: ModelConfig, checkpoint: Reader, model: PreTrainedModel) -> LM:
     """A model and its tokenizer; UserError unless they fit."""
-    tokenizer = read.need_tokenizer()
-    known = model.get_input_embeddings().weight.shape[0]
-    spelt = tokenizer.vocab_size
-    if spelt > known:
-        allowed = f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
-        raise UserError(
-            "model.path",
-            config.path,
-            allowed,
-            "take the tokenizer that belongs to the weights",
-        )
+    tokenizer = checkpoint.need_tokenizer()
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    num_tokens = tokenizer.vocab_size
+    if num_tokens > num_rows:
+        allowed = f"a tokenizer of at most {num_rows} tokens, as the embedding of that checkpoint; it has {num_tokens}"
+        hint = "take the tokenizer that belongs to the weights"
+        raise UserError("model.path", config.path, allowed, hint)
     if config.rope == "none":
         families.remove_rope(model)
     return LM(
-        model.eval(), tokenizer, config.name, read.context_window, config.chat_template
+        model.eval(),
+        tokenizer,
+        config.name,
+        checkpoint.context_window,
+        config.chat_template,
     )
 
 
 @contextmanager
-def _explained(config: ModelConfig, where: torch.device | str) -> Iterator[None]:
+def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None]:
     """Turn what the libraries raise on a checkpoint into one line."""
     try:
         yield
@@ -358,7 +367,7 @@ def _explained(config: ModelConfig, where: torch.device | str) -> Iterator[None]
     except (torch.OutOfMemoryError, MemoryError) as error:
         allowed = f"a device that holds the weights of {config.name}"
         hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
-        raise MachineError("runtime.device", str(where), allowed, hint) from error
+        raise MachineError("runtime.device", str(device), allowed, hint) from error
     # Whatever the libraries make of these files, it is the files that are wrong.
     except Exception as error:
         if "does not support an attention implementation" in str(error):
@@ -367,28 +376,32 @@ def _explained(config: ModelConfig, where: torch.device | str) -> Iterator[None]
             raise UserError(
                 "model.attention", config.attention, allowed, hint
             ) from error
-        known = isinstance(error, OSError | ValueError | SafetensorError)
-        reason = ("" if known else f"{type(error).__name__}: ") + " ".join(
-            str(error).split()
-        )[:200]
+        reason = " ".join(str(error).split())[:200]
+        if not isinstance(error, OSError | ValueError | SafetensorError):
+            reason = f"{type(error).__name__}: {reason}"
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
         raise UserError(
             "model.path", config.path, sources.A_CHECKPOINT, hint
         ) from error
 
 
-def _need_complete(config: ModelConfig, told: Mapping[str, Any]) -> None:
-    """Refuse weights that are not the model's, by what transformers tells of loading; it leaves out tied
-    tensors, and those that it knows may be missing or left over."""
-    kinds = {
-        "missing": told["missing_keys"],
-        "of another shape": {key[0] for key in told["mismatched_keys"]},
+def _need_complete(config: ModelConfig, loading_info: Mapping[str, Any]) -> None:
+    """Refuse weights that are not the model's.
+
+    Args:
+        config: The model's config.
+        loading_info: What transformers reports of loading; it leaves out tied tensors, and those that it knows
+            may be missing or left over.
+    """
+    tensors_by_fault = {
+        "missing": loading_info["missing_keys"],
+        "of another shape": {key[0] for key in loading_info["mismatched_keys"]},
+        "not of this model": loading_info["unexpected_keys"],
     }
-    kinds["not of this model"] = told["unexpected_keys"]
     faults = [
-        f"{len(names)} {kind}, the first {min(names)}"
-        for kind, names in kinds.items()
-        if names
+        f"{len(tensors)} {fault}, the first {min(tensors)}"
+        for fault, tensors in tensors_by_fault.items()
+        if tensors
     ]
     if faults and not config.allow_partial:
         allowed = f"weights with every tensor that its config.json asks for and no other ({'; '.join(faults)})"
@@ -399,25 +412,29 @@ def _need_complete(config: ModelConfig, told: Mapping[str, Any]) -> None:
         raise UserError("model.allow_partial", True, allowed, "leave it out")
 
 
-def _kernel(config: PreTrainedConfig, asked: str | None) -> str | None:
-    """The kernel to load with; sdpa is refused where attention scores are soft-capped (Gemma 2), and what is
-    not installed."""
-    asked = None if asked == "auto" else asked
+def _kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
+    """The kernel to load with; None leaves the choice to transformers.
+
+    Raises:
+        UserError: It is not installed, or is sdpa where attention scores are soft-capped (Gemma 2).
+    """
+    if kernel == "auto":
+        kernel = None
     if (
-        asked == "flash_attention_2"
+        kernel == "flash_attention_2"
         and not transformers.utils.is_flash_attn_2_available()
     ):
         allowed = "sdpa or eager on this machine (flash-attn is not installed)"
         hint = "set model.attention=sdpa, or install the extra posbench[flash]"
-        raise UserError("model.attention", asked, allowed, hint)
+        raise UserError("model.attention", kernel, allowed, hint)
     if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        return asked
-    if asked == "sdpa":
+        return kernel
+    if kernel == "sdpa":
         allowed = "auto or eager: sdpa would leave out the soft-cap of this model's attention scores"
         hint = "set model.attention=auto (a model object: attn_implementation='eager')"
-        raise UserError("model.attention", asked, allowed, hint)
+        raise UserError("model.attention", kernel, allowed, hint)
     # Some transformers versions would run sdpa all the same, and leave the cap out.
-    return asked or "eager"
+    return kernel or "eager"
 
 
 def torch_device(device: str) -> torch.device:
@@ -425,15 +442,13 @@ def torch_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(device)
-        torch.empty(0, device=where)
+        result = torch.device(device)
+        torch.empty(0, device=result)
     except (RuntimeError, AssertionError) as error:
-        there = (
-            f"{torch.cuda.device_count()} CUDA devices"
-            if torch.cuda.is_available()
-            else "no CUDA device"
-        )
-        allowed = f"auto, cpu, or a CUDA device of this machine (it has {there})"
+        devices = "no CUDA device"
+        if torch.cuda.is_available():
+            devices = f"{torch.cuda.device_count()} CUDA devices"
+        allowed = f"auto, cpu, or a CUDA device of this machine (it has {devices})"
         hint = "set runtime.device=auto, or leave out runtime=gpu"
         raise UserError("runtime.device", device, allowed, hint) from error
-    return where
+    return result

@@ -20,18 +20,22 @@ READ = "posbench_prefix"
 
 @dataclass
 class Prefix:
-    """A prefill of P tokens that serves any number of continuations, each on a fork of its cache."""
+    """A prefill of P tokens that serves any number of continuations, each on a fork of its cache.
 
-    cache: DynamicCache  # keys and values of the P tokens, never changed by a fork
-    channels: tuple[int, ...] = ()  # the C recorded channels of the attention input
-    # per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys are not
-    # linear in it
+    Attributes:
+        cache: Keys and values of the P tokens, never changed by a fork.
+        channels: The C recorded channels of the attention input.
+        inputs: By layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys are
+            not linear in it.
+        rotary: By layer, (cos, sin) of the P positions; None in models without rotary embedding.
+        parts: Intermediate results that a method keeps for the next continuation.
+    """
+
+    cache: DynamicCache
+    channels: tuple[int, ...] = ()
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    # per layer, (cos, sin) of the P positions; None in models without rotary embedding
     rotary: dict[int, tuple[Tensor, Tensor] | None] = field(default_factory=dict)
-    parts: dict[tuple[Any, ...], Tensor] = field(
-        default_factory=dict, repr=False
-    )  # what a method keeps of it
+    parts: dict[tuple[Any, ...], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -46,19 +50,27 @@ def recording(
     channels: Sequence[int],
     layers: Collection[int],
 ) -> Iterator[None]:
-    """Record some channels of the attention input, and the rotation, of some layers in the next forward."""
+    """Record the attention input and the rotation of some layers in the next forward inside the block.
 
-    def record(layer: int) -> Any:
-        def hook(
+    Args:
+        model: The model.
+        prefix: Takes the recording in ``inputs`` and ``rotary``.
+        channels: Channels of the attention input to record.
+        layers: Layers to record.
+    """
+
+    def make_hook(layer: int) -> Any:
+        def record(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
             hidden = families.attention_input(args, kwargs)
-            linear = families.keys_are_linear(model, layer)
-            prefix.inputs[layer] = hidden[..., list(channels)] if linear else hidden
+            if families.keys_are_linear(model, layer):
+                hidden = hidden[..., list(channels)]
+            prefix.inputs[layer] = hidden
             prefix.rotary[layer] = families.rotary_of(kwargs)
 
-        return hook
+        return record
 
     prefix.channels = tuple(channels)
-    with before_each(families.attention_modules(model), layers, record):
+    with before_each(families.attention_modules(model), layers, make_hook):
         yield

@@ -18,58 +18,85 @@ Table: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and sin, each [B, T, r] with r the rotated coordinates of a head."""
 
 _POSITIONS = "posbench_positions"
+"""Attribute of a cache: by layer, the positions of the tokens that it holds, [B, S]."""
 _MEMORY = "posbench_memory"
+"""Attribute of a cache: by layer, the cached keys of the last step and the memory of its :data:`ByHand`."""
 _BUSY = "posbench_rotates"
+"""Attribute of a rotary embedding inside a block that changes it: how the block does so."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One evaluation of a model's rotary embedding."""
+    """One evaluation of a model's rotary embedding.
 
-    module: nn.Module  # the rotary embedding
-    hidden: Tensor  # a tensor of the dtype and device that the tables take
-    positions: Tensor  # positions of the tokens, [B, T]
-    options: dict[str, Any]  # further arguments, such as the kind of layer in Gemma 3
-    # bases theta that the rows of the batch take in turn, None or empty for the model's own
+    Attributes:
+        module: The rotary embedding.
+        hidden: A tensor of the dtype and device that the tables take.
+        positions: Positions of the tokens, [B, T].
+        options: Further arguments, such as the kind of layer in Gemma 3.
+        bases: Bases theta that the rows of the batch take in turn, None or empty for the model's own.
+    """
+
+    module: nn.Module
+    hidden: Tensor
+    positions: Tensor
+    options: dict[str, Any]
     bases: tuple[float | None, ...] = ()
 
     def table(
         self, positions: Tensor | None = None, base: float | None = None
     ) -> Table:
-        """The tables at other positions [B, T] (or of each head, [B * H, T]), or with another base theta."""
-        at = self.positions if positions is None else positions.to(self.hidden.device)
-        if base is None and self.bases:
-            rows = self.hidden.shape[0]
-            alone = replace(self, bases=())
-            # Positions that all rows share come as a single row.
-            at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(
-                0, (rows, -1)
-            )
-            count = len(self.bases)
-            parts = [
-                alone.table(at[i::count].flatten(0, 1), base)
-                for i, base in enumerate(self.bases)
-            ]
-            kinds = zip(*parts, strict=True)
-            split = (
-                [part.unflatten(0, (-1, at.shape[1])) for part in kind]
-                for kind in kinds
-            )
-            cos, sin = (torch.stack(kind, dim=1).flatten(0, 2) for kind in split)
-            return cos, sin
-        if base is None:
-            with steady(self.module):
-                return self.module.forward(self.hidden, at, **self.options)
+        """The tables at other positions, or with another base theta.
+
+        Args:
+            positions: [B, T], or [B * H, T] with positions for each head; None: those of the call.
+            base: theta of all rows; None: those of the call.
+
+        Returns:
+            cos and sin, [B, T, r] or [B * H, T, r].
+        """
+        if positions is None:
+            positions = self.positions
+        positions = positions.to(self.hidden.device)
+        if base is not None:
+            return self._table_of_base(positions, base)
+        if self.bases:
+            return self._table_of_bases(positions)
+        with steady(self.module):
+            return self.module.forward(self.hidden, positions, **self.options)
+
+    def _table_of_base(self, positions: Tensor, base: float) -> Table:
+        """The tables with the plain frequencies of one base, ``base ** -(i / n)`` for i = 0, ..., n - 1."""
         buffers = self.module._buffers
         count = self.module.inv_freq.numel()
-        powers = (
-            torch.arange(count, device=self.hidden.device, dtype=torch.float32) / count
-        )
-        before, buffers["inv_freq"] = buffers["inv_freq"], base**-powers
+        indices = torch.arange(count, device=self.hidden.device, dtype=torch.float32)
+        own_frequencies = buffers["inv_freq"]
+        buffers["inv_freq"] = base ** -(indices / count)
         try:
-            return self.module.forward(self.hidden, at, **self.options)
+            return self.module.forward(self.hidden, positions, **self.options)
         finally:
-            buffers["inv_freq"] = before
+            buffers["inv_freq"] = own_frequencies
+
+    def _table_of_bases(self, positions: Tensor) -> Table:
+        """The tables for rows that take the N ``bases`` in turn; :meth:`table` has the shapes."""
+        rows = self.hidden.shape[0]
+        # Positions that all rows share come as a single row.
+        if positions.shape[0] == 1:
+            positions = positions.expand(rows, -1)
+        positions = positions.unflatten(0, (rows, -1))  # [B, H, T], or [B, 1, T]
+        heads = positions.shape[1]
+        call = replace(self, bases=())
+        cos_of_bases = []
+        sin_of_bases = []
+        for index, base in enumerate(self.bases):
+            rows_of_base = positions[index :: len(self.bases)].flatten(0, 1)
+            cos, sin = call.table(rows_of_base, base)
+            cos_of_bases.append(cos.unflatten(0, (-1, heads)))
+            sin_of_bases.append(sin.unflatten(0, (-1, heads)))
+        # [B / N, N, H, T, r] has the rows in their order.
+        cos = torch.stack(cos_of_bases, dim=1).flatten(0, 2)
+        sin = torch.stack(sin_of_bases, dim=1).flatten(0, 2)
+        return cos, sin
 
     def identity(self) -> Table:
         """Tables that rotate by nothing."""
@@ -83,47 +110,52 @@ def steady(module: nn.Module) -> AbstractContextManager[None]:
     Longrope (short or long factors) and dynamic RoPE choose them by the largest position they are given.
     Scaled positions would choose others, in each layer or head anew: the length of the prompt decides, once.
     """
-    kind = getattr(module, "rope_type", "default")
-    return replaced(
-        module,
-        "rope_type",
-        dict.fromkeys(kind, "kept") if isinstance(kind, dict) else "kept",
-    )
+    rope_type: Any = getattr(module, "rope_type", "default")
+    # A type that the library does not know has no rule to choose by.
+    unknown: Any = "kept"
+    if isinstance(rope_type, dict):
+        unknown = dict.fromkeys(rope_type, "kept")
+    return replaced(module, "rope_type", unknown)
 
 
-class _Tables(tuple[Any, Any]):
-    """Tables that remember the call they were made for: the method of an inner block starts from it.
+class _TracedTable(tuple[Any, Any]):
+    """A table that remembers the call it was made for: the method of an inner block starts from it.
 
-    Inside the attention module they do so no longer: accelerate makes them anew on the layer's own GPU.
+    Inside the attention module it does so no longer: accelerate makes it anew on the layer's own GPU.
     """
 
     call: Call | None
 
     def __new__(cls, table: Iterable[Tensor], call: Call | None = None) -> Self:
-        made = super().__new__(cls, table)
-        made.call = call
-        return made
+        traced = super().__new__(cls, table)
+        traced.call = call
+        return traced
+
+    def to(self, device: torch.device) -> _TracedTable:
+        """The table on a device."""
+        if self[0].device == device:
+            return self
+        return _TracedTable((self[0].to(device), self[1].to(device)), self.call)
 
 
-def _given(
+def _traced_call(
     kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int
 ) -> Call:
-    """The call that an attention module's tables were made for, as the methods of outer blocks left it."""
+    """The call that an attention module's table was made for, as the methods of outer blocks left it."""
     return getattr(kwargs["position_embeddings"], "call", None) or call_of(layer)
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     """The model's rotary embedding; None in models that have none, or have removed it."""
-    base = model.base_model
-    # Gemma 3 with vision keeps its decoder one step further down.
-    decoder = (
-        base if hasattr(base, "rotary_emb") else getattr(base, "language_model", None)
-    )
+    decoder = model.base_model
+    if not hasattr(decoder, "rotary_emb"):
+        # Gemma 3 with vision keeps its decoder one step further down.
+        decoder = getattr(decoder, "language_model", None)
     module = getattr(decoder, "rotary_emb", None)
-    unused = getattr(model.config, "alibi", False) or getattr(
-        module, families.REMOVED, False
-    )
-    return None if unused else module
+    is_removed = getattr(module, families.REMOVED, False)
+    if is_removed or getattr(model.config, "alibi", False):
+        return None
+    return module
 
 
 def rotated_layers(model: PreTrainedModel) -> list[int]:
@@ -140,62 +172,60 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
 
 
 def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
-    """Raise UserError for a model to which a method of rotary embeddings does not apply.
+    """Refuse a model to which a method of rotary embeddings does not apply.
 
-    A method that sets the base needs ``plain`` rotary embeddings, whose angles are not rescaled; one that
-    rotates ``by_hand`` needs attention through the library's functions.
+    Args:
+        lm: The model.
+        method: Name of the method.
+        plain: The method sets the base, and needs rotary embeddings whose angles are not rescaled.
+        by_hand: The method rotates by hand, and needs attention through the library's functions.
+
+    Raises:
+        UserError: The method does not apply.
     """
     family = families.family_of(lm.model)
     module = rotary_module(lm.model)
-
-    def refuse(
-        allowed: str, hint: str = "method=scale_channel needs no rotary embedding"
-    ) -> None:
-        raise UserError("method", method, allowed, hint)
-
+    hint = "method=scale_channel needs no rotary embedding"
     if not rotated_layers(lm.model):
-        refuse(
-            f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none"
-        )
-    if plain and getattr(module, "rope_type", "default") != "default":
-        refuse(
-            f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
-        )
-    # One that rotates by hand would rotate what the other has rotated.
-    if getattr(module, _BUSY, None) == "by hand":
-        inside = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
-        refuse(inside, "put that one last")
-    if by_hand and not family.interface:
-        refuse(
-            f"a family whose attention runs through the library's functions; {family.name} does not"
-        )
+        allowed = f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none"
+    elif plain and getattr(module, "rope_type", "default") != "default":
+        allowed = f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}"
+    elif getattr(module, _BUSY, None) == "by hand":
+        # One that rotates by hand would rotate what the other has rotated.
+        allowed = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
+        hint = "put that one last"
+    elif by_hand and not family.interface:
+        allowed = f"a family whose attention runs through the library's functions; {family.name} does not"
+    else:
+        return
+    raise UserError("method", method, allowed, hint)
 
 
 @contextmanager
-def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
+def latest_calls(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
     """Yields the function from a layer to the rotary embedding's latest evaluation that serves it."""
     module = rotary_module(model)
     assert module is not None, "check() comes first"
-    latest: dict[Any, Call] = {}
-    kinds: Any = getattr(families.text_config(model), "layer_types", None)
+    layer_types: Any = getattr(families.text_config(model), "layer_types", None)
+    # By the type of the layers that they serve; None: all layers.
+    latest: dict[str | None, Call] = {}
 
     def remember(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Table
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Table
     ) -> None:
-        given = (
-            dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        )
-        options = (
-            {"layer_type": given["layer_type"]}
-            if given.get("layer_type") is not None
-            else {}
-        )
-        latest[given.get("layer_type")] = Call(
-            module, given["x"], given["position_ids"], options
+        names = ("x", "position_ids", "layer_type")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        layer_type = arguments.get("layer_type")
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        latest[layer_type] = Call(
+            module, arguments["x"], arguments["position_ids"], options
         )
 
+    def call_of(layer: int) -> Call:
+        return latest[None] if None in latest else latest[layer_types[layer]]
+
     with module.register_forward_hook(remember, with_kwargs=True):
-        yield lambda layer: latest[None] if None in latest else latest[kinds[layer]]
+        yield call_of
 
 
 @contextmanager
@@ -206,14 +236,18 @@ def tables(
 ) -> Iterator[None]:
     """Rotate in some layers with other tables. An inner block changes what the outer ones made of the call.
 
-    Per layer, ``layers`` holds what to change in the call; layers that share a function share their tables.
+    Args:
+        model: The model.
+        layers: By layer, what to change in the call; layers that share a function share their tables.
+        make: Makes the tables of a changed call.
     """
-    made: dict[tuple[int, Any], tuple[Call, _Tables]] = {}
+    # By function and type of layer: the call that was changed, and the table that came of it.
+    latest: dict[tuple[int, Any], tuple[Call, _TracedTable]] = {}
     with ExitStack() as stack:
-        call_of = stack.enter_context(calls_of(model))
+        call_of = stack.enter_context(latest_calls(model))
         stack.enter_context(replaced(rotary_module(model), _BUSY, "tables"))
 
-        def hook_of(layer: int) -> Callable[..., Any]:
+        def make_hook(layer: int) -> Callable[..., Any]:
             change = layers[layer]
 
             def hook(
@@ -221,65 +255,70 @@ def tables(
             ) -> tuple[Any, Any]:
                 if kwargs.get("position_embeddings") is None:
                     return args, kwargs
-                call = _given(kwargs, call_of, layer)
+                call = _traced_call(kwargs, call_of, layer)
                 key = (id(change), call.options.get("layer_type"))
-                if key not in made or made[key][0] is not call:
+                if key not in latest or latest[key][0] is not call:
                     changed = change(call)
-                    made[key] = call, _Tables(make(changed), changed)
-                found = made[key][1]
-                where = kwargs["position_embeddings"][0].device
-                if found[0].device != where:
-                    found = _Tables(
-                        (found[0].to(where), found[1].to(where)), found.call
-                    )
-                return args, kwargs | {"position_embeddings": found}
+                    latest[key] = call, _TracedTable(make(changed), changed)
+                table = latest[key][1].to(kwargs["position_embeddings"][0].device)
+                return args, kwargs | {"position_embeddings": table}
 
             return hook
 
         stack.enter_context(
-            before_each(families.attention_modules(model), layers, hook_of)
+            before_each(families.attention_modules(model), layers, make_hook)
         )
         yield
 
 
 def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
-    """Per layer, the function that divides positions by its scale; layers of one scale share their tables."""
+    """By layer, the function that divides positions by its scale; layers of one scale share their tables."""
 
-    def divide(scale: float) -> Callable[[Call], Call]:
-        # Angles of fractional positions need float32: positions are whole numbers otherwise.
-        return lambda call: (
-            call
-            if scale == 1
-            else replace(call, positions=call.positions.float() / scale)
-        )
+    def divide_by(scale: float) -> Callable[[Call], Call]:
+        def divide(call: Call) -> Call:
+            if scale == 1:
+                return call
+            # Angles of fractional positions need float32: positions are whole numbers otherwise.
+            return replace(call, positions=call.positions.float() / scale)
 
-    by_scale = {scale: divide(scale) for scale in set(scales.values())}
+        return divide
+
+    by_scale = {scale: divide_by(scale) for scale in set(scales.values())}
     return {layer: by_scale[scale] for layer, scale in scales.items()}
 
 
 ByHand: TypeAlias = "Callable[[HandRotation], Tensor]"
-"""From what a layer gives to the attention output [B, T, H, d]."""
+"""From one layer of one forward to the attention output [B, T, H, d]."""
 
 
 @dataclass(frozen=True)
 class HandRotation:
-    """What a method that rotates by hand gets for one layer of one forward."""
+    """What a method that rotates by hand gets for one layer of one forward.
+
+    Attributes:
+        layer: The layer.
+        query: Un-rotated queries of the new tokens, [B, H, T, d].
+        key: Un-rotated keys of all tokens that the layer holds, [B, G, S, d].
+        query_positions: Positions of the queries, [B, T].
+        key_positions: Positions of the keys, [B, S].
+        call: The evaluation of the rotary embedding, for tables at any positions and base.
+        attend: The kernel, from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d].
+        last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
+        memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
+        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered its
+            rows, after a crop, or when another method has corrected them.
+        model: The model.
+    """
 
     layer: int
-    query: Tensor  # un-rotated queries of the new tokens, [B, H, T, d], at ``query_positions`` [B, T]
-    # un-rotated keys of all tokens that the layer holds, [B, G, S, d], at ``key_positions`` [B, S]
+    query: Tensor
     key: Tensor
     query_positions: Tensor
     key_positions: Tensor
-    call: Call  # the evaluation of the rotary embedding, for tables at any positions and base
-    # kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d]
+    call: Call
     attend: Callable[[Tensor, Tensor], Tensor]
-    # attention weights of the last query, [B, H, S], from the same two arguments
     last_row: Callable[[Tensor, Tensor], Tensor]
-    # whatever the function left here at the cache's last step in this layer; empty at a prompt
     memory: dict[str, Any]
-    # whether the cached keys are those of that step: not so after a beam search has reordered its rows, after
-    # a crop, or when another method has corrected them
     unchanged: bool
     model: PreTrainedModel
 
@@ -289,10 +328,10 @@ class HandRotation:
         if cos.ndim == 3:
             return families.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
-        flat = cos.flatten(0, 1), sin.flatten(0, 1)
-        return families.rotate(
-            self.model, self.layer, x.flatten(0, 1).unsqueeze(1), flat
-        ).reshape(x.shape)
+        rows = x.flatten(0, 1).unsqueeze(1)
+        table_of_rows = (cos.flatten(0, 1), sin.flatten(0, 1))
+        rotated = families.rotate(self.model, self.layer, rows, table_of_rows)
+        return rotated.reshape(x.shape)
 
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
         """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
@@ -302,19 +341,43 @@ class HandRotation:
         turned: Tensor | None = None
         for table in tables:
             cos, sin = (t.to(x.device) for t in table)
+            width = cos.shape[-1]
             if turned is None:
-                turned = self.rotate(x, (torch.zeros_like(cos), torch.ones_like(sin)))[
-                    ..., : cos.shape[-1]
-                ]
-                part = x[..., : cos.shape[-1]]
-                rest = x[..., cos.shape[-1] :]
-            rotated = (part * cos[:, None]).addcmul_(turned, sin[:, None])
-            yield torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
+                right_angle = (torch.zeros_like(cos), torch.ones_like(sin))
+                turned = self.rotate(x, right_angle)[..., :width]
+            rotated = (x[..., :width] * cos[:, None]).addcmul_(turned, sin[:, None])
+            if width < x.shape[-1]:
+                rotated = torch.cat([rotated, x[..., width:]], dim=-1)
+            yield rotated
+
+
+@contextmanager
+def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
+    """Keep keys un-rotated in the cache of some layers; functions rotate queries and keys at every step."""
+    unrotated = dict.fromkeys(layers, lambda call: call)
+    with ExitStack() as stack:
+        call_of = stack.enter_context(latest_calls(model))
+        stack.enter_context(tables(model, unrotated, Call.identity))
+        stack.enter_context(replaced(rotary_module(model), _BUSY, "by hand"))
+        attention = _HandAttention(model, layers, call_of, {})
+        stack.enter_context(
+            before_each(families.attention_modules(model), layers, attention.make_hook)
+        )
+        stack.enter_context(attending(model, attention.attend))
+        yield
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What the hook before an attention module leaves for the function inside it."""
+class _Step:
+    """What the hook before an attention module leaves for the function inside it.
+
+    Attributes:
+        call: The evaluation of the rotary embedding.
+        positions: Positions of all tokens, those in the cache first, [B, S].
+        cache: The cache of the call, None without one.
+        memory: See :class:`HandRotation`.
+        unchanged: See :class:`HandRotation`.
+    """
 
     call: Call
     positions: Tensor
@@ -323,96 +386,100 @@ class _Held:
     unchanged: bool
 
 
-@contextmanager
-def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
-    """Keep keys un-rotated in the cache of some layers; functions rotate queries and keys at every step."""
-    with ExitStack() as stack:
-        call_of = stack.enter_context(calls_of(model))
-        stack.enter_context(
-            tables(model, dict.fromkeys(layers, lambda call: call), Call.identity)
-        )
-        stack.enter_context(replaced(rotary_module(model), _BUSY, "by hand"))
-        hands = _Hands(model, layers, call_of, {})
-        stack.enter_context(
-            before_each(families.attention_modules(model), layers, hands.hold)
-        )
-        stack.enter_context(attending(model, hands.attend))
-        yield
-
-
 @dataclass(frozen=True)
-class _Hands:
+class _HandAttention:
     """What :func:`by_hand` puts before the attention modules and in front of the kernel."""
 
     model: PreTrainedModel
     layers: Mapping[int, ByHand]
     call_of: Callable[[int], Call]
-    held: dict[int, _Held]
+    steps: dict[int, _Step]
 
-    def hold(self, layer: int) -> Callable[..., None]:
+    def make_hook(self, layer: int) -> Callable[..., None]:
+        """The hook before a layer's attention module, which prepares its :class:`_Step`."""
+
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # GPT-NeoX has another name for it.
-            cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-            call = _given(kwargs, self.call_of, layer)
-            now = call.positions.expand(
-                families.attention_input(args, kwargs).shape[0], -1
-            )
-            past = cache.get_seq_length(layer) if cache is not None else 0
-            if cache is None or not past:
-                self.held[layer] = _Held(call, now, cache, {}, unchanged=False)
+            cache: Any = kwargs.get("past_key_values", kwargs.get("layer_past"))
+            call = _traced_call(kwargs, self.call_of, layer)
+            rows = families.attention_input(args, kwargs).shape[0]
+            positions = call.positions.expand(rows, -1)
+            past = 0 if cache is None else cache.get_seq_length(layer)
+            if not past:
+                self.steps[layer] = _Step(call, positions, cache, {}, unchanged=False)
                 return
-            before = (
-                getattr(cache, _POSITIONS, {})
-                .get(layer, now[:, :0])[:, :past]
-                .to(now.device)
-            )
+            past_positions = getattr(cache, _POSITIONS, {}).get(layer, positions[:, :0])
+            past_positions = past_positions[:, :past].to(positions.device)
             keys, memory = getattr(cache, _MEMORY, {}).get(layer, (None, {}))
-            unchanged = keys is not None and cache.layers[layer].keys is keys
-            self.held[layer] = _Held(
-                call, torch.cat([before, now], dim=1), cache, dict(memory), unchanged
+            self.steps[layer] = _Step(
+                call,
+                torch.cat([past_positions, positions], dim=1),
+                cache,
+                dict(memory),
+                unchanged=keys is not None and cache.layers[layer].keys is keys,
             )
 
         return hook
 
-    def attend(self, module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
-        query, key, value, mask = given
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        following: Attend,
+        **settings: Any,
+    ) -> Any:
+        """The attention function, see :data:`posbench.model.hooks.Attend`."""
         layer = module.layer_idx
-        others = None
         if layer not in self.layers:
-            return following(module, *given, **rest)
-        now = self.held[layer]
-        if now.positions.shape[1] < key.shape[2]:
-            filled = "this cache was filled outside the block, or has a fixed size"
-            raise ValueError(f"{filled}: run the prompt inside")
+            return following(module, query, key, value, mask, **settings)
+        step = self.steps[layer]
+        if step.positions.shape[1] < key.shape[2]:
+            reason = "this cache was filled outside the block, or has a fixed size"
+            raise ValueError(f"{reason}: run the prompt inside")
+        weights = None
 
-        def kernel(q: Tensor, k: Tensor) -> Tensor:
-            nonlocal others
-            groups = k.shape[1] // value.shape[1]
-            with (
-                replaced(module, "num_key_value_groups", 1)
-                if groups > 1
-                else nullcontext()
-            ):
-                out, others = following(
-                    module, q, k, sdpa.repeat_kv(value, groups), mask, **rest
+        def kernel(rotated_query: Tensor, rotated_key: Tensor) -> Tensor:
+            nonlocal weights
+            # Keys may be rotated per head; then values are repeated as well.
+            groups = rotated_key.shape[1] // value.shape[1]
+            values = sdpa.repeat_kv(value, groups)
+            ungrouped: AbstractContextManager[None] = nullcontext()
+            if groups > 1:
+                ungrouped = replaced(module, "num_key_value_groups", 1)
+            with ungrouped:
+                output, weights = following(
+                    module, rotated_query, rotated_key, values, mask, **settings
                 )
-            return out
+            return output
 
-        positions = now.positions.to(query.device)
-        places = positions[:, -query.shape[2] :], positions[:, -key.shape[2] :]
-        kernels = kernel, lambda q, k: last_row(q, k, mask, **rest)
-        past = now.memory, now.unchanged
-        out = self.layers[layer](
+        positions = step.positions.to(query.device)
+        output = self.layers[layer](
             HandRotation(
-                layer, query, key, *places, now.call, *kernels, *past, self.model
+                layer=layer,
+                query=query,
+                key=key,
+                query_positions=positions[:, -query.shape[2] :],
+                key_positions=positions[:, -key.shape[2] :],
+                call=step.call,
+                attend=kernel,
+                last_row=lambda q, k: last_row(q, k, mask, **settings),
+                memory=step.memory,
+                unchanged=step.unchanged,
+                model=self.model,
             )
         )
-        if now.cache is not None:
-            # A copy of a cache shares its attributes: replace, never change.
-            kept = {
-                _POSITIONS: now.positions,
-                _MEMORY: (now.cache.layers[layer].keys, now.memory),
-            }
-            for name, fresh in kept.items():
-                setattr(now.cache, name, {**getattr(now.cache, name, {}), layer: fresh})
-        return out, others
+        if step.cache is not None:
+            keys = step.cache.layers[layer].keys
+            _set_for_layer(step.cache, _POSITIONS, layer, step.positions)
+            _set_for_layer(step.cache, _MEMORY, layer, (keys, step.memory))
+        return output, weights
+
+
+def _set_for_layer(cache: Any, name: str, layer: int, value: Any) -> None:
+    """Set the entry of a layer in a dictionary that is an attribute of a cache."""
+    # A copy of a cache shares its attributes: replace, never change.
+    setattr(cache, name, {**getattr(cache, name, {}), layer: value})

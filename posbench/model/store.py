@@ -1,4 +1,4 @@
-"""Prefills that prompts share: what they have in common from the beginning is computed once."""
+"""Prefills that prompts share: a beginning that several prompts have is computed once."""
 
 from __future__ import annotations
 
@@ -12,104 +12,128 @@ from numpy.typing import NDArray
 from posbench.late import PreTrainedModel, Tensor, inference_mode, torch, transformers
 from posbench.model import families
 from posbench.model.guard import finite, guarded
-from posbench.model.hooks import SPARE, held
+from posbench.model.hooks import SPARE_TOKENS, appendable_cache
 from posbench.model.lm import LM
 from posbench.model.prefix import READ, Prefix, recording
 
-LEAST = 32
-"""Tokens in common that are worth a forward of their own: below, they are computed again."""
-ALIKE = 0.9
-"""Stretches of a batch have at least this share of the longest one's tokens: shorter ones are filled up with
-tokens before them, which are computed again."""
+MIN_SEGMENT_TOKENS = 32
+"""A prompt branches off inside a segment only behind so many of its tokens; fewer are computed again."""
+MIN_LENGTH_RATIO = 0.9
+"""Segments of one batch have at least this share of the longest one's tokens. Shorter ones are filled up with
+the tokens before them, which are computed again."""
 
-Rows = Sequence[Sequence[int]]
-Slots = NDArray[np.int64]
+Prompts = Sequence[Sequence[int]]
+"""Token ids of each prompt."""
+IntArray = NDArray[np.int64]
+EMPTY = np.zeros(0, np.int64)
 
 # The plan: which tokens of which prompt are computed
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """The tokens of a prompt, from ``start`` to its end, that no prompt before it has."""
 
-    row: int
+    prompt: int  # index of the prompt
     start: int
-    level: int  # one more than that of any stretch that it follows on
+    level: int  # how many segments the tokens before ``start`` belong to
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Prompts as places in a common store of tokens."""
+class PrefixTrie:
+    """Prompts laid out in one store of tokens, in which each shared prefix stands once.
 
-    slots: list[Slots]  # of each prompt, the place of each token
-    stretches: list[Stretch]
-    size: int  # places in all: the tokens to compute
+    Attributes:
+        token_slots: For each prompt, the slot of each of its tokens, shape (prompt_length,).
+        stretches: The segments, in an order in which they can be computed.
+        size: Number of slots, which is the number of tokens to compute.
+    """
+
+    token_slots: list[IntArray]
+    stretches: list[Segment]
+    size: int
 
 
-def in_order(rows: Rows) -> list[int]:
-    """Numbers of prompts so that those which begin alike stand together."""
-    return sorted(range(len(rows)), key=lambda i: (rows[i], i))
+def lexicographic_order(prompts: Prompts) -> list[int]:
+    """Indices of the prompts, sorted by their tokens: prompts with a common prefix become neighbours."""
+    return sorted(range(len(prompts)), key=lambda index: (prompts[index], index))
 
 
-def layout(rows: Rows) -> Layout:
-    """What of each prompt to compute, so that each beginning which prompts have in common is there once."""
-    slots = [np.zeros(0, np.int64)] * len(rows)
-    stretches = list[Stretch]()
-    size = 0
-    # Of the prompt before: its tokens, the starts and levels of its stretches, its number.
-    before = np.zeros(0, np.int64)
-    own = list[tuple[int, int]]()
-    last = 0
-    for row in in_order(rows):
-        ids = np.asarray(rows[row], np.int64)
-        start, own = _common(before, ids, own)
+def layout(prompts: Prompts) -> PrefixTrie:
+    """Lay out prompts in a token store so that a shared prefix is computed once.
+
+    Prompts are visited in lexicographic order. Each shares its longest common prefix with the one before it,
+    except for a short end of it, see :data:`MIN_SEGMENT_TOKENS`.
+
+    Args:
+        prompts: Token ids of each prompt, without the tokens that a method runs itself.
+    """
+    token_slots = [EMPTY] * len(prompts)
+    segments: list[Segment] = []
+    num_slots = 0
+    previous_ids = EMPTY
+    previous_slots = EMPTY
+    # The segments that the previous prompt consists of, from its first token to its last.
+    path: list[Segment] = []
+    for index in lexicographic_order(prompts):
+        ids = np.asarray(prompts[index], np.int64)
+        start = _branch_point(previous_ids, ids, path)
+        path = [segment for segment in path if segment.start < start]
         if start < len(ids):
-            level = max((level for _, level in own), default=-1) + 1
-            own = [*own, (start, level)]
-            stretches.append(Stretch(row, start, level))
-        new = np.arange(size, size + len(ids) - start)
-        slots[row] = np.concatenate([slots[last][:start], new])
-        size = size + len(new)
-        before = ids
-        last = row
-    return Layout(slots, stretches, size)
+            segment = Segment(index, start, level=len(path))
+            path.append(segment)
+            segments.append(segment)
+        new_slots = np.arange(num_slots, num_slots + len(ids) - start)
+        num_slots += len(new_slots)
+        previous_slots = np.concatenate([previous_slots[:start], new_slots])
+        previous_ids = ids
+        token_slots[index] = previous_slots
+    return PrefixTrie(token_slots, segments, num_slots)
 
 
-def _alike(before: Slots, ids: Slots) -> int:
-    """How many tokens two prompts have in common from their beginning."""
-    size = min(len(before), len(ids))
-    unlike = np.flatnonzero(before[:size] != ids[:size])
-    return int(unlike[0]) if len(unlike) else size
+def _common_prefix_length(a: IntArray, b: IntArray) -> int:
+    length = min(len(a), len(b))
+    differences = np.flatnonzero(a[:length] != b[:length])
+    return int(differences[0]) if len(differences) else length
 
 
-def _common(
-    before: Slots, ids: Slots, own: list[tuple[int, int]]
-) -> tuple[int, list[tuple[int, int]]]:
-    """How many tokens to take from the prompt before, and the stretches (start, level) that these are of."""
-    start = _alike(before, ids)
-    own = [each for each in own if each[0] < start]
-    # A few tokens of one more stretch would only make this one wait for it.
-    while own and start - own[-1][0] < LEAST and not (start == len(ids) == len(before)):
-        start = own.pop()[0]
-    return start, own
+def _branch_point(previous_ids: IntArray, ids: IntArray, path: list[Segment]) -> int:
+    """Number of tokens that a prompt takes over from the previous one, whose segments are ``path``."""
+    start = _common_prefix_length(previous_ids, ids)
+    if start == len(ids) == len(previous_ids):
+        return start
+    # A few tokens of one more segment would only make this prompt wait for it.
+    for segment in reversed(path):
+        if segment.start < start < segment.start + MIN_SEGMENT_TOKENS:
+            start = segment.start
+    return start
 
 
-def grouped(rows: Rows, capacity: int) -> list[list[int]]:
-    """Numbers of the prompts of each group whose tokens, those in common counted once, number at most
-    ``capacity``; a longer prompt is a group of its own."""
-    groups = list[list[int]]()
-    size = 0
-    before = np.zeros(0, np.int64)
-    for row in in_order(rows):
-        ids = np.asarray(rows[row], np.int64)
-        # At most LEAST of those in common are computed again, see :func:`_common`.
-        new = len(ids) - max(_alike(before, ids) - LEAST, 0)
-        if not groups or size + new > capacity:
+def grouped(prompts: Prompts, capacity: int) -> list[list[int]]:
+    """Divide prompts into groups that fit into a store, neighbours of the lexicographic order together.
+
+    Args:
+        prompts: Token ids of each prompt.
+        capacity: Tokens of a group at most, a shared prefix counted once. A longer prompt is a group of its
+            own.
+
+    Returns:
+        Indices of the prompts of each group.
+    """
+    groups: list[list[int]] = []
+    num_tokens = 0
+    previous_ids = EMPTY
+    for index in lexicographic_order(prompts):
+        ids = np.asarray(prompts[index], np.int64)
+        # A short end of the common prefix may be computed again, see _branch_point().
+        common = _common_prefix_length(previous_ids, ids)
+        new_tokens = len(ids) - max(common - MIN_SEGMENT_TOKENS, 0)
+        if not groups or num_tokens + new_tokens > capacity:
             groups.append([])
-            size = 0
-            new = len(ids)
-        groups[-1].append(row)
-        size = size + new
-        before = ids
+            num_tokens = 0
+            new_tokens = len(ids)
+        groups[-1].append(index)
+        num_tokens += new_tokens
+        previous_ids = ids
     return groups
 
 
@@ -119,211 +143,270 @@ def grouped(rows: Rows, capacity: int) -> list[list[int]]:
 def obstacle(model: PreTrainedModel) -> str:
     """Why prompts cannot share a prefill in a model; empty where they can."""
     config = families.text_config(model)
-    told = getattr(config, "rope_parameters", None) or {}
-    every = [told, *(each for each in told.values() if isinstance(each, dict))]
-    kinds = {str(each.get("rope_type")) for each in every} & {"dynamic", "longrope"}
-    if kinds:
-        return f"its rotary embedding ({', '.join(sorted(kinds))}) changes with the length of the prompt"
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    # Some models have parameters for each kind of layer.
+    by_kind = [value for value in rope_parameters.values() if isinstance(value, dict)]
+    rope_types = {
+        str(parameters.get("rope_type")) for parameters in (rope_parameters, *by_kind)
+    }
+    changing = sorted(rope_types & {"dynamic", "longrope"})
+    if changing:
+        return f"its rotary embedding ({', '.join(changing)}) changes with the length of the prompt"
     return ""
 
 
 @guarded
 @inference_mode
 def token_bytes(lm: LM) -> int:
-    """Bytes that a token takes in a :class:`Store`: keys, values, rotations, and of the attention input a
-    channel or, where keys are not linear in it, all of them."""
-    here = Prefix(transformers.DynamicCache())
+    """Bytes that a token takes in a :class:`Store`.
+
+    These are its keys, values and rotations, and of the attention input one channel, or all of them where the
+    keys are not linear in it.
+    """
+    prefix = Prefix(transformers.DynamicCache())
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
-    with recording(lm.model, here, [0], range(lm.layers)):
-        lm.model(input_ids=ids, past_key_values=here.cache, use_cache=True)
-    kept = [
-        each[0, :, 0]
-        for layer in here.cache.layers
-        for each in (layer.keys, layer.values)
-    ]
-    kept += [each[0, 0] for each in here.inputs.values()]
-    rotations = {id(each[0]): each for each in here.rotary.values() if each}
-    kept += [each[0, 0] for both in rotations.values() for each in both]
-    return sum(each.nbytes for each in kept)
+    with recording(lm.model, prefix, [0], range(lm.layers)):
+        lm.model(input_ids=ids, past_key_values=prefix.cache, use_cache=True)
+    num_bytes = 0
+    for layer in prefix.cache.layers:
+        num_bytes += layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes
+    for hidden in prefix.inputs.values():
+        num_bytes += hidden[0, 0].nbytes
+    # Layers that rotate alike share the tensors.
+    tables = {id(table[0]): table for table in prefix.rotary.values() if table}
+    for cos, sin in tables.values():
+        num_bytes += cos[0, 0].nbytes + sin[0, 0].nbytes
+    return num_bytes
 
 
 @dataclass
 class Store:
-    """Keys and values of prompts that share their beginnings, each token once.
+    """Keys and values of prompts that share their prefixes, each token once.
 
-    ``rows`` are the prompts without the tokens that a method runs itself; :meth:`fill` computes them.
+    Attributes:
+        prompts: Token ids of each prompt, without the tokens that a method runs itself; :meth:`fill` computes
+            them.
+        channels: Channels of the attention input to record, see :func:`recording`.
+        layers: Layers to record.
+        layout: Where each token of each prompt stands.
     """
 
-    rows: Rows
-    channels: Sequence[int] = ()  # to record, see :func:`recording`
+    prompts: Prompts
+    channels: Sequence[int] = ()
     layers: Collection[int] = ()
-    layout: Layout = field(init=False)
-    # by what it is and by layer, the tensors of all places: [N, G, d], [N, C] or [N, d]
-    _kept: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
-    _rotated: dict[int, int | None] = field(
-        default_factory=dict
-    )  # layer -> one that is rotated alike
+    layout: PrefixTrie = field(init=False)
+    # (kind, layer) -> states of all N slots: "keys" and "values" [N, G, d], "inputs" [N, C], "cos" and "sin"
+    # [N, d]
+    _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
+    # layer -> the layer under which its rotation is stored; None without rotary embedding
+    _rotary_layer: dict[int, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layout = layout(self.rows)
+        self.layout = layout(self.prompts)
 
     def fill(self, lm: LM, size: int, tokens: int | None) -> None:
-        """Compute every stretch, in batches of at most ``size`` and so many tokens, those before them
-        counted. The model is as the methods that continue want the prompts read."""
-        self._kept.clear()
-        for batch in batches(self.rows, self.layout.stretches, size, tokens):
+        """Compute every segment, with the model as the methods that continue want the prompts read.
+
+        Args:
+            lm: The model.
+            size: Segments of a batch at most.
+            tokens: Tokens of a batch at most, those before the segments counted; None: any number.
+        """
+        self._states.clear()
+        for batch in batches(self.prompts, self.layout.stretches, size, tokens):
             _compute(lm, self, batch)
 
     def prefix(self, lm: LM, rows: Sequence[int]) -> Prefix:
-        """The prefill of some prompts, by number, padded on the left."""
-        return self._gathered(lm, [self.layout.slots[row] for row in rows])
+        """The prefill of some prompts, by index, padded on the left."""
+        return self._gather(lm, [self.layout.token_slots[row] for row in rows])
 
-    def _gathered(self, lm: LM, slots: Sequence[Slots], spare: int = SPARE) -> Prefix:
-        width = max(map(len, slots))
-        # Padding may hold any numbers: the mask shuts it.
-        index = torch.from_numpy(
-            np.stack([np.pad(each, (width - len(each), 0)) for each in slots])
+    def _gather(
+        self, lm: LM, rows: Sequence[IntArray], spare: int = SPARE_TOKENS
+    ) -> Prefix:
+        """The stored states of some slots as a prefill, padded on the left.
+
+        Args:
+            lm: The model.
+            rows: Slots of the tokens of each row of the batch, shape (length,) each.
+            spare: Tokens that the cache takes up without copying what it holds.
+        """
+        width = max(map(len, rows))
+        # The mask shuts the padding, so that any slot can stand in it.
+        slots = torch.from_numpy(
+            np.stack([np.pad(row, (width - len(row), 0)) for row in rows])
         )
-
-        def read(what: str, layer: int) -> Tensor:
-            kept = self._kept[what, layer]
-            return kept[index.to(kept.device)]
-
-        def states(layer: int) -> tuple[Tensor, Tensor]:
-            return read("keys", layer).transpose(1, 2), read("values", layer).transpose(
-                1, 2
-            )
-
         cache = transformers.DynamicCache()
         if width:
-            cache = held((states(layer) for layer in range(lm.layers)), spare)
+            keys_and_values = (
+                (
+                    self._read("keys", layer, slots).transpose(1, 2),
+                    self._read("values", layer, slots).transpose(1, 2),
+                )
+                for layer in range(lm.layers)
+            )
+            cache = appendable_cache(keys_and_values, spare)
         prefix = Prefix(cache=cache, channels=tuple(self.channels))
         setattr(cache, READ, prefix)
         if not width:
             return prefix
 
-        same = {
-            layer: (read("cos", layer), read("sin", layer))
-            for what, layer in self._kept
-            if what == "cos"
+        tables = {
+            layer: (self._read("cos", layer, slots), self._read("sin", layer, slots))
+            for kind, layer in self._states
+            if kind == "cos"
         }
         for layer in self.layers:
-            prefix.inputs[layer] = read("inputs", layer)
-            like = self._rotated[layer]
-            prefix.rotary[layer] = None if like is None else same[like]
+            prefix.inputs[layer] = self._read("inputs", layer, slots)
+            rotary_layer = self._rotary_layer[layer]
+            if rotary_layer is None:
+                prefix.rotary[layer] = None
+            else:
+                prefix.rotary[layer] = tables[rotary_layer]
         return prefix
 
-    def _keep(self, what: str, layer: int, places: Tensor, values: Tensor) -> None:
-        """Put values [N, ...] of some tokens at their places."""
-        kept = self._kept.get((what, layer))
-        if kept is None:
-            kept = self._kept[what, layer] = values.new_zeros(
-                self.layout.size, *values.shape[1:]
-            )
-        kept[places.to(kept.device)] = values
+    def _read(self, kind: str, layer: int, slots: Tensor) -> Tensor:
+        """States [B, T, ...] at slots [B, T]."""
+        states = self._states[kind, layer]
+        return states[slots.to(states.device)]
+
+    def _write(self, kind: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Put values [M, ...] of M tokens at their slots [M]."""
+        if (kind, layer) not in self._states:
+            shape = (self.layout.size, *values.shape[1:])
+            self._states[kind, layer] = values.new_zeros(shape)
+        states = self._states[kind, layer]
+        states[slots.to(states.device)] = values
 
 
 def batches(
-    rows: Rows, stretches: Sequence[Stretch], size: int, tokens: int | None
-) -> Iterator[list[Stretch]]:
-    """Stretches that are computed together, those of a level, and of about one length, longest first."""
-    own = {each.row: len(rows[each.row]) - each.start for each in stretches}
-    batch = list[Stretch]()
-    longest = 0
-    for each in sorted(
-        stretches, key=lambda each: (each.level, -own[each.row], each.row)
+    prompts: Prompts, segments: Sequence[Segment], size: int, tokens: int | None
+) -> Iterator[list[Segment]]:
+    """Divide segments into batches that are computed together: of one level and of similar length.
+
+    Args:
+        prompts: Token ids of each prompt.
+        segments: Segments of these prompts.
+        size: Segments of a batch at most.
+        tokens: Tokens of a batch at most, the prefixes before the segments and padding counted; None: any
+            number. A longer prompt is a batch of its own.
+
+    Yields:
+        The batches, the lowest level first, and of a level the longest segments first.
+    """
+    lengths = {
+        segment.prompt: len(prompts[segment.prompt]) - segment.start
+        for segment in segments
+    }
+    batch: list[Segment] = []
+    longest_prompt = 0
+    for segment in sorted(
+        segments, key=lambda s: (s.level, -lengths[s.prompt], s.prompt)
     ):
-        longest = max(longest, len(rows[each.row]))
+        prompt_length = len(prompts[segment.prompt])
+        longest_prompt = max(longest_prompt, prompt_length)
         if batch:
-            first = own[batch[0].row]
-            alike = own[each.row] >= ALIKE * first or first - own[each.row] < LEAST
-            full = len(batch) == size or (
-                tokens is not None and (len(batch) + 1) * longest > tokens
+            length = lengths[segment.prompt]
+            longest = lengths[batch[0].prompt]
+            is_full = len(batch) == size or (
+                tokens is not None and (len(batch) + 1) * longest_prompt > tokens
             )
-            if full or not alike or each.level != batch[0].level:
+            is_similar = (
+                length >= MIN_LENGTH_RATIO * longest
+                or longest - length < MIN_SEGMENT_TOKENS
+            )
+            if is_full or not is_similar or segment.level != batch[0].level:
                 yield batch
                 batch = []
-                longest = len(rows[each.row])
-        batch.append(each)
+                longest_prompt = prompt_length
+        batch.append(segment)
     if batch:
         yield batch
 
 
-def fed(rows: Rows, batch: Sequence[Stretch]) -> list[tuple[int, int]]:
-    """First token and end of what each stretch of a batch feeds."""
-    width = max(len(rows[each.row]) - each.start for each in batch)
-    # Every row feeds as many tokens, if need be some before its own: then no row has a gap, which sliding
+def fed(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
+    """The span (first token, end) of its prompt that each segment of a batch feeds to the model."""
+    width = max(len(prompts[segment.prompt]) - segment.start for segment in batch)
+    # Every row feeds as many tokens, if need be some before its segment: then no row has a gap, which sliding
     # windows and ALiBi would count.
-    return [
-        (max(len(rows[each.row]) - width, 0), len(rows[each.row])) for each in batch
-    ]
+    spans = []
+    for segment in batch:
+        end = len(prompts[segment.prompt])
+        spans.append((max(end - width, 0), end))
+    return spans
 
 
 @guarded
 @inference_mode
-def _compute(lm: LM, store: Store, batch: Sequence[Stretch]) -> None:
-    """Run stretches of one level and keep what they give."""
-    starts, ends = zip(*fed(store.rows, batch), strict=True)
-    width = max(end - each.start for each, end in zip(batch, ends, strict=True))
-    slots = [
-        store.layout.slots[each.row][:start]
-        for each, start in zip(batch, starts, strict=True)
+def _compute(lm: LM, store: Store, batch: Sequence[Segment]) -> None:
+    """Run segments of one level and store their keys, values and recorded states."""
+    prompts = [store.prompts[segment.prompt] for segment in batch]
+    token_slots = [store.layout.token_slots[segment.prompt] for segment in batch]
+    starts = [start for start, _ in fed(store.prompts, batch)]
+    lengths = [
+        len(prompt) - segment.start
+        for prompt, segment in zip(prompts, batch, strict=True)
     ]
-    given = lm.pad(
-        [
-            store.rows[each.row][start:]
-            for each, start in zip(batch, starts, strict=True)
-        ]
-    )
-    before = store._gathered(lm, slots, width)
-    cache = before.cache
-    known = torch.tensor([len(each) for each in slots], device=lm.device)[:, None]
-    if before.tokens:
-        shut = torch.arange(before.tokens, device=lm.device) < before.tokens - known
-        given["attention_mask"] = torch.cat(
-            [(~shut).long(), given["attention_mask"]], dim=1
-        )
-    given["position_ids"] = given["position_ids"] + known
-    past = before.tokens
-    here = Prefix(cache)
-    with recording(lm.model, here, store.channels, store.layers):
-        finite(
-            lm.model(
-                **given, past_key_values=cache, use_cache=True, logits_to_keep=1
-            ).logits
-        )
-    own = [end - each.start for each, end in zip(batch, ends, strict=True)]
-    line = torch.from_numpy(np.repeat(np.arange(len(batch)), own))
-    column = torch.from_numpy(
-        np.concatenate([np.arange(width - count, width) for count in own])
-    )
-    own_slots = [store.layout.slots[each.row][each.start :] for each in batch]
-    places = torch.from_numpy(np.concatenate(own_slots))
+    width = max(lengths)
 
-    def keep(what: str, layer: int, values: Tensor, offset: int = 0) -> None:
-        # Rotations may be the same for all rows.
-        rows = (
-            line.to(values.device)
-            if values.shape[0] > 1
-            else torch.zeros_like(line, device=values.device)
+    inputs = lm.pad([p[start:] for p, start in zip(prompts, starts, strict=True)])
+    past_slots = [
+        slots[:start] for slots, start in zip(token_slots, starts, strict=True)
+    ]
+    cache = store._gather(lm, past_slots, width).cache
+    past_width = int(cache.get_seq_length())
+    past_lengths = torch.tensor(starts, device=lm.device)[:, None]
+    if past_width:
+        past_columns = torch.arange(past_width, device=lm.device)
+        past_mask = (past_columns >= past_width - past_lengths).long()
+        inputs["attention_mask"] = torch.cat(
+            [past_mask, inputs["attention_mask"]], dim=1
         )
-        store._keep(
-            what, layer, places, values[rows, offset + column.to(values.device)]
-        )
+    inputs["position_ids"] = inputs["position_ids"] + past_lengths
+    prefix = Prefix(cache)
+    with recording(lm.model, prefix, store.channels, store.layers):
+        logits = lm.model(
+            **inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        finite(logits)
 
+    # Row and column in the batch of every token of the segments, and its slot.
+    rows = torch.from_numpy(np.repeat(np.arange(len(batch)), lengths))
+    columns = torch.from_numpy(
+        np.concatenate([np.arange(width - length, width) for length in lengths])
+    )
+    slots = torch.from_numpy(
+        np.concatenate(
+            [
+                slots[segment.start :]
+                for slots, segment in zip(token_slots, batch, strict=True)
+            ]
+        )
+    )
     for layer in range(lm.layers):
-        there = cache.layers[layer]
-        keep("keys", layer, there.keys.transpose(1, 2), past)
-        keep("values", layer, there.values.transpose(1, 2), past)
-    rotations: dict[int, int] = {}
+        states = cache.layers[layer]
+        keys = _pick_tokens(states.keys.transpose(1, 2), rows, past_width + columns)
+        store._write("keys", layer, slots, keys)
+        values = _pick_tokens(states.values.transpose(1, 2), rows, past_width + columns)
+        store._write("values", layer, slots, values)
+    first_layer: dict[int, int] = {}
     for layer in store.layers:
-        keep("inputs", layer, here.inputs[layer])
-        rotary = here.rotary[layer]
+        hidden = _pick_tokens(prefix.inputs[layer], rows, columns)
+        store._write("inputs", layer, slots, hidden)
+        rotary = prefix.rotary[layer]
         if rotary is None:
-            store._rotated[layer] = None
+            store._rotary_layer[layer] = None
             continue
+        cos, sin = rotary
         # Most models rotate all layers by the same tensors.
-        like = store._rotated[layer] = rotations.setdefault(id(rotary[0]), layer)
-        if like == layer:
-            keep("cos", layer, rotary[0])
-            keep("sin", layer, rotary[1])
+        rotary_layer = first_layer.setdefault(id(cos), layer)
+        store._rotary_layer[layer] = rotary_layer
+        if rotary_layer == layer:
+            store._write("cos", layer, slots, _pick_tokens(cos, rows, columns))
+            store._write("sin", layer, slots, _pick_tokens(sin, rows, columns))
+
+
+def _pick_tokens(states: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """States [M, ...] of the tokens at M rows and columns of [B, T, ...]; of [1, T, ...] where rows do not differ."""
+    if states.shape[0] == 1:
+        rows = torch.zeros_like(rows)
+    return states[rows.to(states.device), columns.to(states.device)]

@@ -19,66 +19,74 @@ Split = Literal["evaluation", "calibration"]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One prompt with its gold answers."""
+    """One prompt with its gold answers.
 
-    id: str  # unique within the task and split, stable across runs
-    prompt: str  # what the model is asked, before any chat template
-    answers: tuple[
-        str, ...
-    ]  # accepted ones; the first is the target of a calibration loss
-    gold_position: int | None = (
-        None  # 0-based place of the gold item among the items; None without positions
-    )
-    items: tuple[
-        tuple[int, int], ...
-    ] = ()  # span in the prompt of every item, in characters (start, end)
-    cluster: str = ""  # examples that share a question, which intervals resample; empty: this one alone
-    subset: str = ""  # data set or subject, in a benchmark of several; also scored apart, in subsets.csv
-    choices: tuple[
-        str, ...
-    ] = ()  # continuations, the likeliest of which is the reply; empty: it generates
-    chat: bool = True  # whether a chat template may surround the prompt
-    system: str = ""  # system message, where a chat template surrounds the prompt
-    prefill: str = ""  # with which the reply begins (such as "Answer:"), after the prompt and its template
-    max_new_tokens: int | None = None  # to generate at most, instead of the task's
-    min_new_tokens: int = 0  # before which neither the end of sequence nor a stop text of one token may come
-    stop: tuple[
-        str, ...
-    ] = ()  # texts that end the reply; they are cut off with what follows
-    document: tuple[int, int] | None = (
-        None  # span from whose end truncation=document and words cut
-    )
-    separator: str = ""  # put where the document was cut
-    meta: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # anything else that scoring needs
+    Attributes:
+        id: Unique within the task and split, stable across runs.
+        prompt: What the model is asked, before any chat template.
+        answers: Accepted answers; the first is the target of a calibration loss.
+        gold_position: 0-based index of the gold item among the items; None without positions.
+        items: Span in the prompt of every item, in characters (start, end).
+        cluster: Examples that share a question, which intervals resample; empty: this one alone.
+        subset: Data set or subject, in a benchmark of several; also scored apart, in subsets.csv.
+        choices: Continuations, the likeliest of which is the reply; empty: the model generates one.
+        chat: Whether a chat template may surround the prompt.
+        system: System message, where a chat template surrounds the prompt.
+        prefill: How the reply begins (such as "Answer:"), after the prompt and its template.
+        max_new_tokens: Tokens to generate at most, instead of the task's.
+        min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may come.
+        stop: Texts that end the reply; they are cut off with what follows.
+        document: Span from whose end truncation=document and words cut.
+        separator: Put where the document was cut.
+        meta: Anything else that scoring needs.
+    """
+
+    id: str
+    prompt: str
+    answers: tuple[str, ...]
+    gold_position: int | None = None
+    items: tuple[tuple[int, int], ...] = ()
+    cluster: str = ""
+    subset: str = ""
+    choices: tuple[str, ...] = ()
+    chat: bool = True
+    system: str = ""
+    prefill: str = ""
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    document: tuple[int, int] | None = None
+    separator: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
     """A benchmark. The dataclass fields are the keys of ``task.*``; a default stands here alone."""
 
-    version: ClassVar[str] = "1"  # increases when a number can move
-    metric: ClassVar[str]  # the score, in 0..1, that tables and "best" refer to
-    source: ClassVar[str]  # of the data, as the next two
+    # increases when a number can move
+    version: ClassVar[str] = "1"
+    # the score, in 0..1, that tables and "best" refer to
+    metric: ClassVar[str]
+    # of the data, as the next two
+    source: ClassVar[str]
     licence: ClassVar[str]
     size: ClassVar[str]
-    average: ClassVar[Literal["examples", "subsets"]] = (
-        "examples"  # what a mean over subsets weights alike
-    )
-    items: ClassVar[int | None] = (
-        None  # documents or pairs per prompt, where gold positions count them
-    )
-    calibration_items: ClassVar[int | None] = None  # those per calibration prompt
-    renamed: ClassVar[
-        Mapping[str, str]
-    ] = {}  # keys of earlier releases, by what they are called now
-    chance: ClassVar[float | None] = (
-        None  # score of a guess, where that means something
-    )
+    # what a mean over subsets weights alike
+    average: ClassVar[Literal["examples", "subsets"]] = "examples"
+    # documents or pairs per prompt, where gold positions count them
+    items: ClassVar[int | None] = None
+    # those per calibration prompt
+    calibration_items: ClassVar[int | None] = None
+    # keys of earlier releases, with their names of today
+    renamed: ClassVar[Mapping[str, str]] = {}
+    # score of a guess, where that means something
+    chance: ClassVar[float | None] = None
 
-    name: str  # short name, used in folders and tables
-    max_new_tokens: Count  # tokens to generate at most; an example may say otherwise
+    # short name, used in folders and tables
+    name: str
+    # tokens to generate at most; an example may say otherwise
+    max_new_tokens: Count
     # prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of the prompt
     # before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document (ZeroSCROLLS);
     # ``words`` does so 250 words at a time (L-Eval)
@@ -102,7 +110,7 @@ class Task(ABC):
         """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known."""
 
     def held_back(self, count: int) -> list[Example]:
-        """At most ``count`` calibration questions beyond :meth:`examples`, on which what a search found is
+        """At most ``count`` calibration questions beyond :meth:`examples`, on which the result of a search is
         checked; none by default."""
         return []
 
@@ -116,12 +124,16 @@ class Task(ABC):
 
     def place(self) -> Path:
         """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
-        first = self.files()[0]
-        if first.kind == "path" and not there(path := Path(first.id).expanduser()):
-            allowed = f"a file or folder on this machine; there is no {path.absolute()}"
-            hint = f"a relative path starts where posbench is called, also in a YAML; source: {self.source}"
-            raise UserError(first.field, first.id, allowed, hint)
-        return local(first)
+        source = self.files()[0]
+        if source.kind == "path":
+            path = Path(source.id).expanduser()
+            if not there(path):
+                allowed = (
+                    f"a file or folder on this machine; there is no {path.absolute()}"
+                )
+                hint = f"a relative path starts where posbench is called, also in a YAML; source: {self.source}"
+                raise UserError(source.field, source.id, allowed, hint)
+        return local(source)
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """Named means over subsets or earlier averages; ``all`` is every subset's if it is not given."""
@@ -140,44 +152,46 @@ class Task(ABC):
     def evaluation(self) -> list[Example]:
         """The evaluation examples that ``limit`` leaves; UserError also for an id that occurs twice."""
         examples = self.examples("evaluation")
-        for name, count in Counter(e.id for e in examples).items():
+        for name, count in Counter(example.id for example in examples).items():
             if count > 1:
                 raise UserError(
                     "task", f"id {name}", "ids that occur once", "fix the data"
                 )
-        return first(examples, self.limit)
+        return first_examples(examples, self.limit)
 
 
 def recorded(data: Mapping[str, Any]) -> Task:
     """The task that a run folder's config holds, maybe under keys of an earlier release; UserError as for
     any config."""
     cls, values = target(data, Task, "task")  # type: ignore[type-abstract]
-    for before in cls.renamed.keys() & values.keys():
-        now = cls.renamed[before]
-        given = values.pop(before)
-        # There were two limits at a time, of which the smaller one counted.
-        values[now] = min(given, values.get(now) or given) if now == "limit" else given
+    for old_key in cls.renamed.keys() & values.keys():
+        key = cls.renamed[old_key]
+        value = values.pop(old_key)
+        if key == "limit":
+            # There were two limits at a time, of which the smaller one counted.
+            value = min(value, values.get(key) or value)
+        values[key] = value
     return build(cls, values, "task")
 
 
-def first(examples: Iterable[Example], most: int | None) -> list[Example]:
-    """The examples, at most ``most`` of each subset and gold position."""
-    seen = Counter[tuple[str, int | None]]()
-    kept = []
+def first_examples(examples: Iterable[Example], limit: int | None) -> list[Example]:
+    """The examples, at most ``limit`` of each subset and gold position."""
+    counts = Counter[tuple[str, int | None]]()
+    result = []
     for example in examples:
-        seen[example.subset, example.gold_position] += 1
-        if most is None or seen[example.subset, example.gold_position] <= most:
-            kept.append(example)
-    return kept
+        key = (example.subset, example.gold_position)
+        counts[key] += 1
+        if limit is None or counts[key] <= limit:
+            result.append(example)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOnly(Task):
     """A task without calibration questions, from the user's files (``path``) or from the benchmark's own."""
 
-    holds: ClassVar[tuple[str, ...]] = (
-        "**/*",
-    )  # what it reads in a folder of the user's, as patterns
+    # patterns of the files that it reads in a folder of the user's
+    holds: ClassVar[tuple[str, ...]] = ("**/*",)
 
     path: str | None = None
 
@@ -191,10 +205,9 @@ class EvaluationOnly(Task):
 
     def files(self) -> tuple[Source, ...]:
         """The user's file or folder, or the benchmark's own files."""
-        own = Source(
-            kind="path", id=self.path or "", field="task.path", files=self.holds
-        )
-        return (own,) if self.path else self.official()
+        if not self.path:
+            return self.official()
+        return (Source(kind="path", id=self.path, field="task.path", files=self.holds),)
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`; there are no calibration questions."""

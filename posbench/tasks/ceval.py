@@ -10,15 +10,16 @@ from typing import ClassVar, Literal
 from posbench.schema import Count
 from posbench.tasks.base import Example
 from posbench.tasks.exam import Exam
-from posbench.tasks.reading import data_of
+from posbench.tasks.reading import json_beside
 
 SUBJECTS: dict[str, tuple[str, str]] = {
-    k: tuple(v) for k, v in data_of(__file__)["subjects"].items()
+    subject: (name, category)
+    for subject, (name, category) in json_beside(__file__)["subjects"].items()
 }
 """Subject to Chinese name and category."""
 
 _LETTER = r"(?<![A-Za-z])([A-D])(?![A-Za-z])"
-_FORMS = (
+_ANSWER_FORMS = (
     r"^\W*([A-D])(?!\w)",
     rf"答案(?:应该?|就)?(?:是|为|选)?(?:选项)?\W*{_LETTER}",
     rf"{_LETTER}\W*选?项?(?:是|都是)?(?:正确|对的|符合)",
@@ -46,7 +47,7 @@ class CEval(Exam):
     licence: ClassVar[str] = "CC BY-NC-SA 4.0 (data)"
     size: ClassVar[str] = "1346 questions (val) in 52 subjects"
     categories: ClassVar[Mapping[str, str]] = {
-        name: kind for name, (_, kind) in SUBJECTS.items()
+        subject: category for subject, (_, category) in SUBJECTS.items()
     }
     hub: ClassVar[str] = "ceval/ceval-exam"
     parts: ClassVar[Mapping[str, int]] = {"val": 1346, "test": 12342}
@@ -65,18 +66,20 @@ class CEval(Exam):
 
     def header(self, subject: str) -> str:
         """See :meth:`Exam.header`."""
-        of = "的" if self.prompt == "lm_eval" else "考试的"
-        return f"以下是中国关于{SUBJECTS[subject][0]}{of}单项选择题，请选出其中的正确答案。"
+        name, _ = SUBJECTS[subject]
+        exam = "的" if self.prompt == "lm_eval" else "考试的"
+        return f"以下是中国关于{name}{exam}单项选择题，请选出其中的正确答案。"
 
     def letter(self, text: str) -> str:
         """The letter alone at the start; else that of 答案是X, X正确, 选X; else the only one; or none."""
         # Full-width letters and signs count as their narrow forms.
         reply = unicodedata.normalize("NFKC", text)
-        for form in _FORMS:
-            if found := re.search(form, reply):
-                return found[1]
-        named = set(re.findall(_LETTER, reply))
-        return named.pop() if len(named) == 1 else ""
+        for form in _ANSWER_FORMS:
+            match = re.search(form, reply)
+            if match:
+                return match[1]
+        letters = set(re.findall(_LETTER, reply))
+        return letters.pop() if len(letters) == 1 else ""
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
         """``ceval_submission.json``: the letter of every id by subject; nothing for ``split=val``."""
@@ -84,10 +87,7 @@ class CEval(Exam):
             return {}
         letters: dict[str, dict[str, str]] = {}
         for example, text in replies:
-            letters.setdefault(example.subset, {})[example.id.rpartition("-")[2]] = (
-                self.letter(text)
-            )
-        return {
-            "ceval_submission.json": json.dumps(letters, ensure_ascii=False, indent=1)
-            + "\n"
-        }
+            _, _, number = example.id.rpartition("-")
+            letters.setdefault(example.subset, {})[number] = self.letter(text)
+        content = json.dumps(letters, ensure_ascii=False, indent=1)
+        return {"ceval_submission.json": f"{content}\n"}

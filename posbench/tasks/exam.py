@@ -11,14 +11,20 @@ from annotated_types import Le
 from posbench.files.sources import Source
 from posbench.schema import Whole
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, pick, refuse, rows
+from posbench.tasks.reading import Line, check_names, find_file, refuse, rows
 
 LETTERS = ("A", "B", "C", "D")
 PARQUET = "{}/{}-00000-of-00001.parquet"
 
 
 class Question(NamedTuple):
-    """A question: its number in the file, text with options, right letter (empty where not published)."""
+    """A question of a file.
+
+    Attributes:
+        id: Its number in the file, or the id that it has there.
+        text: The question with its options.
+        answer: The right letter; empty where it is not published.
+    """
 
     id: str
     text: str
@@ -45,21 +51,24 @@ class Exam(EvaluationOnly):
     metric: ClassVar[str] = "accuracy"
     renamed: ClassVar[Mapping[str, str]] = {"subjects": "subsets"}
     chance: ClassVar[float | None] = 1 / len(LETTERS)
-    categories: ClassVar[
-        Mapping[str, str]
-    ]  # of the subjects, in the order of the examples
-    hub: ClassVar[str]  # data set of the hub with parquet files
-    columns: ClassVar[
-        tuple[str, ...]
-    ] = ()  # of the CSV files, where these have no header line
-    parts: ClassVar[
-        Mapping[str, int]
-    ]  # that can be evaluated, and how many questions each holds
-    split: ClassVar[str] = "test"  # the part that is evaluated
-    unlabelled: ClassVar[str] = ""  # the part whose questions need no answer
-    cue: ClassVar[str]  # last line of a question, which the letter follows
-    gap: ClassVar[str] = " "  # what stands between the two
-    stop: ClassVar[tuple[str, ...]] = ()  # texts that end a generated reply
+    # by subject, in the order of the examples
+    categories: ClassVar[Mapping[str, str]]
+    # data set of the hub with parquet files
+    hub: ClassVar[str]
+    # columns of the CSV files, where these have no header line
+    columns: ClassVar[tuple[str, ...]] = ()
+    # the parts that can be evaluated, and how many questions each holds
+    parts: ClassVar[Mapping[str, int]]
+    # the part that is evaluated
+    split: ClassVar[str] = "test"
+    # the part whose questions need no answer
+    unlabelled: ClassVar[str] = ""
+    # last line of a question, which the letter follows
+    cue: ClassVar[str]
+    # what stands between the two
+    gap: ClassVar[str] = " "
+    # texts that end a generated reply
+    stop: ClassVar[tuple[str, ...]] = ()
 
     holds: ClassVar[tuple[str, ...]] = ("*/*.csv", "data/*/*.csv", "*/*.parquet")
 
@@ -99,104 +108,105 @@ class Exam(EvaluationOnly):
             for subject in self.chosen
             for part in ("dev", self.split)
         )
-        return (
-            Source(
-                kind="dataset",
-                id=self.hub,
-                field="task.path",
-                files=names,
-                revision=self.revision,
-            ),
+        source = Source(
+            kind="dataset",
+            id=self.hub,
+            field="task.path",
+            files=names,
+            revision=self.revision,
         )
+        return (source,)
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
         folder = self.place()
-        out = [
-            example for subject in self.chosen for example in self._of(folder, subject)
-        ]
-        whole = self.parts[self.split]
-        if not self.path and self.subsets == "all" and len(out) != whole:
-            refuse(
-                "path",
-                f"{len(out)} questions of {self.hub}",
-                f"all {whole}",
-                "posbench fetch, once more",
-            )
-        return out
+        examples: list[Example] = []
+        for subject in self.chosen:
+            examples += self._subject(folder, subject)
+        expected = self.parts[self.split]
+        is_complete = self.path or self.subsets != "all" or len(examples) == expected
+        if not is_complete:
+            content = f"{len(examples)} questions of {self.hub}"
+            refuse("path", content, f"all {expected}", "posbench fetch, once more")
+        return examples
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """The categories, as far as their subjects are asked."""
-        kinds = dict.fromkeys(self.categories[subject] for subject in self.chosen)
-        return {
-            kind: tuple(s for s in self.chosen if self.categories[s] == kind)
-            for kind in kinds
-        }
+        subjects_of: dict[str, tuple[str, ...]] = {}
+        for subject in self.chosen:
+            category = self.categories[subject]
+            subjects_of[category] = (*subjects_of.get(category, ()), subject)
+        return subjects_of
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the reply gives the right letter; nothing where the right one is not published."""
-        return (
-            {"accuracy": float(self.letter(text) in example.answers)}
-            if example.answers
-            else {}
-        )
+        if not example.answers:
+            return {}
+        return {"accuracy": float(self.letter(text) in example.answers)}
 
     def extracted(self, example: Example, text: str) -> str:
         """The letter."""
         return self.letter(text)
 
-    def _of(self, folder: Path, subject: str) -> Iterator[Example]:
-        shown = self._read(folder, subject, "dev")[: self.shots] if self.shots else []
-        if (most := len(shown)) < self.shots:
-            refuse(
-                "shots",
-                self.shots,
-                f"at most {most}, all of {subject}",
-                f"set task.shots={most}",
-            )
-        solved = [f"{question.text}{self.gap}{question.answer}" for question in shown]
-        choices = tuple(
-            letter if self.chat_format else self.gap + letter for letter in LETTERS
-        )
-        generate = self.answer == "generate"
+    def _subject(self, folder: Path, subject: str) -> Iterator[Example]:
+        """The examples of a subject."""
+        demonstrations: list[Question] = []
+        if self.shots:
+            demonstrations = self._read(folder, subject, "dev")[: self.shots]
+        available = len(demonstrations)
+        if available < self.shots:
+            allowed = f"at most {available}, all of {subject}"
+            refuse("shots", self.shots, allowed, f"set task.shots={available}")
+        solved = [
+            f"{question.text}{self.gap}{question.answer}" for question in demonstrations
+        ]
+        choices: tuple[str, ...] = ()
+        stop = self.stop
+        if self.answer == "loglikelihood":
+            gap = "" if self.chat_format else self.gap
+            choices = tuple(f"{gap}{letter}" for letter in LETTERS)
+            stop = ()
         for question in self._read(folder, subject, self.split):
             yield Example(
                 id=f"{subject}-{question.id}",
                 prompt="\n\n".join([self.header(subject), *solved, question.text]),
                 answers=(question.answer,) if question.answer else (),
                 subset=subject,
-                choices=() if generate else choices,
+                choices=choices,
                 chat=self.chat_format,
-                stop=self.stop if generate else (),
+                stop=stop,
             )
 
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
-        name = f"{part}/{subject}_{part}.csv"
+        """The questions of one part (``dev``, ``test``, ...) of a subject."""
+        csv_name = f"{part}/{subject}_{part}.csv"
+        names = (csv_name, f"data/{csv_name}", PARQUET.format(subject, part))
         hint = (
             f"get it from {self.source}, or leave that subject out: task.subsets=[...]"
         )
-        file, member = pick(
-            folder, (name, f"data/{name}", PARQUET.format(subject, part)), hint
-        )
+        file, member = find_file(folder, names, hint)
+        # The hub's dev files have five demonstrations each.
         count = 5 if part == "dev" and not self.path else 0
         lines = rows("path", file, member, names=self.columns, unique="id", count=count)
-        found = [
-            self._question(row, number, part) for number, (_, row) in enumerate(lines)
+        return [
+            self._question(line, number, part) for number, (_, line) in enumerate(lines)
         ]
-        return found
 
-    def _question(self, row: Line, number: int, part: str) -> Question:
-        """A row as a question. A wrong option may be blank, the right one not."""
-        name = str(row.take("id", (str, int))) if "id" in row else str(number)
-        text: str = row.take("question")
-        lines = [text.strip() if self.prompt == "lm_eval" else text]
+    def _question(self, line: Line, number: int, part: str) -> Question:
+        """A line as a question. A wrong option may be blank, the right one not."""
+        name = str(line.take("id", (str, int))) if "id" in line else str(number)
+        question: str = line.take("question")
+        if self.prompt == "lm_eval":
+            question = question.strip()
+        text = [question]
         for letter in LETTERS:
-            if not isinstance(row.get(letter), str):
-                row.refuse(f'a field "{letter}" with the text of that option')
-            lines.append(f"{letter}. {row[letter]}")
-        answer = str(row.get("answer") or "").strip()
+            if not isinstance(line.get(letter), str):
+                line.refuse(f'a field "{letter}" with the text of that option')
+            text.append(f"{letter}. {line[letter]}")
+        text.append(self.cue)
+        answer = str(line.get("answer") or "").strip()
         if (answer or part != self.unlabelled) and answer not in LETTERS:
-            row.refuse(f'a field "answer" with a letter from A to D (not "{answer}")')
+            line.refuse(f'a field "answer" with a letter from A to D (not "{answer}")')
         if answer:
-            row.take(answer)
-        return Question(name, "\n".join([*lines, self.cue]), answer)
+            line.take(answer)
+        return Question(name, "\n".join(text), answer)

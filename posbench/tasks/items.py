@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Le, MinLen
 
 from posbench.schema import Seed
-from posbench.tasks.base import Example, Task, first
+from posbench.tasks.base import Example, Task, first_examples
 from posbench.tasks.reading import refuse
 
 Positions = Annotated[tuple[int | str, ...], MinLen(1)]
@@ -22,21 +22,22 @@ class Placed(Task):
     """A task whose gold item is moved over positions among others."""
 
     renamed: ClassVar[Mapping[str, str]] = {"examples_per_position": "limit"}
-    sizes: ClassVar[
-        tuple[str, str]
-    ]  # fields with the items per prompt, and per calibration prompt
+    # fields with the items per prompt, and per calibration prompt
+    sizes: ClassVar[tuple[str, str]]
 
-    path: str | None = None  # file of the benchmark; see the task
+    # file of the benchmark; see the task
+    path: str | None = None
     # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
     # 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
-    limit: Annotated[int, Ge(1), Le(100_000)] = 500  # questions at each gold position
-    calibration_examples: Annotated[int, Ge(1), Le(100_000)] = (
-        100  # calibration questions
-    )
+    # questions at each gold position
+    limit: Annotated[int, Ge(1), Le(100_000)] = 500
+    # calibration questions
+    calibration_examples: Annotated[int, Ge(1), Le(100_000)] = 100
     # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
-    seed: Seed = 0  # seed of what is drawn
+    # seed of what is drawn
+    seed: Seed = 0
 
     @property
     def simpler(self) -> Mapping[str, Any]:
@@ -60,23 +61,36 @@ class Placed(Task):
 
     @property
     def calibration_indices(self) -> list[int]:
-        """The same of the calibration questions; empty where none are given."""
-        given = self.calibration_positions or ()
+        """``calibration_positions`` as 0-based indices; empty where it is None."""
         return gold_indices(
-            "calibration_positions", given, self.sizes[1], self.calibration_items
+            "calibration_positions",
+            self.calibration_positions or (),
+            self.sizes[1],
+            self.calibration_items,
         )
 
 
 def joined(
     head: str, items: Iterable[str], between: str, tail: str
 ) -> tuple[str, Spans]:
-    """``head``, the items with ``between`` in between, ``tail``; and the character span of every item."""
+    """Join the parts of a prompt.
+
+    Args:
+        head: Text before the items.
+        items: The items.
+        between: Text between two items.
+        tail: Text after the items.
+
+    Returns:
+        The prompt, and the character span (start, end) of every item in it.
+    """
     items = list(items)
     spans = []
-    at = len(head)
+    start = len(head)
     for item in items:
-        spans.append((at, at + len(item)))
-        at += len(item) + len(between)
+        end = start + len(item)
+        spans.append((start, end))
+        start = end + len(between)
     return head + between.join(items) + tail, tuple(spans)
 
 
@@ -93,40 +107,43 @@ def at_percent(label: str, size: int) -> int:
 def gold_indices(
     field: str, positions: Sequence[int | str], size_field: str, size: int
 ) -> list[int]:
-    """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
+    """Gold positions as 0-based indices; shares that meet in a short list are one position.
 
-    Shares that meet in a short list are one position. Raises UserError where one lies outside the list, or
-    two indices are the same.
+    Args:
+        field: Key that holds the positions, without ``task.``.
+        positions: Indices, or shares such as ``"50%"``.
+        size_field: Key that holds the number of items, without ``task.``.
+        size: Number of items.
+
+    Raises:
+        UserError: A position lies outside the list, or two indices are the same.
     """
-    found = list[int]()
-    shares = set[int]()
-    repeated = False
+    indices: list[int] = []
+    from_shares: set[int] = set()
+    has_repetition = False
     for position in positions:
-        share = str(position).endswith("%")
+        is_share = str(position).endswith("%")
         try:
-            index = at_percent(str(position), size) if share else int(position)
+            index = at_percent(str(position), size) if is_share else int(position)
         except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:
             allowed = f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
             refuse(field, position, allowed, "put the gold item inside the list")
-        repeated |= index in found and not (share and index in shares)
-        shares |= {index} if share else set()
-        found.append(index)
-    if repeated:
-        places = (
-            f"different gold positions (task.{size_field}={size} puts these at {found})"
-        )
-        refuse(
-            field,
-            list(positions),
-            places,
-            f"set task.{field}=[...] or raise task.{size_field}",
-        )
-    return list(dict.fromkeys(found))
+        if index in indices and not (is_share and index in from_shares):
+            has_repetition = True
+        if is_share:
+            from_shares.add(index)
+        indices.append(index)
+    if has_repetition:
+        allowed = f"different gold positions (task.{size_field}={size} puts these at {indices})"
+        hint = f"set task.{field}=[...] or raise task.{size_field}"
+        refuse(field, list(positions), allowed, hint)
+    return list(dict.fromkeys(indices))
 
 
 def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:
     """The examples with a gold item among items, sorted by gold position; at most ``most`` of each."""
-    there = [e for e in examples if e.gold_position is not None and e.items]
-    return first(sorted(there, key=lambda e: e.gold_position or 0), most)
+    with_gold = [e for e in examples if e.gold_position is not None and e.items]
+    with_gold.sort(key=lambda example: example.gold_position or 0)
+    return first_examples(with_gold, most)

@@ -4,7 +4,7 @@ import random
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,7 +14,8 @@ from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, each, refuse, rows
+from posbench.tasks.reading import Line, parse_rows, refuse, rows
+from posbench.tasks.scorers import contains_answer
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
@@ -26,20 +27,21 @@ WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
 """The 64 words that the embedded models read; none contains another, which would confuse the scoring."""
 
 
-Record = tuple[str, str]
+Pair = tuple[str, str]
+"""A key and its value."""
 
 
-def official_prompt(records: list[Record], key: str) -> tuple[str, Spans]:
+def official_prompt(pairs: list[Pair], key: str) -> tuple[str, Spans]:
     """The benchmark's prompt (``kv_retrieval.prompt``, MIT), and the character span of every pair."""
     head = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
     tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
-    return joined(head, [f'"{k}": "{v}"' for k, v in records], ",\n ", tail)
+    return joined(head, [f'"{k}": "{v}"' for k, v in pairs], ",\n ", tail)
 
 
-def compact_prompt(records: list[Record], key: str) -> tuple[str, Spans]:
+def compact_prompt(pairs: list[Pair], key: str) -> tuple[str, Spans]:
     """One line that ends where the value begins, as in Yu et al. 2025, Appendix D.1."""
     tail = f'}} The value of key "{key}" is "'
-    return joined("Json data: {", [f'"{k}": "{v}"' for k, v in records], ", ", tail)
+    return joined("Json data: {", [f'"{k}": "{v}"' for k, v in pairs], ", ", tail)
 
 
 PROMPTS = {"official": official_prompt, "compact": compact_prompt}
@@ -76,29 +78,33 @@ class KVRetrieval(Placed):
     calibration_path: str | None = None
 
     def __post_init__(self) -> None:
-        for name in self.sizes if self.records == "words" and not self.path else ():
-            if getattr(self, name) > len(WORDS):
-                allowed = f"at most {len(WORDS)} with records=words"
-                refuse(
-                    name, getattr(self, name), allowed, f"set task.{name}={len(WORDS)}"
-                )
-        if self.path == "official" and self.pairs > SIZES[-1]:
-            allowed = f"at most {SIZES[-1]} with path=official"
-            refuse(
-                "pairs",
-                self.pairs,
-                allowed,
-                f"set task.pairs={SIZES[-1]}, or task.path=null",
-            )
-        _ = self.gold_positions, self.calibration_indices
+        if self.records == "words" and not self.path:
+            limit = len(WORDS)
+            for key in self.sizes:
+                count = getattr(self, key)
+                if count > limit:
+                    allowed = f"at most {limit} with records=words"
+                    refuse(key, count, allowed, f"set task.{key}={limit}")
+        largest = SIZES[-1]
+        if self.path == "official" and self.pairs > largest:
+            allowed = f"at most {largest} with path=official"
+            hint = f"set task.pairs={largest}, or task.path=null"
+            refuse("pairs", self.pairs, allowed, hint)
+        # These refuse positions outside the list.
+        _ = self.gold_positions
+        _ = self.calibration_indices
 
     @property
     def simpler(self) -> Mapping[str, Any]:
         """Short words in one line, where no file is given."""
         if self.path or self.calibration_path:
             return {}
-        most = {name: min(getattr(self, name), len(WORDS)) for name in self.sizes}
-        return {"prompt": "compact", "records": "words", **most}
+        return {
+            "prompt": "compact",
+            "records": "words",
+            "pairs": min(self.pairs, len(WORDS)),
+            "calibration_pairs": min(self.calibration_pairs, len(WORDS)),
+        }
 
     @property
     def chance(self) -> float:  # type: ignore[override]
@@ -108,43 +114,41 @@ class KVRetrieval(Placed):
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`; a file's questions are asked at every position, generated ones once."""
         if split == "calibration":
-            count = self.calibration_examples
-            return list(
-                self._finished_prompts(0, count)
-                if self.calibration_path
-                else self._calibration(count)
-            )
+            if self.calibration_path:
+                return list(self._finished_prompts(0, self.calibration_examples))
+            return list(self._calibration(self.calibration_examples))
         if self.path:
             return list(self._from_file())
-        asked = [
-            (at, f"{at}-{n}") for at in self.gold_positions for n in range(self.limit)
-        ]
-        return [
-            self._draw(name, f"evaluation/{name}", self.pairs, at) for at, name in asked
-        ]
+        examples = []
+        for position in self.gold_positions:
+            for number in range(self.limit):
+                name = f"{position}-{number}"
+                stream = f"evaluation/{name}"
+                examples.append(self._draw(name, stream, self.pairs, position))
+        return examples
 
     def files(self) -> tuple[Source, ...]:
         """The official file and the calibration prompts, where they are given."""
-        given = {"task.path": self.path, "task.calibration_path": self.calibration_path}
-        found = [
-            Source(kind="path", id=path, field=field)
-            for field, path in given.items()
-            if path
-        ]
+        sources = []
         if self.path == "official":
             size = next(size for size in SIZES if size >= self.pairs)
-            found[0] = replace(
-                found[0], kind="url", id=f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
+            url = f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
+            sources.append(Source(kind="url", id=url, field="task.path"))
+        elif self.path:
+            sources.append(Source(kind="path", id=self.path, field="task.path"))
+        if self.calibration_path:
+            sources.append(
+                Source(
+                    kind="path",
+                    id=self.calibration_path,
+                    field="task.calibration_path",
+                )
             )
-        return tuple(found)
+        return tuple(sources)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023)."""
-        return {
-            "accuracy": float(
-                any(answer.lower() in text.lower() for answer in example.answers)
-            )
-        }
+        return {"accuracy": float(contains_answer(text, example.answers))}
 
     def held_back(self, count: int) -> list[Example]:
         """See :meth:`Task.held_back`: from another stream, or the next prompts of the file."""
@@ -155,11 +159,14 @@ class KVRetrieval(Placed):
     def _calibration(
         self, count: int, stream: str = "calibration"
     ) -> Iterator[Example]:
+        """Generated calibration questions, from one of two streams of random draws."""
         inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
-        given = self.calibration_indices
+        positions = self.calibration_indices
         for number in range(count):
-            spread = inner[number * len(inner) // count % len(inner)]
-            position = given[number % len(given)] if given else spread
+            if positions:
+                position = positions[number % len(positions)]
+            else:
+                position = inner[number * len(inner) // count % len(inner)]
             yield self._draw(
                 f"{stream[0]}{number}",
                 f"{stream}/{number}",
@@ -168,88 +175,91 @@ class KVRetrieval(Placed):
             )
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
+        """A generated question.
+
+        Args:
+            name: Id of the example.
+            stream: Name of the stream of random draws, which with the task's seed fixes keys and values.
+            pairs: Pairs in the prompt.
+            position: Index of the gold pair.
+        """
         rng = random.Random(f"posbench kv_retrieval {self.seed}/{stream}")
         if self.records == "words":
             keys = rng.sample(WORDS, pairs)
             values = rng.sample(WORDS, pairs)
         else:
-            drawn = [
-                str(uuid.UUID(int=rng.getrandbits(128), version=4))
-                for _ in range(2 * pairs)
-            ]
-            keys = drawn[:pairs]
-            values = drawn[pairs:]
+            keys = [_draw_uuid(rng) for _ in range(pairs)]
+            values = [_draw_uuid(rng) for _ in range(pairs)]
         return self._example(name, list(zip(keys, values, strict=True)), position, name)
 
     def _from_file(self) -> Iterator[Example]:
+        """The questions of a file of the benchmark, each at every gold position."""
         path = self.place()
         faults = Faults()
-        lines = list(
-            rows(
-                "path",
-                path,
-                count=QUESTIONS if self.path == "official" else 0,
-                faults=faults,
-            )
-        )
-        for number, (records, gold) in enumerate(
-            each(lines[: self.limit], _records, faults)
-        ):
-            others = [pair for pair in records if pair != gold]
-            if len(records) < self.pairs:
-                allowed = f"at most {len(records)}, the pairs in {path}"
-                refuse("pairs", self.pairs, allowed, f"set task.pairs={len(records)}")
+        count = QUESTIONS if self.path == "official" else 0
+        lines = list(rows("path", path, count=count, faults=faults))
+        questions = parse_rows(lines[: self.limit], _pairs_and_gold, faults)
+        for number, (pairs, gold) in enumerate(questions):
+            distractors = [pair for pair in pairs if pair != gold]
+            if len(pairs) < self.pairs:
+                allowed = f"at most {len(pairs)}, the pairs in {path}"
+                refuse("pairs", self.pairs, allowed, f"set task.pairs={len(pairs)}")
             for position in self.gold_positions:
-                moved = [*others[:position], gold, *others[position:]][: self.pairs]
+                moved = [*distractors[:position], gold, *distractors[position:]]
                 yield self._example(
-                    f"{position}-{number}", moved, position, str(number)
+                    f"{position}-{number}", moved[: self.pairs], position, str(number)
                 )
 
     def _example(
-        self, name: str, records: list[Record], at: int, cluster: str
+        self, name: str, pairs: list[Pair], position: int, cluster: str
     ) -> Example:
-        key, value = records[at]
-        prompt, spans = PROMPTS[self.prompt](records, key)
+        """The example that asks for the pair at ``position``."""
+        key, value = pairs[position]
+        prompt, spans = PROMPTS[self.prompt](pairs, key)
         return Example(
             id=name,
             prompt=prompt,
             answers=(value,),
-            gold_position=at,
+            gold_position=position,
             items=spans,
             cluster=cluster,
         )
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
-        given = list(rows("calibration_path", Path(str(self.calibration_path))))[
-            start : start + count
-        ]
-        questions = (
-            {_question(e.prompt) for e in self.examples("evaluation")}
-            if self.path
-            else set()
-        )
-        for number, row in given:
-            prompt = row.take("input")
-            answer = row.take("output")
-            if _question(prompt) in questions:
-                row.refuse("questions that the evaluation does not ask")
+        """At most ``count`` calibration prompts of the user's file, after the first ``start`` ones."""
+        lines = list(rows("calibration_path", Path(str(self.calibration_path))))
+        evaluated_keys = set()
+        if self.path:
+            evaluated_keys = {
+                _key_of(example.prompt) for example in self.examples("evaluation")
+            }
+        for number, line in lines[start : start + count]:
+            prompt = line.take("input")
+            answer = line.take("output")
+            if _key_of(prompt) in evaluated_keys:
+                line.refuse("questions that the evaluation does not ask")
             yield Example(
                 id=f"c{number}", prompt=prompt, answers=(answer,), cluster=f"c{number}"
             )
 
 
-def _question(prompt: str) -> str:
+def _draw_uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _key_of(prompt: str) -> str:
     """The key that a prompt of either form asks for."""
-    asked = re.findall(r'\b[Kk]ey:? "([^"]+)"', prompt)
-    return asked[-1] if asked else prompt
+    keys = re.findall(r'\b[Kk]ey:? "([^"]+)"', prompt)
+    return keys[-1] if keys else prompt
 
 
-def _records(row: Line) -> tuple[list[Record], Record]:
+def _pairs_and_gold(line: Line) -> tuple[list[Pair], Pair]:
+    """The pairs of a line of the benchmark, and the gold one."""
     try:
-        records = [(str(k), str(v)) for k, v in row["ordered_kv_records"]]
-        gold = (str(row["key"]), str(row["value"]))
+        pairs = [(str(k), str(v)) for k, v in line["ordered_kv_records"]]
+        gold = (str(line["key"]), str(line["value"]))
     except (KeyError, TypeError, ValueError):
-        row.refuse("fields ordered_kv_records (list of [key, value]), key and value")
-    if gold not in records:
-        row.refuse("a gold key and value that occur in ordered_kv_records")
-    return records, gold
+        line.refuse("fields ordered_kv_records (list of [key, value]), key and value")
+    if gold not in pairs:
+        line.refuse("a gold key and value that occur in ordered_kv_records")
+    return pairs, gold

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from posbench.files.sources import Source, local
 from posbench.schema import Count, Truncation
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import check_names, data_of, pick, rows
+from posbench.tasks.reading import Line, Row, check_names, find_file, json_beside, rows
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
-FILES: dict[str, dict[str, Any]] = data_of(__file__)["files"]
+FILES: dict[str, dict[str, Any]] = json_beside(__file__)["files"]
 """Of each benchmark: documents in its own file, that file's sha256, and the system message."""
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 
 LETTERS = "ABCD"
-_STORY = "based on the world described in the document."
-_WORLD = "based on the real-world knowledge and facts up until your last training"
-_BRIEFLY = "Please directly answer without any additional output or explanation. "
+_BY_STORY = "based on the world described in the document."
+_BY_WORLD_KNOWLEDGE = (
+    "based on the real-world knowledge and facts up until your last training"
+)
+_ANSWER_BRIEFLY = (
+    "Please directly answer without any additional output or explanation. "
+)
+_ANSWER_DIRECTLY = (
+    "Please directly give the answer without any additional output or explanation"
+)
+_DOCUMENT = "Document is as follows. "
 _CUE = "\nAnswer:"
-_TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*")
+_TRUTH_AND_FACT = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*")
 
 
 def letters(reply: str, *, several: bool) -> str:
@@ -44,29 +52,34 @@ def letters(reply: str, *, several: bool) -> str:
     first = "".join(re.findall(r"\A[A-D]+", reply))
     if len(first) > 1:
         return "".join(sorted(set(first)))
-    asked = reply.partition("Question")[0]
-    marked = re.findall(r"[A-D](?=[\s.)])", asked)
-    run = re.search("[A-D]+", asked)
-    return "".join(sorted({*first, *marked})) or (run.group() if run else "A")
+    answer, _, _ = reply.partition("Question")
+    marked = re.findall(r"[A-D](?=[\s.)])", answer)
+    if first or marked:
+        return "".join(sorted({*first, *marked}))
+    run = re.search("[A-D]+", answer)
+    return run.group() if run else "A"
 
 
 def gold_letters(text: str) -> str:
     """The letters in the first word of a gold answer, such as B of ``(B) the option``; ``A`` without any."""
-    return "".join(c for c in "".join(text.split()[:1]) if c in LETTERS) or "A"
+    first_word = "".join(text.split()[:1])
+    return "".join(c for c in first_word if c in LETTERS) or "A"
 
 
 def letter_score(predicted: str, gold: str) -> float:
     """1 for the gold letters in their order, 0.25 for gold ones and no other otherwise, else 0."""
-    return 1.0 if predicted == gold else 0.25 if set(predicted) <= set(gold) else 0.0
+    if predicted == gold:
+        return 1.0
+    return 0.25 if set(predicted) <= set(gold) else 0.0
 
 
 def truth(reply: str) -> str:
     """``true`` or ``false``, whichever the first word with one holds (``true`` with both); else empty."""
-    held = (
-        [truth for truth in ("true", "false") if truth in word]
-        for word in reply.lower().split()
-    )
-    return next((truths[0] for truths in held if truths), "")
+    for word in reply.lower().split():
+        for value in ("true", "false"):
+            if value in word:
+                return value
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,26 +120,23 @@ class LEvalClosed(EvaluationOnly):
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """``sci_fi`` is the mean of both readings; ``all`` that of the benchmarks."""
-        both = (
-            {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact")}
-            if "sci_fi" in self.subsets
-            else {}
-        )
-        return {**both, "all": self.subsets}
+        if "sci_fi" not in self.subsets:
+            return {"all": self.subsets}
+        return {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact"), "all": self.subsets}
 
-    def questions(self) -> list[Example]:
+    def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        return [example for subset in self.subsets for example in self._subset(subset)]
+        for subset in self.subsets:
+            for number, line in self._lines(subset):
+                yield from _examples(f"{subset}-{number}", subset, line)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""
         gold = example.answers[0]
-        read = self.extracted(example, text)
-        return {
-            "score": float(read == gold)
-            if gold in ("true", "false")
-            else letter_score(read, gold)
-        }
+        answer = self.extracted(example, text)
+        if gold in ("true", "false"):
+            return {"score": float(answer == gold)}
+        return {"score": letter_score(answer, gold)}
 
     def extracted(self, example: Example, text: str) -> str:
         """The letters, or true or false."""
@@ -134,59 +144,15 @@ class LEvalClosed(EvaluationOnly):
             return truth(text)
         return letters(text, several=example.subset == "coursera")
 
-    def _subset(self, subset: Benchmark) -> Iterator[Example]:
-        if self.path:
-            hint = f"take it from {self.source}, or set task.path=null to download it"
-            lines = rows(
-                "path", *pick(Path(self.path).expanduser(), (f"{subset}.jsonl",), hint)
-            )
-        else:
-            lines = rows(
-                "path", local(_official(subset)), count=FILES[subset]["documents"]
-            )
-        for line, row in lines:
-            document = row.take("input")
-            questions = row.take("instructions", list)
-            golds = row.take("outputs", list)
-            texts = [
-                isinstance(text, str) and text.strip() for text in (*questions, *golds)
-            ]
-            if len(questions) != len(golds) or not all(texts):
-                row.refuse(
-                    '"instructions" and "outputs" of the same length (lists of str, none empty)'
-                )
-            for number, (question, gold) in enumerate(
-                zip(questions, golds, strict=True)
-            ):
-                name = f"{subset}-{line}-{number}"
-                if subset != "sci_fi":
-                    if not re.match(r"\s*\S*[A-D]", gold):
-                        row.refuse(
-                            f'"outputs" that begin with letters from A to D ({gold[:20]} does not)'
-                        )
-                    yield _example(name, subset, question, gold_letters(gold), document)
-                elif both := _TRUTHS.fullmatch(gold.lower()):
-                    yield _example(
-                        f"{name}-loyalty",
-                        "sci_fi_loyalty",
-                        question,
-                        both[1],
-                        document,
-                        name,
-                    )
-                    yield Example(
-                        id=f"{name}-fact",
-                        prompt=question.replace(_STORY, _WORLD) + _BRIEFLY,
-                        answers=(both[2],),
-                        cluster=name,
-                        subset="sci_fi_fact",
-                        chat=False,
-                        prefill=_CUE,
-                    )
-                else:
-                    row.refuse(
-                        f'"outputs" like "True [fact: False]" ({gold[:20]} is not)'
-                    )
+    def _lines(self, subset: Benchmark) -> Iterator[Row]:
+        """The documents of one benchmark."""
+        if not self.path:
+            count = FILES[subset]["documents"]
+            return rows("path", local(_official(subset)), count=count)
+        hint = f"take it from {self.source}, or set task.path=null to download it"
+        folder = Path(self.path).expanduser()
+        file, member = find_file(folder, (f"{subset}.jsonl",), hint)
+        return rows("path", file, member)
 
 
 def _official(name: Benchmark) -> Source:
@@ -198,20 +164,49 @@ def _official(name: Benchmark) -> Source:
     )
 
 
-def _example(
-    name: str, subset: str, question: str, gold: str, document: str, cluster: str = ""
-) -> Example:
-    before = "Document is as follows. "
-    asked = (
-        "Please directly give the answer without any additional output or explanation"
-    )
-    return Example(
-        id=name,
-        prompt=f"{before}{document} \nQuestion: {question}.  {asked}",
-        answers=(gold,),
-        cluster=cluster,
-        subset=subset,
-        system=FILES["sci_fi" if subset.startswith("sci_fi") else subset]["system"],
-        prefill=_CUE,
-        document=(len(before), len(before) + len(document)),
-    )
+def _examples(name: str, subset: Benchmark, line: Line) -> Iterator[Example]:
+    """The examples of one document, whose ids begin with ``name``."""
+    document = line.take("input")
+    questions = line.take("instructions", list)
+    golds = line.take("outputs", list)
+    is_text = [isinstance(text, str) and text.strip() for text in (*questions, *golds)]
+    if len(questions) != len(golds) or not all(is_text):
+        line.refuse(
+            '"instructions" and "outputs" of the same length (lists of str, none empty)'
+        )
+    for number, (question, gold) in enumerate(zip(questions, golds, strict=True)):
+        example = Example(
+            id=f"{name}-{number}",
+            prompt=f"{_DOCUMENT}{document} \nQuestion: {question}.  {_ANSWER_DIRECTLY}",
+            answers=(gold_letters(gold),),
+            subset=subset,
+            system=FILES[subset]["system"],
+            prefill=_CUE,
+            document=(len(_DOCUMENT), len(_DOCUMENT) + len(document)),
+        )
+        if subset != "sci_fi":
+            if not re.match(r"\s*\S*[A-D]", gold):
+                line.refuse(
+                    f'"outputs" that begin with letters from A to D ({gold[:20]} does not)'
+                )
+            yield example
+            continue
+        truth_and_fact = _TRUTH_AND_FACT.fullmatch(gold.lower())
+        if not truth_and_fact:
+            line.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
+        yield replace(
+            example,
+            id=f"{example.id}-loyalty",
+            answers=(truth_and_fact[1],),
+            cluster=example.id,
+            subset="sci_fi_loyalty",
+        )
+        yield Example(
+            id=f"{example.id}-fact",
+            prompt=question.replace(_BY_STORY, _BY_WORLD_KNOWLEDGE) + _ANSWER_BRIEFLY,
+            answers=(truth_and_fact[2],),
+            cluster=example.id,
+            subset="sci_fi_fact",
+            chat=False,
+            prefill=_CUE,
+        )

@@ -13,9 +13,9 @@ from posbench.files.sources import Source
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, data_of, pick, rows
+from posbench.tasks.reading import Line, check_names, find_file, json_beside, rows
 
-PROMPTS: dict[str, Any] = data_of(__file__)["tasks"]
+PROMPTS: dict[str, Any] = json_beside(__file__)["tasks"]
 """Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -34,7 +34,7 @@ ENGLISH_AND_CODE = tuple(
 )
 """The 16 tasks of Yu et al. 2025: 14 English ones and 2 of code."""
 
-BARE = frozenset({*CATEGORIES["few_shot"], *CATEGORIES["code"]})
+WITHOUT_TEMPLATE = frozenset({*CATEGORIES["few_shot"], *CATEGORIES["code"]})
 """Tasks whose prompt ends in the middle of a pattern to continue, and takes no chat template."""
 EXTENDED = tuple(
     task for task in ENGLISH_AND_CODE if task not in ("narrativeqa", "musique", "qmsum")
@@ -54,7 +54,8 @@ _F1 = (
     "musique",
     "triviaqa",
 )
-SCORERS: dict[str, Callable[[str, str], float]] = {
+Scorer = Callable[[str, str], float]
+SCORERS: dict[str, Scorer] = {
     **dict.fromkeys(_F1, scorers.qa_f1),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), scorers.rouge_l),
     **dict.fromkeys(("dureader", "vcsum"), scorers.rouge_l_zh),
@@ -67,13 +68,14 @@ SCORERS: dict[str, Callable[[str, str], float]] = {
 }
 """The score of a reply against one gold text; trec and lsht also need the classes and are scored by name."""
 
-GOLD = {
+GOLD_FORMS = {
     "passage_count": r"\d+",
     "passage_retrieval_en": r"Paragraph \d+",
     "passage_retrieval_zh": r"段落\d+",
 }
 """What a gold text must look like to be scored."""
-CLASSIFIED = ("trec", "lsht")
+CLASSIFICATION = ("trec", "lsht")
+"""Tasks whose gold text is one of some classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,25 +121,25 @@ class LongBench(EvaluationOnly):
     @property
     def chosen(self) -> tuple[str, ...]:
         """The tasks that are asked, without those that LongBench-E does not have."""
-        return tuple(
-            task for task in self.subsets if not self.extended or task in EXTENDED
-        )
+        if not self.extended:
+            return self.subsets
+        return tuple(task for task in self.subsets if task in EXTENDED)
 
     def official(self) -> tuple[Source, ...]:
         """The hub's data.zip."""
-        return (
-            Source(
-                kind="dataset",
-                id="THUDM/LongBench",
-                field="task.path",
-                files=("data.zip",),
-            ),
+        source = Source(
+            kind="dataset",
+            id="THUDM/LongBench",
+            field="task.path",
+            files=("data.zip",),
         )
+        return (source,)
 
-    def questions(self) -> list[Example]:
+    def questions(self) -> Iterator[Example]:
         """Ids are ``<task>-<_id>``, subsets the tasks (LongBench-E: ``<task>/<range>``)."""
-        place = self.place()
-        return [example for task in self.chosen for example in self._task(place, task)]
+        folder = self.place()
+        for task in self.chosen:
+            yield from self._task(folder, task)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the gold texts, 0..1."""
@@ -146,9 +148,11 @@ class LongBench(EvaluationOnly):
             text = text.strip()
         if task in CATEGORIES["few_shot"]:
             text = text.lstrip("\n").split("\n")[0]
-        scorer = SCORERS.get(task) or partial(
-            scorers.classification, classes=example.meta["all_classes"]
-        )
+        if task in CLASSIFICATION:
+            classes = example.meta["all_classes"]
+            scorer: Scorer = partial(scorers.classification, classes=classes)
+        else:
+            scorer = SCORERS[task]
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
@@ -158,55 +162,61 @@ class LongBench(EvaluationOnly):
                 bucket: tuple(f"{task}/{bucket}" for task in self.chosen)
                 for bucket in BUCKETS
             }
-        asked = {
-            name: tuple(t for t in tasks if t in self.chosen)
-            for name, tasks in CATEGORIES.items()
-        }
-        given = {name: tasks for name, tasks in asked.items() if tasks}
-        return {**given, "categories": tuple(given)}
+        averages = {}
+        for name, tasks in CATEGORIES.items():
+            chosen = tuple(task for task in tasks if task in self.chosen)
+            if chosen:
+                averages[name] = chosen
+        return {**averages, "categories": tuple(averages)}
 
-    def _task(self, place: Path, task: str) -> Iterator[Example]:
-        name = f"{task}{'_e' if self.extended else ''}.jsonl"
+    def _task(self, folder: Path, task: str) -> Iterator[Example]:
+        """The examples of a task."""
+        name = f"{task}_e.jsonl" if self.extended else f"{task}.jsonl"
         hint = "get data.zip from hf.co/datasets/THUDM/LongBench"
-        file, member = pick(place, (name, f"data/{name}"), hint, archive="data.zip")
+        names = (name, f"data/{name}")
+        file, member = find_file(folder, names, hint, archive="data.zip")
         count = 0 if self.path or self.extended else COUNTS.get(task, 200)
-        for _, row in rows("path", file, member, unique="_id", count=count):
-            yield self._example(row, task)
+        for _, line in rows("path", file, member, unique="_id", count=count):
+            yield self._example(line, task)
 
-    def _example(self, row: Line, task: str) -> Example:
-        own = PROMPTS[task]
-        context = row.take("context")
-        question = row.get("input")
+    def _example(self, line: Line, task: str) -> Example:
+        """The example of a line."""
+        context = line.take("context")
+        question = line.get("input")
+        template: str = PROMPTS[task]["prompt"]
         # Some copies of repobench-p hold all of the prompt's text in the context; the template joins the two.
-        needed = "{input}" in own["prompt"] and task != "repobench-p"
-        if not isinstance(question, str) or (needed and not question):
-            row.refuse('a field "input" (str, not empty in this task)')
-        answers = row.take("answers", list)
-        if not all(
-            isinstance(answer, str) and re.search(GOLD.get(task, ""), answer)
-            for answer in answers
-        ):
-            form = f" like {GOLD[task]}" if task in GOLD else ""
-            row.refuse(f'a field "answers" (list of str{form})')
-        classes = row.take("all_classes", list) if task in CLASSIFIED else answers
-        if not all(isinstance(name, str) for name in classes) or not set(
-            answers
-        ) <= set(classes):
-            row.refuse('a field "all_classes" (list of str) with all of the answers')
+        needs_question = "{input}" in template and task != "repobench-p"
+        if not isinstance(question, str) or (needs_question and not question):
+            line.refuse('a field "input" (str, not empty in this task)')
+        answers = line.take("answers", list)
+        form = GOLD_FORMS.get(task, "")
+        if not all(isinstance(text, str) and re.search(form, text) for text in answers):
+            shown_form = f" like {form}" if form else ""
+            line.refuse(f'a field "answers" (list of str{shown_form})')
+        meta: dict[str, Any] = {"task": task}
+        if task in CLASSIFICATION:
+            classes = line.take("all_classes", list)
+            is_text = all(isinstance(name, str) for name in classes)
+            if not is_text or not set(answers) <= set(classes):
+                line.refuse(
+                    'a field "all_classes" (list of str) with all of the answers'
+                )
+            meta["all_classes"] = classes
         subset = task
         if self.extended:
-            length = row.take("length", int)
-            subset += "/" + next(name for name, end in BUCKETS.items() if length < end)
-        official = self.protocol == "official"
+            length = line.take("length", int)
+            bucket = next(name for name, end in BUCKETS.items() if length < end)
+            subset = f"{task}/{bucket}"
+        stops_at_line_break = self.protocol == "official" and task == "samsum"
+        needs_token = self.protocol == "yu" or task == "samsum"
         return Example(
-            id=f"{task}-{row.take('_id')}",
-            prompt=own["prompt"].format(context=context, input=question),
+            id=f"{task}-{line.take('_id')}",
+            prompt=template.format(context=context, input=question),
             answers=tuple(answers),
             subset=subset,
-            chat=task not in BARE,
-            max_new_tokens=min(own["max_new_tokens"], self.max_new_tokens),
-            min_new_tokens=int(not official or task == "samsum"),
-            stop=("\n",) if official and task == "samsum" else (),
-            meta={"task": task}
-            | ({"all_classes": classes} if task in CLASSIFIED else {}),
+            chat=task not in WITHOUT_TEMPLATE,
+            max_new_tokens=min(PROMPTS[task]["max_new_tokens"], self.max_new_tokens),
+            min_new_tokens=1 if needs_token else 0,
+            stop=("\n",) if stops_at_line_break else (),
+            meta=meta,
         )

@@ -24,14 +24,14 @@ HUB = Source(
 )
 
 TYPE = "timeline_reorder"
-ASKS = "Please answer the question based on the long texts below. "
-_EVENT = re.compile(r"^[ \t]*(\d+)[ \t]*[.)][ \t]*", re.MULTILINE)
-_UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
+INSTRUCTION = "Please answer the question based on the long texts below. "
+_EVENT_NUMBER = re.compile(r"^[ \t]*(\d+)[ \t]*[.)][ \t]*", re.MULTILINE)
+_ROMAN_UNITS = ("", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX")
 
 
 def roman(number: int) -> str:
     """A number from 1 to 39 in Roman numerals."""
-    return "X" * (number // 10) + _UNITS[number % 10]
+    return "X" * (number // 10) + _ROMAN_UNITS[number % 10]
 
 
 def numerals(text: str, *, arabic: bool = False) -> list[str]:
@@ -48,18 +48,20 @@ def deviations(order: Sequence[int]) -> dict[str, float]:
     to move right, and one that has to pass it): half the sum of displacements.
     """
     size = len(order)
-    seen = set[int]()
+    visited: set[int] = set()
     cycles = 0
     for start in range(size):
-        cycles += start not in seen
-        while start not in seen:
-            seen.add(start)
-            start = order[start]
-    moved = [abs(place - index) for index, place in enumerate(order)]
-    squares = sum(m * m for m in moved)
-    total = sum(moved)
+        if start in visited:
+            continue
+        cycles += 1
+        index = start
+        while index not in visited:
+            visited.add(index)
+            index = order[index]
+    displacements = [abs(gold - index) for index, gold in enumerate(order)]
+    total = sum(displacements)
     return {
-        "lsd": squares / size,
+        "lsd": sum(d * d for d in displacements) / size,
         "lmd": total / size,
         "sd": float(size - cycles),
         "sdd": total / 2,
@@ -78,12 +80,18 @@ def reorder_scores(reply: str, gold: str) -> dict[str, float]:
     once and no other numeral in that notation; ``lsd``, ``lmd``, ``sd``, ``sdd`` are its deviations, and the
     worst ones for any other reply. The same names with ``_s`` are there for standard replies alone.
     """
-    wanted, found = (numerals(text, arabic=gold[0].isdigit()) for text in (gold, reply))
-    if sorted(found) != sorted(wanted):
-        return {"exact_order": 0.0, "standard": 0.0, **worst(len(wanted))}
-    moved = deviations([wanted.index(item) for item in found])
-    apart = {f"{name}_s": value for name, value in moved.items()}
-    return {"exact_order": float(found == wanted), "standard": 1.0, **moved, **apart}
+    is_arabic = gold[0].isdigit()
+    gold_order = numerals(gold, arabic=is_arabic)
+    reply_order = numerals(reply, arabic=is_arabic)
+    if sorted(reply_order) != sorted(gold_order):
+        return {"exact_order": 0.0, "standard": 0.0, **worst(len(gold_order))}
+    distances = deviations([gold_order.index(item) for item in reply_order])
+    return {
+        "exact_order": float(reply_order == gold_order),
+        "standard": 1.0,
+        **distances,
+        **{f"{name}_s": value for name, value in distances.items()},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,69 +133,69 @@ class LooGLETimelineReorder(EvaluationOnly):
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        file = self.place() / ("" if self.path else HUB.files[0])
+        file = self.place()
+        if not self.path:
+            file = file / HUB.files[0]
         member = self.member if file.suffix == ".zip" else ""
-        found = [
-            e for _, row in rows("path", file, member) for e in self._document(row)
-        ]
-        if not found:
-            refuse(
-                "path",
-                str(file),
-                f'questions with "type": "{TYPE}"',
-                "take LooGLE's file longdep_qa",
-            )
-        return found
+        examples: list[Example] = []
+        for _, line in rows("path", file, member):
+            examples += self._document(line)
+        if not examples:
+            allowed = f'questions with "type": "{TYPE}"'
+            refuse("path", str(file), allowed, "take LooGLE's file longdep_qa")
+        return examples
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """See :func:`reorder_scores`."""
         return reorder_scores(text, example.answers[0])
 
-    def _document(self, row: Line) -> Iterator[Example]:
-        document = row.take("input")
-        text = row.take("qa_pairs")
-        try:
-            pairs = ast.literal_eval(text)
-        except (
-            ValueError,
-            TypeError,
-            SyntaxError,
-            MemoryError,
-            RecursionError,
-        ) as error:
-            row.refuse(f'a Python literal in "qa_pairs" ({error})')
-        if not isinstance(pairs, list) or not all(
-            isinstance(pair, dict) for pair in pairs
-        ):
-            row.refuse('a list of dicts in "qa_pairs"')
-        lines = (Line(pair, row.field, row.shown, row.number) for pair in pairs)
-        asked = [pair for pair in lines if pair.take("type") == TYPE]
-        for number, pair in enumerate(asked[:1] if self.first_per_document else asked):
+    def _document(self, line: Line) -> Iterator[Example]:
+        """The examples of a document."""
+        document = line.take("input")
+        questions = [pair for pair in _qa_pairs(line) if pair.take("type") == TYPE]
+        if self.first_per_document:
+            questions = questions[:1]
+        for number, pair in enumerate(questions):
             question = pair.take("Q")
             answer = pair.take("A")
             gold = numerals(answer, arabic=any(c.isdigit() for c in answer))
             if len(gold) < 2 or len(set(gold)) < len(gold):
-                row.refuse(
+                line.refuse(
                     f'an "A" of different numerals, such as II,I,III ({answer[:30]} is not)'
                 )
             if self.numerals == "roman":
                 question, gold = _in_roman(question, gold)
-            prompt = f"{ASKS}\n{document}\nQuestion: {question}\nAnswer: "
             yield Example(
-                id=f"{row.number}-{number}",
-                prompt=prompt,
+                id=f"{line.number}-{number}",
+                prompt=f"{INSTRUCTION}\n{document}\nQuestion: {question}\nAnswer: ",
                 answers=(",".join(gold),),
                 chat=self.chat,
             )
 
 
+def _qa_pairs(line: Line) -> list[Line]:
+    """The questions of a document, which its line holds as a Python literal."""
+    text = line.take("qa_pairs")
+    try:
+        pairs = ast.literal_eval(text)
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        line.refuse(f'a Python literal in "qa_pairs" ({error})')
+    if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
+        line.refuse('a list of dicts in "qa_pairs"')
+    return [Line(pair, line.field, line.file_label, line.number) for pair in pairs]
+
+
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:
-    """Events numbered 1., 2., ... at line starts and their order, in Roman numerals; others as they are."""
-    wanted = [str(number + 1) for number in range(len(gold))]
-    if sorted(_EVENT.findall(question)) != sorted(wanted) or sorted(gold) != sorted(
-        wanted
-    ):
+    """A question and its gold order in Roman numerals; both as they are where the events have other numbers
+    than 1., 2., ... at line starts."""
+    numbers = sorted(str(number + 1) for number in range(len(gold)))
+    if sorted(_EVENT_NUMBER.findall(question)) != numbers or sorted(gold) != numbers:
         return question, gold
-    return _EVENT.sub(lambda m: f"{roman(int(m[1]))}. ", question), [
-        roman(int(item)) for item in gold
-    ]
+    roman_question = _EVENT_NUMBER.sub(lambda m: f"{roman(int(m[1]))}. ", question)
+    return roman_question, [roman(int(item)) for item in gold]

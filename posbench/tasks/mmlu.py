@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from posbench.schema import Count
 from posbench.tasks.exam import LETTERS, Exam, Question
-from posbench.tasks.reading import Line, data_of
+from posbench.tasks.reading import Line, json_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class MMLU(Exam):
     )
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
-    categories: ClassVar[Mapping[str, str]] = data_of(__file__)["subjects"]
+    categories: ClassVar[Mapping[str, str]] = json_beside(__file__)["subjects"]
     hub: ClassVar[str] = "cais/mmlu"
     columns: ClassVar[tuple[str, ...]] = ("question", *LETTERS, "answer")
     parts: ClassVar[Mapping[str, int]] = {"test": 14042}
@@ -41,23 +41,24 @@ class MMLU(Exam):
 
     def header(self, subject: str) -> str:
         """See :meth:`Exam.header`."""
-        about = ("  " if self.prompt == "official" else " ") + subject.replace("_", " ")
-        return (
-            f"The following are multiple choice questions (with answers) about{about}."
-        )
+        blanks = "  " if self.prompt == "official" else " "
+        topic = subject.replace("_", " ")
+        return f"The following are multiple choice questions (with answers) about{blanks}{topic}."
 
     def letter(self, text: str) -> str:
         """The reply without punctuation and outer blanks, in capitals."""
-        return text.translate(str.maketrans("", "", string.punctuation)).strip().upper()
+        without_punctuation = str.maketrans("", "", string.punctuation)
+        return text.translate(without_punctuation).strip().upper()
 
-    def _question(self, row: Line, number: int, part: str) -> Question:
+    def _question(self, line: Line, number: int, part: str) -> Question:
         if not self.path:
             # The hub has the options in one list, and a number for the answer.
-            options = row.take("choices", list)
-            answer = row.take("answer", int)
+            options = line.take("choices", list)
+            answer = line.take("answer", int)
             if len(options) != len(LETTERS):
-                row.refuse('a field "choices" with four options')
+                line.refuse('a field "choices" with four options')
             if not 0 <= answer < len(LETTERS):
-                row.refuse(f'a field "answer" from 0 to 3 (not {answer})')
-            row.update(zip(LETTERS, options, strict=True), answer=LETTERS[answer])
-        return super()._question(row, number, part)
+                line.refuse(f'a field "answer" from 0 to 3 (not {answer})')
+            line.update(zip(LETTERS, options, strict=True))
+            line["answer"] = LETTERS[answer]
+        return super()._question(line, number, part)

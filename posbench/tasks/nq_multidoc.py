@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -13,7 +12,7 @@ from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, Row, each, refuse, rows
+from posbench.tasks.reading import Line, Row, parse_rows, refuse, rows
 from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
@@ -22,8 +21,10 @@ SIZES = (10, 20, 30)
 QUESTIONS = 2655
 """Documents per prompt of the benchmark's own files, and questions in each."""
 
-INSTRUCTION = "Write a high-quality answer for the given question using only the provided search results "
-INSTRUCTION += "(some of which might be irrelevant)."
+INSTRUCTION = (
+    "Write a high-quality answer for the given question using only the provided search results "
+    "(some of which might be irrelevant)."
+)
 Prompt = Literal["official", "query_aware", "random_order", "closed_book", "oracle"]
 
 
@@ -41,30 +42,37 @@ class Question(NamedTuple):
     text: str
     answers: tuple[str, ...]
     gold: Document | None
-    others: list[Document]
+    distractors: list[Document]
 
 
 def render(
     prompt: Prompt, question: str, documents: list[Document], *, renumber: bool = True
 ) -> tuple[str, Spans]:
-    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT), and every document's span."""
+    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT).
+
+    Args:
+        prompt: Form of the prompt.
+        question: The question.
+        documents: The documents in their order.
+        renumber: Whether to number the documents from 1, or as in the file.
+
+    Returns:
+        The prompt, and the character span of every document in it.
+    """
     ending = f"Question: {question}\nAnswer:"
     if prompt == "closed_book":
         return ending, ()
-    randomly = (
-        " The search results are ordered randomly." if prompt == "random_order" else ""
-    )
-    first = f"Question: {question}\n\n" if prompt == "query_aware" else ""
-    numbers = (
-        range(1, len(documents) + 1)
-        if renumber
-        else [document.number for document in documents]
-    )
-    shown = [
-        f"Document [{n}](Title: {d.title}) {d.text}"
-        for n, d in zip(numbers, documents, strict=True)
-    ]
-    return joined(f"{INSTRUCTION}{randomly}\n\n{first}", shown, "\n", f"\n\n{ending}")
+    head = INSTRUCTION
+    if prompt == "random_order":
+        head += " The search results are ordered randomly."
+    head += "\n\n"
+    if prompt == "query_aware":
+        head += f"Question: {question}\n\n"
+    texts = []
+    for position, document in enumerate(documents, start=1):
+        number = position if renumber else document.number
+        texts.append(f"Document [{number}](Title: {document.title}) {document.text}")
+    return joined(head, texts, "\n", f"\n\n{ending}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,153 +114,174 @@ class NQMultiDoc(Placed):
     calibration_examples: Count = 200
 
     def __post_init__(self) -> None:
-        if self.documents > max(SIZES) and not self.path:
-            allowed = f"at most {max(SIZES)}, without a file"
+        largest = max(SIZES)
+        if self.documents > largest and not self.path:
+            hint = "set task.path to a file with more documents"
             refuse(
                 "documents",
                 self.documents,
-                allowed,
-                "set task.path to a file with more documents",
+                f"at most {largest}, without a file",
+                hint,
             )
-        _ = self.gold_positions, self.calibration_indices
+        # These refuse positions outside the list.
+        _ = self.gold_positions
+        _ = self.calibration_indices
+
+    @property
+    def _has_positions(self) -> bool:
+        """Whether the prompt shows the gold document among others."""
+        return self.prompt not in ("closed_book", "oracle")
 
     def files(self) -> tuple[Source, ...]:
         """The given file, or the official one with the least documents that are enough."""
         if self.path:
             return (Source(kind="path", id=self.path, field="task.path"),)
-        size = (
-            f"{next(size for size in SIZES if size >= self.documents)}_total_documents"
-        )
-        placed = self.prompt not in ("closed_book", "oracle")
-        name = (
-            f"{size}/nq-open-{size}_gold_at_0.jsonl.gz"
-            if placed
-            else "nq-open-oracle.jsonl.gz"
-        )
-        return (
-            Source(kind="url", id=f"{REPOSITORY}/qa_data/{name}", field="task.path"),
-        )
+        name = "nq-open-oracle.jsonl.gz"
+        if self._has_positions:
+            size = next(size for size in SIZES if size >= self.documents)
+            folder = f"{size}_total_documents"
+            name = f"{folder}/nq-open-{folder}_gold_at_0.jsonl.gz"
+        url = f"{REPOSITORY}/qa_data/{name}"
+        return (Source(kind="url", id=url, field="task.path"),)
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
         file, lines = self._lines()
         if split == "calibration":
             count = self.calibration_examples
-            found = self._calibration(lines, 0, count)
-            if len(found) < count:
+            calibration = self._calibration(lines, 0, count)
+            if len(calibration) < count:
                 start = min(self.limit, len(lines))
-                allowed = f"at most {len(found)}: {file} has {len(lines)} questions, {start} are evaluated"
+                allowed = f"at most {len(calibration)}: {file} has {len(lines)} questions, {start} are evaluated"
                 hint = "lower it or task.limit, or set task.path to a longer file"
                 refuse("calibration_examples", count, allowed, hint)
-            return found
-        evaluation = each(lines[: self.limit], self._question, Faults())
-        return [
-            self._example(
-                f"{number}" if place is None else f"{place}-{number}",
-                number,
-                question,
-                place,
-            )
-            for number, question in enumerate(evaluation)
-            for place in self._places(self.gold_positions)
-        ]
+            return calibration
+        examples = []
+        questions = parse_rows(lines[: self.limit], self._question, Faults())
+        for number, question in enumerate(questions):
+            if not self._has_positions:
+                examples.append(self._example(str(number), number, question, None))
+                continue
+            for position in self.gold_positions:
+                name = f"{position}-{number}"
+                examples.append(self._example(name, number, question, position))
+        return examples
 
     def held_back(self, count: int) -> list[Example]:
         """See :meth:`Task.held_back`: the questions of the file after the calibration's, while there are."""
-        return self._calibration(self._lines()[1], self.calibration_examples, count)
+        _, lines = self._lines()
+        return self._calibration(lines, self.calibration_examples, count)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`)."""
-        return {
-            "accuracy": best_subspan_em(
-                text, example.answers, strip_first=self.reading == "yu"
-            )
-        }
+        strip_first = self.reading == "yu"
+        accuracy = best_subspan_em(text, example.answers, strip_first=strip_first)
+        return {"accuracy": accuracy}
 
     def extracted(self, example: Example, text: str) -> str:
         """The first line."""
         return first_line(text, strip_first=self.reading == "yu")
 
-    def _places(self, positions: list[int]) -> list[int] | list[None]:
-        return [None] if self.prompt in ("closed_book", "oracle") else positions
-
     def _lines(self) -> tuple[Path, list[Row]]:
+        """The file and its lines."""
         file = self.place()
-        return file, list(rows("path", file, count=0 if self.path else QUESTIONS))
+        count = 0 if self.path else QUESTIONS
+        return file, list(rows("path", file, count=count))
 
-    def _calibration(self, lines: list[Row], skipped: int, count: int) -> list[Example]:
-        """At most ``count`` questions that the evaluation does not ask, after the first ``skipped`` ones."""
-        start = self.limit
-        places = self._places(self.calibration_indices or self.gold_positions)
-        asked = {_key(self._question(row)) for _, row in lines[:start]}
-        later = (
-            (number, self._question(row))
-            for number, (_, row) in enumerate(lines[start:], start=start)
-        )
-        fresh = islice(
-            ((n, q) for n, q in later if _key(q) not in asked), skipped, skipped + count
-        )
-        turns = enumerate(fresh)
-        return [
-            self._example(f"c{n}", n, q, places[turn % len(places)])
-            for turn, (n, q) in turns
-        ]
+    def _calibration(self, lines: list[Row], start: int, count: int) -> list[Example]:
+        """At most ``count`` questions that the evaluation does not ask, after the first ``start`` of these."""
+        positions: list[int | None] = [None]
+        if self._has_positions:
+            positions = [*(self.calibration_indices or self.gold_positions)]
+        evaluated = {
+            _normalized_text(self._question(line)) for _, line in lines[: self.limit]
+        }
+        examples: list[Example] = []
+        skipped = 0
+        for number, (_, line) in enumerate(lines[self.limit :], start=self.limit):
+            if len(examples) == count:
+                break
+            question = self._question(line)
+            if _normalized_text(question) in evaluated:
+                continue
+            if skipped < start:
+                skipped += 1
+                continue
+            position = positions[len(examples) % len(positions)]
+            examples.append(self._example(f"c{number}", number, question, position))
+        return examples
 
-    def _question(self, row: Line) -> Question:
-        text = row.take("question")
-        answers = tuple(row.take("answers", list))
+    def _question(self, line: Line) -> Question:
+        """The question of a line, with as many documents as the prompt shows."""
+        text = line.take("question")
+        answers = tuple(line.take("answers", list))
         if not all(isinstance(answer, str) and answer for answer in answers):
-            row.refuse('a field "answers" (list of str, none empty)')
+            line.refuse('a field "answers" (list of str, none empty)')
         if self.prompt == "closed_book":
             return Question(text, answers, None, [])
-        gold = list[Document]()
-        others = list[Document]()
-        for number, entry in enumerate(row.take("ctxs", list), start=1):
-            texts = (
-                [entry.get(name) for name in ("title", "text")]
-                if isinstance(entry, dict)
-                else [None]
-            )
-            if not all(isinstance(text, str) for text in texts) or not isinstance(
-                entry.get("isgold"), bool
-            ):
-                row.refuse(
+        gold: list[Document] = []
+        distractors: list[Document] = []
+        for number, entry in enumerate(line.take("ctxs", list), start=1):
+            if not _is_document(entry):
+                line.refuse(
                     'a field "ctxs" (list of objects with texts "title", "text", and "isgold")'
                 )
-            (gold if entry["isgold"] else others).append(Document(number, *texts))
+            document = Document(number, entry["title"], entry["text"])
+            if entry["isgold"]:
+                gold.append(document)
+            else:
+                distractors.append(document)
         if len(gold) != 1:
-            row.refuse(
+            line.refuse(
                 f'one document with "isgold": true in "ctxs" ({len(gold)} have it)'
             )
         needed = 0 if self.prompt == "oracle" else self.documents - 1
-        if len(others) < needed:
-            row.refuse(
-                f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})'
+        if len(distractors) < needed:
+            line.refuse(
+                f'{self.documents} documents in "ctxs", as task.documents asks ({len(distractors) + 1})'
             )
-        return Question(text, answers, gold[0], others[:needed])
+        return Question(text, answers, gold[0], distractors[:needed])
 
     def _example(
-        self, name: str, number: int, question: Question, place: int | None
+        self, name: str, number: int, question: Question, position: int | None
     ) -> Example:
-        others = list(question.others)
+        """The example that asks a question.
+
+        Args:
+            name: Id of the example.
+            number: Number of the question in the file, from 0.
+            question: The question.
+            position: Index of the gold document; None: first, or not shown.
+        """
+        documents = list(question.distractors)
         if self.prompt == "random_order":
-            random.Random(f"posbench nq_multidoc {self.seed}/{number}").shuffle(others)
-        documents = (
-            [*others[: place or 0], question.gold, *others[place or 0 :]]
-            if question.gold
-            else []
-        )
+            rng = random.Random(f"posbench nq_multidoc {self.seed}/{number}")
+            rng.shuffle(documents)
+        if question.gold:
+            documents.insert(position or 0, question.gold)
         prompt, spans = render(
             self.prompt, question.text, documents, renumber=self.labels == "renumbered"
         )
-        facts: dict[str, Any] = {
-            "id": name,
-            "answers": question.answers,
-            "cluster": str(number),
-        }
-        return Example(prompt=prompt, gold_position=place, items=spans, **facts)
+        return Example(
+            id=name,
+            prompt=prompt,
+            answers=question.answers,
+            gold_position=position,
+            items=spans,
+            cluster=str(number),
+        )
 
 
-def _key(question: Question) -> str:
+def _is_document(entry: Any) -> bool:
+    """Whether an entry of a file's ``ctxs`` has the fields of a document."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("title"), str)
+        and isinstance(entry.get("text"), str)
+        and isinstance(entry.get("isgold"), bool)
+    )
+
+
+def _normalized_text(question: Question) -> str:
     """A question's text as far as two spellings of it agree."""
     return " ".join(question.text.casefold().split())

@@ -19,24 +19,32 @@ from posbench.schema import Count, Several, words
 from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.items import Positions, gold_indices, joined
 from posbench.tasks.nq_multidoc import INSTRUCTION
-from posbench.tasks.reading import Line, check_names, each, refuse, rows
+from posbench.tasks.reading import (
+    Line,
+    check_names,
+    parse_rows,
+    raise_faults,
+    refuse,
+    rows,
+)
+from posbench.tasks.scorers import contains_answer
 
 Text = Annotated[str, Field(pattern=r"\S")]
-Place = Annotated[int, Strict(), Ge(0)]
+Index = Annotated[int, Strict(), Ge(0)]
 Answers = Annotated[tuple[Text, ...], MinLen(1)]
-ASKED = "{context}\n\nQuestion: {question}\nAnswer:"
-ELSEWHERE = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
+DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
+TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
 
 
 class Record(BaseModel):
     """A line of a file; fields of other names are left alone."""
 
-    kind: ClassVar[str]  # in words
-    holds: ClassVar[
-        str
-    ]  # the field that tells the kind: what the prompt shows beside the question
-    template: ClassVar[str] = ASKED
+    # in words
+    kind: ClassVar[str]
+    # the field that tells the kind: what the prompt shows beside the question
+    holds: ClassVar[str]
+    template: ClassVar[str] = DEFAULT_TEMPLATE
 
     question: Text = Field(description="what is asked")
     id: Text = Field(
@@ -55,10 +63,10 @@ class Record(BaseModel):
         return str(part)
 
 
-class Moved(Record):
-    """Several of which one holds the answer."""
+class RecordWithGold(Record):
+    """Several items or documents of which one holds the answer."""
 
-    gold: Place = Field(
+    gold: Index = Field(
         description="place from 0 of the one with the answer, which posbench moves"
     )
     answers: Answers = Field(
@@ -66,7 +74,7 @@ class Moved(Record):
     )
 
 
-class Items(Moved):
+class Items(RecordWithGold):
     """Items of a line each."""
 
     kind: ClassVar[str] = "items with a gold one"
@@ -84,12 +92,12 @@ class Document(BaseModel):
     title: str = ""
 
 
-class Documents(Moved):
+class Documents(RecordWithGold):
     """Documents in the form of Liu et al. 2023."""
 
     kind: ClassVar[str] = "documents with a gold one"
     holds: ClassVar[str] = "documents"
-    template: ClassVar[str] = f"{INSTRUCTION}\n\n{ASKED}"
+    template: ClassVar[str] = f"{INSTRUCTION}\n\n{DEFAULT_TEMPLATE}"
 
     documents: Annotated[tuple[Document, ...], MinLen(2)] = Field(
         description="those of one prompt; their titles may be left out"
@@ -97,7 +105,8 @@ class Documents(Moved):
 
     def text(self, number: int, part: Document) -> str:
         """With its number, from 1."""
-        return f"Document [{number + 1}]{f'(Title: {part.title})' if part.title else ''} {part.text}"
+        title = f"(Title: {part.title})" if part.title else ""
+        return f"Document [{number + 1}]{title} {part.text}"
 
 
 class Choices(Record):
@@ -112,7 +121,7 @@ class Choices(Record):
             description="the options, which get the letters A, B, ...; the likeliest letter is the reply"
         )
     )
-    gold: Place = Field(
+    gold: Index = Field(
         description="place from 0 of the right one, which stays where it is"
     )
 
@@ -145,18 +154,23 @@ KINDS: dict[str, type[Record]] = {
 def schema(kind: type[Record]) -> list[tuple[str, str, str]]:
     """The fields of a kind: name, form and meaning."""
     hints = get_type_hints(kind, include_extras=True)
-    return [
-        (
-            name,
-            words(hints[name]) + ("" if field.is_required() else ", or left out"),
-            str(field.description),
-        )
-        for name, field in kind.model_fields.items()
-    ]
+    table = []
+    for name, field in kind.model_fields.items():
+        form = words(hints[name])
+        if not field.is_required():
+            form += ", or left out"
+        table.append((name, form, str(field.description)))
+    return table
 
 
 class Own(NamedTuple):
-    """What a file holds: its kind, its records, and the fields that nothing reads."""
+    """What a file holds.
+
+    Attributes:
+        kind: The kind of its records.
+        records: The records.
+        unread: Fields of the lines that nothing reads.
+    """
 
     kind: type[Record]
     records: list[Any]
@@ -165,7 +179,7 @@ class Own(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether there is a gold one to move."""
-        return issubclass(self.kind, Moved)
+        return issubclass(self.kind, RecordWithGold)
 
     @property
     def sizes(self) -> list[int]:
@@ -179,72 +193,79 @@ def read(file: Path) -> Own:
     Raises:
         UserError: It cannot be read, is empty, or is of no kind; or what is wrong with its lines, together.
     """
+    kind = _kind_of(file)
     faults = Faults()
-    names = dict[str, None]()
-    seen = dict[str, int]()
-    first = [row for _, row in rows("path", file, faults=Faults())]
-    kind = next((KINDS[name] for row in first for name in KINDS if name in row), None)
-    if first and kind is None:
-        known = next(
-            (task for name, task in ELSEWHERE.items() if name in first[0]), None
-        )
-        hint = (
-            f"task={known} reads such a file"
-            if known
-            else "docs/own_data.md has an example of each"
-        )
-        shown = f"{file} with fields {', '.join(first[0]) or 'none'}"
-        refuse("path", shown, f"lines with one of the fields {', '.join(KINDS)}", hint)
+    names: set[str] = set()
+    line_of_id: dict[str, int] = {}
 
-    def make(row: Line) -> Record:
-        assert kind is not None, "there is a line"
-        names.update(dict.fromkeys(row))
-        record = _record(kind, row)
-        name = record.id or str(row.number)
-        if (other := seen.setdefault(name, row.number)) != row.number:
-            raise row.fault(
-                f'field "id" is {name!r}, as on line {other}', "an id that occurs once"
-            )
+    def parse(line: Line) -> Record:
+        names.update(line)
+        record = _record(kind, line)
+        name = record.id or str(line.number)
+        first_line = line_of_id.setdefault(name, line.number)
+        if first_line != line.number:
+            wrong = f'field "id" is {name!r}, as on line {first_line}'
+            raise line.fault(wrong, "an id that occurs once")
         return record.model_copy(update={"id": name})
 
-    records = each(rows("path", file, faults=faults), make, faults)
-    assert kind is not None, "a file without lines is refused"
-    return Own(kind, records, sorted(names.keys() - kind.model_fields.keys()))
+    records = parse_rows(rows("path", file, faults=faults), parse, faults)
+    return Own(kind, records, sorted(names - kind.model_fields.keys()))
 
 
-def _record(kind: type[Record], row: Line) -> Record:
+def _kind_of(file: Path) -> type[Record]:
+    """The kind of a file, by the first field that tells; UserError where none does."""
     faults = Faults()
-    hints = get_type_hints(kind, include_extras=True)
+    lines = [line for _, line in rows("path", file, faults=faults)]
+    if not lines:
+        raise_faults(faults)
+    for line in lines:
+        for name, kind in KINDS.items():
+            if name in line:
+                return kind
+    content = f"{file} with fields {', '.join(lines[0]) or 'none'}"
+    hint = "docs/own_data.md has an example of each"
+    tasks = [task for name, task in TASK_BY_FIELD.items() if name in lines[0]]
+    if tasks:
+        hint = f"task={tasks[0]} reads such a file"
+    refuse("path", content, f"lines with one of the fields {', '.join(KINDS)}", hint)
+
+
+def _record(kind: type[Record], line: Line) -> Record:
+    """A line as a record; UserError for what is wrong with its fields."""
     try:
-        record = kind.model_validate(row)
+        record = kind.model_validate(line)
     except ValidationError as error:
-        # The first word on a field is as good as the others.
-        for name, one in {
-            str(one["loc"][0]): one for one in reversed(error.errors())
-        }.items():
-            at = "".join(
-                f"[{part}]" if isinstance(part, int) else f".{part}"
-                for part in one["loc"][1:]
-            )
-            told = (
-                "is missing"
-                if one["type"] == "missing"
-                else f"is {reprlib.repr(one['input'])}"
-            )
-            blank = ", not blank" if one["type"] == "string_pattern_mismatch" else ""
-            faults.found.insert(
-                0, row.fault(f'field "{name}{at}" {told}', words(hints[name]) + blank)
-            )
-        faults.raise_any()
+        _field_faults(kind, line, error).raise_any()
         raise AssertionError("a validation error without an error") from error
     count = len(record.parts())
     gold = getattr(record, "gold", 0)
     if gold >= count:
-        raise row.fault(
-            f'field "gold" is {gold}',
-            f'a place in "{kind.holds}", from 0 to {count - 1}',
-        )
+        allowed = f'a place in "{kind.holds}", from 0 to {count - 1}'
+        raise line.fault(f'field "gold" is {gold}', allowed)
     return record
+
+
+def _field_faults(kind: type[Record], line: Line, error: ValidationError) -> Faults:
+    """The fields of a line that pydantic refuses, with the first fault of each."""
+    hints = get_type_hints(kind, include_extras=True)
+    # Of a field with several errors the first says as much as the others.
+    details_of: dict[str, Any] = {}
+    for details in error.errors():
+        details_of.setdefault(str(details["loc"][0]), details)
+    faults = Faults()
+    for name, details in details_of.items():
+        path = "".join(
+            f"[{key}]" if isinstance(key, int) else f".{key}"
+            for key in details["loc"][1:]
+        )
+        state = f"is {reprlib.repr(details['input'])}"
+        if details["type"] == "missing":
+            state = "is missing"
+        allowed = words(hints[name])
+        if details["type"] == "string_pattern_mismatch":
+            allowed += ", not blank"
+        faults.found.append(line.fault(f'field "{name}{path}" {state}', allowed))
+    return faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,13 +304,9 @@ class OwnData(EvaluationOnly):
             hint = "posbench check-data FILE; docs/own_data.md shows what it holds"
             refuse("path", self.path, "your file", hint)
         if self.template is not None and self.template.count("{context}") != 1:
+            allowed = "text with {context} once, and {question}"
             hint = "or leave it out: task.template=null"
-            refuse(
-                "template",
-                self.template,
-                "text with {context} once, and {question}",
-                hint,
-            )
+            refuse("template", self.template, allowed, hint)
 
     def official(self) -> tuple[Source, ...]:
         """None."""
@@ -309,67 +326,77 @@ class OwnData(EvaluationOnly):
         """
         if not self.own.moves:
             return None
-        sizes = self.own.sizes
-        field = "items_per_prompt"
-        given = self.items_per_prompt or max(sizes)
-        if min(sizes) < given:
-            allowed = f"at most {min(sizes)}, as some lines of {self.path} have no more (others {max(sizes)})"
-            refuse(
-                field, self.items_per_prompt, allowed, f"set task.{field}={min(sizes)}"
-            )
-        return given
+        shortest = min(self.own.sizes)
+        longest = max(self.own.sizes)
+        count = self.items_per_prompt or longest
+        if shortest < count:
+            key = "items_per_prompt"
+            allowed = f"at most {shortest}, as some lines of {self.path} have no more (others {longest})"
+            refuse(key, self.items_per_prompt, allowed, f"set task.{key}={shortest}")
+        return count
 
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        size = self.items
-        there = dict.fromkeys(record.subset for record in self.own.records)
+        items = self.items
+        subsets = list(dict.fromkeys(record.subset for record in self.own.records))
         if self.subsets is not None:
-            check_names("subsets", self.subsets, list(there))
-        for record in (
-            r for r in self.own.records if r.subset in (self.subsets or there)
-        ):
+            check_names("subsets", self.subsets, subsets)
+        positions: list[int] = []
+        if items is not None:
+            positions = gold_indices(
+                "positions", self.positions, "items_per_prompt", items
+            )
+        for record in self.own.records:
+            if record.subset not in (self.subsets or subsets):
+                continue
             parts = record.parts()
-            if size is None:
+            if items is None:
                 yield self._example(record, parts, None)
                 continue
             gold = parts.pop(record.gold)
-            for at in gold_indices(
-                "positions", self.positions, "items_per_prompt", size
-            ):
-                yield self._example(record, [*parts[:at], gold, *parts[at:]][:size], at)
+            for position in positions:
+                moved = [*parts[:position], gold, *parts[position:]]
+                yield self._example(record, moved[:items], position)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if an answer occurs in the reply, or is the letter chosen."""
         if example.choices:
             return {"accuracy": float(text.strip() in example.answers)}
-        return {
-            "accuracy": float(
-                any(answer.lower() in text.lower() for answer in example.answers)
-            )
-        }
+        return {"accuracy": float(contains_answer(text, example.answers))}
 
-    def _example(self, record: Any, parts: list[Any], at: int | None) -> Example:
+    def _example(self, record: Any, parts: list[Any], position: int | None) -> Example:
+        """The example that shows some parts of a record, the gold one at ``position`` if it is moved."""
         template = self.template or record.template
         head, tail = (
-            part.replace("{question}", record.question)
-            for part in template.split("{context}")
+            text.replace("{question}", record.question)
+            for text in template.split("{context}")
         )
-        shown = [record.text(number, part) for number, part in enumerate(parts)]
-        prompt, spans = joined(head, shown, self.separator, tail)
-        facts: dict[str, Any] = {
-            "id": record.id,
-            "prompt": prompt,
-            "subset": record.subset,
-        }
+        texts = [record.text(number, part) for number, part in enumerate(parts)]
+        prompt, spans = joined(head, texts, self.separator, tail)
         if isinstance(record, Choices):
             choices = tuple(f" {letter}" for letter in ascii_uppercase[: len(parts)])
             return Example(
+                id=record.id,
+                prompt=prompt,
                 answers=(choices[record.gold].strip(),),
+                subset=record.subset,
                 choices=choices,
                 chat=False,
-                **facts,
             )
-        if at is None:
-            return Example(answers=record.answers, document=spans[0], **facts)
-        facts |= {"id": f"{at}-{record.id}", "cluster": record.id}
-        return Example(answers=record.answers, gold_position=at, items=spans, **facts)
+        if position is None:
+            return Example(
+                id=record.id,
+                prompt=prompt,
+                answers=record.answers,
+                subset=record.subset,
+                document=spans[0],
+            )
+        return Example(
+            id=f"{position}-{record.id}",
+            prompt=prompt,
+            answers=record.answers,
+            gold_position=position,
+            items=spans,
+            cluster=record.id,
+            subset=record.subset,
+        )

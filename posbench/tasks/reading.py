@@ -16,45 +16,46 @@ from typing import Any, NoReturn, TypeVar
 from posbench.errors import Faults, SeveralErrors, UserError, near
 
 T = TypeVar("T")
-MOST = 10  # faults of a file that are told together
+MAX_FAULTS = 10
+"""Faults of a file that are reported together."""
 
 
 class Line(dict[str, Any]):
-    """The fields of one row, which know where they stand: config key, file, line from 1 (parquet: row)."""
+    """The fields of one row, and where it stands.
+
+    Attributes:
+        field: Key that named the file, without ``task.``.
+        file_label: The file as messages name it.
+        number: Line from 1 (parquet: row).
+    """
 
     def __init__(
-        self, fields: Mapping[str, Any], field: str, shown: str, number: int
+        self, fields: Mapping[str, Any], field: str, file_label: str, number: int
     ) -> None:
         super().__init__(fields)
         self.field = field
-        self.shown = shown
+        self.file_label = file_label
         self.number = number
 
     def take(self, name: str, kind: type | tuple[type, ...] = str) -> Any:
         """A field, refused where it is missing, of another type, or empty."""
         value = self.get(name)
-        if not isinstance(value, kind) or (
-            isinstance(value, (str, list, tuple)) and not value
-        ):
-            expected = " or ".join(
-                k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))
-            )
+        is_empty = isinstance(value, (str, list, tuple)) and not value
+        if is_empty or not isinstance(value, kind):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            expected = " or ".join(kind.__name__ for kind in kinds)
             self.refuse(f'a field "{name}" ({expected}, not empty)')
         return value
 
     def refuse(self, allowed: str) -> NoReturn:
         """Raise UserError for this line."""
-        place = f"task.{self.field}: {self.shown}, line {self.number}"
-        raise LineError(place, "", allowed, "fix or remove that line")
+        location = f"task.{self.field}: {self.file_label}, line {self.number}"
+        raise LineError(location, "", allowed, "fix or remove that line")
 
     def fault(self, wrong: str, allowed: str) -> LineError:
         """What is wrong with this line, to be raised."""
-        return LineError(
-            f"{self.shown}, line {self.number}",
-            wrong,
-            allowed,
-            "fix or remove that line",
-        )
+        location = f"{self.file_label}, line {self.number}"
+        return LineError(location, wrong, allowed, "fix or remove that line")
 
 
 class LineError(UserError):
@@ -67,6 +68,7 @@ class LineError(UserError):
 
 
 Row = tuple[int, Line]
+"""Number of a line and its fields."""
 
 
 def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
@@ -74,65 +76,85 @@ def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
     raise UserError(f"task.{field}", value, allowed, hint)
 
 
-def each(lines: Iterable[Row], make: Callable[[Line], T], faults: Faults) -> list[T]:
-    """What ``make`` makes of every row. Raises what it and the reader (``faults``) refused, ten at most."""
-    made = list[T]()
-    for _, row in lines:
+def parse_rows(
+    lines: Iterable[Row], parse: Callable[[Line], T], faults: Faults
+) -> list[T]:
+    """Parse every row of a file.
+
+    Args:
+        lines: The rows.
+        parse: Makes something of a row, or refuses it.
+        faults: What the reader of the rows refused.
+
+    Raises:
+        SeveralErrors: What the reader and ``parse`` refused, ten faults at most.
+    """
+    results: list[T] = []
+    for _, line in lines:
         with faults.collecting():
-            made.append(make(row))
-    found = [one for fault in faults.found for one in fault.faults]
-    if len(found) > MOST:
-        found[MOST:] = [
-            UserError(
-                "file", f"{len(found) - MOST} more", "none", "correct those above first"
-            )
-        ]
-    if found:
-        raise SeveralErrors(found)
-    return made
+            results.append(parse(line))
+    if faults.found:
+        raise_faults(faults)
+    return results
 
 
-def data_of(module: str) -> Any:
-    """What the JSON file with the name of a module holds."""
+def raise_faults(faults: Faults) -> NoReturn:
+    """Raise faults of a file together, ten at most."""
+    errors = [error for fault in faults.found for error in fault.faults]
+    excess = len(errors) - MAX_FAULTS
+    if excess > 0:
+        hint = "correct those above first"
+        errors[MAX_FAULTS:] = [UserError("file", f"{excess} more", "none", hint)]
+    raise SeveralErrors(errors)
+
+
+def json_beside(module: str) -> Any:
+    """What the JSON file with the name of a module, given by its ``__file__``, holds."""
     return json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
 
 
-def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse unknown names, repeated ones, and none at all."""
+def check_names(field: str, names: Sequence[str], allowed: Sequence[str]) -> None:
+    """Refuse names that are not allowed, repeated ones, and none at all."""
+    choices = f"some of {', '.join(allowed)}"
     for name in names:
-        if name not in known:
-            refuse(
-                field,
-                name,
-                f"some of {', '.join(known)}",
-                near(name, known, "remove it"),
-            )
+        if name not in allowed:
+            refuse(field, name, choices, near(name, allowed, "remove it"))
     if not names or len(set(names)) < len(names):
-        allowed = f"some of {', '.join(known)}, at least one, each once"
-        refuse(field, list(names), allowed, f"set task.{field}=[{known[0]}]")
+        hint = f"set task.{field}=[{allowed[0]}]"
+        refuse(field, list(names), f"{choices}, at least one, each once", hint)
 
 
-def pick(
-    place: Path, names: Sequence[str], hint: str, archive: str = ""
+def find_file(
+    folder: Path, names: Sequence[str], hint: str, archive: str = ""
 ) -> tuple[Path, str]:
-    """The first file that is there of some in a folder, in a ``.zip``, or in the folder's zip ``archive``.
+    """The first of some files that exists in a folder or in a ``.zip``.
 
-    Returns the file and, of a zip, the path in it; raises UserError if none of them is there.
+    Args:
+        folder: A folder, or the ``.zip``.
+        names: Paths in the folder or in the zip.
+        hint: Where to get the files.
+        archive: Name of a zip in the folder, in which they may be as well.
+
+    Returns:
+        The file and, of a zip, the path in it.
+
+    Raises:
+        UserError: None of them exists, or the zip cannot be read.
     """
     for name in names:
-        if (place / name).is_file():
-            return place / name, ""
-    file = place if place.suffix == ".zip" else place / archive
+        if (folder / name).is_file():
+            return folder / name, ""
+    file = folder if folder.suffix == ".zip" else folder / archive
     if file.is_file():
         try:
-            with zipfile.ZipFile(file) as packed:
-                held = packed.namelist()
+            with zipfile.ZipFile(file) as zip_file:
+                members = zip_file.namelist()
         except (OSError, zipfile.BadZipFile) as error:
             refuse("path", str(file), "a readable .zip file", f"get it again ({error})")
         for name in names:
-            if name in held:
+            if name in members:
                 return file, name
-    refuse("path", str(place), f"a folder or .zip with {names[0]}", hint)
+    refuse("path", str(folder), f"a folder or .zip with {names[0]}", hint)
 
 
 def rows(
@@ -147,106 +169,117 @@ def rows(
 ) -> Iterator[Row]:
     """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
 
-    ``field`` is the config key that named it, without ``task.``; ``member`` the path inside a zip; ``names``
-    the columns of a CSV without a header line. A value of the field ``unique`` may occur once. ``count`` is
-    how many rows the benchmark's own file has, where this must be that file. ``faults`` takes what is wrong
-    with lines of JSON one by one, where the caller raises it. Raises UserError where a file is empty or
-    cannot be read (the message names the line), or the count differs.
+    Args:
+        field: Key that named the file, without ``task.``.
+        path: The file.
+        member: The path inside a zip.
+        names: Columns of a CSV without a header line.
+        unique: A field whose values may occur once.
+        count: Rows of the benchmark's own file, where this must be that file; 0: any number.
+        faults: Takes what is wrong with lines of JSON one by one, where the caller raises it.
+
+    Raises:
+        UserError: The file is empty or cannot be read (the message names the line), or the count differs.
     """
-    shown = f"{path}:{member}" if member else str(path)
+    file_label = f"{path}:{member}" if member else str(path)
     total = 0
-    seen = set()
-    for number, row in _rows(field, path.expanduser(), shown, member, names, faults):
-        total = total + 1
-        line = Line(row, field, shown, number)
-        if unique in row:
-            if (name := str(row[unique])) in seen:
-                line.refuse(f'a "{unique}" that occurs once ({name} stands further up)')
-            seen.add(name)
+    unique_values = set()
+    for number, fields in _rows(
+        field, path.expanduser(), file_label, member, names, faults
+    ):
+        total += 1
+        line = Line(fields, field, file_label, number)
+        if unique in fields:
+            value = str(fields[unique])
+            if value in unique_values:
+                line.refuse(
+                    f'a "{unique}" that occurs once ({value} stands further up)'
+                )
+            unique_values.add(value)
         yield number, line
     if not total and not (faults and faults.found):
-        refuse(field, shown, "a file with rows; this one is empty", "check the path")
+        refuse(
+            field, file_label, "a file with rows; this one is empty", "check the path"
+        )
     if count and total != count:
-        told = f"{shown} with {total} rows"
         allowed = f"{count} rows, as in the benchmark"
-        refuse(field, told, allowed, "fetch the file again: posbench fetch")
+        hint = "fetch the file again: posbench fetch"
+        refuse(field, f"{file_label} with {total} rows", allowed, hint)
 
 
 def _rows(
     field: str,
     file: Path,
-    shown: str,
+    file_label: str,
     member: str,
     names: Sequence[str],
     faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and fields of every row; the arguments are those of :func:`rows`, ``file_label`` as in :class:`Line`."""
     kind = Path(member or file).suffix
-    line = 0
+    number = 0
     try:
         if kind == ".parquet":
-            # Slow to import, and wanted by few tasks.
+            # Slow to import, and needed by few tasks.
             from datasets import Dataset, disable_progress_bars
 
             disable_progress_bars()
-            for line, row in enumerate(Dataset.from_parquet(str(file)), start=1):  # type: ignore[arg-type]
-                yield line, dict(row)
+            dataset = Dataset.from_parquet(str(file))  # type: ignore[arg-type]
+            for number, row in enumerate(dataset, start=1):
+                yield number, dict(row)
             return
         with _open(file, member) as stream:
             if kind == ".csv":
                 reader = csv.DictReader(stream, fieldnames=names or None)
                 for row in reader:
-                    line = reader.line_num
+                    number = reader.line_num
                     if None in row or None in row.values():
                         raise ValueError("another number of columns than the header")
-                    yield line, row
+                    yield number, row
                 return
-            for line, text in enumerate(stream, start=1):
-                if text.strip():
-                    row = None
-                    with faults.collecting() if faults is not None else nullcontext():
-                        row = _object(text, Line({}, field, shown, line))
-                    if row is not None:
-                        yield line, row
+            for number, text in enumerate(stream, start=1):
+                if not text.strip():
+                    continue
+                row = None
+                with nullcontext() if faults is None else faults.collecting():
+                    row = _parse_object(text, Line({}, field, file_label, number))
+                if row is not None:
+                    yield number, row
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         reason = getattr(error, "strerror", None) or error
-        refuse(
-            field,
-            shown,
-            allowed,
-            f"check the path, or the file after line {line} ({reason})",
-        )
+        hint = f"check the path, or the file after line {number} ({reason})"
+        refuse(field, file_label, allowed, hint)
     except UnicodeError as error:
-        Line({}, field, shown, line + 1).refuse(
-            f"UTF-8 text ({getattr(error, 'reason', error)})"
-        )
+        line = Line({}, field, file_label, number + 1)
+        line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
     except (ValueError, csv.Error) as error:
-        Line({}, field, shown, max(line, 1)).refuse(
-            f"one CSV row with the header's columns ({error})"
-        )
+        line = Line({}, field, file_label, max(number, 1))
+        line.refuse(f"one CSV row with the header's columns ({error})")
 
 
-def _object(text: str, line: Line) -> dict[str, Any]:
+def _parse_object(text: str, line: Line) -> dict[str, Any]:
+    """The JSON object in a line's text."""
     try:
-        row = json.loads(text, parse_constant=_no_constant)
-        if not isinstance(row, dict):
+        fields = json.loads(text, parse_constant=_refuse_constant)
+        if not isinstance(fields, dict):
             raise ValueError("not an object")
         if "\\ud" in text.lower():
-            json.dumps(
-                row, ensure_ascii=False
-            ).encode()  # half of a pair of surrogates is no text
-        return row
+            # Half of a pair of surrogates is no text.
+            json.dumps(fields, ensure_ascii=False).encode()
+        return fields
     except UnicodeError as error:
         line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
     except ValueError as error:
         line.refuse(f"one JSON object in UTF-8 per line ({error})")
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
 def _open(file: Path, member: str) -> Any:
+    """The text of a file, or of a member of a zip file, as a stream."""
     if member:
         return io.TextIOWrapper(
             zipfile.ZipFile(file).open(member), encoding="utf-8-sig", newline=""

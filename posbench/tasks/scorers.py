@@ -11,20 +11,29 @@ import string
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_CHINESE = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
-_CHINESE += "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
-_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + _CHINESE)
+_CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
+    "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
+)
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WITHOUT_CHINESE_PUNCTUATION = str.maketrans(
+    "", "", string.punctuation + _CHINESE_PUNCTUATION
+)
+
+
+def contains_answer(reply: str, answers: Iterable[str]) -> bool:
+    """Whether one of the answers occurs in a reply, letter case ignored."""
+    return any(answer.lower() in reply.lower() for answer in answers)
 
 
 def normalize_answer(text: str) -> str:
     """Lower case; ASCII punctuation, then a, an, the left out; white space collapsed (SQuAD)."""
-    return " ".join(
-        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
-    )
+    plain = text.lower().translate(_WITHOUT_PUNCTUATION)
+    without_articles = re.sub(r"\b(a|an|the)\b", " ", plain)
+    return " ".join(without_articles.split())
 
 
 def best_subspan_em(
@@ -41,7 +50,9 @@ def best_subspan_em(
 
 def first_line(reply: str, *, strip_first: bool) -> str:
     """The first line of a reply, or of the reply without white space around it."""
-    return (reply.strip() if strip_first else reply).split("\n", 1)[0]
+    if strip_first:
+        reply = reply.strip()
+    return reply.split("\n", 1)[0]
 
 
 def qa_f1(reply: str, gold: str) -> float:
@@ -55,19 +66,25 @@ def qa_f1_zh(reply: str, gold: str) -> float:
     The raw text is cut first; then each word is put in lower case and loses punctuation and white space. The
     benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word.
     """
-    bare = (
-        ["".join(w.lower().translate(_PUNCTUATION_ZH).split()) for w in _cut(t)]
-        for t in (reply, gold)
-    )
-    return _f1(*([word for word in words if word] for words in bare))
+    return _f1(_chinese_words(reply), _chinese_words(gold))
 
 
-def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    common = (Counter(ours) & Counter(theirs)).total()
+def _chinese_words(text: str) -> list[str]:
+    """The words of :func:`qa_f1_zh`."""
+    words = []
+    for word in _cut(text):
+        plain = word.lower().translate(_WITHOUT_CHINESE_PUNCTUATION)
+        words.append("".join(plain.split()))
+    return [word for word in words if word]
+
+
+def _f1(reply_words: Sequence[str], gold_words: Sequence[str]) -> float:
+    """F1 of two bags of words."""
+    common = (Counter(reply_words) & Counter(gold_words)).total()
     if not common:
         return 0.0
-    precision = common / len(ours)
-    recall = common / len(theirs)
+    precision = common / len(reply_words)
+    recall = common / len(gold_words)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -94,11 +111,8 @@ def rouge_l(reply: str, gold: str) -> float:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(limit + len(reply.split()) + len(gold.split()))
     try:
-        return float(
-            Rouge(metrics=["rouge-l"]).get_scores([reply], [gold], avg=True)["rouge-l"][
-                "f"
-            ]
-        )
+        scores = Rouge(metrics=["rouge-l"]).get_scores([reply], [gold], avg=True)
+        return float(scores["rouge-l"]["f"])
     except ValueError:
         return 0.0
     finally:
@@ -125,16 +139,18 @@ def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
 
 def retrieval(reply: str, gold: str) -> float:
     """:func:`count` of the paragraph's number in the gold text, which must have one (LongBench)."""
-    found = re.search(r"(?:Paragraph |段落)(\d+)", gold)
-    if not found:
+    number = re.search(r"(?:Paragraph |段落)(\d+)", gold)
+    if not number:
         raise ValueError(f"no Paragraph with a number in {gold!r}")
-    return count(reply, found[1])
+    return count(reply, number[1])
 
 
 def count(reply: str, gold: str) -> float:
     """Share of the numbers in the reply that are the gold one; 0 without any (LongBench)."""
     numbers = re.findall(r"\d+", reply)
-    return sum(number == gold for number in numbers) / len(numbers) if numbers else 0.0
+    if not numbers:
+        return 0.0
+    return numbers.count(gold) / len(numbers)
 
 
 def code_similarity(reply: str, gold: str) -> float:
@@ -145,21 +161,18 @@ def code_similarity(reply: str, gold: str) -> float:
     """
     from rapidfuzz import fuzz
 
-    lines = reply.lstrip("\n").split("\n")
-    line = next(
-        (line for line in lines if not any(mark in line for mark in ("`", "#", "//"))),
-        "",
-    )
-    return round(fuzz.ratio(line, gold)) / 100
+    for line in reply.lstrip("\n").split("\n"):
+        if not any(mark in line for mark in ("`", "#", "//")):
+            return round(fuzz.ratio(line, gold)) / 100
+    return round(fuzz.ratio("", gold)) / 100
 
 
 def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
     """F of ROUGE-1, ROUGE-2 and ROUGE-L with Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False).score(
-        gold, reply
-    )
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+    scores = scorer.score(gold, reply)
     return (
         scores["rouge1"].fmeasure,
         scores["rouge2"].fmeasure,
@@ -180,40 +193,38 @@ def ascii_f1(reply: str, gold: str) -> float:
 
 def letter(text: str) -> str:
     """The first of A, B, C, D that stands alone as a word; empty if none does (ZeroSCROLLS QuALITY)."""
-    found = re.search(r"\b[ABCD]\b", text)
-    return found[0] if found else ""
+    match = re.search(r"\b[ABCD]\b", text)
+    return match[0] if match else ""
 
 
 def percentage(text: str) -> float | None:
     """The first percentage, as a fraction; None if there is none."""
-    found = re.search(r"(\d+(?:\.\d+)?)\s*%", text)
-    return float(found[1]) / 100 if found else None
+    match = re.search(r"(\d+(?:\.\d+)?)\s*%", text)
+    return float(match[1]) / 100 if match else None
 
 
 def exponential_similarity(reply: str, gold: str) -> float:
     """2 to the power of -10 times the distance of two percentages as fractions; 0 without (ZeroSCROLLS)."""
-    ours = percentage(reply)
-    theirs = percentage(gold)
-    return (
-        0.0
-        if ours is None or theirs is None
-        else float(2 ** (-10 * abs(ours - theirs)))
-    )
+    reply_share = percentage(reply)
+    gold_share = percentage(gold)
+    if reply_share is None or gold_share is None:
+        return 0.0
+    return float(2 ** (-10 * abs(reply_share - gold_share)))
 
 
 def order(text: str) -> list[int]:
     """The whole numbers of a list such as ``2, 1, 3``, whatever else stands around them."""
-    return [
-        int(number) for number in re.findall(r"[0-9]+", re.sub(r"[^0-9, ]", "", text))
-    ]
+    digits = re.sub(r"[^0-9, ]", "", text)
+    return [int(number) for number in re.findall(r"[0-9]+", digits)]
 
 
 def concordance_index(reply: str, gold: str) -> float:
     """Share of the pairs that the reply has in the gold order; 0 for no permutation of them (ZeroSCROLLS)."""
-    ours = order(reply)
-    theirs = order(gold)
-    if sorted(ours) != sorted(theirs) or len(theirs) < 2:
+    reply_order = order(reply)
+    gold_order = order(gold)
+    if sorted(reply_order) != sorted(gold_order) or len(gold_order) < 2:
         return 0.0
-    place = {item: at for at, item in enumerate(ours)}
-    pairs = list(combinations(theirs, 2))
-    return sum(place[first] < place[second] for first, second in pairs) / len(pairs)
+    # Of an item that occurs several times, the last index.
+    index = {item: i for i, item in enumerate(reply_order)}
+    pairs = list(combinations(gold_order, 2))
+    return sum(index[first] < index[second] for first, second in pairs) / len(pairs)

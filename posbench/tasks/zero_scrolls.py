@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -15,7 +15,7 @@ from posbench.late import pd
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, pick, rows
+from posbench.tasks.reading import Line, check_names, find_file, rows
 
 SUMMARIES = ("gov_report", "summ_screen_fd", "qmsum", "squality")
 NEW_TOKENS = {
@@ -24,8 +24,6 @@ NEW_TOKENS = {
     "qmsum": 512,
     "squality": 512,
     "qasper": 128,
-}
-NEW_TOKENS |= {
     "narrative_qa": 64,
     "quality": 10,
     "musique": 32,
@@ -37,6 +35,12 @@ ROUGES = ("rouge1", "rouge2", "rougeL")
 
 LPES = (*SUMMARIES, "qasper", "narrative_qa", "space_digest")
 """The seven tasks of LPES; Ms-PoE has book_sum_sort in place of space_digest."""
+
+SCORERS = {
+    "space_digest": scorers.exponential_similarity,
+    "book_sum_sort": scorers.concordance_index,
+}
+"""The score of a reply against one gold text, where it is neither ROUGE, nor a letter, nor token F1."""
 
 FORMAT_REQUEST = "Do not provide any explanation."
 """Added to the instruction of every task but the summaries, for chat models."""
@@ -87,47 +91,36 @@ class ZeroSCROLLS(EvaluationOnly):
 
     def official(self) -> tuple[Source, ...]:
         """One zip per task from the hub."""
-        zips = tuple(f"{subset}.zip" for subset in self.subsets)
-        return (
-            Source(
-                kind="dataset", id="tau/zero_scrolls", field="task.path", files=zips
-            ),
+        source = Source(
+            kind="dataset",
+            id="tau/zero_scrolls",
+            field="task.path",
+            files=tuple(f"{subset}.zip" for subset in self.subsets),
         )
+        return (source,)
 
-    def questions(self) -> list[Example]:
+    def questions(self) -> Iterator[Example]:
         """Ids are ``<task>-<id>``; rows with one id are references of one example."""
-        place = self.place()
-        return [
-            example
-            for subset in self.subsets
-            for example in self._subset(place, subset)
-        ]
+        folder = self.place()
+        for subset in self.subsets:
+            yield from self._subset(folder, subset)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the references, and each ROUGE of summaries; empty without an answer."""
         if not example.answers:
             return {}
         if example.subset in SUMMARIES:
-            triples = zip(
-                *(scorers.rouge_triple(text, gold) for gold in example.answers),
-                strict=True,
-            )
+            triples = [scorers.rouge_triple(text, gold) for gold in example.answers]
             best = {
-                name: max(values) for name, values in zip(ROUGES, triples, strict=True)
+                name: max(triple[i] for triple in triples)
+                for i, name in enumerate(ROUGES)
             }
             return {"score": float(np.prod(list(best.values())) ** (1 / 3)), **best}
         if example.subset == "quality":
-            said = scorers.letter(text)
-            return {
-                "score": float(
-                    said != "" and said in map(scorers.letter, example.answers)
-                )
-            }
-        own = {
-            "space_digest": scorers.exponential_similarity,
-            "book_sum_sort": scorers.concordance_index,
-        }
-        scorer = own.get(example.subset, scorers.ascii_f1)
+            letter = scorers.letter(text)
+            gold_letters = [scorers.letter(gold) for gold in example.answers]
+            return {"score": float(letter != "" and letter in gold_letters)}
+        scorer = SCORERS.get(example.subset, scorers.ascii_f1)
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def total(
@@ -142,51 +135,56 @@ class ZeroSCROLLS(EvaluationOnly):
         """The leaderboard's ``zero_scrolls_predictions.csv``, for test questions: Task, ID, Prediction."""
         if self.split != "test":
             return {}
-        table = [
-            (example.subset, example.meta["id"], reply) for example, reply in replies
-        ]
-        content = pd.DataFrame(table, columns=["Task", "ID", "Prediction"]).to_csv(
-            index=False
+        table = pd.DataFrame(
+            [(example.subset, example.meta["id"], reply) for example, reply in replies],
+            columns=["Task", "ID", "Prediction"],
         )
-        return {"zero_scrolls_predictions.csv": content}
+        return {"zero_scrolls_predictions.csv": table.to_csv(index=False)}
 
-    def _subset(self, place: Path, subset: str) -> list[Example]:
+    def _subset(self, folder: Path, subset: str) -> list[Example]:
+        """The examples of a task, each with all of its references."""
         hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
-        file, member = pick(
-            place, (f"{subset}/{self.split}.jsonl",), hint, archive=f"{subset}.zip"
-        )
-        merged: dict[str, Example] = {}
-        for _, row in rows("path", file, member):
-            example = self._example(row, subset)
-            first = merged.get(example.id, replace(example, answers=()))
-            if first.prompt != example.prompt:
-                row.refuse(f'the "input" that "id" {example.meta["id"]} has further up')
-            merged[example.id] = replace(first, answers=first.answers + example.answers)
-        return list(merged.values())
+        name = f"{subset}/{self.split}.jsonl"
+        file, member = find_file(folder, (name,), hint, archive=f"{subset}.zip")
+        examples: dict[str, Example] = {}
+        for _, line in rows("path", file, member):
+            example = self._example(line, subset)
+            earlier = examples.get(example.id)
+            if earlier is None:
+                examples[example.id] = example
+                continue
+            if earlier.prompt != example.prompt:
+                line.refuse(
+                    f'the "input" that "id" {example.meta["id"]} has further up'
+                )
+            answers = earlier.answers + example.answers
+            examples[example.id] = replace(earlier, answers=answers)
+        return list(examples.values())
 
-    def _example(self, row: Line, subset: str) -> Example:
-        name = row.take("id")
-        prompt = row.take("input")
-        answers = (_gold(row, subset),) if self.split == "validation" else ()
+    def _example(self, line: Line, subset: str) -> Example:
+        """The example of a line, with one reference."""
+        name = line.take("id")
+        prompt = line.take("input")
+        answers = (_gold(line, subset),) if self.split == "validation" else ()
         keys = ("document_start_index", "query_start_index", "query_end_index")
-        start, query, end = (row.take(key, int) for key in keys)
+        start, query, end = (line.take(key, int) for key in keys)
         if not 0 <= start <= query <= end <= len(prompt):
-            row.refuse(
+            line.refuse(
                 f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input"
             )
         if self.chat_format:
             prompt = prompt[:end]
-            if subset not in SUMMARIES:
-                instruction, gap, rest = prompt.partition("\n\n")
-                if not gap or len(instruction) > start:
-                    row.refuse(
-                        'an "input" with an instruction and an empty line before the document'
-                    )
-                asked = f"{instruction.strip()} {FORMAT_REQUEST}"
-                start, query = (
-                    at + len(asked) - len(instruction) for at in (start, query)
+        if self.chat_format and subset not in SUMMARIES:
+            instruction, gap, content = prompt.partition("\n\n")
+            if not gap or len(instruction) > start:
+                line.refuse(
+                    'an "input" with an instruction and an empty line before the document'
                 )
-                prompt = asked + gap + rest
+            request = f"{instruction.strip()} {FORMAT_REQUEST}"
+            prompt = request + gap + content
+            added = len(request) - len(instruction)
+            start += added
+            query += added
         return Example(
             id=f"{subset}-{name}",
             prompt=prompt,
@@ -196,20 +194,20 @@ class ZeroSCROLLS(EvaluationOnly):
             max_new_tokens=min(NEW_TOKENS[subset], self.max_new_tokens),
             # Up to the query, since the separator brings the empty line that stands between them.
             document=(start, query),
-            separator=row.take("truncation_seperator"),
+            separator=line.take("truncation_seperator"),
             meta={"id": name},
         )
 
 
-def _gold(row: Line, subset: str) -> str:
-    """The gold text of a row, of the form that its score needs."""
-    gold: str = row.take("output")
+def _gold(line: Line, subset: str) -> str:
+    """The gold text of a line, of the form that its score needs."""
+    gold: str = line.take("output")
     if subset == "quality" and not scorers.letter(gold):
-        row.refuse('a field "output" with a letter from A to D')
+        line.refuse('a field "output" with a letter from A to D')
     if subset == "space_digest" and scorers.percentage(gold) is None:
-        row.refuse('a field "output" with a percentage')
-    if subset == "book_sum_sort" and not 1 < len(scorers.order(gold)) == len(
-        set(scorers.order(gold))
-    ):
-        row.refuse('a field "output" with different numbers, such as 2, 1, 3')
+        line.refuse('a field "output" with a percentage')
+    if subset == "book_sum_sort":
+        numbers = scorers.order(gold)
+        if len(numbers) < 2 or len(set(numbers)) < len(numbers):
+            line.refuse('a field "output" with different numbers, such as 2, 1, 3')
     return gold

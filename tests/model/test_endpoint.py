@@ -13,11 +13,11 @@ from posbench.errors import UserError
 from posbench.model.encode import Encoded
 from posbench.model.endpoint import (
     Endpoint,
-    Failed,
     Reply,
+    RequestError,
     Untokenized,
-    first_nats,
-    spoken,
+    choice_in_reply,
+    first_token_nats,
     text_encoder,
 )
 from posbench.model.load import ModelConfig, load
@@ -82,7 +82,7 @@ def test_first_tokens_choose_in_completions_and_in_chat() -> None:
 def test_first_nats(
     top: dict[str, float], choices: list[str], wanted: list[float | None]
 ) -> None:
-    assert first_nats(top, choices) == wanted
+    assert first_token_nats(top, choices) == wanted
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_first_nats(
     ],
 )
 def test_spoken(text: str, wanted: str) -> None:
-    assert spoken(text, [" A", " B", " C", " D"]) == wanted
+    assert choice_in_reply(text, [" A", " B", " C", " D"]) == wanted
 
 
 def test_a_beginning_of_sequence_is_sent_once() -> None:
@@ -172,7 +172,7 @@ def test_what_is_no_reply_is_a_failure() -> None:
         )
     ) as server:
         made = endpoint(server.url)
-        with pytest.raises(Failed, match="no JSON"):
+        with pytest.raises(RequestError, match="no JSON"):
             made.generate("x", 1)
         assert made.generate("long", 1) == Reply(note="context overflow")
         assert (made.read, made.written) == (

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posbench.model.hooks import fork, held
+from posbench.model.hooks import appendable_cache, fork
 
 
 def fresh(size: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def test_caches_that_share_memory_hold_what_their_own_would(
     torch.manual_seed(draw.randrange(1000))
     first = fresh(4), fresh(4)
     # Each cache, and what it must hold.
-    live = [(held([first], spare), first)]
+    live = [(appendable_cache([first], spare), first)]
     for _ in range(25):
         number = draw.randrange(len(live))
         cache, (keys, values) = live[number]
@@ -66,7 +66,7 @@ def test_caches_that_share_memory_hold_what_their_own_would(
 
 
 def test_a_fork_after_another_copies_nothing() -> None:
-    cache = held([(fresh(50), fresh(50))])
+    cache = appendable_cache([(fresh(50), fresh(50))])
     place = cache.layers[0].keys.data_ptr()
     for _ in range(3):
         other = fork(cache)

@@ -14,7 +14,14 @@ from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.store import LEAST, Store, batches, grouped, layout, obstacle
+from posbench.model.store import (
+    MIN_SEGMENT_TOKENS,
+    Store,
+    batches,
+    grouped,
+    layout,
+    obstacle,
+)
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
 
@@ -68,26 +75,28 @@ def test_a_layout_computes_each_token_behind_what_it_sees_and_little_twice(
         assert (
             most is None
             or len(batch) == 1
-            or len(batch) * max(len(rows[e.row]) for e in batch) <= most
+            or len(batch) * max(len(rows[e.prompt]) for e in batch) <= most
         )
         for row, start, _ in batch:
             # Everything before a stretch was computed in an earlier batch.
-            assert set(found.slots[row][:start].tolist()) <= done
+            assert set(found.token_slots[row][:start].tolist()) <= done
         for row, start, _ in batch:
             for place, token in zip(
-                found.slots[row][start:].tolist(), rows[row][start:], strict=True
+                found.token_slots[row][start:].tolist(), rows[row][start:], strict=True
             ):
                 assert place not in done
                 held[place] = token
         done |= held.keys()
-    assert [[held[place] for place in slots.tolist()] for slots in found.slots] == rows
+    assert [
+        [held[place] for place in slots.tolist()] for slots in found.token_slots
+    ] == rows
     # A place stands for one beginning: prompts that share it are alike up to there.
     seen = {}
-    for row, slots in zip(rows, found.slots, strict=True):
+    for row, slots in zip(rows, found.token_slots, strict=True):
         for count, place in enumerate(slots.tolist(), 1):
             assert seen.setdefault(place, row[:count]) == row[:count]
     trie = len({tuple(row[:count]) for row in rows for count in range(1, len(row) + 1)})
-    assert trie <= found.size == len(held) <= trie + LEAST * len(rows)
+    assert trie <= found.size == len(held) <= trie + MIN_SEGMENT_TOKENS * len(rows)
 
 
 @settings(max_examples=100, deadline=None)

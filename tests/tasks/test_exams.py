@@ -382,7 +382,7 @@ def test_all_subjects_of_the_hub_must_be_all_questions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path)
-    monkeypatch.setattr(MMLU, "_of", lambda self, folder, subject: [None] * 246)
+    monkeypatch.setattr(MMLU, "_subject", lambda self, folder, subject: [None] * 246)
     with pytest.raises(UserError, match=r"14022 questions of cais/mmlu.*14042"):
         MMLU().examples("evaluation")
 
