@@ -187,8 +187,10 @@ def choices(*folders: Path) -> list[str]:
     return sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
 
 
-def near(name: str, known: Sequence[str], otherwise: str) -> str:
-    """A hint that names the closest known name, or says something else."""
-    longer = [candidate for candidate in known if name and candidate.startswith(name)]
-    matches = longer or difflib.get_close_matches(name, known, n=1)
+def near(name: str, candidates: Sequence[str], otherwise: str) -> str:
+    """A hint that names the closest candidate; ``otherwise`` where none is close."""
+    longer = [
+        candidate for candidate in candidates if name and candidate.startswith(name)
+    ]
+    matches = longer or difflib.get_close_matches(name, candidates, n=1)
     return f"did you mean {matches[0]}?" if matches else otherwise

@@ -56,17 +56,17 @@ PLAIN_WORDS = {
 }
 
 
-def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
+def build(cls: type[T], data: Mapping[str, Any], prefix: str) -> T:
     """Check plain data against a dataclass, with its annotated bounds, and make the object.
 
     Raises:
         UserError: Unknown or missing keys, wrong types, values out of bounds: all of them, each with its
-            dotted name in ``where``.
+            dotted name in ``prefix``.
     """
     faults = Faults()
     kinds = get_type_hints(cls, include_extras=True)
     for key, value in data.items():
-        fault = _key_fault(cls, kinds, key, value, where)
+        fault = _key_fault(cls, kinds, key, value, prefix)
         if fault:
             faults.found.append(fault)
     faults.raise_any()
@@ -80,13 +80,13 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
             reasons.setdefault(name, detail["msg"].lower())
         for name, reason in reasons.items():
             kind = kinds.get(name, Any)
-            faults.found.append(_wrong(where, name, data.get(name), kind, reason))
+            faults.found.append(_wrong(prefix, name, data.get(name), kind, reason))
         faults.raise_any()
         raise AssertionError("a validation error without an error") from error
 
 
 def _key_fault(
-    cls: Any, kinds: Mapping[str, Any], key: str, value: Any, where: str
+    cls: Any, kinds: Mapping[str, Any], key: str, value: Any, prefix: str
 ) -> UserError | None:
     """What is wrong with a key, or with a value that pydantic would accept; None where nothing is.
 
@@ -95,24 +95,24 @@ def _key_fault(
         kinds: Type hints of its fields.
         key: A key of the data.
         value: Its value.
-        where: Dotted name of the data.
+        prefix: Dotted name of the data.
     """
-    field = f"{where}.{key}"
+    field = f"{prefix}.{key}"
     names = [f.name for f in fields(cls)]
     new_name = getattr(cls, "renamed", {}).get(key)
     if new_name:
-        allowed = f"{where}.{new_name}, its name now"
-        hint = f"call it so: {where}.{new_name}={value}"
+        allowed = f"{prefix}.{new_name}, its name now"
+        hint = f"call it so: {prefix}.{new_name}={value}"
         return UserError(field, value, allowed, hint)
     if key not in names:
         allowed = f"keys {', '.join(names)}" if names else "no keys"
         hint = near(str(key), names, "remove the key")
-        hint = hint.replace("mean ", f"mean {where}.")
+        hint = hint.replace("mean ", f"mean {prefix}.")
         return UserError(field.strip("."), value, allowed, hint)
     kind = kinds[key]
     if isinstance(value, bool) and "bool" not in words(kind):
         # pydantic reads true as 1; nobody means a batch size of true.
-        return _wrong(where, key, value, kind)
+        return _wrong(prefix, key, value, kind)
     if isinstance(value, Mapping) and any(map(isabstract, _union_members(kind))):
         allowed = f"a choice of {key}, with a _target_"
         hint = f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
@@ -130,12 +130,12 @@ def _union_members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def verify(thing: Any, where: str) -> None:
+def verify(thing: Any, prefix: str) -> None:
     """Raise UserError unless an object that was made in Python keeps its declared bounds and choices."""
     faults = Faults()
     for name, kind in get_type_hints(type(thing), include_extras=True).items():
         if get_origin(kind) is not ClassVar and not _fits(getattr(thing, name), kind):
-            faults.found.append(_wrong(where, name, getattr(thing, name), kind))
+            faults.found.append(_wrong(prefix, name, getattr(thing, name), kind))
     faults.raise_any()
 
 
@@ -179,45 +179,45 @@ def _holds(value: Any, bound: Any) -> bool:
 
 
 def target(
-    data: Mapping[str, Any], kind: type[T], where: str
+    data: Mapping[str, Any], kind: type[T], prefix: str
 ) -> tuple[type[T], dict[str, Any]]:
     """The class that ``_target_`` names, and the other keys; UserError unless it is one of that kind."""
     if not isinstance(data, Mapping):
-        plural = {"search": "searches", "study": "studies"}.get(where, f"{where}s")
+        plural = {"search": "searches", "study": "studies"}.get(prefix, f"{prefix}s")
         hint = f"posbench ls {plural} shows the choices"
-        raise UserError(where, data, "a choice of that group", hint)
+        raise UserError(prefix, data, "a choice of that group", hint)
     path = data.get("_target_")
     try:
         module, _, name = str(path).rpartition(".")
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "the import path of a class"
-        hint = f"check conf/{where}/*.yaml ({error})"
-        raise UserError(f"{where}._target_", path, allowed, hint) from error
+        hint = f"check conf/{prefix}/*.yaml ({error})"
+        raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
-        raise UserError(f"{where}._target_", str(path), allowed, "see CONTRIBUTING.md")
+        raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
     return cls, {key: value for key, value in data.items() if key != "_target_"}
 
 
-def instantiate(data: Mapping[str, Any], kind: type[T], where: str) -> T:
+def instantiate(data: Mapping[str, Any], kind: type[T], prefix: str) -> T:
     """The object that a config node with a ``_target_`` describes, with all inside; see :func:`build`."""
-    cls, values = target(data, kind, where)
+    cls, values = target(data, kind, prefix)
     # The name of a choice travels with its data; few classes have a field for it.
     if "name" not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
         values.pop("name", None)
-    parts = {k: _instantiate_inside(v, f"{where}.{k}") for k, v in values.items()}
-    return build(cls, parts, where)
+    parts = {k: _instantiate_inside(v, f"{prefix}.{k}") for k, v in values.items()}
+    return build(cls, parts, prefix)
 
 
-def _instantiate_inside(value: Any, where: str) -> Any:
+def _instantiate_inside(value: Any, prefix: str) -> Any:
     """A config value with an object in place of every node that has a ``_target_``."""
     if not isinstance(value, Mapping):
         return value
     if "_target_" in value:
-        return instantiate(value, object, where)
+        return instantiate(value, object, prefix)
     return {
-        key: _instantiate_inside(part, f"{where}.{key}") for key, part in value.items()
+        key: _instantiate_inside(part, f"{prefix}.{key}") for key, part in value.items()
     }
 
 
@@ -250,9 +250,11 @@ def required(cls: type[Any]) -> set[str]:
     }
 
 
-def _wrong(where: str, name: str, value: Any, kind: Any, reason: str = "") -> UserError:
+def _wrong(
+    prefix: str, name: str, value: Any, kind: Any, reason: str = ""
+) -> UserError:
     """The error of a value that does not have its type, with pydantic's reason where that says more."""
-    field = f"{where}.{name}".strip(".")
+    field = f"{prefix}.{name}".strip(".")
     hint = f"set {field}={_example(kind)}"
     repeats_the_type = reason.startswith(("input should be", "tuple should have"))
     if reason and not repeats_the_type:

@@ -62,14 +62,14 @@ class Content:
         return fact | {"file": self.source.id, "commit": self.held}
 
 
-def contents(wanted: Iterable[Source]) -> list[Content]:
+def contents(config_sources: Iterable[Source]) -> list[Content]:
     """What the files of sources hold, in a fixed order; what is missing is downloaded where it can be.
 
     Raises:
         UserError: A file is missing or cannot be read.
     """
     jobs: list[tuple[Source, str, Path | None]] = []
-    for source in dict.fromkeys(wanted):
+    for source in dict.fromkeys(config_sources):
         try:
             for name, file in _files(source):
                 jobs.append((source, name, file))
@@ -82,16 +82,16 @@ def contents(wanted: Iterable[Source]) -> list[Content]:
         return list(pool.map(lambda job: _content(*job), jobs))
 
 
-def keys(found: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
+def keys(files: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
     """The keys of what some groups of the config read."""
-    return sorted(c.key for c in found if c.source.field.partition(".")[0] in groups)
+    return sorted(c.key for c in files if c.source.field.partition(".")[0] in groups)
 
 
-def in_place(raw: Mapping[str, Any], found: Iterable[Content]) -> dict[str, Any]:
+def in_place(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, Any]:
     """A config in which a hash of what a local file holds stands in place of its path."""
     data = deepcopy(dict(raw))
     keys_by_source: dict[Source, list[Any]] = {}
-    for content in found:
+    for content in files:
         keys_by_source.setdefault(content.source, []).append(content.key)
     for source, content_keys in keys_by_source.items():
         *groups, name = source.field.split(".")
@@ -104,9 +104,9 @@ def in_place(raw: Mapping[str, Any], found: Iterable[Content]) -> dict[str, Any]
     return data
 
 
-def changed(found: Iterable[Content]) -> Content | None:
+def changed(files: Iterable[Content]) -> Content | None:
     """The first file that no longer holds what it held; a new time stamp alone is no change."""
-    for content in found:
+    for content in files:
         if content.file is None:
             continue
         try:

@@ -327,15 +327,15 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
 
 def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
     """What :func:`fetch` prints of a file."""
-    what = source.field.partition(".")[0]
+    group = source.field.partition(".")[0]
     of_tokenizer = any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
     if source.files == CHECKPOINT and of_tokenizer:
-        what = "tokenizer"
+        group = "tokenizer"
     state = "missing"
     if file.here:
         state = "here" if source.kind == "path" else "cached"
     size = "?" if file.size is None else decimal(file.size)
-    return what, source.id, file.name, size, state
+    return group, source.id, file.name, size, state
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -375,8 +375,8 @@ def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
         ]
     if there(path) and path.is_file() and not is_checkpoint:
         return [File(path.name, path.stat().st_size, True)]
-    what = "directory" if is_checkpoint else "file or folder"
-    raise _refused(source, FileNotFoundError(f"no such {what}"))
+    missing = "directory" if is_checkpoint else "file or folder"
+    raise _refused(source, FileNotFoundError(f"no such {missing}"))
 
 
 def _download(source: Source) -> Path:

@@ -38,37 +38,40 @@ class MethodChoice:
 
     @classmethod
     def of(
-        cls, data: Mapping[str, Any], typed: Iterable[str] = (), where: str = "method"
+        cls,
+        data: Mapping[str, Any],
+        typed: Iterable[str] = (),
+        config_path: str = "method",
     ) -> MethodChoice:
         """The choice that a config node describes.
 
         Args:
             data: The node.
             typed: Dotted keys of the config that the user typed.
-            where: Dotted name of the node.
+            config_path: Dotted name of the node.
 
         Raises:
             UserError: There is no such class, or a list of methods has no parts.
         """
-        method_class, values = target(data, Method, where)  # type: ignore[type-abstract]
+        method_class, values = target(data, Method, config_path)  # type: ignore[type-abstract]
         name = str(values.pop("name", method_class.short_name()))
         all_typed = list(typed)
-        prefix = f"{where}."
+        prefix = f"{config_path}."
         typed_keys = [k.removeprefix(prefix) for k in all_typed if k.startswith(prefix)]
         parts: dict[str, MethodChoice] = {}
         if issubclass(method_class, Composed):
             nodes = values.pop("parts", None)
-            _check_parts(nodes, values, where)
+            _check_parts(nodes, values, config_path)
             for part_name, node in nodes.items():
-                part_where = f"{where}.parts.{part_name}"
+                part_path = f"{config_path}.parts.{part_name}"
                 part = {**node, "name": part_name}
-                parts[str(part_name)] = cls.of(part, all_typed, part_where)
+                parts[str(part_name)] = cls.of(part, all_typed, part_path)
         return cls(
             name=name,
             cls=method_class,
             values=values,
             typed=frozenset(typed_keys),
-            where=where,
+            where=config_path,
             parts=parts,
         )
 
@@ -129,16 +132,16 @@ class MethodChoice:
             return build(self.cls, values, "method")
 
 
-def _check_parts(nodes: Any, keys: Mapping[str, Any], where: str) -> None:
+def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
     """Raise UserError unless the parts of a list of methods are nodes by name, without further keys."""
     mapping = isinstance(nodes, Mapping) and len(nodes) > 0
     if not mapping or not all(isinstance(node, Mapping) for node in nodes.values()):
         hint = "write method=[layer_scaling,scale_channel]"
-        raise UserError(f"{where}.parts", nodes, "methods by name", hint)
+        raise UserError(f"{config_path}.parts", nodes, "methods by name", hint)
     for key, value in keys.items():
         allowed = f"keys of {', '.join(nodes)}"
-        hint = f"name the part: {where}.parts.NAME.{key}=..."
-        raise UserError(f"{where}.{key}", value, allowed, hint)
+        hint = f"name the part: {config_path}.parts.NAME.{key}=..."
+        raise UserError(f"{config_path}.{key}", value, allowed, hint)
 
 
 def every(

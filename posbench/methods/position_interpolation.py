@@ -29,8 +29,7 @@ class PositionInterpolation(Method):
     def folded(self, lm: LM) -> Folded | None:
         """Rotary embeddings of type linear, where those of the model are plain."""
         rope_type = getattr(rope.rotary_module(lm.model), "rope_type", "default")
-        by_layer_type = isinstance(rope_type, dict)
-        rope_types = rope_type.values() if by_layer_type else [rope_type]
+        rope_types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
         if set(rope_types) != {"default"}:
             return None
         return Folded(rope={"rope_type": "linear", "factor": self.scale})

@@ -269,10 +269,10 @@ class Search(ABC):
         target = replace(run.target, typed=frozenset())
         method = target.build(self.found(block), target, run.missing)
         unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
-        found = self._measure_under(run, "found", method, batches)
+        searched = self._measure_under(run, "found", method, batches)
         return held_back.gain(
             self.measure,
-            [found[example.id] for example in examples],
+            [searched[example.id] for example in examples],
             [unmodified[example.id] for example in examples],
             [example.cluster for example in examples],
         )
@@ -303,19 +303,19 @@ class Search(ABC):
             rows = run.complete(held_back.ROWS, label, batches, key, compute)
         return {row["id"]: row["value"] for row in rows}
 
-    def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
+    def write_found(self, run: Run, block: Mapping[str, Any], description: str) -> None:
         """Write ``found.yaml``, the block to paste into a model's YAML, and ``held_back.csv``, its gain.
 
         Args:
             run: The run.
             block: Parameters of the method, and facts about them.
-            how: The search in words, for the block's ``source``.
+            description: The search in words, for the block's ``source``.
         """
         assert run.target is not None
         facts = self._check_gain(run, block)
         table = pd.DataFrame([facts], columns=list(held_back.HEADER))
         write_csv(run.out.path / held_back.TABLE, table)
-        source = f"posbench {versions.__version__} {how}"
+        source = f"posbench {versions.__version__} {description}"
         if run.choice.parts:
             source += f" in the list {run.choice.name}"
         source += f"; run {run.out.path.name}"

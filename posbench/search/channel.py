@@ -225,23 +225,23 @@ class ChannelSearch(DeploySearch):
 
     def ask(
         self,
-        found: ChannelStatistics,
+        measured: ChannelStatistics,
         ranges: Sequence[tuple[int, int]],
         channel: int | None = None,
     ) -> list[ScaleChannel]:
         """The candidates, smoother channels first, which breaks ties.
 
         Args:
-            found: Statistics of the channels.
+            measured: Statistics of the channels.
             ranges: Layer ranges to try.
             channel: The only channel to try; None: every one that the filter leaves.
 
         Raises:
             UserError: No channel passes the filter.
         """
-        channels: Sequence[int] = found.ranking[: self.top_k]
+        channels: Sequence[int] = measured.ranking[: self.top_k]
         if self.candidates == "all":
-            channels = range(len(found.smoothness))
+            channels = range(len(measured.smoothness))
         if channel is not None:
             channels = [channel]
         if not channels:
@@ -319,9 +319,11 @@ class ChannelSearch(DeploySearch):
         block["loss"] = round(loss, 6)
         block["loss_unmodified"] = round(unmodified, 6)
         block |= shipped
-        how = f"search ({pool}, variant {self.variant}, {self.site}, {self.strings}"
-        how += f" strings of {self.length} tokens, {all_losses.shape[1]} calibration examples"
-        self.write_found(run, block, f"{how}, seed {self.seed})")
+        description = (
+            f"search ({pool}, variant {self.variant}, {self.site}, {self.strings}"
+        )
+        description += f" strings of {self.length} tokens, {all_losses.shape[1]} calibration examples"
+        self.write_found(run, block, f"{description}, seed {self.seed})")
 
     def _filter(
         self, run: Run, averages: Mapping[str, Array]

@@ -193,9 +193,9 @@ class DeploySearch(Search):
         table["allowed"] = True
         if self.side_task:
             clusters = [e.cluster or e.id for e in self._side_examples()]
-            pairs = self._side_pairs(run)
+            side_pairs = self._side_pairs(run)
             all_methods = [Unmodified(), *methods]
-            side_losses = self._method_losses(run, "side", pairs, all_methods)
+            side_losses = self._method_losses(run, "side", side_pairs, all_methods)
             rises = [paired(row, side_losses[0], clusters) for row in side_losses]
             table = table.join(
                 pd.DataFrame([ends(rise, "side_rise") for rise in rises])
@@ -273,8 +273,8 @@ class DeploySearch(Search):
                 for score, answer in zip(scores, answers, strict=True)
             ]
 
-        what = "the side task" if split == "side" else "all tokens scaled"
-        label = f"search: {len(methods)} again, {what}"
+        variant = "the side task" if split == "side" else "all tokens scaled"
+        label = f"search: {len(methods)} again, {variant}"
         rows = run.complete(DEPLOY_ROWS, label, batches, key, compute)
         losses = {(row["method"], row["id"]): row["loss"] for row in rows}
         return np.array(

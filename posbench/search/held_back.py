@@ -20,7 +20,7 @@ HEADER = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
 
 def gain(
     measure: str,
-    found: Sequence[float],
+    searched: Sequence[float],
     unmodified: Sequence[float],
     clusters: Sequence[str],
 ) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def gain(
 
     Args:
         measure: ``loss`` (lower is better), or any other name (higher is better).
-        found: The measure of N prompts under what the search found.
+        searched: The measure of N prompts under what the search found.
         unmodified: The same under the unmodified model.
         clusters: The question that each prompt belongs to.
 
@@ -39,11 +39,11 @@ def gain(
     if len(set(clusters)) < MIN_QUESTIONS:
         return {"measure": measure, "n": len(clusters)}
     # The gain is the first less the second.
-    operands = (unmodified, found) if measure == "loss" else (found, unmodified)
+    operands = (unmodified, searched) if measure == "loss" else (searched, unmodified)
     estimate = paired(*operands, clusters)
     numbers = {
-        "found": sum(found) / len(found),
-        "unmodified": sum(unmodified) / len(found),
+        "found": sum(searched) / len(searched),
+        "unmodified": sum(unmodified) / len(unmodified),
         "gain": estimate.value,
         "ci_low": estimate.ci_low,
         "ci_high": estimate.ci_high,
@@ -70,11 +70,10 @@ def words(facts: Mapping[str, Any]) -> str:
     verdict = "the search gains"
     if noise(facts):
         verdict += " nothing beyond noise"
-    found = f"{facts['measure']} {facts['found']:.4g}"
-    unmodified = f"unmodified {facts['unmodified']:.4g}"
+    means = f"{facts['measure']} {facts['found']:.4g}"
+    means += f", unmodified {facts['unmodified']:.4g}"
     interval = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])
-    prompts = f"{facts['n']} held-back prompts"
-    return f"{verdict}: {found}, {unmodified} on {prompts}, gain {interval}"
+    return f"{verdict}: {means} on {facts['n']} held-back prompts, gain {interval}"
 
 
 def told(facts: Mapping[str, Any]) -> str:
