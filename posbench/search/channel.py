@@ -291,6 +291,7 @@ class ChannelSearch(DeploySearch):
                 shipped["deploy"] = self.facts(deploy_table)
                 loss = shipped["deploy"]["loss"]
 
+        num_examples = all_losses.shape[1]
         order = np.argsort(losses, kind="stable")
         ranked = [candidates[i] for i in order]
         channels = [c.channels[0] for c in ranked]
@@ -304,7 +305,7 @@ class ChannelSearch(DeploySearch):
         table["smoothness"] = measured.smoothness[channels]
         table["selected"] = [int(i) == best for i in order]
         table["loss_unmodified"] = unmodified
-        table["n"] = all_losses.shape[1]
+        table["n"] = num_examples
         write_csv(run.out.path / "search.csv", table)
         shown_channel = channels[0]
         block: dict[str, Any] = dict.fromkeys(self.finds)
@@ -319,11 +320,10 @@ class ChannelSearch(DeploySearch):
         block["loss"] = round(loss, 6)
         block["loss_unmodified"] = round(unmodified, 6)
         block |= shipped
-        description = (
-            f"search ({pool}, variant {self.variant}, {self.site}, {self.strings}"
-        )
-        description += f" strings of {self.length} tokens, {all_losses.shape[1]} calibration examples"
-        self.write_found(run, block, f"{description}, seed {self.seed})")
+        strings = f"{self.strings} strings of {self.length} tokens"
+        description = f"search ({pool}, variant {self.variant}, {self.site}, {strings}"
+        description += f", {num_examples} calibration examples, seed {self.seed})"
+        self.write_found(run, block, description)
 
     def _filter(
         self, run: Run, averages: Mapping[str, Array]

@@ -369,8 +369,11 @@ class Evolution:
         return self._scales[genome]
 
     def breed(self) -> list[list[Genome]]:
-        """Families of the next generation, of each of which the fittest joins: the first population, or
-        crossovers, then mutants."""
+        """Families of candidates, of each of which the fittest joins the next population.
+
+        The first generation has the initial genome and its mutants; a later one children of crossovers, a
+        family each, then mutants.
+        """
         search = self.search
         if not self.history:
             first = search.first(self.layers)
