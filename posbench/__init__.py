@@ -15,10 +15,10 @@ __all__ = ["LM", "__version__", "load", "methods"]
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: the command line's help and listings do without them.
-    homes = {"LM": "posbench.model.lm", "load": "posbench.model.load"}
-    if name in homes:
+    modules = {"LM": "posbench.model.lm", "load": "posbench.model.load"}
+    if name in modules:
         importlib.import_module("posbench.versions").check()
-        return getattr(importlib.import_module(homes[name]), name)
+        return getattr(importlib.import_module(modules[name]), name)
     if name == "methods":
         return importlib.import_module("posbench.methods")
     raise AttributeError(f"module 'posbench' has no attribute {name!r}")

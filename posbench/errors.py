@@ -26,13 +26,12 @@ class UserError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        line = (
-            f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
-        )
+        fault = f"{self.field} = {self.value!r}"
+        line = f"{fault}: allowed: {self.allowed}; next: {self.hint}"
         return " ".join(line.split())
 
     def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
-        # What an error is made of goes between processes, not its text.
+        # Pickled as its parts: an exception is pickled as its text otherwise.
         return type(self), (self.field, self.value, self.allowed, self.hint)
 
     @property
@@ -47,61 +46,69 @@ class MachineError(UserError):
     status = 3
 
 
-NAMES = "ENOSPC EDQUOT EACCES EPERM EROFS EMFILE ENFILE EFBIG EIO ENOMEM ENOLCK"
-OF_THE_MACHINE = {
-    number for number, name in errno.errorcode.items() if name in NAMES.split()
-}
+MACHINE_ERRNO_NAMES = (
+    "ENOSPC",
+    "EDQUOT",
+    "EACCES",
+    "EPERM",
+    "EROFS",
+    "EMFILE",
+    "ENFILE",
+    "EFBIG",
+    "EIO",
+    "ENOMEM",
+    "ENOLCK",
+)
 """Errors of the system that no argument can correct: disk, permission, open files, memory."""
-NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+MACHINE_ERRNOS = {
+    number for number, name in errno.errorcode.items() if name in MACHINE_ERRNO_NAMES
+}
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+)
 
 
 def is_machine_fault(error: BaseException) -> bool:
     """Whether the machine, not input or code, made an error; torch reports memory in its own ways."""
     if isinstance(error, OSError):
-        return error.errno in OF_THE_MACHINE
-    out_of_memory = (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    )
-    return out_of_memory or (
-        isinstance(error, RuntimeError) and any(t in str(error) for t in NO_MEMORY)
-    )
+        return error.errno in MACHINE_ERRNOS
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    is_runtime_error = isinstance(error, RuntimeError)
+    return is_runtime_error and any(t in str(error) for t in OUT_OF_MEMORY_TEXTS)
 
 
 def in_one_line(error: BaseException) -> UserError | None:
     """An error as one line: bad input, the machine, or a name too long for it; None for any other."""
+    if isinstance(error, UserError):
+        return error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        name = str(error.filename)
-        return UserError(
-            "file", f"{name[:60]}...", "a name of at most 255 bytes", "shorten it"
-        )
-    return error if isinstance(error, UserError) else machine_error(error)
+        name = f"{str(error.filename)[:60]}..."
+        return UserError("file", name, "a name of at most 255 bytes", "shorten it")
+    return machine_error(error)
 
 
 def machine_error(error: BaseException) -> MachineError | None:
     """An error of the machine as one line; None for any other."""
     if not is_machine_fault(error):
         return None
-    if not isinstance(error, OSError):
-        hint = "set a smaller runtime.batch_size, or take a smaller model; the same command resumes"
-        return MachineError(
-            "memory", " ".join(str(error).split())[:120], "enough of it", hint
-        )
-    hint = (
-        f"see to that ({error.strerror or error}), then repeat the command: it resumes"
-    )
-    return MachineError(
-        "file",
-        error.filename or "none named",
-        "a disk that takes and gives files",
-        hint,
-    )
+    if isinstance(error, OSError):
+        name = error.filename or "none named"
+        allowed = "a disk that takes and gives files"
+        hint = f"see to that ({error.strerror or error}), then repeat the command: it resumes"
+        return MachineError("file", name, allowed, hint)
+    text = " ".join(str(error).split())[:120]
+    hint = "set a smaller runtime.batch_size, or take a smaller model; the same command resumes"
+    return MachineError("memory", text, "enough of it", hint)
 
 
 class SeveralErrors(UserError):
     """Several faults that were found together; its text has a line for each."""
 
     def __init__(self, faults: Sequence[UserError]) -> None:
-        self._faults = tuple(one for fault in faults for one in fault.faults)
+        self._faults = tuple(fault for error in faults for fault in error.faults)
         first = self._faults[0]
         super().__init__(first.field, first.value, first.allowed, first.hint)
 
@@ -118,14 +125,14 @@ class SeveralErrors(UserError):
 
 
 class Faults:
-    """Collects faults in ``found``, so that a user hears of all of them at once."""
+    """Collects errors in ``found``, so that a user sees all of them at once."""
 
     def __init__(self) -> None:
         self.found: list[UserError] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Keep a fault of this block and go on behind it."""
+        """Record a UserError of this block, and continue after the block."""
         try:
             yield
         except UserError as error:
@@ -134,16 +141,18 @@ class Faults:
     def raise_any(self) -> None:
         """Raise the UserError that was collected; several make a :class:`SeveralErrors`."""
         if self.found:
-            raise _together(self.found)
+            raise _merge(self.found)
 
 
-def _together(faults: Sequence[UserError]) -> UserError:
-    first = dict[tuple[str, str], UserError]()
-    for fault in (one for several in faults for one in several.faults):
-        # Several checks may look at one value: the first word on it is as good as the others.
-        first.setdefault((fault.field, repr(fault.value)), fault)
-    found = [*first.values()]
-    return found[0] if len(found) == 1 else SeveralErrors(found)
+def _merge(errors: Sequence[UserError]) -> UserError:
+    """One error with the faults of all."""
+    by_value: dict[tuple[str, str], UserError] = {}
+    for error in errors:
+        for fault in error.faults:
+            # Several checks may refuse one value: the first one that does is as good as the others.
+            by_value.setdefault((fault.field, repr(fault.value)), fault)
+    faults = list(by_value.values())
+    return faults[0] if len(faults) == 1 else SeveralErrors(faults)
 
 
 def complain(error: UserError) -> None:
@@ -153,24 +162,24 @@ def complain(error: UserError) -> None:
 
 
 @contextmanager
-def renamed(own: str, shown: str) -> Iterator[None]:
-    """Let the errors of a block name ``shown`` where they would name ``own``, in all their parts."""
-
-    def told(fault: UserError) -> UserError:
-        if fault.field.startswith(shown):
-            return fault
-        field, allowed, hint = (
-            t.replace(own, shown) for t in (fault.field, fault.allowed, fault.hint)
-        )
-        return type(fault)(field, fault.value, allowed, hint)
-
+def renamed(old: str, new: str) -> Iterator[None]:
+    """Let the errors of a block name ``new`` where they would name ``old``: in field, allowed and hint."""
     try:
         yield
     except UserError as error:
-        found = _together([told(fault) for fault in error.faults])
-        if found is error:
+        merged = _merge([_rename(fault, old, new) for fault in error.faults])
+        if merged is error:
             raise
-        raise found from error
+        raise merged from error
+
+
+def _rename(fault: UserError, old: str, new: str) -> UserError:
+    if fault.field.startswith(new):
+        return fault
+    field = fault.field.replace(old, new)
+    allowed = fault.allowed.replace(old, new)
+    hint = fault.hint.replace(old, new)
+    return type(fault)(field, fault.value, allowed, hint)
 
 
 def choices(*folders: Path) -> list[str]:
@@ -178,8 +187,10 @@ def choices(*folders: Path) -> list[str]:
     return sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
 
 
-def near(name: str, known: Sequence[str], otherwise: str) -> str:
-    """A hint that names the closest known name, or says something else."""
-    begun = [k for k in known if name and k.startswith(name)]
-    match = begun[:1] or difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {match[0]}?" if match else otherwise
+def near(name: str, candidates: Sequence[str], otherwise: str) -> str:
+    """A hint that names the closest candidate; ``otherwise`` where none is close."""
+    longer = [
+        candidate for candidate in candidates if name and candidate.startswith(name)
+    ]
+    matches = longer or difflib.get_close_matches(name, candidates, n=1)
+    return f"did you mean {matches[0]}?" if matches else otherwise

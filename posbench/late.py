@@ -17,8 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Late:
-    """Stands for a module that is imported when it is asked for something."""
+class LateModule:
+    """Stands for a module that is imported when one of its attributes is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,44 +40,52 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
-    matplotlib, pd, torch, transformers = map(
-        Late, ("matplotlib", "pandas", "torch", "transformers")
-    )
-    nn, F, hub_errors = map(
-        Late, ("torch.nn", "torch.nn.functional", "huggingface_hub.errors")
-    )
-    sdpa = Late("transformers.integrations.sdpa_attention")
+    F = LateModule("torch.nn.functional")
+    hub_errors = LateModule("huggingface_hub.errors")
+    matplotlib = LateModule("matplotlib")
+    nn = LateModule("torch.nn")
+    pd = LateModule("pandas")
+    sdpa = LateModule("transformers.integrations.sdpa_attention")
+    torch = LateModule("torch")
+    transformers = LateModule("transformers")
     # For annotations alone: isinstance() refuses them.
-    Axes = Figure = Tensor = PreTrainedConfig = PreTrainedModel = (
-        PreTrainedTokenizerBase
-    ) = Any
+    Axes = Any
+    Figure = Any
+    PreTrainedConfig = Any
+    PreTrainedModel = Any
+    PreTrainedTokenizerBase = Any
+    Tensor = Any
 
 __all__ = [
-    *(
-        "Axes",
-        "F",
-        "Figure",
-        "PreTrainedConfig",
-        "PreTrainedModel",
-        "PreTrainedTokenizerBase",
-        "Tensor",
-    ),
-    *("hub_errors", "matplotlib", "nn", "pd", "sdpa", "torch", "transformers"),
+    "Axes",
+    "F",
+    "Figure",
+    "PreTrainedConfig",
+    "PreTrainedModel",
+    "PreTrainedTokenizerBase",
+    "Tensor",
+    "hub_errors",
+    "matplotlib",
+    "nn",
+    "pd",
+    "sdpa",
+    "torch",
+    "transformers",
 ]
 
 
 def within(
     block: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: each call runs inside a block of its own, which is made when the call comes."""
+    """Decorator that runs each call inside a new context manager, made by ``block``."""
 
-    def decorate(call: Callable[P, R]) -> Callable[P, R]:
-        @wraps(call)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def decorated(*args: P.args, **kwargs: P.kwargs) -> R:
             with block():
-                return call(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        return inside
+        return decorated
 
     return decorate
 

@@ -18,22 +18,23 @@ EMBEDDED = "posbench://"
 
 def model_path(path: str) -> str:
     """``posbench://NAME`` as the folder of an embedded model; other paths and hub ids pass through."""
-    embedded = path.startswith(EMBEDDED)
-    return str(
-        MODELS / path.removeprefix(EMBEDDED) if embedded else Path(path).expanduser()
-    )
+    if path.startswith(EMBEDDED):
+        return str(MODELS / path.removeprefix(EMBEDDED))
+    return str(Path(path).expanduser())
 
 
-def config_folders(own: str | None, field: str = "--config-dir") -> list[Path]:
-    """posbench's config folder and the user's own, if any, whose modules can be imported from then on.
+def config_folders(user_folder: str | None, field: str = "--config-dir") -> list[Path]:
+    """posbench's config folder and the user's, if any, whose modules can be imported from then on.
 
     Raises:
         UserError: There is no such folder; ``field`` is what named it.
     """
-    if own is None:
+    if user_folder is None:
         return [CONF]
-    folder = Path(own).expanduser().absolute()
+    folder = Path(user_folder).expanduser().absolute()
     if not folder.is_dir():
-        raise UserError(field, own, "a folder with your YAML files", "check the path")
-    sys.path += [str(folder)] if str(folder) not in sys.path else []
+        allowed = "a folder with your YAML files"
+        raise UserError(field, user_folder, allowed, "check the path")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     return [CONF, folder]

@@ -9,31 +9,32 @@ from posbench.errors import UserError
 __version__ = "0.1.0"
 
 
-def _needed() -> list[Requirement]:
-    """What the package metadata asks for, without extras; nothing in a checkout that was never installed."""
+def _requirements() -> list[Requirement]:
+    """What the package metadata requires, without extras; empty in a checkout that was never installed."""
     try:
-        lines = [Requirement(line) for line in requires("posbench") or ()]
+        requirements = [Requirement(line) for line in requires("posbench") or ()]
     except PackageNotFoundError:
         return []
-    return [
-        line for line in lines if not line.marker or line.marker.evaluate({"extra": ""})
-    ]
+    no_extra = {"extra": ""}
+    return [r for r in requirements if not r.marker or r.marker.evaluate(no_extra)]
 
 
 def installed() -> dict[str, str]:
     """Versions of what posbench needs, for the record of a run."""
-    return {requirement.name: version(requirement.name) for requirement in _needed()}
+    return {r.name: version(r.name) for r in _requirements()}
 
 
 def check() -> None:
     """Raise UserError for an unsupported transformers, before its import fails without saying why."""
-    for requirement in (r for r in _needed() if r.name == "transformers"):
-        found = version("transformers")
-        if not requirement.specifier.contains(found, prereleases=True):
+    for requirement in _requirements():
+        if requirement.name != "transformers":
+            continue
+        installed_version = version("transformers")
+        supported = requirement.specifier
+        if not supported.contains(installed_version, prereleases=True):
+            allowed = f"version {supported}"
             hint = f"pip install '{requirement}'"
-            raise UserError(
-                "transformers", found, f"version {requirement.specifier}", hint
-            )
+            raise UserError("transformers", installed_version, allowed, hint)
 
 
 def summary() -> str:

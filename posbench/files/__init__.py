@@ -1,1 +1,1 @@
-"""Whole files, hashes, Markdown, the machine, and where files come from."""
+"""Files of runs: where they come from, atomic writes, hashes, Markdown tables, and the machine."""

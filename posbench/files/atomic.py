@@ -27,17 +27,14 @@ def canonical(data: Any) -> Any:
     """Plain data where equal content looks equal: 0.0 is 0, a tuple a list."""
     if isinstance(data, float):
         return int(data) if data.is_integer() else data
+    # Most data is this: asking whether it is a mapping takes ten times as long.
     if data is None or isinstance(data, str | int):
-        return (
-            data  # most of it: asking whether it is a mapping takes ten times as long
-        )
+        return data
     if isinstance(data, list | tuple):
         return [canonical(value) for value in data]
-    return (
-        {key: canonical(value) for key, value in data.items()}
-        if isinstance(data, Mapping)
-        else data
-    )
+    if isinstance(data, Mapping):
+        return {key: canonical(value) for key, value in data.items()}
+    return data
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -58,30 +55,31 @@ def write_text(path: Path, text: str) -> None:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder that takes the place of ``out`` when the block ends without an error, and else is removed."""
-    made, old = (out.with_name(f".{out.name}.{state}") for state in ("new", "old"))
-    for left in (made, old):
-        shutil.rmtree(left, ignore_errors=True)
-    made.mkdir(parents=True)
+    new = out.with_name(f".{out.name}.new")
+    old = out.with_name(f".{out.name}.old")
+    # What a killed process left behind.
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    new.mkdir(parents=True)
     try:
-        yield made
+        yield new
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
     if out.exists():
         out.rename(old)
-    made.rename(out)
+    new.rename(out)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
     """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
-    write_text(
-        path, frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
-    )
+    text = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
+    write_text(path, text)
 
 
 def rounded(values: Any, digits: int = 6) -> Any:
-    """Numbers in nested lists or an array, with so many significant digits: what rows in files hold."""
+    """Numbers of nested lists or an array, rounded to so many significant digits for rows in files."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""What the files of a run hold: sha256 of every byte, remembered for big files."""
+"""What the files of a run hold: sha256 of every byte, cached for big files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,11 @@ from posbench.files import sources
 from posbench.files.atomic import digest, write_text
 from posbench.files.sources import CHECKPOINT, Source
 
-BIG = 1 << 22
-"""Bytes from which a hash is remembered; a smaller file is read again each time."""
+MIN_CACHED_BYTES = 1 << 22
+"""Size from which a file's hash is cached; a smaller file is read again each time."""
 
-SETTLED = 2_000_000_000
-"""Nanoseconds that a file must have rested: two changes within one tick of its clock look the same."""
+SETTLED_NANOSECONDS = 2_000_000_000
+"""How long a file must have rested: two changes within one tick of its clock look the same."""
 
 UNREAD = {".md", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".safetensors"}
 """Files of a checkpoint folder that loading does not read; of safetensors it reads those that it names."""
@@ -31,13 +32,21 @@ UNREAD = {".md", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".safetensor
 
 @dataclass(frozen=True)
 class Content:
-    """A file of a source, or a data set or checkpoint of the hub, as a run found it."""
+    """A file of a source, or a data set or checkpoint of the hub, as a run found it.
+
+    Attributes:
+        source: Where it comes from.
+        name: Path in the source's folder; of a single file its suffix, which says how it is read.
+        file: Where it lies; None: on the hub.
+        held: What it holds: the file's sha256, or the commit of a hub repository.
+        stamp: The file's :func:`stamp` before it was hashed.
+    """
 
     source: Source
-    name: str  # path in the source's folder; of a single file its suffix, which says how it is read
-    file: Path | None  # None: the hub's
-    held: str  # sha256; the hub's commit
-    stamp: tuple[int, ...] = ()  # see :func:`stamp`
+    name: str
+    file: Path | None
+    held: str
+    stamp: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -47,71 +56,63 @@ class Content:
     @property
     def fact(self) -> dict[str, str]:
         """For the record of a run."""
-        place, kind = (
-            (str(self.file), "sha256") if self.file else (self.source.id, "commit")
-        )
-        return {
-            "field": self.source.field,
-            "name": self.name,
-            "file": place,
-            kind: self.held,
-        }
+        fact = {"field": self.source.field, "name": self.name}
+        if self.file:
+            return fact | {"file": str(self.file), "sha256": self.held}
+        return fact | {"file": self.source.id, "commit": self.held}
 
 
-def contents(wanted: Iterable[Source]) -> list[Content]:
+def contents(config_sources: Iterable[Source]) -> list[Content]:
     """What the files of sources hold, in a fixed order; what is missing is downloaded where it can be.
 
     Raises:
         UserError: A file is missing or cannot be read.
     """
     jobs: list[tuple[Source, str, Path | None]] = []
-    for source in dict.fromkeys(wanted):
+    for source in dict.fromkeys(config_sources):
         try:
-            jobs += [(source, *each) for each in _files(source)]
+            for name, file in _files(source):
+                jobs.append((source, name, file))
         except OSError as error:
+            allowed = "a file or folder on this machine"
             hint = f"check the path ({error.strerror or error})"
-            raise UserError(
-                source.field, source.id, "a file or folder on this machine", hint
-            ) from error
+            raise UserError(source.field, source.id, allowed, hint) from error
     # Hashing lets other threads run: the shards of a checkpoint are hashed side by side.
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         return list(pool.map(lambda job: _content(*job), jobs))
 
 
-def keys(found: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
+def keys(files: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
     """The keys of what some groups of the config read."""
-    return sorted(c.key for c in found if c.source.field.partition(".")[0] in groups)
+    return sorted(c.key for c in files if c.source.field.partition(".")[0] in groups)
 
 
-def in_place(raw: Mapping[str, Any], found: Iterable[Content]) -> dict[str, Any]:
-    """A config in which what a local file holds stands in place of its path."""
+def in_place(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, Any]:
+    """A config in which a hash of what a local file holds stands in place of its path."""
     data = deepcopy(dict(raw))
-    held = dict[Source, list[Any]]()
-    for content in found:
-        held.setdefault(content.source, []).append(content.key)
-    for source in held:
-        *groups, last = source.field.split(".")
+    keys_by_source: dict[Source, list[Any]] = {}
+    for content in files:
+        keys_by_source.setdefault(content.source, []).append(content.key)
+    for source, content_keys in keys_by_source.items():
+        *groups, name = source.field.split(".")
         node: Any = data
         for group in groups:
-            node = node.get(group, {}) if isinstance(node, dict) else {}
-        if (
-            isinstance(node, dict)
-            and source.kind == "path"
-            and node.get(last) == source.id
-        ):
-            node[last] = f"sha256:{digest(held[source], 12)}"
+            node = node.get(group) if isinstance(node, dict) else None
+        names_path = isinstance(node, dict) and node.get(name) == source.id
+        if names_path and source.kind == "path":
+            node[name] = f"sha256:{digest(content_keys, 12)}"
     return data
 
 
-def changed(found: Iterable[Content]) -> Content | None:
-    """The first file that no longer holds what it held; one that was only touched does."""
-    for content in found:
+def changed(files: Iterable[Content]) -> Content | None:
+    """The first file that no longer holds what it held; a new time stamp alone is no change."""
+    for content in files:
+        if content.file is None:
+            continue
         try:
-            if (
-                content.file
-                and stamp(content.file) != content.stamp
-                and sha256(content.file) != content.held
-            ):
+            if stamp(content.file) == content.stamp:
+                continue
+            if sha256(content.file) != content.held:
                 return content
         except OSError:
             return content
@@ -120,60 +121,74 @@ def changed(found: Iterable[Content]) -> Content | None:
 
 def stamp(file: Path) -> tuple[int, ...]:
     """What changes whenever a file does: size, times of its content and of its entry (ns), inode, device."""
-    at = file.stat()
-    return at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev
+    status = file.stat()
+    return (
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_ino,
+        status.st_dev,
+    )
 
 
 def sha256(file: Path) -> str:
-    """Hash of all bytes of a file."""
+    """Hash of all bytes of a file; cached for a big one."""
     file = file.resolve()
-    before = stamp(file)
-    note = _note(file) if before[0] >= BIG else None
-    if note and (known := _remembered(note, before)):
-        return known
+    stamp_before = stamp(file)
+    size, modified_ns, moved_ns, *_ = stamp_before
+    cache_file = _cache_file(file) if size >= MIN_CACHED_BYTES else None
+    if cache_file:
+        cached = _cached_hash(cache_file, stamp_before)
+        if cached:
+            return cached
     with open(file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if note and stamp(file) == before and time.time_ns() - max(before[1:3]) > SETTLED:
-        try:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            write_text(
-                note,
-                json.dumps({"file": str(file), "stamp": before, "sha256": found})
-                + "\n",
-            )
-        except OSError:
-            # Nowhere to remember it: it is hashed again the next time.
-            pass
-    return found
+        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
+    if cache_file and stamp(file) == stamp_before:
+        age_ns = time.time_ns() - max(modified_ns, moved_ns)
+        if age_ns > SETTLED_NANOSECONDS:
+            entry = {"file": str(file), "stamp": stamp_before, "sha256": checksum}
+            _write_cache(cache_file, entry)
+    return checksum
 
 
-def _note(file: Path) -> Path | None:
-    """Where the hash of a file is remembered: a file each, so that two processes never write the same."""
+def _cache_file(file: Path) -> Path | None:
+    """Where the hash of a file is cached: a file each, so that two processes never write the same."""
     cache = sources.cache_folder()
-    name = hashlib.sha256(str(file).encode(errors="surrogateescape"))
-    return cache / "sha256" / f"{name.hexdigest()[:24]}.json" if cache else None
+    if cache is None:
+        return None
+    name = hashlib.sha256(str(file).encode(errors="surrogateescape")).hexdigest()
+    return cache / "sha256" / f"{name[:24]}.json"
 
 
-def _remembered(note: Path, now: tuple[int, ...]) -> str:
-    """The remembered hash; empty where there is none, or the file changed since."""
+def _cached_hash(cache_file: Path, current_stamp: tuple[int, ...]) -> str:
+    """The cached hash; empty where there is none, or the file changed since."""
     try:
-        known = json.loads(note.read_text())
-        return str(known["sha256"]) if tuple(known["stamp"]) == now else ""
+        entry = json.loads(cache_file.read_text())
+        unchanged = tuple(entry["stamp"]) == current_stamp
+        checksum = str(entry["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+    return checksum if unchanged else ""
+
+
+def _write_cache(cache_file: Path, entry: Mapping[str, Any]) -> None:
+    """Write an entry of the cache; where that is impossible, the file is hashed again the next time."""
+    with suppress(OSError):
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(cache_file, json.dumps(entry) + "\n")
 
 
 def _content(source: Source, name: str, file: Path | None) -> Content:
+    """The content of a file; ``name`` is the commit where there is none."""
     if file is None:
-        return Content(source, "", None, name)
+        return Content(source, name="", file=None, held=name)
     try:
-        before = stamp(file)
-        return Content(source, name, file.resolve(), sha256(file), before)
+        stamp_before = stamp(file)
+        return Content(source, name, file.resolve(), sha256(file), stamp_before)
     except OSError as error:
+        allowed = "a file that can be read"
         hint = f"check its permissions ({error.strerror or error})"
-        raise MachineError(
-            source.field, str(file), "a file that can be read", hint
-        ) from error
+        raise MachineError(source.field, str(file), allowed, hint) from error
 
 
 def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
@@ -181,34 +196,35 @@ def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
     if source.kind in ("model", "dataset"):
         yield sources.commit(source), None
         return
-    place = (
-        sources.local(source)
-        if source.kind == "url"
-        else Path(paths.model_path(source.id))
-    )
-    if not sources.there(place):
-        allowed = (
-            "a file or folder on this machine"
-            if source.files
-            else "a file on this machine"
-        )
+    path = Path(paths.model_path(source.id))
+    if source.kind == "url":
+        path = sources.local(source)
+    allowed = "a file on this machine"
+    if not sources.there(path):
+        if source.files:
+            allowed = "a file or folder on this machine"
         raise UserError(source.field, source.id, allowed, "check the path")
-    if source.files == CHECKPOINT and place.is_dir():
-        named = set(sources.shards(place))
-        for file in sorted(
-            p for p in place.iterdir() if p.is_file() and not p.name.startswith(".")
-        ):
-            adapter = file.name.startswith("adapter") and file.suffix == ".safetensors"
-            if file.suffix not in UNREAD or file.name in named or adapter:
-                yield file.name, file
-    elif place.is_dir() and source.files:
-        found = {
-            p for pattern in source.files for p in place.glob(pattern) if p.is_file()
-        }
-        yield from sorted((p.relative_to(place).as_posix(), p) for p in found)
-    elif place.is_file():
-        yield place.suffix, place
+    if path.is_dir() and source.files == CHECKPOINT:
+        for file in _checkpoint_files(path):
+            yield file.name, file
+    elif path.is_dir() and source.files:
+        matches = {file for pattern in source.files for file in path.glob(pattern)}
+        files = [(f.relative_to(path).as_posix(), f) for f in matches if f.is_file()]
+        yield from sorted(files)
+    elif path.is_file():
+        yield path.suffix, path
     else:
-        raise UserError(
-            source.field, source.id, "a file on this machine", "check the path"
-        )
+        raise UserError(source.field, source.id, allowed, "check the path")
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint folder that loading reads."""
+    weights = set(sources.shards(folder))
+    files = []
+    for file in sorted(folder.iterdir()):
+        if not file.is_file() or file.name.startswith("."):
+            continue
+        adapter = file.name.startswith("adapter") and file.suffix == ".safetensors"
+        if file.suffix not in UNREAD or file.name in weights or adapter:
+            files.append(file)
+    return files

@@ -14,22 +14,22 @@ if sys.platform != "win32":
 
 
 def hardware() -> str:
-    """One line that names what rounding depends on: the processor, the instruction set that torch uses of it,
-    the number of threads, and the accelerators."""
-    name = platform.processor() or platform.machine()
+    """What rounding depends on, in one line: processor, instruction set that torch uses, threads, GPUs."""
+    processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        lines = [
-            line
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        name = lines[0].split(":", 1)[1].strip() if lines else name
-    threads = torch.get_num_threads()
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
     instructions = torch.backends.cpu.get_cpu_capability()
-    parts = [f"{name}, {instructions}, {threads} thread{'s' * (threads > 1)}"]
+    num_threads = torch.get_num_threads()
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    text = f"{processor}, {instructions}, {threads}"
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return "; ".join([*parts, ", ".join(gpus)] if gpus else parts)
+    if gpus:
+        text += f"; {', '.join(gpus)}"
+    return text
 
 
 @cache
@@ -39,13 +39,13 @@ def default_threads() -> int:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most memory that this process has held so far, in bytes: ``resident``, and ``cuda`` on all GPUs."""
-    found = {}
+    """Peak memory of this process so far, in bytes: ``resident``, and ``cuda`` on all GPUs."""
+    peaks = {}
     if sys.platform != "win32":  # where the standard library cannot tell
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["resident"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        peaks["resident"] = unit_bytes * usage.ru_maxrss
     if torch.cuda.is_initialized():
-        found["cuda"] = sum(
-            map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
-        )
-    return found
+        devices = range(torch.cuda.device_count())
+        peaks["cuda"] = sum(torch.cuda.max_memory_allocated(i) for i in devices)
+    return peaks

@@ -5,6 +5,11 @@ from collections.abc import Iterable, Sequence
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    told = (" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in rows)
-    return "\n".join([*lines, *(f"| {cells} |" for cells in told)])
+    lines = [_line(header), "|" + " --- |" * len(header)]
+    for row in rows:
+        lines.append(_line([str(cell).replace("|", "\\|") for cell in row]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

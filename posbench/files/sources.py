@@ -38,21 +38,34 @@ TOKENIZER = (
     "chat_template*",
     "*.model",
 )
+"""Which of these files are the tokenizer's."""
+
+SERVER_TIMEOUT_SECONDS = 30
+# Without a timeout the hub's client would retry for half a minute where there is no network.
+HUB_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files that a config needs, in one place."""
+    """Files that a config needs, in one place.
 
-    # ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine)
+    Attributes:
+        kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
+        id: Hub id, URL, or path of a file or folder.
+        field: The config key that named it, for errors.
+        files: Of a data set, paths in its repository; of a checkpoint, patterns in its top folder.
+        revision: Hub branch, tag or commit; None is the default branch.
+        sha256: Checksum that a URL's content must have; empty: not known.
+        about: What is known of size and licence without asking.
+    """
+
     kind: Literal["model", "dataset", "url", "path"]
-    id: str  # hub id, URL, or path of a file or folder
-    field: str  # the config key that named it, for errors
-    # of a data set, paths in its repository; of a checkpoint, patterns in its top folder
+    id: str
+    field: str
     files: tuple[str, ...] = ()
-    revision: str | None = None  # hub branch, tag or commit; None is the default branch
-    sha256: str = ""  # checksum that a URL's content must have; empty: not known
-    about: str = ""  # what is known of size and licence without asking
+    revision: str | None = None
+    sha256: str = ""
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,12 +88,14 @@ def there(path: Path) -> bool:
 def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
-    local = (
-        there(Path(resolved)) or resolved.startswith("/") or path.startswith((".", "~"))
-    )
-    kind: Any = "path" if local else "model"
+    looks_local = resolved.startswith("/") or path.startswith((".", "~"))
+    is_local = looks_local or there(Path(resolved))
     return Source(
-        kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision
+        kind="path" if is_local else "model",
+        id=path,
+        field="model.path",
+        files=CHECKPOINT,
+        revision=revision,
     )
 
 
@@ -90,24 +105,26 @@ def local(source: Source) -> Path:
     Raises:
         UserError: It is not here and cannot be downloaded, or its content is not what it was.
     """
-    here = cached(source)
-    if here is None:
+    path = cached(source)
+    if path is None:
         listing(source)
-        here = _download(source)
-    if (
-        source.sha256
-        and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256
-    ):
-        allowed = f"the content of {source.id} with sha256 {source.sha256[:12]}"
-        hint = f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own"
-        raise UserError(source.field, f"{here} with sha256 {found[:12]}", allowed, hint)
-    return here
+        path = _download(source)
+    if source.sha256:
+        checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+        if checksum != source.sha256:
+            value = f"{path} with sha256 {checksum[:12]}"
+            allowed = f"the content of {source.id} with sha256 {source.sha256[:12]}"
+            hint = f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own"
+            raise UserError(source.field, value, allowed, hint)
+    return path
 
 
 def commit(source: Source) -> str:
     """The commit of a hub repository that :func:`local` uses."""
     revision = source.revision or ""
-    return revision if re.fullmatch("[0-9a-f]{40}", revision) else local(source).name
+    if re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    return local(source).name
 
 
 def cached(source: Source) -> Path | None:
@@ -116,11 +133,13 @@ def cached(source: Source) -> Path | None:
         path = Path(paths.model_path(source.id))
         return path if there(path) else None
     if source.kind == "url":
-        return _url_file(source.id) if _url_file(source.id).is_file() else None
+        file = _url_file(source.id)
+        return file if file.is_file() else None
+    selection = _repository_files(source)
     try:
         folder = Path(
             huggingface_hub.snapshot_download(
-                source.id, local_files_only=True, **_wanted(source)
+                source.id, local_files_only=True, **selection
             )
         )
     except hub_errors.LocalEntryNotFoundError:
@@ -128,14 +147,13 @@ def cached(source: Source) -> Path | None:
     except ValueError as error:
         raise _refused(source, error) from error
     # A cache filled by other programs has no list of files: look at what loading needs.
-    if source.kind == "model":
-        gone = lacking(folder)
-        return (
-            None
-            if gone and (WEIGHTS in source.files or not gone.endswith(".safetensors"))
-            else folder
-        )
-    return folder if all((folder / name).is_file() for name in source.files) else None
+    if source.kind == "dataset":
+        complete = all((folder / name).is_file() for name in source.files)
+    else:
+        missing = lacking(folder)
+        weights_only = missing.endswith(".safetensors")
+        complete = not missing or (weights_only and WEIGHTS not in source.files)
+    return folder if complete else None
 
 
 def lacking(folder: Path) -> str:
@@ -145,24 +163,23 @@ def lacking(folder: Path) -> str:
     if not any(folder.glob("tokenizer*")):
         return "tokenizer files"
     try:
-        return next(
-            (shard for shard in shards(folder) if not (folder / shard).is_file()), ""
-        )
+        names = shards(folder)
     except UserError as error:
         return error.allowed
+    for name in names:
+        if not (folder / name).is_file():
+            return name
+    return ""
 
 
 def facts(source: Source) -> dict[str, Any]:
-    """What a checkpoint on this machine says in its config.json; empty where that cannot be read."""
+    """The config.json of a checkpoint on this machine; empty where that cannot be read."""
+    file = Path(paths.model_path(source.id)) / "config.json"
     try:
-        known = json.loads(
-            (Path(paths.model_path(source.id)) / "config.json").read_text(
-                encoding="utf-8"
-            )
-        )
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def shards(folder: Path) -> list[str]:
@@ -171,20 +188,19 @@ def shards(folder: Path) -> list[str]:
     Raises:
         UserError: The index is malformed, or names files elsewhere or that are no safetensors.
     """
-    whole = "model.safetensors"
+    single_file = "model.safetensors"
     index = folder / "model.safetensors.index.json"
-    if (folder / whole).is_file() or not index.is_file():
-        return [whole]
+    if (folder / single_file).is_file() or not index.is_file():
+        return [single_file]
     try:
-        named = sorted(
-            set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        )
-        outside = [
-            name for name in named if not re.fullmatch(r"[^/\\]+\.safetensors", name)
-        ]
-        if named and not outside:
-            return named
-        hint = f"get the checkpoint again: its index names {', '.join(outside[:1]) or 'no file'}"
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        pattern = r"[^/\\]+\.safetensors"
+        outside = [name for name in names if not re.fullmatch(pattern, name)]
+        if names and not outside:
+            return names
+        problem = outside[0] if outside else "no file"
+        hint = f"get the checkpoint again: its index names {problem}"
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         hint = f"get the checkpoint again ({type(error).__name__}: {error})"
     allowed = "an index whose weight_map names safetensors files of its own folder"
@@ -201,45 +217,47 @@ def listing(source: Source) -> tuple[str, list[File]]:
         return "", _on_disk(source)
     try:
         if source.kind == "url":
-            if cached(source):
-                return "", _on_disk(source, _url_file(source.id))
-            with urlopen(Request(source.id, method="HEAD"), timeout=30) as answer:
-                size = answer.headers.get("Content-Length")
-            return "", [
-                File(_url_file(source.id).name, int(size) if size else None, False)
-            ]
-        # Without the timeout the client would retry for half a minute where there is no network.
-        asked: dict[str, Any] = {
-            "repo_type": source.kind,
-            "revision": source.revision,
-            "timeout": 10,
-        }
+            return "", [_url_listing(source)]
         info = huggingface_hub.HfApi().repo_info(
-            source.id, files_metadata=True, **asked
+            source.id,
+            repo_type=source.kind,
+            revision=source.revision,
+            timeout=HUB_TIMEOUT_SECONDS,
+            files_metadata=True,
         )
     except _failures() as error:
         raise _refused(source, error) from error
     sha = str(info.sha)
     files = []
     for entry in getattr(info, "siblings", None) or ():
-        if _matches(source, entry.rfilename):
-            here = huggingface_hub.try_to_load_from_cache(
-                source.id, entry.rfilename, revision=sha, repo_type=source.kind
+        name = entry.rfilename
+        if _matches(source, name):
+            cached_file = huggingface_hub.try_to_load_from_cache(
+                source.id, name, revision=sha, repo_type=source.kind
             )
-            files.append(File(entry.rfilename, entry.size, isinstance(here, str)))
-    names = {file.name for file in files}
-    whole = ("config.json", *(part for part in source.files if part == WEIGHTS))
-    wanted = source.files if source.kind == "dataset" else whole
-    gone = [
-        pattern
-        for pattern in wanted
-        if not any(fnmatch(name, pattern) for name in names)
-    ]
-    if gone:
-        allowed = f"a repository with {gone[0]} (commit {sha[:12]} has none)"
-        hint = "name a revision that has it (some keep safetensors under refs/pr/N), or another repository"
-        raise UserError(source.field, source.id, allowed, hint)
+            files.append(File(name, entry.size, isinstance(cached_file, str)))
+    needed_patterns = source.files
+    if source.kind == "model":
+        needed_patterns = ("config.json",)
+        if WEIGHTS in source.files:
+            needed_patterns += (WEIGHTS,)
+    for pattern in needed_patterns:
+        if not any(fnmatch(file.name, pattern) for file in files):
+            allowed = f"a repository with {pattern} (commit {sha[:12]} has none)"
+            hint = "name a revision that has it (some keep safetensors under refs/pr/N), or another repository"
+            raise UserError(source.field, source.id, allowed, hint)
     return sha, sorted(files, key=lambda file: file.name)
+
+
+def _url_listing(source: Source) -> File:
+    """The file of a URL, asked from its server unless it is cached."""
+    file = _url_file(source.id)
+    if file.is_file():
+        return File(file.name, file.stat().st_size, True)
+    request = Request(source.id, method="HEAD")
+    with urlopen(request, timeout=SERVER_TIMEOUT_SECONDS) as answer:
+        length = answer.headers.get("Content-Length")
+    return File(file.name, int(length) if length else None, False)
 
 
 def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None:
@@ -248,86 +266,76 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
     Raises:
         UserError: A file is missing on this machine, or a source cannot be reached and is not in the cache.
     """
-    sources = list(dict.fromkeys(sources))
-    table = Table(
-        "what", "from", "file", "size", "state", "about", box=None, pad_edge=False
-    )
+    columns = ("what", "from", "file", "size", "state", "about")
+    table = Table(*columns, box=None, pad_edge=False)
     commits: dict[Source, str] = {}
-    wanted = []
-    problems = []
-    every = []
-    for source in sources:
+    outdated: list[Source] = []
+    problems: list[UserError] = []
+    all_files: list[File] = []
+    for source in dict.fromkeys(sources):
         try:
             sha, files = listing(source)
         except UserError as error:
-            # Without a cause it was reached, and does not hold what is wanted.
-            here = cached(source) if source.kind != "path" and error.__cause__ else None
-            if here is None:
+            copy = None
+            # Without a cause the source was reached, and lacks something.
+            if source.kind != "path" and error.__cause__:
+                copy = cached(source)
+            if copy is None:
                 problems.append(error)
-                table.add_row(
-                    source.field.partition(".")[0],
-                    source.id,
-                    "",
-                    "",
-                    "missing",
-                    source.about,
-                )
+                group = source.field.partition(".")[0]
+                table.add_row(group, source.id, "", "", "missing", source.about)
                 continue
             reason = type(error.__cause__).__name__
-            said = (
+            line = (
                 f"{source.id}: not reachable ({reason}), but a complete copy is cached"
             )
-            console.print(said, soft_wrap=True)
-            sha = "" if source.kind == "url" else here.name
-            files = _on_disk(source, here)
+            console.print(line, soft_wrap=True)
+            sha = "" if source.kind == "url" else copy.name
+            files = _on_disk(source, copy)
         if sha:
             commits[source] = sha
         for file in files:
-            tokenizer = source.files == CHECKPOINT and any(
-                fnmatch(file.name, part) for part in TOKENIZER
-            )
-            what = "tokenizer" if tokenizer else source.field.partition(".")[0]
-            state = (
-                "missing"
-                if not file.here
-                else "here"
-                if source.kind == "path"
-                else "cached"
-            )
-            size = "?" if file.size is None else decimal(file.size)
             about = source.about if file == files[0] else ""
-            table.add_row(what, source.id, file.name, size, state, about)
-        every += files
-        here = cached(source)
-        if here is None or (sha and here.name != sha):
-            wanted.append(source)
+            table.add_row(*_table_cells(source, file), about)
+        all_files += files
+        copy = cached(source)
+        if copy is None or (sha and copy.name != sha):
+            outdated.append(source)
     if table.row_count:
         console.print(table)
-    if every and not problems:
-        total, absent = (
-            sum(f.size or 0 for f in every if not (f.here and new))
-            for new in (False, True)
-        )
-        console.print(
-            f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}"
-        )
+    if all_files and not problems:
+        total = decimal(sum(file.size or 0 for file in all_files))
+        missing = decimal(sum(f.size or 0 for f in all_files if not f.here))
+        console.print(f"{len(all_files)} files, {total}; to download: {missing}")
     if problems:
         raise problems[0]
-    if not wanted:
+    if not outdated:
         console.print(
             "nothing to download: everything this config needs is on this machine"
         )
     elif dry_run:
         console.print("nothing was downloaded")
     else:
-        for source in wanted:
+        for source in outdated:
             _download(source)
         console.print("downloaded: runs of this config need no network now")
     for source, sha in commits.items():
         pin = f"{source.field.partition('.')[0]}.revision={sha}"
-        console.print(
-            f"{source.id} is at commit {sha}; to stay there: {pin}", soft_wrap=True
-        )
+        line = f"{source.id} is at commit {sha}; to stay there: {pin}"
+        console.print(line, soft_wrap=True)
+
+
+def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
+    """What :func:`fetch` prints of a file."""
+    group = source.field.partition(".")[0]
+    of_tokenizer = any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
+    if source.files == CHECKPOINT and of_tokenizer:
+        group = "tokenizer"
+    state = "missing"
+    if file.here:
+        state = "here" if source.kind == "path" else "cached"
+    size = "?" if file.size is None else decimal(file.size)
+    return group, source.id, file.name, size, state
 
 
 def _failures() -> tuple[type[Exception], ...]:
@@ -335,17 +343,18 @@ def _failures() -> tuple[type[Exception], ...]:
     return OSError, hub_errors.HTTPError, HTTPException, ValueError
 
 
-def _wanted(source: Source) -> dict[str, Any]:
+def _repository_files(source: Source) -> dict[str, Any]:
     """Arguments that select the files of a repository in the hub's client, where * also matches a slash."""
-    wanted = {
+    return {
         "repo_type": source.kind,
         "revision": source.revision,
         "allow_patterns": list(source.files),
+        "ignore_patterns": ["*/*"] if source.kind == "model" else None,
     }
-    return wanted | {"ignore_patterns": ["*/*"] if source.kind == "model" else None}
 
 
 def _matches(source: Source, name: str) -> bool:
+    """Whether a file of a repository is one of the source's."""
     if source.kind == "dataset":
         return name in source.files
     return "/" not in name and any(fnmatch(name, pattern) for pattern in source.files)
@@ -354,52 +363,55 @@ def _matches(source: Source, name: str) -> bool:
 def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     """The files of a path, or of a cached repository."""
     path = folder or Path(paths.model_path(source.id))
-    if there(path) and path.is_dir() and source.files == CHECKPOINT and lacking(path):
-        raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
+    is_checkpoint = source.files == CHECKPOINT
     if there(path) and path.is_dir() and source.files:
-        found = [
-            p for pattern in source.files for p in path.glob(pattern) if p.is_file()
-        ]
+        if is_checkpoint and lacking(path):
+            raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
+        matches = {file for pattern in source.files for file in path.glob(pattern)}
         return [
-            File(p.relative_to(path).as_posix(), p.stat().st_size, True)
-            for p in sorted(set(found))
+            File(file.relative_to(path).as_posix(), file.stat().st_size, True)
+            for file in sorted(matches)
+            if file.is_file()
         ]
-    if there(path) and path.is_file() and source.files != CHECKPOINT:
+    if there(path) and path.is_file() and not is_checkpoint:
         return [File(path.name, path.stat().st_size, True)]
-    what = "directory" if source.files == CHECKPOINT else "file or folder"
-    raise _refused(source, FileNotFoundError(f"no such {what}"))
+    missing = "directory" if is_checkpoint else "file or folder"
+    raise _refused(source, FileNotFoundError(f"no such {missing}"))
 
 
 def _download(source: Source) -> Path:
+    """Download a source, and return its folder or file."""
     try:
         if source.kind == "url":
-            with urlopen(source.id, timeout=30) as answer:
+            with urlopen(source.id, timeout=SERVER_TIMEOUT_SECONDS) as answer:
                 data = answer.read()
-            _url_file(source.id).parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(_url_file(source.id), data)
-            return _url_file(source.id)
-        return Path(huggingface_hub.snapshot_download(source.id, **_wanted(source)))
+            file = _url_file(source.id)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(file, data)
+            return file
+        selection = _repository_files(source)
+        return Path(huggingface_hub.snapshot_download(source.id, **selection))
     except _failures() as error:
         raise _refused(source, error) from error
 
 
 def cache_folder() -> Path | None:
     """``POSBENCH_CACHE``, else posbench's part of the user's cache; None where there is no home folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.environ.get("POSBENCH_CACHE") or f"{user_cache}/posbench"
     try:
-        return Path(os.environ.get("POSBENCH_CACHE") or f"{base}/posbench").expanduser()
+        return Path(folder).expanduser()
     except RuntimeError:
         return None
 
 
 def _url_file(url: str) -> Path:
-    """Where a URL is cached: two URLs that end in the same name stay apart."""
+    """Where a URL is cached; its hash keeps URLs that end in the same name apart."""
     cache = cache_folder()
     if cache is None:
         allowed = "a folder for downloads, where there is no home folder"
-        raise MachineError(
-            "POSBENCH_CACHE", None, allowed, "set that environment variable"
-        )
+        hint = "set that environment variable"
+        raise MachineError("POSBENCH_CACHE", None, allowed, hint)
     name = url.rstrip("/").rpartition("/")[2] or "index"
     return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / name
 
@@ -408,32 +420,33 @@ def _refused(source: Source, error: Exception) -> UserError:
     """The failure of a source as one line with the next step."""
     field = source.field
     value = source.id
-    whole = source.files == CHECKPOINT
-    named = {"dataset": "a reachable data set of the hub", "url": "a reachable URL"}
-    allowed = (
-        A_CHECKPOINT if whole else named.get(source.kind, "a file on this machine")
-    )
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    own = (
-        f"set {field}=DIR to a local checkpoint"
-        if whole
-        else f"set {field} to a copy on this machine"
-    )
-    page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
+    if source.files == CHECKPOINT:
+        allowed = A_CHECKPOINT
+        local_copy = f"set {field}=DIR to a local checkpoint"
+    else:
+        allowed = "a file on this machine"
+        local_copy = f"set {field} to a copy on this machine"
+        if source.kind == "dataset":
+            allowed = "a reachable data set of the hub"
+        elif source.kind == "url":
+            allowed = "a reachable URL"
+    page = f"https://huggingface.co/{source.id}"
+    if source.kind == "dataset":
+        page = f"https://huggingface.co/datasets/{source.id}"
+    offline = (error, error.__cause__)
     if isinstance(error, hub_errors.GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
     elif isinstance(error, hub_errors.RepositoryNotFoundError):
         login = "a private or gated repository needs `hf auth login` (or HF_TOKEN)"
-        hint = f"check the spelling; {login}; or {own}"
+        hint = f"check the spelling; {login}; or {local_copy}"
     elif isinstance(error, hub_errors.RevisionNotFoundError):
         field = field.replace(".path", ".revision")
         value = source.revision or "main"
         allowed = f"a branch, tag or commit of {source.id}"
         hint = f"see {page}/commits"
-    elif isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled) or isinstance(
-        error, hub_errors.OfflineModeIsEnabled
-    ):
-        hint = f"unset HF_HUB_OFFLINE for once (posbench fetch), or {own}"
+    elif any(isinstance(e, hub_errors.OfflineModeIsEnabled) for e in offline):
+        hint = f"unset HF_HUB_OFFLINE for once (posbench fetch), or {local_copy}"
     else:
-        hint = f"{own} ({reason})"
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        hint = f"{local_copy} ({lines[0][:200]})"
     return UserError(field, value, allowed, hint)

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, Self
 
 from posbench.late import Tensor, torch, transformers
-from posbench.methods.base import Folded, Method, Needs
+from posbench.methods.base import Folded, Method, Needs, bind_call, input_shape
 from posbench.model import families, rope
 from posbench.model.hooks import listeners, replaced
 from posbench.model.lm import LM
@@ -59,174 +59,180 @@ class AttentionBuckets(Method):
 
     def folded(self, lm: LM) -> Folded | None:
         """Another base, where there is one alone."""
-        return (
-            Folded(rope={"rope_theta": self.bases[0]} if self.bases[0] else {})
-            if len(self.bases) == 1
-            else None
-        )
+        if len(self.bases) > 1:
+            return None
+        base = self.bases[0]
+        return Folded(rope={"rope_theta": base}) if base else Folded()
 
     def mix(self, logits: Tensor) -> Tensor:
-        """One prediction [B, T, V] from those of the bases [B, N, T, V]: mixed logits, or
-        log-probabilities."""
+        """One prediction from those of the bases.
+
+        Args:
+            logits: Shape (B, N, T, V) for N bases.
+
+        Returns:
+            Mixed logits, or log-probabilities, shape (B, T, V), of the same dtype.
+        """
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.mixture == "logits":
             weights = exact.amax(-1, keepdim=True).softmax(1)
             return (weights * exact).sum(1).to(logits.dtype)
-        shares = exact.log_softmax(-1)
-        confidence = shares.amax(-1, keepdim=True).log_softmax(1)
-        return (confidence + shares).logsumexp(1).to(logits.dtype)
+        log_probabilities = exact.log_softmax(-1)
+        log_weights = log_probabilities.amax(-1, keepdim=True).log_softmax(1)
+        return (log_weights + log_probabilities).logsumexp(1).to(logits.dtype)
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
         """See :meth:`Method.changed`."""
-        model, forward, count = lm.model, lm.model.forward, len(self.bases)
+        model = lm.model
+        forward = model.forward
+        num_bases = len(self.bases)
         signature = inspect.signature(forward)
-        running = self.bases
-        alone = not listeners(model)
+        current_bases = self.bases
+        observed_from_outside = bool(listeners(model))
 
         @wraps(forward)
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal running
-            bound = signature.bind(*args, **kwargs).arguments
-            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get(
-                "kwargs", {}
-            )
+            nonlocal current_bases
+            call = bind_call(signature, args, kwargs)
             labels = call.pop("labels", None)
-            as_dict = call.pop("return_dict", None)
+            return_dict = call.pop("return_dict", None)
             cache = call.pop("past_key_values", None)
-            tokens = (
-                call["input_ids"]
-                if call.get("input_ids") is not None
-                else call["inputs_embeds"]
-            )
-            rows = tokens.shape[0]
-            _refuse(call, cache, rows * count)
+            num_rows, num_tokens = input_shape(call)
+            _refuse(call, cache, num_rows * num_bases)
             # An inner method stands in front of this forward or has hooks of its own, as a listener has.
-            unseen = (
-                alone and model.forward is mixed_forward and listeners(model) == own
+            observed_from_inside = (
+                model.forward is not mixed_forward or listeners(model) != own_listeners
             )
-            size = count
-            if self.batch_tokens and unseen and _may_be_joined(cache):
-                size = min(count, max(1, self.batch_tokens // tokens.shape[:2].numel()))
-            logits = list[torch.Tensor]()
-            joined = _Joined(rows, count)
+            observed = observed_from_outside or observed_from_inside
+            group_size = num_bases
+            if self.batch_tokens and not observed and _is_joinable(cache):
+                num_fitting = self.batch_tokens // (num_rows * num_tokens)
+                group_size = min(num_bases, max(1, num_fitting))
+            grouped = group_size < num_bases
+
+            logits: list[Tensor] = []
+            joined = _JoinedCache(num_rows, num_bases)
             with ExitStack() as stack:
-                for child in (
-                    families.attention_modules(model)[0].children()
-                    if size < count
-                    else ()
-                ):
-                    stack.enter_context(
-                        replaced(child, "forward", _once(child.forward))
-                    )
-                for start in range(0, count, size):
-                    running = self.bases[start : start + size]
+                if grouped:
+                    for child in families.attention_modules(model)[0].children():
+                        cached_forward = _cache_last_output(child.forward)
+                        stack.enter_context(replaced(child, "forward", cached_forward))
+                for start in range(0, num_bases, group_size):
+                    current_bases = self.bases[start : start + group_size]
                     repeated = {
-                        name: _repeated(value, rows, len(running))
+                        name: _repeat_rows(value, num_rows, len(current_bases))
                         for name, value in call.items()
                     }
-                    fresh = cache if size == count else copy.deepcopy(cache)
-                    out = forward(past_key_values=fresh, **repeated)
-                    logits.append(out.logits.unflatten(0, (rows, -1)))
-                    if size < count and out.past_key_values is not None:
-                        joined.add(out.past_key_values)
-            out.logits = self.mix(torch.cat(logits, dim=1))
-            if size < count and out.past_key_values is not None:
-                out.past_key_values = joined.in_place_of(cache, out.past_key_values)
+                    group_cache = copy.deepcopy(cache) if grouped else cache
+                    output = forward(past_key_values=group_cache, **repeated)
+                    logits.append(output.logits.unflatten(0, (num_rows, -1)))
+                    if grouped and output.past_key_values is not None:
+                        joined.add(output.past_key_values)
+            output.logits = self.mix(torch.cat(logits, dim=1))
+            if grouped and output.past_key_values is not None:
+                output.past_key_values = joined.fill(cache, output.past_key_values)
             if labels is not None:
                 vocabulary = families.text_config(model).vocab_size
-                out.loss = model.loss_function(
-                    logits=out.logits, labels=labels, vocab_size=vocabulary
+                output.loss = model.loss_function(
+                    logits=output.logits, labels=labels, vocab_size=vocabulary
                 )
-            return out.to_tuple() if as_dict is False else out
+            return output.to_tuple() if return_dict is False else output
 
-        def with_bases(call: rope.Call) -> rope.Call:
-            return replace(call, bases=running)
+        def set_bases(call: rope.Call) -> rope.Call:
+            return replace(call, bases=current_bases)
 
-        layers = dict.fromkeys(rope.rotated_layers(model), with_bases)
+        layers = dict.fromkeys(rope.rotated_layers(model), set_bases)
         with rope.tables(model, layers), replaced(model, "forward", mixed_forward):
-            own = listeners(model)
+            own_listeners = listeners(model)
             yield
 
 
-def _may_be_joined(cache: Any) -> bool:
-    """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
+def _is_joinable(cache: Any) -> bool:
+    """Whether the caches of the bases can be joined in place of a prompt's: it is empty, and can grow."""
+    if cache is None:
+        return True
     growing = (
         transformers.cache_utils.DynamicLayer,
         transformers.cache_utils.DynamicSlidingWindowLayer,
     )
-    return cache is None or (
-        all(type(x) in growing for x in cache.layers) and cache.get_seq_length() == 0
-    )
+    can_grow = all(type(layer) in growing for layer in cache.layers)
+    return can_grow and cache.get_seq_length() == 0
 
 
-class _Joined:
-    """One cache of B * N rows out of those of the bases, each of which is let go once it is copied."""
+class _JoinedCache:
+    """One cache of B * N rows out of those of the bases, each of which is freed once it is copied."""
 
-    def __init__(self, rows: int, count: int) -> None:
-        self.rows = rows
-        self.count = count
-        self.filled = 0
-        self.parts: dict[tuple[int, str], Tensor] = {}
+    def __init__(self, num_rows: int, num_bases: int) -> None:
+        self.num_rows = num_rows
+        self.num_bases = num_bases
+        self.num_added = 0  # bases so far
+        # By layer and name (keys, values): shape (B, N, G, T, d).
+        self.states: dict[tuple[int, str], Tensor] = {}
 
     def add(self, cache: Any) -> None:
         """Copy the keys and values of the next bases, and drop them from their cache."""
-        for number, layer in enumerate(cache.layers):
+        for index, layer in enumerate(cache.layers):
             for name in ("keys", "values"):
-                part = getattr(layer, name).unflatten(0, (self.rows, -1))
-                if not self.filled:
-                    self.parts[number, name] = part.new_empty(
-                        self.rows, self.count, *part.shape[2:]
-                    )
-                self.parts[number, name][
-                    :, self.filled : self.filled + part.shape[1]
-                ] = part
+                part = getattr(layer, name).unflatten(0, (self.num_rows, -1))
+                end = self.num_added + part.shape[1]
+                if self.num_added == 0:
+                    shape = (self.num_rows, self.num_bases, *part.shape[2:])
+                    self.states[index, name] = part.new_empty(shape)
+                self.states[index, name][:, self.num_added : end] = part
                 setattr(layer, name, None)
-        self.filled += part.shape[1]
+        self.num_added = end
 
-    def in_place_of(self, given: Any, last: Any) -> Any:
-        """The joined cache: the caller's own where there is one, in the state of the last base's."""
-        for (number, name), tensor in self.parts.items():
-            setattr(last.layers[number], name, tensor.flatten(0, 1))
-        if given is None:
+    def fill(self, cache: Any, last: Any) -> Any:
+        """Put the joined states into the caller's cache, or where it has none into that of the last bases.
+
+        Args:
+            cache: The empty cache of the caller, or None.
+            last: The cache of the last bases, whose lengths the joined one has.
+        """
+        for (index, name), states in self.states.items():
+            setattr(last.layers[index], name, states.flatten(0, 1))
+        if cache is None:
             return last
-        vars(given).update(vars(last))
-        return given
+        vars(cache).update(vars(last))
+        return cache
 
 
-def _once(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A module's forward that gives its output again where its input comes again."""
-    known: list[Tensor] = []
+def _cache_last_output(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A module's forward that returns its last output again for the same input."""
+    last_input: Tensor | None = None
+    last_output: Tensor | None = None
 
-    def remembered(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not known or not torch.equal(x, known[0]):
-            known[:] = x, forward(x, *args, **kwargs)
-        return known[1]
+    def cached_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal last_input, last_output
+        if last_output is None or not torch.equal(x, last_input):
+            last_output = forward(x, *args, **kwargs)
+            last_input = x
+        return last_output
 
-    return remembered
+    return cached_forward
 
 
-def _repeated(value: Any, rows: int, count: int) -> Any:
-    """An argument of the forward with each row ``count`` times; what has no row per prompt stays as it is."""
+def _repeat_rows(value: Any, num_rows: int, times: int) -> Any:
+    """An argument of the forward with each row several times; what has no row per prompt stays as it is."""
     if isinstance(value, dict):
-        return {name: _repeated(part, rows, count) for name, part in value.items()}
-    if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[0] == rows:
-        return value.repeat_interleave(count, dim=0)
+        return {k: _repeat_rows(part, num_rows, times) for k, part in value.items()}
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.ndim >= 2 and value.shape[0] == num_rows:
+        return value.repeat_interleave(times, dim=0)
     return value
 
 
-def _refuse(call: dict[str, Any], cache: Any, rows: int) -> None:
+def _refuse(call: dict[str, Any], cache: Any, num_rows: int) -> None:
     """Raise ValueError for outputs that have no mixture, and for a cache of other rows."""
     for name in ("output_attentions", "output_hidden_states"):
         if call.get(name):
             raise ValueError(
                 f"{name} is not available under attention_buckets: every base has its own"
             )
-    held = (
-        rows
-        if cache is None or cache.get_seq_length() == 0
-        else cache.layers[0].keys.shape[0]
-    )
-    if held != rows:
-        needs = f"this cache holds {held} rows where attention_buckets needs {rows}"
-        raise ValueError(f"{needs}: run the prompt inside the block, without beams")
+    if cache is None or cache.get_seq_length() == 0:
+        return
+    num_cached = cache.layers[0].keys.shape[0]
+    if num_cached != num_rows:
+        problem = f"this cache holds {num_cached} rows where attention_buckets needs {num_rows}"
+        raise ValueError(f"{problem}: run the prompt inside the block, without beams")

@@ -1,9 +1,10 @@
-"""What every method is: plain data plus one context manager."""
+"""The contract of a method: plain data plus one context manager."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from inspect import Signature
 from typing import Any, ClassVar, NamedTuple, Self
 
 from posbench.files.sources import Source
@@ -14,9 +15,13 @@ from posbench.schema import verify
 
 
 class Needs(NamedTuple):
-    """What a method asks of a model: rotary embeddings (``rope``), whose angles the base alone sets
-    (``plain``), in attention that runs through the library's functions, where the method rotates head by head
-    (``by_hand``)."""
+    """What a method requires of a model.
+
+    Attributes:
+        rope: Rotary embeddings.
+        plain: Rotary embeddings whose angles follow from the base alone.
+        by_hand: Attention through the library's functions, as the method rotates head by head.
+    """
 
     rope: bool = False
     plain: bool = False
@@ -24,19 +29,26 @@ class Needs(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """A method as a change of the checkpoint: the factors of columns of the query and key projections, by
-    layer and channel, and keys of the config's ``rope_parameters``."""
+    """A method as a change of the checkpoint.
+
+    Attributes:
+        columns: By layer and channel, the factor of that column of the query and key projections.
+        rope: Keys of the config's ``rope_parameters``, with their values.
+    """
 
     columns: Mapping[int, Mapping[int, float]] = {}
     rope: Mapping[str, Any] = {}
 
 
 class SweepClaims(NamedTuple):
-    """A paper's reading of a sweep over one of a method's parameters.
+    """What a paper claims of a sweep over one of a method's parameters, each claim in words.
 
-    A larger value moves attention to the beginning (``attention``), favours the beginning (``score``) and,
-    from 0 up, means more position bias (``bias``); the average score peaks (``peak``) from the lowest to the
-    highest of ``best``.
+    Attributes:
+        attention: A larger value moves attention to the beginning.
+        score: A larger value favours the beginning.
+        bias: From 0 up, a larger value means more position bias.
+        peak: The average score peaks within ``best``.
+        best: Lowest and highest value of that range.
     """
 
     attention: str
@@ -48,13 +60,12 @@ class SweepClaims(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """An intervention at inference time. The fields are the keys of ``method.*``; a default stands here
-    alone.
+    """An intervention at inference time. The fields are the keys of ``method.*``, with their defaults.
 
     Attributes:
-        needs: What it asks of a model; others are refused by name.
+        needs: What it requires of a model; other models are refused by name.
         rows_per_prompt: Whether a prompt may run as several rows of a batch.
-        sweep_claims: What a paper says of sweeps, by field.
+        sweep_claims: What a paper claims of sweeps, by field.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -68,7 +79,7 @@ class Method(ABC):
 
     @classmethod
     def short_name(cls) -> str:
-        """That of its module, as a config chooses it."""
+        """Name of its module, by which a config chooses it."""
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
@@ -78,7 +89,7 @@ class Method(ABC):
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether the last prompt token is treated apart, so that a text without a prompt has no result."""
+        """Whether the last prompt tokens are changed in another way, so that a text needs a prompt."""
         return False
 
     def check(self, lm: LM) -> None:
@@ -89,21 +100,23 @@ class Method(ABC):
             rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
 
     def prefill(self) -> "Method | None":
-        """The method that all tokens of a prompt but the last run under, each by those before it alone, so
-        that prompts and methods may share what they have in common; None where a prompt is read as one."""
+        """The method under which all tokens of a prompt but the last can run.
+
+        Under it each token depends on those before it alone, so that prompts share the prefill of a common
+        prefix, and methods with the same prefill share it too. None where a prompt has to be read at once.
+        """
         return None
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
-        """Channels of the attention input, and layers, that it needs of a prefill that it shares."""
+        """Channels of the attention input to record in a shared prefill, and the layers to record them in."""
         return (), ()
 
     def folded(self, lm: LM) -> Folded | None:
-        """What of the checkpoint to change so that it computes the same without the method; None where
-        nothing does."""
+        """The change of the checkpoint that has the same effect; None where there is none."""
         return None
 
     def twin(self) -> Self:
-        """The nearest method that :meth:`folded` has an answer for; itself where that is not another."""
+        """The nearest method that folds into a checkpoint; itself where it folds, or nothing near does."""
         return self
 
     @contextmanager
@@ -122,4 +135,21 @@ class Method(ABC):
 
     @abstractmethod
     def neutral(self) -> Self:
-        """The same method with parameters under which it must change nothing (used by the identity tests)."""
+        """The same method with parameters under which it changes nothing, for the identity tests."""
+
+
+def bind_call(
+    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a forward's call by name, those of its ``**kwargs`` among them."""
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    extra = arguments.pop("kwargs", {})
+    return arguments | extra
+
+
+def input_shape(call: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of a forward's input ids or input embeddings."""
+    tokens = call.get("input_ids")
+    if tokens is None:
+        tokens = call["inputs_embeds"]
+    return tokens.shape[0], tokens.shape[1]

@@ -18,53 +18,61 @@ from posbench.schema import build, defaults, required, target
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice:
-    """Class and parameters of a method, or of a part of a list of methods."""
+    """Class and parameters of a method, or of a part of a list of methods.
 
-    name: str  # what tables call it
-    cls: type[Method]  # its class
-    values: dict[str, Any]  # its parameters; None marks what a search must find
-    typed: frozenset[str] = (
-        frozenset()
-    )  # keys of these that the user typed; a search leaves them alone
-    where: str = "method"  # dotted name of its config node
-    # in a list of methods, the choices by name, the outermost first
+    Attributes:
+        name: What tables call it.
+        cls: Its class.
+        values: Its parameters; None marks what a search must find.
+        typed: Keys of these that the user typed; a search leaves them alone.
+        where: Dotted name of its config node.
+        parts: In a list of methods, the choices by name, the outermost first.
+    """
+
+    name: str
+    cls: type[Method]
+    values: dict[str, Any]
+    typed: frozenset[str] = frozenset()
+    where: str = "method"
     parts: dict[str, MethodChoice] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, data: Mapping[str, Any], typed: Iterable[str] = (), where: str = "method"
+        cls,
+        data: Mapping[str, Any],
+        typed: Iterable[str] = (),
+        config_path: str = "method",
     ) -> MethodChoice:
-        """The choice that a config node with the dotted name ``where`` describes; ``typed`` are dotted keys.
+        """The choice that a config node describes.
+
+        Args:
+            data: The node.
+            typed: Dotted keys of the config that the user typed.
+            config_path: Dotted name of the node.
 
         Raises:
             UserError: There is no such class, or a list of methods has no parts.
         """
-        kind, values = target(data, Method, where)  # type: ignore[type-abstract]
-        name = str(values.pop("name", kind.short_name()))
-        typed = list(typed)
-        parts = dict[str, MethodChoice]()
-        own = frozenset(
-            key.removeprefix(f"{where}.")
-            for key in typed
-            if key.startswith(f"{where}.")
-        )
-        if issubclass(kind, Composed):
-            given = values.pop("parts", None)
-            nodes = given.values() if isinstance(given, Mapping) else ()
-            if not nodes or not all(isinstance(node, Mapping) for node in nodes):
-                hint = "write method=[layer_scaling,scale_channel]"
-                raise UserError(f"{where}.parts", given, "methods by name", hint)
-            for key, value in values.items():
-                hint = f"name the part: {where}.parts.NAME.{key}=..."
-                raise UserError(
-                    f"{where}.{key}", value, f"keys of {', '.join(given)}", hint
-                )
-            for key, part in given.items():
-                parts[str(key)] = cls.of(
-                    {**part, "name": key}, typed, f"{where}.parts.{key}"
-                )
+        method_class, values = target(data, Method, config_path)  # type: ignore[type-abstract]
+        name = str(values.pop("name", method_class.short_name()))
+        all_typed = list(typed)
+        prefix = f"{config_path}."
+        typed_keys = [k.removeprefix(prefix) for k in all_typed if k.startswith(prefix)]
+        parts: dict[str, MethodChoice] = {}
+        if issubclass(method_class, Composed):
+            nodes = values.pop("parts", None)
+            _check_parts(nodes, values, config_path)
+            for part_name, node in nodes.items():
+                part_path = f"{config_path}.parts.{part_name}"
+                part = {**node, "name": part_name}
+                parts[str(part_name)] = cls.of(part, all_typed, part_path)
         return cls(
-            name=name, cls=kind, values=values, typed=own, where=where, parts=parts
+            name=name,
+            cls=method_class,
+            values=values,
+            typed=frozenset(typed_keys),
+            where=config_path,
+            parts=parts,
         )
 
     @property
@@ -74,15 +82,17 @@ class MethodChoice:
 
     def files(self) -> tuple[Source, ...]:
         """The files that the method's parameters name, and those of its parts."""
-        own = (
-            replace(f, field=f"{self.where}.{f.field}")
-            for f in self.cls.files(self.values)
-        )
-        return (*own, *(file for part in self.parts.values() for file in part.files()))
+        sources = [
+            replace(source, field=f"{self.where}.{source.field}")
+            for source in self.cls.files(self.values)
+        ]
+        for part in self.parts.values():
+            sources += part.files()
+        return tuple(sources)
 
     @property
     def pinned(self) -> dict[str, Any]:
-        """What the user typed of it."""
+        """The parameters that the user typed."""
         return {key: value for key, value in self.values.items() if key in self.typed}
 
     def build(
@@ -102,46 +112,60 @@ class MethodChoice:
             UserError: A parameter is missing or wrong.
         """
         if self.parts:
-            each = self.parts.items()
-            made = {
+            parts = {
                 name: choice.build(found if choice is part else None, hint=hint)
-                for name, choice in each
+                for name, choice in self.parts.items()
             }
-            return build(self.cls, {**self.values, "parts": made}, self.where)
-        fresh = {
-            k: v
-            for k, v in (found or {}).items()
-            if k in self.values and k not in self.typed
-        }
-        values = self.values | fresh
+            return build(self.cls, {**self.values, "parts": parts}, self.where)
+        values = dict(self.values)
+        for key, value in (found or {}).items():
+            if key in values and key not in self.typed:
+                values[key] = value
         with renamed("method.", f"{self.where}."):
-            missing = [
-                f"method.{k}"
-                for k, v in values.items()
-                if v is None and k in required(self.cls)
-            ]
+            needed_keys = required(self.cls)
+            missing = [k for k, v in values.items() if v is None and k in needed_keys]
             if missing:
+                key = f"method.{missing[0]}"
                 allowed = f"a value (the model has no {self.name} block with it)"
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
-                raise UserError(missing[0], None, allowed, hint.format(key=missing[0]))
+                raise UserError(key, None, allowed, hint.format(key=key))
             return build(self.cls, values, "method")
+
+
+def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
+    """Raise UserError unless the parts of a list of methods are nodes by name, without further keys."""
+    mapping = isinstance(nodes, Mapping) and len(nodes) > 0
+    if not mapping or not all(isinstance(node, Mapping) for node in nodes.values()):
+        hint = "write method=[layer_scaling,scale_channel]"
+        raise UserError(f"{config_path}.parts", nodes, "methods by name", hint)
+    for key, value in keys.items():
+        allowed = f"keys of {', '.join(nodes)}"
+        hint = f"name the part: {config_path}.parts.NAME.{key}=..."
+        raise UserError(f"{config_path}.{key}", value, allowed, hint)
 
 
 def every(
     folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]
 ) -> dict[str, MethodChoice]:
-    """Every method of config folders by its file's name, valued as in the file and the model's block."""
-    files = {
-        file.stem: file
-        for folder in reversed(folders)
-        for file in (folder / "method").glob("*.yaml")
-    }
-    found = {}
+    """Every method of the config folders, with the parameters of its file and of the model's block.
+
+    Args:
+        folders: Config folders; a file of an earlier one replaces that of a later one.
+        blocks: The model's blocks by the name of their method.
+
+    Returns:
+        The choices by the names of their files.
+    """
+    files: dict[str, Path] = {}
+    for folder in reversed(folders):
+        files |= {file.stem: file for file in (folder / "method").glob("*.yaml")}
+    choices = {}
     for name, file in sorted(files.items()):
-        cls, given = target(yaml.safe_load(file.read_text()), Method, "method")  # type: ignore[type-abstract]
+        data = yaml.safe_load(file.read_text())
+        cls, node = target(data, Method, "method")  # type: ignore[type-abstract]
         values = defaults(cls)
-        values |= {
-            k: v for k, v in (given | blocks.get(name, {})).items() if k in values
-        }
-        found[name] = MethodChoice(name=name, cls=cls, values=values)
-    return found
+        for key, value in (node | blocks.get(name, {})).items():
+            if key in values:
+                values[key] = value
+        choices[name] = MethodChoice(name=name, cls=cls, values=values)
+    return choices

@@ -35,50 +35,48 @@ class Composed(Method):
 
     def neutral(self) -> Self:
         """Every part neutral."""
-        return replace(
-            self, parts={name: part.neutral() for name, part in self.parts.items()}
-        )
+        parts = {name: part.neutral() for name, part in self.parts.items()}
+        return replace(self, parts=parts)
 
     def prefill(self) -> Method | None:
-        """What its parts are prefilled under, one inside the other."""
-        found = {name: part.prefill() for name, part in self.parts.items()}
-        if None in found.values():
-            return None
-        kept = {
-            name: part
-            for name, part in found.items()
-            if part and not isinstance(part, Unmodified)
-        }
-        return Composed(parts=kept) if kept else Unmodified()
+        """The prefill methods of its parts, one inside the other; None where a part has none."""
+        parts: dict[str, Method] = {}
+        for name, part in self.parts.items():
+            method = part.prefill()
+            if method is None:
+                return None
+            if not isinstance(method, Unmodified):
+                parts[name] = method
+        return Composed(parts=parts) if parts else Unmodified()
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
-        """What all its parts need."""
-        told = [part.records() for part in self.parts.values()]
-        channels, layers = (
-            {each for one in side for each in one} for side in zip(*told, strict=True)
-        )
+        """The channels and layers of all its parts."""
+        channels: set[int] = set()
+        layers: set[int] = set()
+        for part in self.parts.values():
+            part_channels, part_layers = part.records()
+            channels.update(part_channels)
+            layers.update(part_layers)
         return sorted(channels), sorted(layers)
 
     def twin(self) -> Self:
-        """Every part's."""
-        return replace(
-            self, parts={name: part.twin() for name, part in self.parts.items()}
-        )
+        """Every part's twin."""
+        parts = {name: part.twin() for name, part in self.parts.items()}
+        return replace(self, parts=parts)
 
     def folded(self, lm: LM) -> Folded | None:
-        """What the parts change together; None where two of them change the rotary embeddings."""
-        columns = dict[int, dict[int, float]]()
-        rope = dict[str, object]()
-        for each in [part.folded(lm) for part in self.parts.values()]:
-            if each is None or (rope and each.rope):
+        """The changes of all parts; None where a part has none, or two change the rotary embeddings."""
+        columns: dict[int, dict[int, float]] = {}
+        rope: dict[str, object] = {}
+        for part in self.parts.values():
+            change = part.folded(lm)
+            if change is None or (rope and change.rope):
                 return None
-            rope |= each.rope
-            for layer, factors in each.columns.items():
-                known = columns.setdefault(layer, {})
-                known |= {
-                    channel: factor * known.get(channel, 1.0)
-                    for channel, factor in factors.items()
-                }
+            rope |= change.rope
+            for layer, factors in change.columns.items():
+                product = columns.setdefault(layer, {})
+                for channel, factor in factors.items():
+                    product[channel] = factor * product.get(channel, 1.0)
         return Folded(columns, rope)
 
     @contextmanager
@@ -86,7 +84,7 @@ class Composed(Method):
         """See :meth:`Method.changed`."""
         with ExitStack() as stack:
             for part in self.parts.values():
-                # One block of the model, not one for each part.
+                # Not ``applied``: the parts share the one block of the model that this method has.
                 part.check(lm)
                 stack.enter_context(part.changed(lm))
             yield

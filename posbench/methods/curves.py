@@ -1,5 +1,4 @@
-"""Curves over the layers of a model: control points in, one scaling factor per layer out (LPES, Section
-3.2)."""
+"""Curves over the layers of a model: from control points to one scale per layer (LPES, Section 3.2)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from posbench.errors import UserError
 
 CURVES = ("bezier", "linear", "step")
+BISECTIONS = 52  # halvings of 0..1 that leave the spacing of doubles near 1
 
 Points = Sequence[tuple[float, float]]
 Array = NDArray[np.float64]
@@ -39,79 +39,83 @@ def layer_scales(
 
     Source: LPES, Eq. 4-8 (Bezier curve, layer positions, bisection), Table 6 (linear, step), Appendix D.
     """
-    if (
-        curve not in CURVES
-        or x not in ("stretched", "absolute")
-        or not points
-        or layers < 1
-    ):
+    known_x = x in ("stretched", "absolute")
+    if curve not in CURVES or not known_x or not points or layers < 1:
         raise ValueError(
             f"no curve {curve!r} with x={x!r} through {len(points)} points over {layers} layers"
         )
     if curve != "bezier":
         points = sorted(points, key=lambda point: point[0])
-    first = points[0][0]
-    last = points[-1][0]
-    h = np.arange(layers)
+    first_x, first_y = points[0]
+    last_x, last_y = points[-1]
+    layer = np.arange(layers)
     if x == "stretched":
-        at = first + (last - first) * h / max(layers - 1, 1)
-        begun = h == 0
-        ended = (h == layers - 1) & (h > 0)
+        layer_x = first_x + (last_x - first_x) * layer / max(layers - 1, 1)
+        at_start = layer == 0
+        at_end = (layer == layers - 1) & (layer > 0)
     else:
-        at = np.clip(h, first, last).astype(float)
-        begun = h <= first
-        ended = h >= last
-    scales = _values(curve, points, at)
+        layer_x = np.clip(layer, first_x, last_x).astype(float)
+        at_start = layer <= first_x
+        at_end = layer >= last_x
+    scales = _values(curve, points, layer_x)
     # The ends are set, not computed: rounding must not move them.
-    scales[begun] = points[0][1]
-    scales[ended] = points[-1][1]
+    scales[at_start] = first_y
+    scales[at_end] = last_y
     ys = [y for _, y in points]
     return np.clip(scales, min(ys), max(ys)).tolist()
 
 
 def check_points(points: Points, layers: int, field: str = "method.points") -> None:
     """Raise UserError unless x rises strictly within 0..L-1 and y lies in 1..2: LPES, Eq. 9-10."""
-    given = [list(point) for point in points]
+    values = [list(point) for point in points]
     hint = "give them from left to right, such as [[0,1.2],[1,1.5]]"
-    if not given or any(
-        len(point) != 2 or not all(isfinite(v) for v in point) for point in given
-    ):
-        raise UserError(field, given, "at least one pair [x, y] of numbers", hint)
-    xs = [x for x, _ in given]
-    if any(a >= b for a, b in pairwise(xs)) or xs[0] < 0 or xs[-1] > layers - 1:
+    pairs = all(len(point) == 2 and all(map(isfinite, point)) for point in values)
+    if not values or not pairs:
+        raise UserError(field, values, "at least one pair [x, y] of numbers", hint)
+    xs = [x for x, _ in values]
+    rising = all(left < right for left, right in pairwise(xs))
+    if not rising or xs[0] < 0 or xs[-1] > layers - 1:
         allowed = f"x strictly rising from 0 or more to {layers - 1} or less ({layers} layers)"
-        raise UserError(field, given, allowed, hint)
-    if any(not 1 <= y <= 2 for _, y in given):
-        raise UserError(field, given, "y from 1 to 2", hint)
+        raise UserError(field, values, allowed, hint)
+    if any(not 1 <= y <= 2 for _, y in values):
+        raise UserError(field, values, "y from 1 to 2", hint)
 
 
 def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
-    """One coordinate of a Bezier curve at t in 0..1: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k]."""
-    d = len(values) - 1
+    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k].
+
+    Args:
+        values: The coordinate of each of the d + 1 control points.
+        t: Curve parameters in 0..1, any shape.
+
+    Returns:
+        The coordinate at each t, of the same shape.
+    """
+    degree = len(values) - 1
     power = np.ones_like(t)
     total = values[0] * np.ones_like(t)
     # Horner's scheme in 1 - t: general powers of an array are slow, and bisection asks for thousands.
-    for k in range(1, d + 1):
+    for k in range(1, degree + 1):
         power = power * t
-        total = total * (1 - t) + comb(d, k) * values[k] * power
+        total = total * (1 - t) + comb(degree, k) * values[k] * power
     return total
 
 
-def _values(curve: str, points: Points, at: Array) -> Array:
-    """y at every x of ``at``, which lie between the first and the last x."""
-    xs, ys = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+def _values(curve: str, points: Points, x: Array) -> Array:
+    """y of a curve at every x, which lie between the first and the last control point."""
+    xs = np.array([point_x for point_x, _ in points], dtype=float)
+    ys = np.array([point_y for _, point_y in points], dtype=float)
     if curve == "linear":
-        return np.interp(at, xs, ys)
+        return np.interp(x, xs, ys)
     if curve == "step":
-        return ys[np.searchsorted(xs, at, side="right") - 1]
-    # t with x(t) = each of ``at``, by bisection: x(t) rises where the control points do (Appendix D).
-    low = np.zeros(len(at))
-    high = np.ones(len(at))
+        return ys[np.searchsorted(xs, x, side="right") - 1]
+    # t with x(t) = x, by bisection: x(t) rises where the control points do (Appendix D).
+    low = np.zeros(len(x))
+    high = np.ones(len(x))
     falling = xs[-1] < xs[0]
-    # 52 halvings leave the spacing of doubles near 1.
-    for _ in range(52):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        right = (bernstein(xs, middle) < at) != falling
-        low = np.where(right, middle, low)
-        high = np.where(right, high, middle)
+        too_small = (bernstein(xs, middle) < x) != falling
+        low = np.where(too_small, middle, low)
+        high = np.where(too_small, high, middle)
     return bernstein(ys, (low + high) / 2)

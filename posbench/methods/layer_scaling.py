@@ -14,7 +14,7 @@ from posbench.schema import Scale
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScaling(Method):
-    """Divide positions by a scale of each layer's own, read off a curve or given one by one.
+    """Divide positions by a scale per layer, read off a curve or given one by one.
 
     Queries and keys are rotated with the same scale, in the prompt and in every later step; the cache holds
     rotated keys, and nothing is computed twice. Scales of layers without RoPE have no effect.
@@ -45,9 +45,8 @@ class LayerScaling(Method):
     def example(cls, lm: LM) -> Self:
         """A curve of four points over the layers."""
         last = lm.layers - 1
-        return cls(
-            points=((0.0, 1.2), (last / 3, 1.8), (last / 1.5, 1.4), (float(last), 1.6))
-        )
+        end = (float(last), 1.6)
+        return cls(points=((0.0, 1.2), (last / 3, 1.8), (last / 1.5, 1.4), end))
 
     def layer_scales(self, layers: int) -> list[float]:
         """The scale of each of the model's layers."""
@@ -61,11 +60,11 @@ class LayerScaling(Method):
         if self.points is not None:
             check_points(self.points, lm.layers)
             return
-        given = self.scales or ()
-        if len(given) != lm.layers:
+        scales = self.scales or ()
+        if len(scales) != lm.layers:
             allowed = f"{lm.layers} numbers, one for each layer of {lm.name}"
             hint = "set method.scales=null and give method.points"
-            raise UserError("method.scales", list(given), allowed, hint)
+            raise UserError("method.scales", list(scales), allowed, hint)
 
     def neutral(self) -> Self:
         """Scale 1 in every layer."""
@@ -80,6 +79,6 @@ class LayerScaling(Method):
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
         scales = self.layer_scales(lm.layers)
-        return rope.tables(
-            lm.model, rope.scaled({i: scales[i] for i in rope.rotated_layers(lm.model)})
-        )
+        layers = rope.rotated_layers(lm.model)
+        changes = rope.scaled({layer: scales[layer] for layer in layers})
+        return rope.tables(lm.model, changes)

@@ -29,32 +29,49 @@ BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
 """Bases of the released program."""
 
 UNIFORM = "uniform"
-_TRAIN = "train one: posbench search=router method=moice stages=[search] model={}"
-_NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
+_TRAIN_HINT = "train one: posbench search=router method=moice stages=[search] model={}"
+_TENSOR_NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
 
 def mixture(logits: Tensor, top_k: int) -> Tensor:
-    """Weights [..., N] in float32 or better that sum to 1: the largest ``top_k`` of a softmax."""
-    weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    """Weights of the bases: the largest ``top_k`` of a softmax, rescaled to sum 1.
+
+    Args:
+        logits: Router logits, shape (..., N).
+        top_k: Bases that keep a weight.
+
+    Returns:
+        Shape (..., N), float32 or better.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.to(dtype).softmax(-1)
     if top_k == logits.shape[-1]:
         return weights
     chosen = logits.topk(top_k, dim=-1).indices
-    kept = torch.zeros_like(weights).scatter(-1, chosen, weights.gather(-1, chosen))
-    return kept / kept.sum(-1, keepdim=True)
+    largest = weights.gather(-1, chosen)
+    sparse = torch.zeros_like(weights).scatter(-1, chosen, largest)
+    return sparse / sparse.sum(-1, keepdim=True)
 
 
 def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
-    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, from router logits [rows, N].
+    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``.
 
-    P_e is the mean probability of expert e, f_ke the share of rows (of all layers, tokens and heads) whose
-    k-th choice is e. With ``top_k`` = N, the released setting, the inner sum is 1 for each e: the loss is the
-    constant N, its gradient is zero, and it says nothing to the router.
+    P_e is the mean probability of expert e, f_ke the share of rows whose k-th choice is e. With ``top_k`` =
+    N, the released setting, the inner sum is 1 for each e: the loss is the constant N, its gradient is zero,
+    and it says nothing to the router.
+
+    Args:
+        logits: Router logits, shape (rows, N), a row for each layer, token and head.
+        top_k: Bases that keep a weight.
+
+    Returns:
+        A scalar.
     """
-    experts = logits.shape[-1]
-    share = (
-        F.one_hot(logits.topk(top_k, dim=-1).indices, experts).float().mean(0).sum(0)
-    )
-    return experts * (logits.float().softmax(-1).mean(0) * share).sum()
+    num_experts = logits.shape[-1]
+    choices = logits.topk(top_k, dim=-1).indices
+    shares = F.one_hot(choices, num_experts).float().mean(0).sum(0)
+    probabilities = logits.float().softmax(-1).mean(0)
+    return num_experts * (probabilities * shares).sum()
 
 
 @contextmanager
@@ -65,61 +82,61 @@ def mixing(
     top_k: int,
     listen: Callable[[int, Tensor], None] = lambda layer, logits: None,
 ) -> Iterator[None]:
-    """Attend under every base (None: the model's own) and mix the outputs, for the duration of a block.
+    """Attend under every base and mix the outputs, for the duration of a block.
 
-    Every token and head keeps ``top_k`` bases, chosen by the ``routers`` of the layers that rotate; None
-    mixes all evenly. ``listen`` is called with a layer and its router logits [B, H, T, N].
+    Args:
+        model: The model.
+        routers: By layer, for those that rotate; None mixes all bases evenly.
+        bases: The N bases; None is the model's own.
+        top_k: Bases that a token and head keeps.
+        listen: Called with a layer and its router logits, shape (B, H, T, N).
     """
-    made: dict[int, tuple[list[Table], list[Table]]] = {}
-    latest: rope.Call | None = None
+    # For the rotary call of the latest forward: tables of queries and keys under each base, by number of keys.
+    table_cache: dict[int, tuple[list[Table], list[Table]]] = {}
+    latest_call: rope.Call | None = None
 
-    def tables(r: HandRotation) -> tuple[list[Table], list[Table]]:
-        nonlocal latest
+    def tables(rotation: HandRotation) -> tuple[list[Table], list[Table]]:
+        nonlocal latest_call
+        call = rotation.call
+        if latest_call is not call:
+            latest_call = call
+            table_cache.clear()
         # Layers that hold the same keys share their tables within one forward.
-        if latest is not r.call:
-            latest = r.call
-            made.clear()
-        count = r.key.shape[2]
-        same = r.query.shape[2] == r.key.shape[2]
-        if count not in made:
-            for_keys = [r.call.table(r.key_positions, base) for base in bases]
-            for_queries = (
-                for_keys
-                if same
-                else [r.call.table(r.query_positions, base) for base in bases]
-            )
-            made[count] = for_queries, for_keys
-        return made[count]
+        num_keys = rotation.key.shape[2]
+        if num_keys not in table_cache:
+            of_keys = [call.table(rotation.key_positions, base) for base in bases]
+            of_queries = of_keys
+            if rotation.query.shape[2] != num_keys:
+                positions = rotation.query_positions
+                of_queries = [call.table(positions, base) for base in bases]
+            table_cache[num_keys] = of_queries, of_keys
+        return table_cache[num_keys]
 
-    def attend(r: HandRotation) -> Tensor:
+    def attend(rotation: HandRotation) -> Tensor:
+        of_queries, of_keys = tables(rotation)
+        queries = rotation.rotate_by_each(rotation.query, of_queries)
+        keys = rotation.rotate_by_each(rotation.key, of_keys)
         mixed: Tensor | None = None
-        for_queries, for_keys = tables(r)
-        pairs = zip(
-            r.rotate_by_each(r.query, for_queries),
-            r.rotate_by_each(r.key, for_keys),
-            strict=True,
-        )
-        for number, (query, key) in enumerate(pairs):
+        for index, (query, key) in enumerate(zip(queries, keys, strict=True)):
             if mixed is None:
-                weights = weigh(r.layer, query)
+                weights = weigh(rotation.layer, query)
             # The output comes as [B, T, H, d]; weights in float32 keep their sum 1.
-            weight = weights[..., number].transpose(1, 2)[..., None]
-            out = r.attend(query, key)
-            mixed = (
-                weight * out
-                if mixed is None
-                else mixed.addcmul_(weight, out.to(mixed.dtype))
-            )
+            weight = weights[..., index].transpose(1, 2)[..., None]
+            output = rotation.attend(query, key)
+            if mixed is None:
+                mixed = weight * output
+            else:
+                mixed.addcmul_(weight, output.to(mixed.dtype))
         assert mixed is not None, "check() asks for one base or more"
-        return mixed.to(r.query.dtype)
+        return mixed.to(rotation.query.dtype)
 
     def weigh(layer: int, query: Tensor) -> Tensor:
-        exact = torch.promote_types(query.dtype, torch.float32)
+        """Weights (B, H, T, N) from queries (B, H, T, d) that are rotated with the first base."""
+        dtype = torch.promote_types(query.dtype, torch.float32)
         if routers is None:
-            return query.new_full(
-                (*query.shape[:3], len(bases)), 1 / len(bases), dtype=exact
-            )
-        logits = routers[layer].to(query.device, exact)(query.to(exact))
+            shape = (*query.shape[:3], len(bases))
+            return query.new_full(shape, 1 / len(bases), dtype=dtype)
+        logits = routers[layer].to(query.device, dtype)(query.to(dtype))
         listen(layer, logits)
         return mixture(logits, top_k)
 
@@ -155,30 +172,29 @@ class MoICE(Method):
 
     @classmethod
     def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
-        """See :meth:`Method.files`: the router."""
+        """The file of the router; see :meth:`Method.files`."""
         path = values.get("weights")
-        return (
-            ()
-            if path in (None, UNIFORM)
-            else (Source(kind="path", id=str(path), field="weights"),)
-        )
+        if path in (None, UNIFORM):
+            return ()
+        return (Source(kind="path", id=str(path), field="weights"),)
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`; a router has to be there, and to fit the model."""
         super().check(lm)
-        count = len(self.bases)
+        num_bases = len(self.bases)
         if self.weights is None:
             allowed = f"a safetensors file with a trained router, or {UNIFORM}"
-            hint = f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none"
+            hint = f"{_TRAIN_HINT.format(lm.name)}; {UNIFORM} needs none"
             raise UserError("method.weights", None, allowed, hint)
-        if self.top_k > count or (self.weights == UNIFORM and self.top_k < count):
-            even = f"{count} with method.weights={UNIFORM}, as no base is preferred"
-            allowed = even if self.weights == UNIFORM else f"1 to {count}, the bases"
-            raise UserError(
-                "method.top_k", self.top_k, allowed, f"set method.top_k={count}"
-            )
-        if self.weights != UNIFORM:
-            load_routers(lm, self.weights, count)
+        is_uniform = self.weights == UNIFORM
+        if self.top_k > num_bases or (is_uniform and self.top_k < num_bases):
+            allowed = f"1 to {num_bases}, the bases"
+            if is_uniform:
+                allowed = f"{num_bases} with method.weights={UNIFORM}, as no base is preferred"
+            hint = f"set method.top_k={num_bases}"
+            raise UserError("method.top_k", self.top_k, allowed, hint)
+        if not is_uniform:
+            load_routers(lm, self.weights, num_bases)
 
     @classmethod
     def example(cls, lm: LM) -> Self:
@@ -191,11 +207,9 @@ class MoICE(Method):
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
-        routers = (
-            None
-            if self.weights == UNIFORM
-            else load_routers(lm, str(self.weights), len(self.bases))
-        )
+        routers = None
+        if self.weights != UNIFORM:
+            routers = load_routers(lm, str(self.weights), len(self.bases))
         return mixing(lm.model, routers, self.bases, self.top_k)
 
 
@@ -204,11 +218,11 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
     from posbench.methods.router import Router
 
     config = families.text_config(model)
-    width = (
-        getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads
-    )
-    routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
+    head_width = getattr(config, "head_dim", None)
+    if not head_width:
+        head_width = config.hidden_size // config.num_attention_heads
+    layers = rope.rotated_layers(model)
+    routers = {layer: Router(head_width, experts) for layer in layers}
     for router in routers.values():
         for parameter in router.parameters():
             nn.init.normal_(parameter, std=0.02)
@@ -221,51 +235,61 @@ def save_routers(
     """Write routers under the tensor names of the released program, with metadata as one JSON text."""
     from safetensors.torch import save_file
 
-    tensors = {
-        f"model.layers.{layer}.self_attn.{name}": value.detach()
-        .float()
-        .cpu()
-        .contiguous()
-        for layer, router in routers.items()
-        for name, value in router.state_dict().items()
-    }
+    tensors = {}
+    for layer, router in routers.items():
+        for name, value in router.state_dict().items():
+            full_name = f"model.layers.{layer}.self_attn.{name}"
+            tensors[full_name] = value.detach().float().cpu().contiguous()
     file.parent.mkdir(parents=True, exist_ok=True)
     # Safetensors writes several entries in an order of chance; one gives the same bytes every time.
     save_file(tensors, file, {"training": json.dumps(metadata)})
 
 
 def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
-    """Read the routers of a model for so many bases; ``posbench://NAME/FILE`` is a file of an embedded model.
+    """Read the routers of a model for so many bases.
+
+    Args:
+        lm: The model.
+        path: A safetensors file; ``posbench://NAME/FILE`` is a file of an embedded model.
+        experts: Number of bases.
+
+    Returns:
+        The routers by layer.
 
     Raises:
         UserError: The file cannot be read, or does not fit the model.
     """
-
-    def refuse(allowed: str) -> UserError:
-        return UserError("method.weights", path, allowed, _TRAIN.format(lm.name))
-
-    file = Path(paths.model_path(path))
-    found = dict[int, dict[str, torch.Tensor]]()
+    field = "method.weights"
+    hint = _TRAIN_HINT.format(lm.name)
     try:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no mapping
-                if match := _NAME.search(name):
-                    found.setdefault(int(match[1]), {})[match[2]] = tensors.get_tensor(
-                        name
-                    )
+        gates = _read_gates(Path(paths.model_path(path)))
     except (OSError, SafetensorError) as error:
-        raise refuse(f"a readable safetensors file ({error})") from error
+        allowed = f"a readable safetensors file ({error})"
+        raise UserError(field, path, allowed, hint) from error
     routers = new_routers(lm.model, experts)
     for layer, router in routers.items():
-        wanted = {
-            name: tuple(value.shape) for name, value in router.state_dict().items()
-        }
-        given = {
-            name: tuple(value.shape) for name, value in found.get(layer, {}).items()
-        }
-        if wanted != given:
-            raise refuse(
-                f"gates of layer {layer} with shapes {wanted}; the file has {given}"
+        expected = _shapes(router.state_dict())
+        actual = _shapes(gates.get(layer, {}))
+        if actual != expected:
+            allowed = (
+                f"gates of layer {layer} with shapes {expected}; the file has {actual}"
             )
-        router.load_state_dict(found[layer])
+            raise UserError(field, path, allowed, hint)
+        router.load_state_dict(gates[layer])
     return routers
+
+
+def _read_gates(file: Path) -> dict[int, dict[str, Tensor]]:
+    """The tensors of a file's routers, by layer and by their name in the router."""
+    gates: dict[int, dict[str, Tensor]] = {}
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118, it is no mapping
+            match = _TENSOR_NAME.search(name)
+            if match:
+                layer = int(match[1])
+                gates.setdefault(layer, {})[match[2]] = tensors.get_tensor(name)
+    return gates
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}

@@ -56,29 +56,22 @@ class MsPoE(Method):
 
     @property
     def needs_prompt(self) -> bool:
-        """See :class:`Method`; not where no head is scored."""
+        """Whether heads are scored on the last prompt token; see :class:`Method`."""
         return self.order != "reversed"
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
         super().check(lm)
-        given = list(self.ratios)
-        if given[0] > given[1]:
-            raise UserError(
-                "method.ratios",
-                given,
-                "[smallest, largest]",
-                "set method.ratios=[1.2,1.8]",
-            )
+        smallest, largest = self.ratios
+        if smallest > largest:
+            hint = "set method.ratios=[1.2,1.8]"
+            value = list(self.ratios)
+            raise UserError("method.ratios", value, "[smallest, largest]", hint)
         last = rope.rotated_layers(lm.model)[-1]
         if self.first_layer > last:
             allowed = f"0 to {last}, the last layer of {lm.name} with RoPE"
-            raise UserError(
-                "method.first_layer",
-                self.first_layer,
-                allowed,
-                "set method.first_layer=2, or 0",
-            )
+            hint = "set method.first_layer=2, or 0"
+            raise UserError("method.first_layer", self.first_layer, allowed, hint)
 
     def neutral(self) -> Self:
         """Ratio 1 in every head."""
@@ -86,32 +79,36 @@ class MsPoE(Method):
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
-        layers = [
-            layer
-            for layer in rope.rotated_layers(lm.model)
-            if layer >= self.first_layer
-        ]
+        rotated = rope.rotated_layers(lm.model)
+        layers = [layer for layer in rotated if layer >= self.first_layer]
         return rope.by_hand(lm.model, dict.fromkeys(layers, self._attend))
 
     def head_ratios(self, outlying: Tensor) -> Tensor:
-        """The ratio of each head, [B, H] in float32, from its number of outlying keys, [B, H]."""
-        heads = outlying.shape[1]
-        if self.order == "reversed":
-            number = torch.arange(heads - 1, -1, -1, device=outlying.device).expand(
-                outlying.shape
-            )
+        """The ratio of each head.
+
+        Args:
+            outlying: Number of outlying keys of each head, shape (B, H).
+
+        Returns:
+            Shape (B, H), float32.
+        """
+        num_heads = outlying.shape[1]
+        order = self.order
+        if order is None:
+            order = "permutation" if self.variant == "official" else "rank"
+        if order == "reversed":
+            reversed_heads = torch.arange(num_heads - 1, -1, -1, device=outlying.device)
+            ratio_index = reversed_heads.expand(outlying.shape)
         else:
-            ranked = outlying.argsort(dim=1, descending=True, stable=True)
-            direct = self.order == "permutation" or (
-                self.order is None and self.variant == "official"
-            )
-            number = ranked if direct else ranked.argsort(dim=1)
-        steps = heads if self.variant == "official" else max(heads - 1, 1)
+            ratio_index = outlying.argsort(dim=1, descending=True, stable=True)
+        if order == "rank":
+            ratio_index = ratio_index.argsort(dim=1)  # the rank of each head
+        num_steps = num_heads if self.variant == "official" else max(num_heads - 1, 1)
         low, high = self.ratios
-        return low + (high - low) * number.float() / steps
+        return low + (high - low) * ratio_index.float() / num_steps
 
     def outlying(self, rotation: HandRotation) -> Tensor:
-        """Per head, how many keys the last token attends to with an outlying weight, [B, H]."""
+        """Per head, how many keys the last token attends to with an outlying weight, shape (B, H)."""
         query = rotation.query[:, :, -1:]
         key = rotation.key
         if self.variant == "paper":
@@ -121,40 +118,48 @@ class MsPoE(Method):
         weights = rotation.last_row(query, key)
         # Equal scores give the mean to every key that the row may see, and nothing to padding.
         mean = rotation.last_row(torch.zeros_like(query), key)
-        above = (
-            weights >= self.alpha * mean
-            if self.variant == "paper"
-            else weights > self.alpha * mean
-        )
+        bound = self.alpha * mean
+        above = weights >= bound if self.variant == "paper" else weights > bound
         return (above & (mean > 0)).sum(-1)
 
     def _attend(self, rotation: HandRotation) -> Tensor:
+        """Attention of a layer in which each head has its own positions, shape (B, T, H, d)."""
         memory = rotation.memory
-        groups = rotation.query.shape[1] // rotation.key.shape[1]
         if "ratios" not in memory:
             memory["ratios"] = self.head_ratios(self.outlying(rotation))
-        # The keys of a group once, or once for each of its query heads.
-        every, copies = (groups, 1) if self.variant == "official" else (1, groups)
-
-        def table(positions: Tensor, every: int = 1) -> Table:
-            fractional = positions[:, None] / memory["ratios"][:, ::every, None]
-            cos, sin = rotation.call.table(fractional.flatten(0, 1))
-            rows = fractional.shape[:2]
-            return cos.unflatten(0, rows), sin.unflatten(0, rows)
+        ratios = memory["ratios"]
+        group_size = rotation.query.shape[1] // rotation.key.shape[1]
+        # The official program rotates the keys of a group once, with the ratio of its first query head; the
+        # paper's method rotates them once for each of its query heads.
+        key_ratios = ratios
+        key_copies = group_size
+        if self.variant == "official":
+            key_ratios = ratios[:, ::group_size]
+            key_copies = 1
 
         # Ratios stay as they are, so keys that were rotated at an earlier step are good for this one.
-        rotated = memory.get("keys") if rotation.unchanged else None
-        known = (
-            rotation.key.shape[2] - rotation.query.shape[2]
-            if rotated is not None
-            else 0
-        )
-        new = sdpa.repeat_kv(rotation.key[:, :, known:], copies)
-        tables = table(rotation.key_positions[:, known:], every)
-        key = rotation.rotate(new, tables)
-        if rotated is not None:
-            key = torch.cat([rotated[:, :, rotated.shape[2] - known :], key], dim=2)
-        if every > 1 or key.shape[2] - known != rotation.query.shape[2]:
-            tables = table(rotation.query_positions)
-        memory["keys"] = key
-        return rotation.attend(rotation.rotate(rotation.query, tables), key)
+        old_keys = memory.get("keys") if rotation.unchanged else None
+        num_old = 0
+        if old_keys is not None:
+            num_old = rotation.key.shape[2] - rotation.query.shape[2]
+        new_keys = sdpa.repeat_kv(rotation.key[:, :, num_old:], key_copies)
+        new_positions = rotation.key_positions[:, num_old:]
+        tables = _head_tables(rotation, new_positions, key_ratios)
+        keys = rotation.rotate(new_keys, tables)
+        if old_keys is not None:
+            # A sliding window has dropped the oldest keys.
+            old_keys = old_keys[:, :, old_keys.shape[2] - num_old :]
+            keys = torch.cat([old_keys, keys], dim=2)
+        memory["keys"] = keys
+
+        same_heads = key_ratios.shape == ratios.shape
+        if not same_heads or new_keys.shape[2] != rotation.query.shape[2]:
+            tables = _head_tables(rotation, rotation.query_positions, ratios)
+        return rotation.attend(rotation.rotate(rotation.query, tables), keys)
+
+
+def _head_tables(rotation: HandRotation, positions: Tensor, ratios: Tensor) -> Table:
+    """Cosines and sines of positions (B, T) that each head divides by its ratio (B, H): (B, H, T, r) each."""
+    scaled = positions[:, None] / ratios[:, :, None]
+    cos, sin = rotation.call.table(scaled.flatten(0, 1))
+    return cos.unflatten(0, scaled.shape[:2]), sin.unflatten(0, scaled.shape[:2])

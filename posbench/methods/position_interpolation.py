@@ -28,15 +28,11 @@ class PositionInterpolation(Method):
 
     def folded(self, lm: LM) -> Folded | None:
         """Rotary embeddings of type linear, where those of the model are plain."""
-        kinds = getattr(rope.rotary_module(lm.model), "rope_type", "default")
-        plain = set(kinds.values() if isinstance(kinds, dict) else [kinds]) == {
-            "default"
-        }
-        return (
-            Folded(rope={"rope_type": "linear", "factor": self.scale})
-            if plain
-            else None
-        )
+        rope_type = getattr(rope.rotary_module(lm.model), "rope_type", "default")
+        rope_types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+        if set(rope_types) != {"default"}:
+            return None
+        return Folded(rope={"rope_type": "linear", "factor": self.scale})
 
     def prefill(self) -> Self:
         """Itself: the scale is the same for every token."""
@@ -44,7 +40,5 @@ class PositionInterpolation(Method):
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
-        return rope.tables(
-            lm.model,
-            rope.scaled(dict.fromkeys(rope.rotated_layers(lm.model), self.scale)),
-        )
+        scales = dict.fromkeys(rope.rotated_layers(lm.model), self.scale)
+        return rope.tables(lm.model, rope.scaled(scales))

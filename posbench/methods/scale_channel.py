@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from posbench.errors import UserError
 from posbench.late import PreTrainedModel, Tensor, torch, transformers
-from posbench.methods.base import Folded, Method, SweepClaims
+from posbench.methods.base import (
+    Folded,
+    Method,
+    SweepClaims,
+    bind_call,
+    input_shape,
+)
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.hooks import fork, replaced
@@ -44,53 +50,57 @@ def scaled(
 ) -> DynamicCache:
     """A fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it."""
     cache = fork(prefix.cache)
-    for index in (
-        method.layer_indices if prefix.inputs and method.tokens != "last" else ()
-    ):
+    if method.tokens == "last" or not prefix.inputs:
+        return cache
+    for index in method.layer_indices:
         layer = cache.layers[index]
         # A sliding-window layer keeps the newest tokens only.
         newest = slice(-layer.keys.shape[-2], None)
         if families.keys_are_linear(model, index):
-            part = _key_part(prefix, model, index, method.channels)[..., newest, :]
-            keys = torch.add(
-                layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1
-            )
+            term = _key_term(prefix, model, index, method.channels)[..., newest, :]
+            term = _match_heads(term, layer.keys)
+            keys = torch.add(layer.keys, term, alpha=method.factor - 1)
         else:
-            projected = families.project_keys(
-                model, index, method.scale(prefix.inputs[index])
-            )
-            finished = families.finish_keys(
-                model, index, projected, prefix.rotary[index]
-            )
-            keys = _as_cached(finished[..., newest, :], layer.keys)
+            inputs = method.scale(prefix.inputs[index])
+            keys = families.project_keys(model, index, inputs)
+            keys = families.finish_keys(model, index, keys, prefix.rotary[index])
+            keys = _match_heads(keys[..., newest, :], layer.keys)
         layer.keys = keys.to(layer.keys.dtype)
     return cache
 
 
-def _key_part(
+def _key_term(
     prefix: Prefix, model: PreTrainedModel, layer: int, channels: tuple[int, ...]
 ) -> Tensor:
-    """What the channels add to rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
+    """What the channels add to the rotated keys of a prefix, ``h_p RoPE(W_K[:, p])`` summed over p.
+
+    Args:
+        prefix: Holds the attention inputs, and the terms computed so far.
+        model: The model.
+        layer: Index of a layer.
+        channels: The channels p, recorded in the prefix.
+
+    Returns:
+        Shape (B, G, P, d) for G key heads and P tokens, float32 or better.
+    """
     key = channels, layer
     if key not in prefix.parts:
         # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
-        for other in [known for known in prefix.parts if known[0] != channels]:
-            del prefix.parts[other]
+        for old_key in list(prefix.parts):
+            if old_key[0] != channels:
+                del prefix.parts[old_key]
         inputs = prefix.inputs[layer]
-        exact = torch.promote_types(inputs.dtype, torch.float32)
-        columns = families.key_columns(model, layer, channels).to(exact)
-        part = (
-            inputs[..., [prefix.channels.index(c) for c in channels]].to(exact)
-            @ columns
-        )
-        prefix.parts[key] = families.finish_keys(
-            model, layer, part, prefix.rotary[layer]
-        )
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        recorded = [prefix.channels.index(channel) for channel in channels]
+        columns = families.key_columns(model, layer, channels).to(dtype)
+        term = inputs[..., recorded].to(dtype) @ columns
+        rotary = prefix.rotary[layer]
+        prefix.parts[key] = families.finish_keys(model, layer, term, rotary)
     return prefix.parts[key]
 
 
-def _as_cached(keys: Tensor, cached: Tensor) -> Tensor:
-    """Keys [B, G, P, d] with as many heads as the cache holds: Falcon caches each key once per query head."""
+def _match_heads(keys: Tensor, cached: Tensor) -> Tensor:
+    """Keys (B, G, P, d) with as many heads as the cache holds: Falcon caches a key once per query head."""
     times = cached.shape[1] // keys.shape[1]
     return keys if times == 1 else keys.repeat_interleave(times, dim=1)
 
@@ -104,19 +114,25 @@ def prefill(
     past_key_values: DynamicCache | None = None,
     **inputs: Any,
 ) -> tuple[Prefix, Any]:
-    """Run the unmodified ``forward`` once and remember what any later scaling needs.
+    """Run the unmodified ``forward`` once and record what any later scaling needs.
 
-    Records the channels of the attention input of some layers, and fills ``past_key_values`` or a new cache.
-    Gives the prefix and the output.
+    Args:
+        model: The model.
+        forward: Its unmodified forward.
+        channels: Channels of the attention input to record.
+        layers: Layers in which to record them.
+        past_key_values: The empty cache to fill; None: a new one.
+        **inputs: Further arguments of ``forward``.
+
+    Returns:
+        The prefix, which holds the cache, and the output of ``forward``.
     """
-    cache = (
-        transformers.DynamicCache(config=model.config)
-        if past_key_values is None
-        else past_key_values
-    )
-    prefix = Prefix(cache)
+    if past_key_values is None:
+        past_key_values = transformers.DynamicCache(config=model.config)
+    prefix = Prefix(past_key_values)
     with recording(model, prefix, channels, layers):
-        return prefix, forward(past_key_values=cache, use_cache=True, **inputs)
+        output = forward(past_key_values=past_key_values, use_cache=True, **inputs)
+    return prefix, output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +184,13 @@ class ScaleChannel(Method):
     @property
     def channels(self) -> tuple[int, ...]:
         """The scaled channels, always as a tuple."""
-        return (
-            tuple(self.channel)
-            if isinstance(self.channel, Iterable)
-            else (int(self.channel),)
-        )
+        if isinstance(self.channel, Iterable):
+            return tuple(self.channel)
+        return (int(self.channel),)
 
     @property
     def needs_prompt(self) -> bool:
-        """See :class:`Method`; not where all tokens are scaled."""
+        """Whether some prompt tokens are not scaled; see :class:`Method`."""
         return self.last not in (None, "all")
 
     @property
@@ -189,32 +203,28 @@ class ScaleChannel(Method):
         return replace(self, factor=1.0)
 
     def prefill(self) -> Method | None:
-        """The unmodified model, where the last token alone is treated apart."""
+        """The unmodified model, where the last token alone is scaled."""
         return Unmodified() if self.last == 1 else None
 
     def records(self) -> tuple[Collection[int], Collection[int]]:
         """Its channels in its layers, where keys are scaled."""
-        return (
-            ((), ()) if self.tokens == "last" else (self.channels, self.layer_indices)
-        )
+        if self.tokens == "last":
+            return (), ()
+        return self.channels, self.layer_indices
 
     def twin(self) -> Self:
-        """All tokens scaled, as in the paper's Table 6: earlier queries then need no other keys than later
-        ones."""
+        """All tokens scaled, as in the paper's Table 6: all queries then see the same keys."""
         return replace(self, last="all") if self.tokens == "both" else self
 
     def folded(self, lm: LM) -> Folded | None:
         """Scaled columns of the projections of the chosen layers, where all tokens are scaled."""
         if self.needs_prompt or self.tokens != "both":
             return None
-        return Folded(
-            columns=dict.fromkeys(
-                self.layer_indices, dict.fromkeys(self.channels, self.factor)
-            )
-        )
+        factors = dict.fromkeys(self.channels, self.factor)
+        return Folded(columns=dict.fromkeys(self.layer_indices, factors))
 
     def scale(self, hidden: Tensor) -> Tensor:
-        """A copy of the attention input [B, T, D] with the channels scaled."""
+        """A copy of the attention input, shape (B, T, D), with the channels scaled."""
         scaled = hidden.clone()
         scaled[..., list(self.channels)] *= self.factor
         return scaled
@@ -224,37 +234,34 @@ class ScaleChannel(Method):
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
-        parameters = (
-            getattr(families.text_config(lm.model), "rope_parameters", None) or {}
-        )
-        if parameters.get("rope_type") == "dynamic":
+        config = families.text_config(lm.model)
+        rope_parameters = getattr(config, "rope_parameters", None) or {}
+        if rope_parameters.get("rope_type") == "dynamic":
             log.warning(DYNAMIC, lm.name)
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
         """See :meth:`Method.changed`."""
-        model, forward = lm.model, lm.model.forward
+        model = lm.model
+        forward = model.forward
         signature = inspect.signature(forward)
         # Marks the caches that this block has filled; a copy of one keeps the mark.
-        block = uuid.uuid4().hex
+        block_id = uuid.uuid4().hex
 
         @wraps(forward)
         def scaled_forward(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs).arguments
-            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get(
-                "kwargs", {}
-            )
+            call = bind_call(signature, args, kwargs)
             cache = call.pop("past_key_values", None)
-            if cache is not None and cache.get_seq_length() > 0:
-                shared = vars(cache).pop(READ, None)
-                if shared is not None:
-                    cache.layers = scaled(shared, model, self).layers
-                    setattr(cache, _MARK, block)
-                if getattr(cache, _MARK, None) != block:
-                    outside = "this cache was filled outside the scale_channel block"
-                    raise ValueError(f"{outside}: run the prompt inside")
-                return self.continue_with(model, forward, past_key_values=cache, **call)
-            return self._prompt(model, forward, cache, block, call)
+            if cache is None or cache.get_seq_length() == 0:
+                return self._run_prompt(model, forward, cache, block_id, call)
+            shared_prefix = vars(cache).pop(READ, None)
+            if shared_prefix is not None:
+                cache.layers = scaled(shared_prefix, model, self).layers
+                setattr(cache, _MARK, block_id)
+            if getattr(cache, _MARK, None) != block_id:
+                problem = "this cache was filled outside the scale_channel block"
+                raise ValueError(f"{problem}: run the prompt inside")
+            return self.continue_with(model, forward, past_key_values=cache, **call)
 
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with (
@@ -268,137 +275,171 @@ class ScaleChannel(Method):
     ) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
         with ExitStack() as stack:
-            for layer in self.layer_indices if self.tokens != "earlier" else ():
-                for handle in families.on_query_key_input(model, layer, self.scale):
-                    stack.enter_context(handle)
+            if self.tokens != "earlier":
+                for layer in self.layer_indices:
+                    for hook in families.on_query_key_input(model, layer, self.scale):
+                        stack.enter_context(hook)
             return forward(**inputs)
 
-    def _prompt(
+    def _run_prompt(
         self,
         model: PreTrainedModel,
         forward: Callable[..., Any],
         cache: Any,
-        block: str,
+        block_id: str,
         call: dict[str, Any],
     ) -> Any:
-        """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled."""
+        """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled.
+
+        Args:
+            model: The model.
+            forward: Its unmodified forward.
+            cache: The empty cache of the call, or None.
+            block_id: What marks the cache as filled here.
+            call: The other arguments of the call, by name.
+
+        Returns:
+            What the unmodified forward would return for the whole prompt.
+        """
         if call.get("output_attentions"):
             raise ValueError(
                 "output_attentions is not available inside the block: use lm.last_attention()"
             )
-        keep = call.pop("logits_to_keep", 0)
+        logits_to_keep = call.pop("logits_to_keep", 0)
         labels = call.pop("labels", None)
         use_cache = call.pop("use_cache", None)
-        as_dict = call.pop("return_dict", None)
-        cache = (
-            transformers.DynamicCache(config=model.config) if cache is None else cache
-        )
-        if not all(
-            isinstance(layer, transformers.cache_utils.DynamicLayer)
-            for layer in cache.layers
-        ):
-            kind = type(cache).__name__
-            raise ValueError(
-                f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation"
-            )
-        tokens = (
-            call["input_ids"]
-            if call.get("input_ids") is not None
-            else call["inputs_embeds"]
-        )
-        total = tokens.shape[1]
-        mask: Any = call.get("attention_mask")
-        if isinstance(self.last, int) and torch.is_tensor(mask) and mask.ndim == 2:
-            read = mask[:, -self.last :].any(dim=1)
-            if not read.all():
-                raise ValueError(
-                    "scale_channel needs prompts that are padded on the left, not on the right"
-                )
-        rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
-        head = total - rows
+        return_dict = call.pop("return_dict", None)
+        if cache is None:
+            cache = transformers.DynamicCache(config=model.config)
+        _check_cache(cache)
+        self._check_padding(call.get("attention_mask"))
+        _, num_tokens = input_shape(call)
+        num_scaled = num_tokens
+        if isinstance(self.last, int):
+            num_scaled = min(self.last, num_tokens)
+        num_unscaled = num_tokens - num_scaled
+
         outputs = []
-        if head:
-            part = {k: _rows(k, v, slice(0, head), total) for k, v in call.items()}
-            # Row counts below 1 cannot be asked for: the one spare row is dropped again below.
-            part["logits_to_keep"] = (
-                max(keep - rows, 1) if isinstance(keep, int) and keep else 0
-            )
-            layers = self.layer_indices
-            prefix, out = prefill(
-                model, forward, self.channels, layers, past_key_values=cache, **part
+        if num_unscaled:
+            inputs = _select_tokens(call, slice(0, num_unscaled), num_tokens)
+            inputs["logits_to_keep"] = 0
+            if isinstance(logits_to_keep, int) and logits_to_keep:
+                # Fewer than 1 cannot be asked for: the one spare row is dropped again below.
+                inputs["logits_to_keep"] = max(logits_to_keep - num_scaled, 1)
+            prefix, output = prefill(
+                model,
+                forward,
+                self.channels,
+                self.layer_indices,
+                past_key_values=cache,
+                **inputs,
             )
             cache.layers = scaled(prefix, model, self).layers
-            outputs.append(out)
-        part = {k: _rows(k, v, slice(head, total), total) for k, v in call.items()}
-        part |= {
-            "use_cache": True,
-            "logits_to_keep": min(keep, rows) if isinstance(keep, int) else 0,
-        }
-        outputs.append(
-            self.continue_with(model, forward, past_key_values=cache, **part)
-        )
-        setattr(cache, _MARK, block)
-        logits = torch.cat([out.logits for out in outputs], dim=1)
-        hidden = None
-        loss = None
-        # The last rows, or those of a tensor; -0 takes all.
-        logits = logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
-        if outputs[-1].hidden_states is not None:
-            states = zip(*(out.hidden_states for out in outputs), strict=True)
-            hidden = tuple(torch.cat(parts, dim=1) for parts in states)
+            outputs.append(output)
+        inputs = _select_tokens(call, slice(num_unscaled, num_tokens), num_tokens)
+        inputs["use_cache"] = True
+        inputs["logits_to_keep"] = 0
+        if isinstance(logits_to_keep, int):
+            inputs["logits_to_keep"] = min(logits_to_keep, num_scaled)
+        output = self.continue_with(model, forward, past_key_values=cache, **inputs)
+        outputs.append(output)
+        setattr(cache, _MARK, block_id)
+
+        # The last so many (-0 takes all), or those that a tensor names.
+        is_count = isinstance(logits_to_keep, int)
+        kept_tokens = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits = torch.cat([part.logits for part in outputs], dim=1)[:, kept_tokens]
+        hidden_states = None
+        if output.hidden_states is not None:
+            by_layer = zip(*(part.hidden_states for part in outputs), strict=True)
+            hidden_states = tuple(torch.cat(states, dim=1) for states in by_layer)
         config = families.text_config(model)
+        loss = None
         if labels is not None:
             loss = model.loss_function(
                 logits=logits, labels=labels, vocab_size=config.vocab_size
             )
-        kept = cache if (config.use_cache if use_cache is None else use_cache) else None
-        out = transformers.modeling_outputs.CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=kept, hidden_states=hidden
+        if use_cache is None:
+            use_cache = config.use_cache
+        whole_output = transformers.modeling_outputs.CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache if use_cache else None,
+            hidden_states=hidden_states,
         )
-        return out.to_tuple() if as_dict is False else out
+        return whole_output.to_tuple() if return_dict is False else whole_output
+
+    def _check_padding(self, mask: Any) -> None:
+        """Raise ValueError where a row's last tokens are padding."""
+        if not (
+            isinstance(self.last, int) and torch.is_tensor(mask) and mask.ndim == 2
+        ):
+            return
+        if not mask[:, -self.last :].any(dim=1).all():
+            raise ValueError(
+                "scale_channel needs prompts that are padded on the left, not on the right"
+            )
 
 
-def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
-    """The part of a forward argument that belongs to the tokens ``rows`` of a prompt of ``total`` tokens."""
-    if name == "attention_mask" and isinstance(value, torch.Tensor):
-        return (
-            value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
+def _check_cache(cache: Any) -> None:
+    """Raise ValueError for a cache of fixed size, whose keys cannot be replaced."""
+    growing = transformers.cache_utils.DynamicLayer
+    if not all(isinstance(layer, growing) for layer in cache.layers):
+        kind = type(cache).__name__
+        raise ValueError(
+            f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation"
         )
-    if name == "attention_mask" and value is not None:
+
+
+def _select_tokens(
+    call: Mapping[str, Any], tokens: slice, num_tokens: int
+) -> dict[str, Any]:
+    """The arguments of a forward over ``num_tokens`` tokens as those of a forward over some of them."""
+    return {
+        name: _select_from_argument(name, value, tokens, num_tokens)
+        for name, value in call.items()
+    }
+
+
+def _select_from_argument(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
+    """The part of one argument that belongs to some tokens; what has no tokens stays as it is."""
+    if value is None:
+        return None
+    is_tensor = isinstance(value, torch.Tensor)
+    if name == "attention_mask" and not is_tensor:
         raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
-    if name == "position_ids" and value is not None:
-        return value[..., rows]
-    along = (
-        isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == total
-    )
-    return value[:, rows] if along else value
+    if name == "attention_mask":
+        visible = value[..., : tokens.stop]
+        return visible if value.ndim == 2 else visible[:, :, tokens]
+    if name == "position_ids":
+        return value[..., tokens]
+    if is_tensor and value.ndim >= 2 and value.shape[1] == num_tokens:
+        return value[:, tokens]
+    return value
 
 
 def share(published: tuple[int, int], count: int) -> tuple[int, int]:
-    """A paper's first and last layer of 32, or the same share of a model of another depth."""
-    return round(count * published[0] / 32), min(
-        round(count * published[1] / 32), count - 1
-    )
+    """First and last layer in a model of ``count`` layers, at the depths of a paper's layers of 32."""
+    first = round(count * published[0] / 32)
+    last = round(count * published[1] / 32)
+    return first, min(last, count - 1)
 
 
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
     """Raise UserError unless every channel lies inside the model's hidden size."""
     width = families.text_config(lm.model).hidden_size
-    if (
-        not channels
-        or any(not 0 <= c < width for c in channels)
-        or len(set(channels)) != len(channels)
-    ):
+    repeated = len(set(channels)) != len(channels)
+    if not channels or repeated or any(not 0 <= c < width for c in channels):
         allowed = f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})"
         hint = f"find one with: posbench stages=[search] model={lm.name} method=scale_channel"
         raise UserError(name, list(channels), allowed, hint)
 
 
 def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless [first, last], inclusive, lies inside the model; None is a caller's default."""
+    """Raise UserError unless [first, last], inclusive, lies inside the model; None passes."""
+    if layers is None:
+        return
     count = lm.layers
-    if layers is not None and (
-        len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count
-    ):
+    if len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count:
         allowed = f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})"
         raise UserError(name, list(layers), allowed, "layers are 0-based and inclusive")

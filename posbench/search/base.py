@@ -1,4 +1,4 @@
-"""What every search is: plain data that says which method it serves, what it finds, and how."""
+"""The contract of a search: plain data that says which method it serves, what it finds, and how."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import Reads
+from posbench.run.folder import RunDir
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
@@ -34,57 +35,72 @@ log = logging.getLogger(__name__)
 FOUND = "found.yaml"
 ROWS = "search.jsonl"
 STATE = "search_state.pt"
+CHECKSUM_BYTES = 32
 Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
 """A table of the run folder by its name, None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search(ABC):
-    """A search for parameters of a method; the dataclass fields are the keys of ``search.*``."""
+    """A search for parameters of a method; the dataclass fields are the keys of ``search.*``.
 
-    serves: ClassVar[type[Method]]  # the method whose parameters it finds
-    place: ClassVar[str] = (
-        "alone or in a list of methods"  # where that may stand among others
-    )
-    finds: ClassVar[
-        Mapping[str, Any]
-    ]  # their names, each with a value that stands for it until it is found
-    # files that it leaves, beside ``found.yaml`` and ``held_back.csv``
+    Attributes:
+        serves: The method whose parameters it finds.
+        place: Where that method may stand in a list of methods, for messages.
+        finds: Names of the parameters, each with a legal value that stands for it until it is found.
+        results: Files that it leaves, beside ``found.yaml`` and ``held_back.csv``.
+        rows: Files that it resumes from.
+        measure: ``loss`` (nats per token, lower is better), or any other name (higher is better).
+        held_back: Calibration prompts that the search does not see, on which its result is compared with the
+            unmodified model, where the task has so many; None: as many as the search sees.
+    """
+
+    serves: ClassVar[type[Method]]
+    place: ClassVar[str] = "alone or in a list of methods"
+    finds: ClassVar[Mapping[str, Any]]
     results: ClassVar[Sequence[str]] = ("search.csv",)
-    rows: ClassVar[Sequence[str]] = (ROWS, held_back.ROWS)  # what it resumes from
-    measure: ClassVar[str] = (
-        "loss"  # what it lowers, in nats per token; any other: what it raises
-    )
+    rows: ClassVar[Sequence[str]] = (ROWS, held_back.ROWS)
+    measure: ClassVar[str] = "loss"
 
-    # calibration prompts that the search does not see, on which what it found is checked against the
-    # unmodified model, where the task has so many; None: as many as it sees
     held_back: Count | None = None
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """The choice, or the part of it, whose parameters it finds with the others applied; None without."""
-        parts = [choice, *choice.parts.values()]
-        return next((part for part in parts if issubclass(part.cls, self.serves)), None)
+        """The choice, or the part of it, that this search serves; None where there is none."""
+        for candidate in (choice, *choice.parts.values()):
+            if issubclass(candidate.cls, self.serves):
+                return candidate
+        return None
 
     def check(self, run: Run) -> None:
-        """Raise `UserError` where a value of what it finds is typed, or model or task do not fit."""
+        """Raise `UserError` where a parameter that it finds is typed, or model or task do not fit."""
         assert run.target is not None
         for name in sorted(set(run.target.pinned) & set(self.finds)):
+            field = f"{run.target.where}.{name}"
             allowed = "nothing typed, with the search stage: it finds this"
             hint = "leave the search out: stages=[evaluate,report]"
-            raise UserError(
-                f"{run.target.where}.{name}", run.target.values[name], allowed, hint
-            )
+            raise UserError(field, run.target.values[name], allowed, hint)
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
-        """The fields that must change for a model of ``layers`` that reads ``window`` tokens, and whose
-        tokenizer may not spell letters and digits."""
+        """The fields that must change for a small model, with the values that fit it.
+
+        Args:
+            window: Tokens of the model's context window.
+            spells: Whether its tokenizer spells letters and digits.
+            layers: Its number of layers.
+        """
         return {}
 
     def asks(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> Reads | None:
-        """What it reads at most, of so many calibration prompts with answers of so many tokens; None where
-        that cannot be told before."""
+        """What the model reads for the search at most; None where that is not known before.
+
+        Args:
+            prompts: Number of calibration prompts.
+            answer: Tokens of an answer.
+            layers: Layers of the model.
+            channels: Hidden size of the model.
+        """
         return None
 
     def beside(self) -> tuple[Task, list[Example], int] | None:
@@ -100,21 +116,20 @@ class Search(ABC):
         return {}
 
     def further(self, run: Run, count: int | None) -> list[Example]:
-        """Prompts of the check: at most ``count``, None: as many as the search asks."""
+        """Held-back prompts for the check: at most ``count``, None: as many as the search asks."""
         return run.task.held_back(count or len(run.examples("calibration")))
 
     def tokens(self, run: Run, example: Example) -> int:
-        """Tokens of a prompt of the check; `UserError` where it does not fit."""
-        return len(run.lm.answer_ids(example.prompt, example.answers[0])[0])
+        """Tokens of a prompt of the check; `UserError` where it does not fit the window."""
+        prompt, _ = run.lm.answer_ids(example.prompt, example.answers[0])
+        return len(prompt)
 
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        """The measure of prompts of the check, inside a method."""
-        prompts = [e.prompt for e in batch]
-        answers = [e.answers[0] for e in batch]
-        losses: list[float] = run.lm.answer_loss(
-            prompts, answers, batch_size=len(batch)
-        ).tolist()
-        return losses
+        """The measure of each prompt of a batch, under the method that is applied."""
+        prompts = [example.prompt for example in batch]
+        answers = [example.answers[0] for example in batch]
+        losses = run.lm.answer_loss(prompts, answers, batch_size=len(batch))
+        return list(losses.tolist())
 
     @abstractmethod
     def search(self, run: Run) -> None:
@@ -122,14 +137,14 @@ class Search(ABC):
 
     @abstractmethod
     def told(self, block: Mapping[str, Any]) -> str:
-        """What was found, in one line."""
+        """The block of ``found.yaml`` in one line."""
 
     def remarks(self, block: Mapping[str, Any]) -> list[str]:
-        """What else is to be said of it, line by line."""
+        """Further lines to print about the block."""
         return []
 
     def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters for the later stages."""
+        """The method's parameters in the block, for the later stages."""
         return {name: block[name] for name in self.finds}
 
     @abstractmethod
@@ -137,170 +152,213 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search unless another run of this version did under the same key, and keep what was found."""
+        """Search, or copy the result of another run with the same key, and set ``run.found``."""
         assert run.target is not None
         if not run.out.stage("search").get("done"):
-            parts = [
-                [name, None if p is run.target else p.values]
-                for name, p in run.choice.parts.items()
-            ]
-            settings: dict[str, Any] = {
-                "search": run.raw["search"],
-                "task": run.raw["task"],
-                "parts": parts,
-            }
-            others = [
-                file
-                for part in run.choice.parts.values()
-                if part is not run.target
-                for file in part.files()
-            ]
-            settings["files"] = [content.key for content in contents(others)]
-            # The rest of the method takes part in the check.
-            settings["method"] = {
-                k: v for k, v in run.target.values.items() if k not in self.finds
-            }
-            key = digest({"identity": run.identity, **settings, **self.depends(run)})
-            other = run.out.sibling_with("search", key)
-            if other is None:
+            key = self._key(run)
+            sibling = run.out.sibling_with("search", key)
+            if sibling is None:
                 self.search(run)
                 (run.out.path / STATE).unlink(missing_ok=True)
             else:
-                run.out.add_hardware(other.hardware())
-                for name in other.stage("search")["files"]:
-                    if name in self.rows:
-                        run.out.write_rows(
-                            name, other.rows(name)
-                        )  # they carry the id of this run
-                    else:
-                        write_bytes(
-                            run.out.path / name, (other.path / name).read_bytes()
-                        )
-            # A finished search looks at its rows no more: they are recorded as its other files are.
-            rows = run.out.sums(self.rows)
-            copied = other.path.name if other else None
-            run.out.mark("search", key=key, copied_from=copied, files=rows)
+                self._copy(sibling, run.out)
+            copied_from = sibling.path.name if sibling else None
+            # The search will not append to its rows again: their checksums can be recorded.
+            checksums = run.out.sums(self.rows)
+            run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
+        self._report(run, block, text)
+
+    def _key(self, run: Run) -> str:
+        """Hash of everything that the result of the search and its check follow from."""
+        assert run.target is not None
+        parts: list[list[Any]] = []
+        sources: list[Source] = []
+        for name, part in run.choice.parts.items():
+            if part is run.target:
+                parts.append([name, None])
+            else:
+                parts.append([name, part.values])
+                sources += part.files()
+        # The target's other parameters take part in the check.
+        settings = {k: v for k, v in run.target.values.items() if k not in self.finds}
+        facts: dict[str, Any] = {
+            "identity": run.identity,
+            "search": run.raw["search"],
+            "task": run.raw["task"],
+            "parts": parts,
+            "files": [content.key for content in contents(sources)],
+            "method": settings,
+        }
+        return digest(facts | dict(self.depends(run)))
+
+    def _copy(self, sibling: RunDir, folder: RunDir) -> None:
+        """Copy the files of another run's search."""
+        folder.add_hardware(sibling.hardware())
+        for name in sibling.stage("search")["files"]:
+            if name in self.rows:
+                # Written anew, as rows carry the id of their run.
+                folder.write_rows(name, sibling.rows(name))
+            else:
+                write_bytes(folder.path / name, (sibling.path / name).read_bytes())
+
+    def _report(self, run: Run, block: Mapping[str, Any], text: str) -> None:
+        """Print what was found, its gain on held-back prompts, and the block to paste.
+
+        Args:
+            run: The run.
+            block: What ``found.yaml`` holds for the method.
+            text: The text of ``found.yaml``.
+        """
+        assert run.target is not None
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
-        found = self.found(block)
-        own = run.target.pinned
-        if typed := [
-            f"{k} {own[k]}" for k in self.finds if k in own and own[k] != found.get(k)
-        ]:
-            said = f"typed, and used in place of what was found: {', '.join(typed)}"
-            run.console.print(
-                f"{said}; a gain is that of what was found", soft_wrap=True
+        pinned = run.target.pinned
+        found_parameters = self.found(block)
+        overridden = [
+            f"{name} {pinned[name]}"
+            for name in self.finds
+            if name in pinned and pinned[name] != found_parameters.get(name)
+        ]
+        if overridden:
+            line = (
+                f"typed, and used in place of what was found: {', '.join(overridden)}"
             )
+            line += "; a gain is that of what was found"
+            run.console.print(line, soft_wrap=True)
         for line in self.remarks(block):
             run.console.print(line, soft_wrap=True)
-        gained = held_back.words(block["held_back"])
-        useless = held_back.noise(block["held_back"])
-        if useless and {"intervene", "evaluate"} & set(run.stages):
-            gained += "; the stages that follow run with what it found all the same"
-        elif useless:
-            return  # the run ends with that line
-        run.console.print(gained, soft_wrap=True)
+        line = held_back.words(block["held_back"])
+        if held_back.noise(block["held_back"]):
+            if not {"intervene", "evaluate"} & set(run.stages):
+                return  # the run ends with that line
+            line += "; the stages that follow run with what it found all the same"
+        run.console.print(line, soft_wrap=True)
         if "evaluate" not in run.stages:
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
-    def check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Measure what was found and the unmodified model on held-back prompts, resumed; the facts of
-        ``held_back.csv``. Prompts that were asked before, or do not fit the window, are left out."""
+    def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
+        """Compare what was found with the unmodified model on held-back prompts; resumed.
+
+        Clusters with a prompt that was asked before, or that does not fit the window, are left out.
+
+        Returns:
+            The facts of ``held_back.csv``.
+        """
         assert run.target is not None
-        seen = {
-            e.prompt
-            for split in ("calibration", "evaluation")
-            for e in run.examples(split)
-        }  # type: ignore[arg-type]
-        lengths = dict[str, int]()
-        refused = set[str]()
+        used_prompts = {e.prompt for e in run.examples("calibration")}
+        used_prompts |= {e.prompt for e in run.examples("evaluation")}
         examples = [
-            replace(e, cluster=e.cluster or e.id)
-            for e in self.further(run, self.held_back)
+            replace(example, cluster=example.cluster or example.id)
+            for example in self.further(run, self.held_back)
         ]
-        for e in examples:
+        lengths: dict[str, int] = {}
+        refused: set[str] = set()
+        for example in examples:
+            if example.prompt in used_prompts:
+                refused.add(example.cluster)
             try:
-                lengths[e.id] = self.tokens(run, e)
+                lengths[example.id] = self.tokens(run, example)
             except UserError:
-                refused.add(e.cluster)
-        refused |= {e.cluster for e in examples if e.prompt in seen}
+                refused.add(example.cluster)
         examples = [e for e in examples if e.cluster not in refused]
-        values = dict[str, list[float]]()
-        plan = run.batches(examples, lambda e: lengths[e.id])
+        batches = run.batches(examples, lambda example: lengths[example.id])
+
+        # Without typed values, which the stages that follow use in place of those that were found.
+        target = replace(run.target, typed=frozenset())
+        method = target.build(self.found(block), target, run.missing)
+        unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
+        searched = self._measure_under(run, "found", method, batches)
+        return held_back.gain(
+            self.measure,
+            [searched[example.id] for example in examples],
+            [unmodified[example.id] for example in examples],
+            [example.cluster for example in examples],
+        )
+
+    def _measure_under(
+        self, run: Run, name: str, method: Method, batches: list[list[Example]]
+    ) -> dict[str, float]:
+        """Measure held-back prompts under a method, beside the other methods of a list; resumed.
+
+        Args:
+            run: The run.
+            name: Of the method, in the rows.
+            method: Stands in the place that the search serves.
+            batches: The prompts.
+
+        Returns:
+            The measure of each prompt, by its id.
+        """
+
+        def key(example: Example) -> Row:
+            return {"method": name, "id": example.id}
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             return [{"value": value} for value in self.measured(run, batch)]
 
-        # What was found, also where the stages that follow use a typed value in its place.
-        target = replace(run.target, typed=frozenset())
-        found = run.whole(target.build(self.found(block), target, run.missing))
-        for name, method in ((UNMODIFIED, run.whole(Unmodified())), ("found", found)):
-            with method.applied(run.lm):
-                label = f"search: check, {name}"
-                key = lambda e, name=name: {"method": name, "id": e.id}  # noqa: E731
-                rows = run.complete(held_back.ROWS, label, plan, key, compute)
-            by_id = {row["id"]: row["value"] for row in rows}
-            values[name] = [by_id[e.id] for e in examples]
-        clusters = [e.cluster for e in examples]
-        return held_back.gain(
-            self.measure, values["found"], values[UNMODIFIED], clusters
-        )
+        label = f"search: check, {name}"
+        with run.whole(method).applied(run.lm):
+            rows = run.complete(held_back.ROWS, label, batches, key, compute)
+        return {row["id"]: row["value"] for row in rows}
 
-    def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
-        """Write the block to paste into a model's YAML, with its gain on held-back prompts, and the search in
-        words as its source."""
+    def write_found(self, run: Run, block: Mapping[str, Any], description: str) -> None:
+        """Write ``found.yaml``, the block to paste into a model's YAML, and ``held_back.csv``, its gain.
+
+        Args:
+            run: The run.
+            block: Parameters of the method, and facts about them.
+            description: The search in words, for the block's ``source``.
+        """
         assert run.target is not None
-        among = f" in the list {run.choice.name}" if run.choice.parts else ""
-        source = (
-            f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
-        )
-        facts = self.check_gain(run, block)
-        write_csv(
-            run.out.path / held_back.TABLE,
-            pd.DataFrame([facts], columns=list(held_back.HEADER)),
-        )
+        facts = self._check_gain(run, block)
+        table = pd.DataFrame([facts], columns=list(held_back.HEADER))
+        write_csv(run.out.path / held_back.TABLE, table)
+        source = f"posbench {versions.__version__} {description}"
+        if run.choice.parts:
+            source += f" in the list {run.choice.name}"
+        source += f"; run {run.out.path.name}"
         data = {run.target.name: {**block, "held_back": facts, "source": source}}
-        write_text(
-            run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000)
-        )
+        text = yaml.safe_dump(data, sort_keys=False, width=1000)
+        write_text(run.out.path / FOUND, text)
 
 
-def save(run: Run, state: dict[str, Any]) -> None:
-    """Keep tensors and plain data in the run folder, so that a killed search goes on where it was."""
-    torch.save(state, buffer := BytesIO())
-    write_bytes(
-        run.out.path / STATE, _checksum(run, buffer.getvalue()) + buffer.getvalue()
-    )
+def save_state(run: Run, state: dict[str, Any]) -> None:
+    """Write tensors and plain data to the run folder, so that a killed search resumes from them."""
+    buffer = BytesIO()
+    torch.save(state, buffer)
+    data = buffer.getvalue()
+    write_bytes(run.out.path / STATE, _checksum(run, data) + data)
 
 
-def saved(run: Run) -> dict[str, Any]:
-    """What :func:`save` kept, on the CPU; empty where there is nothing, or nothing whole of this run."""
+def load_state(run: Run) -> dict[str, Any]:
+    """What :func:`save_state` wrote, on the CPU; empty where there is no intact state of this run."""
     file = run.out.path / STATE
-    data = file.read_bytes() if file.is_file() else b""
-    if data and data[:32] != _checksum(run, data[32:]):
+    if not file.is_file():
+        return {}
+    content = file.read_bytes()
+    if not content:
+        return {}
+    data = content[CHECKSUM_BYTES:]
+    if content[:CHECKSUM_BYTES] != _checksum(run, data):
         log.warning("%s: damaged, or another run's; made again", file)
-        data = b""
-    return (
-        torch.load(BytesIO(data[32:]), map_location="cpu", weights_only=True)
-        if data
-        else {}
-    )
+        return {}
+    state = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+    return dict(state)
 
 
 def _checksum(run: Run, data: bytes) -> bytes:
-    """Over a state and the run that it belongs to, 32 bytes."""
+    """Hash of a state and of the id of its run, 32 bytes."""
     return hashlib.sha256(run.out.id.encode() + data).digest()
 
 
-def steps_section(read: Read, text: str, digits: int) -> list[Section]:
-    """The rows of ``search.csv`` as they are."""
+def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
+    """Report section with the rows of ``search.csv``, to so many significant digits."""
     table = read("search")
     if table is None:
         return []
-    rows = [
-        [f"{value:.{digits}g}" for value in row]
-        for row in table.itertuples(index=False)
-    ]
+    rows = []
+    for row in table.itertuples(index=False):
+        rows.append([f"{value:.{digits}g}" for value in row])
     return [Section("Search", text, list(table), rows)]

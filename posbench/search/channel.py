@@ -30,10 +30,17 @@ from posbench.run.base import Run
 from posbench.run.cost import Reads
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
-from posbench.search.base import ROWS, Read, save, saved
+from posbench.search.base import ROWS, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
+
+CURVES = (
+    "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
+    "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
+    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
+    "has an axis of its own; in brackets a first token that is off it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,95 +92,104 @@ class ChannelSearch(DeploySearch):
     @property
     def drawn(self) -> Strings:
         """The random strings."""
-        names = ("length", "alphabet", "seed", "batch_size")
         return Strings(
-            count=self.strings, **{name: getattr(self, name) for name in names}
+            count=self.strings,
+            length=self.length,
+            alphabet=self.alphabet,
+            seed=self.seed,
+            batch_size=self.batch_size,
         )
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """The last part, whose prefill all candidates share; none where a row stands for several."""
+        """The last part, whose prefill all candidates share; None where a prompt runs as several rows."""
         parts = [choice, *choice.parts.values()]
-        several = any(part.cls.rows_per_prompt for part in parts)
-        return (
-            parts[-1]
-            if issubclass(parts[-1].cls, self.serves) and not several
-            else None
-        )
+        if any(part.cls.rows_per_prompt for part in parts):
+            return None
+        return parts[-1] if issubclass(parts[-1].cls, self.serves) else None
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
-        """Shorter strings, with the paper's tenth and thirtieth of a thousand tokens as window and skip where
-        those would take more than half of a string; token ids where letters cannot be spelt."""
+        """Strings that fit a small window, and token ids where letters cannot be spelt.
+
+        Where the sliding mean and the skipped tokens would take more than half of a string, they are scaled
+        down with it, from the paper's 100 and 30 of 1000 tokens.
+        """
         length = min(self.length, window)
-        found: dict[str, Any] = {
-            "length": length,
-            "alphabet": self.alphabet if spells else "tokens",
-        }
-        short = length < self.length or self.window + self.skip + 7 > length
-        if self.variant == "paper" and short and 2 * (self.window + self.skip) > length:
-            found |= {"window": max(length // 10, 1), "skip": 3 * length // 100}
+        values: dict[str, Any] = {"length": length}
+        if not spells:
+            values["alphabet"] = "tokens"
+        too_short = length < self.length or length < self._min_length
+        dominated = 2 * (self.window + self.skip) > length
+        if self.variant == "paper" and too_short and dominated:
+            values["window"] = max(length // 10, 1)
+            values["skip"] = 3 * length // 100
         return {
-            name: value for name, value in found.items() if value != getattr(self, name)
+            name: value
+            for name, value in values.items()
+            if value != getattr(self, name)
         }
 
+    @property
+    def _min_length(self) -> int:
+        """Tokens per string that the paper's filter needs."""
+        return self.window + self.skip + 7
+
     def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
-        """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
-        tried = self.top_k if self.candidates == "monotone" else channels
-        tried *= len(self.factors) * len(self.layer_ranges(layers, None))
-        again = (
-            min(self.asked_again, tried) if self.folds else 0
-        )  # without a prefill that all share
-        answers = prompts * (1 + tried + again) * answer
+        """Calibration prompts and answers of every candidate, the check of the winner, and random strings."""
+        num_channels = self.top_k if self.candidates == "monotone" else channels
+        num_ranges = len(self.layer_ranges(layers, None))
+        num_candidates = num_channels * len(self.factors) * num_ranges
+        # As folded, each candidate reads the prompts itself.
+        num_folded = min(self.num_rescored, num_candidates) if self.folds else 0
         return Reads(
-            (3 + again) * prompts, answers, texts=self.strings, length=self.length
+            prompts=(3 + num_folded) * prompts,
+            answers=(1 + num_candidates + num_folded) * prompts * answer,
+            texts=self.strings,
+            length=self.length,
         )
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""
         lm = run.lm
-        low = self.window + self.skip + 7
-        why = "search.window + search.skip + 7"
+        minimum = self._min_length
+        reason = "search.window + search.skip + 7"
         if self.variant == "official":
-            low = 301
-            why = "variant=official skips 300 tokens"
-        if not low <= self.length <= lm.context_window:
-            allowed = f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})"
+            minimum = statistics.OFFICIAL_SKIP + 1
+            reason = "variant=official skips 300 tokens"
+        if not minimum <= self.length <= lm.context_window:
+            allowed = f"from {minimum} ({reason}) to {lm.context_window} (context window of {lm.name})"
             hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
-        typed = self._pinned(run).get("channel")
-        if run.target and not isinstance(typed, int | None):
+        channel = self._pinned(run).get("channel")
+        if run.target and not isinstance(channel, int | None):
+            field = f"{run.target.where}.channel"
+            allowed = "one channel, with the search stage"
             hint = "leave the search out: stages=[intervene,evaluate,report]"
-            raise UserError(
-                f"{run.target.where}.channel",
-                typed,
-                "one channel, with the search stage",
-                hint,
-            )
+            raise UserError(field, channel, allowed, hint)
         if isinstance(self.layers, tuple):
             check_layers(lm, "search.layers", self.layers)
         super().check(run)
 
     def depends(self, run: Run) -> Mapping[str, Any]:
-        """The layer ranges that are tried, and a typed channel; what is asked again, and of which files."""
-        values = run.target.values if run.target and self.asked_again else {}
-        again = [
-            values.get("last"),
-            values.get("tokens"),
-            [c.key for c in contents(self.files())],
-        ]
+        """The layer ranges that are tried, a typed channel, and what the candidates are scored again by."""
+        values = run.target.values if run.target and self.num_rescored else {}
+        files = [content.key for content in contents(self.files())]
         return {
             "layers": self.ranges(run),
             "channel": self._pinned(run).get("channel"),
-            "again": again,
+            "again": [values.get("last"), values.get("tokens"), files],
         }
 
     def _pinned(self, run: Run) -> dict[str, Any]:
+        """Parameters of scale_channel that the user typed."""
         return run.target.pinned if run.target else {}
 
     def ranges(self, run: Run) -> list[tuple[int, int]]:
         """The layer ranges to try: a typed one, those of the search, or the model's published one."""
         typed = self._pinned(run).get("layers")
+        if typed:
+            return [tuple(typed)]
         published = run.model.blocks.get("scale_channel", {}).get("layers")
-        return [tuple(typed)] if typed else self.layer_ranges(run.lm.layers, published)
+        return self.layer_ranges(run.lm.layers, published)
 
     def layer_ranges(
         self, count: int, published: Sequence[int] | None
@@ -181,8 +197,11 @@ class ChannelSearch(DeploySearch):
         """The layer ranges to try in a model of ``count`` layers."""
         if self.layers == "auto":
             step = self.layer_step or max(1, round(count / 8))
-            edges = sorted({*range(0, count, step), count})
-            return [(a, b - 1) for i, a in enumerate(edges) for b in edges[i + 1 :]]
+            starts = list(range(0, count, step))
+            ends = [*starts[1:], count]
+            return [
+                (start, end - 1) for i, start in enumerate(starts) for end in ends[i:]
+            ]
         # The paper's own 32-layer models use 10-25; other depths take the same share of the model.
         first, last = self.layers or published or share((10, 25), count)
         return [(first, last)]
@@ -190,45 +209,50 @@ class ChannelSearch(DeploySearch):
     def statistics(
         self, averages: Mapping[str, Array], monotone_only: bool = True
     ) -> ChannelStatistics:
-        """The filter's statistics of averaged states; see :func:`posbench.search.statistics.paper`."""
+        """The filter's statistics of averaged states, by site, shape (layers, tokens, channels) each."""
         curves = averages[self.site]
         if self.variant == "official":
             return statistics.official(curves)
-        settings: dict[str, Any] = {
-            "window": self.window,
-            "skip": self.skip,
-            "monotone_only": monotone_only,
-        }
-        curves = curves[1:] if self.site == "residual" else curves
-        return statistics.paper(curves, aggregate=self.over_layers, **settings)
+        if self.site == "residual":
+            curves = curves[1:]  # without the embedding
+        return statistics.paper(
+            curves,
+            window=self.window,
+            skip=self.skip,
+            aggregate=self.over_layers,
+            monotone_only=monotone_only,
+        )
 
     def ask(
         self,
-        found: ChannelStatistics,
+        measured: ChannelStatistics,
         ranges: Sequence[tuple[int, int]],
         channel: int | None = None,
     ) -> list[ScaleChannel]:
-        """Every candidate, or every one of a channel; smoother channels first, which breaks ties. Raises
-        `UserError` where no channel passes the filter."""
-        every = (
-            range(len(found.smoothness))
-            if self.candidates == "all"
-            else found.ranking[: self.top_k]
-        )
-        channels = every if channel is None else [channel]
+        """The candidates, smoother channels first, which breaks ties.
+
+        Args:
+            measured: Statistics of the channels.
+            ranges: Layer ranges to try.
+            channel: The only channel to try; None: every one that the filter leaves.
+
+        Raises:
+            UserError: No channel passes the filter.
+        """
+        channels: Sequence[int] = measured.ranking[: self.top_k]
+        if self.candidates == "all":
+            channels = range(len(measured.smoothness))
+        if channel is not None:
+            channels = [channel]
         if not channels:
             allowed = "a model in which some channel is monotone in more than a quarter of the layers"
             hint = "try search=exhaustive, which traverses every channel"
             raise UserError("search.candidates", "monotone", allowed, hint)
-        tried = [
-            (c, factor, layers)
-            for c in channels
+        return [
+            ScaleChannel(channel=channel, factor=factor, layers=layers)
+            for channel in channels
             for layers in ranges
             for factor in self.factors
-        ]
-        return [
-            ScaleChannel(channel=c, factor=factor, layers=layers)
-            for c, factor, layers in tried
         ]
 
     def choose(self, losses: Sequence[float] | Array, unmodified: float) -> int | None:
@@ -242,204 +266,211 @@ class ChannelSearch(DeploySearch):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
+        method = run.trial()
+        outer_methods = []
+        if isinstance(method, Composed):
+            outer_methods = list(method.parts.values())[:-1]
         with ExitStack() as stack:
-            method = run.trial()
-            for part in (
-                list(method.parts.values())[:-1] if isinstance(method, Composed) else ()
-            ):
-                stack.enter_context(part.applied(run.lm))
+            for outer in outer_methods:
+                stack.enter_context(outer.applied(run.lm))
             averages = self.averages(run)
-            found = self.statistics(averages)
-            among = f"{self.candidates} candidates"
-            if not found.ranking and (self.candidates, self.variant) == (
-                "monotone",
-                "paper",
-            ):
-                # Of some models no channel passes; what the paper calls "w/o monotonicity" (Table 6) is left.
-                found = self.statistics(averages, monotone_only=False)
-                among = "the smoothest, as none is monotone"
-                why = "no channel is monotone in more than a quarter of the layers"
-                run.console.print(
-                    f"search: {why}; the smoothest are tried", soft_wrap=True
-                )
-            candidates = self.ask(
-                found, self.ranges(run), self._pinned(run).get("channel")
-            )
-            each = self.losses(run, ROWS, candidates)
-            unmodified = float(each[0].mean())
-            losses = each[1:].mean(1)
-            n = each.shape[1]
+            measured, pool = self._filter(run, averages)
+            pinned_channel = self._pinned(run).get("channel")
+            candidates = self.ask(measured, self.ranges(run), pinned_channel)
+            all_losses = self.losses(run, ROWS, candidates)
+            unmodified = float(all_losses[0].mean())
+            losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
             loss = float(losses.min())
-            shipped = dict[str, Any]()
-            if self.asked_again:
-                again, best = self.again(run, candidates, each, best)
-                write_csv(run.out.path / "deploy.csv", again)
-                shipped = {
-                    **({"last": "all"} if self.folds else {}),
-                    "deploy": self.facts(again),
-                }
+            shipped: dict[str, Any] = {}
+            if self.num_rescored:
+                deploy_table, best = self.rescore(run, candidates, all_losses, best)
+                write_csv(run.out.path / "deploy.csv", deploy_table)
+                if self.folds:
+                    shipped["last"] = "all"
+                shipped["deploy"] = self.facts(deploy_table)
                 loss = shipped["deploy"]["loss"]
+
+        num_examples = all_losses.shape[1]
         order = np.argsort(losses, kind="stable")
         ranked = [candidates[i] for i in order]
         channels = [c.channels[0] for c in ranked]
-        table: dict[str, Any] = {"rank": range(1, len(order) + 1), "channel": channels}
-        table |= {"factor": [c.factor for c in ranked]}
-        table |= {
-            f"layer_{end}": [c.layers[i] for c in ranked]
-            for end, i in (("first", 0), ("last", 1))
-        }
-        table |= {
-            "loss": losses[order],
-            "monotone_layers": found.monotone_layers[channels],
-        }
-        table |= {
-            "smoothness": found.smoothness[channels],
-            "selected": [int(i) == best for i in order],
-        }
-        write_csv(
-            run.out.path / "search.csv",
-            pd.DataFrame({**table, "loss_unmodified": unmodified, "n": n}),
-        )
-        winner = ranked[0] if best is None else candidates[best]
-        write_csv(
-            run.out.path / "channels.csv", self._curves(averages, winner.channels[0])
-        )
-        chosen = winner.channels[0], winner.factor, list(winner.layers)
-        block = dict(
-            zip(self.finds, [None] * 3 if best is None else chosen, strict=True)
-        )
-        block |= {
-            "loss": round(loss, 6),
-            "loss_unmodified": round(unmodified, 6),
-            **shipped,
-        }
-        how = f"search ({among}, variant {self.variant}, {self.site}, {self.strings}"
-        how += f" strings of {self.length} tokens, {n} calibration examples, seed {self.seed})"
-        self.write_found(run, block, how)
+        table = pd.DataFrame({"rank": range(1, len(ranked) + 1)})
+        table["channel"] = channels
+        table["factor"] = [c.factor for c in ranked]
+        table["layer_first"] = [c.layers[0] for c in ranked]
+        table["layer_last"] = [c.layers[1] for c in ranked]
+        table["loss"] = losses[order]
+        table["monotone_layers"] = measured.monotone_layers[channels]
+        table["smoothness"] = measured.smoothness[channels]
+        table["selected"] = [int(i) == best for i in order]
+        table["loss_unmodified"] = unmodified
+        table["n"] = num_examples
+        write_csv(run.out.path / "search.csv", table)
+        shown_channel = channels[0]
+        block: dict[str, Any] = dict.fromkeys(self.finds)
+        if best is not None:
+            winner = candidates[best]
+            shown_channel = winner.channels[0]
+            block["channel"] = shown_channel
+            block["factor"] = winner.factor
+            block["layers"] = list(winner.layers)
+        curves = self._curves(averages, shown_channel)
+        write_csv(run.out.path / "channels.csv", curves)
+        block["loss"] = round(loss, 6)
+        block["loss_unmodified"] = round(unmodified, 6)
+        block |= shipped
+        strings = f"{self.strings} strings of {self.length} tokens"
+        description = f"search ({pool}, variant {self.variant}, {self.site}, {strings}"
+        description += f", {num_examples} calibration examples, seed {self.seed})"
+        self.write_found(run, block, description)
+
+    def _filter(
+        self, run: Run, averages: Mapping[str, Array]
+    ) -> tuple[ChannelStatistics, str]:
+        """Statistics of the channels, and in words which of them are candidates."""
+        measured = self.statistics(averages)
+        filtered = self.candidates == "monotone" and self.variant == "paper"
+        if measured.ranking or not filtered:
+            return measured, f"{self.candidates} candidates"
+        # Of some models no channel passes; what the paper calls "w/o monotonicity" (Table 6) is left.
+        reason = "no channel is monotone in more than a quarter of the layers"
+        run.console.print(f"search: {reason}; the smoothest are tried", soft_wrap=True)
+        measured = self.statistics(averages, monotone_only=False)
+        return measured, "the smoothest, as none is monotone"
 
     def averages(self, run: Run) -> dict[str, Array]:
-        """Averaged states; the sums are kept in the run folder, so that a killed search goes on."""
-        known = saved(run)
+        """Averaged states by site, shape (layers, tokens, channels) each; a killed run resumes from its sums."""
+        state = load_state(run)
         sums = {
             site: total.to(run.lm.device)
-            for site, total in known.get("sums", {}).items()
+            for site, total in state.get("sums", {}).items()
         }
-        start = Sums(known.get("count", 0), sums)
+        start = Sums(state.get("count", 0), sums)
 
         def keep(state: Sums) -> None:
-            save(run, vars(state))
+            save_state(run, vars(state))
 
-        with run.progress(
-            "search: random strings", self.strings, start.count
-        ) as advance:
+        label = "search: random strings"
+        with run.progress(label, self.strings, start.count) as advance:
             return average_states(
                 run.lm, self.drawn, start=start, keep=keep, advance=advance
             )
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
-        """Answer losses on calibration examples, [1 + C, N]; see :func:`candidate_losses`; resumed."""
+        """Answer losses on N calibration examples; resumed from the rows of ``file``.
+
+        Args:
+            run: The run.
+            file: Name of a JSON-lines file in the run folder.
+            candidates: C candidates.
+
+        Returns:
+            Nats per answer token, shape (1 + C, N): the unmodified model, then the candidates.
+        """
         examples = run.examples("calibration")
-        answers = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
-        plan = batches([len(answers[e.id][0]) for e in examples], self.batch_size)
+        pairs = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+        lengths = [len(pairs[e.id][0]) for e in examples]
+        groups = batches(lengths, self.batch_size)
 
         def compute(batch: Sequence[Example]) -> list[Row]:
-            losses = candidate_losses(
-                run.lm, [answers[e.id] for e in batch], candidates
-            )
+            batch_pairs = [pairs[e.id] for e in batch]
+            losses = candidate_losses(run.lm, batch_pairs, candidates)
             return [
                 {"unmodified": row[0], "losses": row[1:]} for row in losses.T.tolist()
             ]
 
-        groups = [[examples[i] for i in group] for group in plan]
-        label = f"search: {len(candidates)} candidates"
-        rows = run.complete(file, label, groups, lambda e: {"id": e.id}, compute)
+        rows = run.complete(
+            file,
+            f"search: {len(candidates)} candidates",
+            [[examples[i] for i in group] for group in groups],
+            lambda example: {"id": example.id},
+            compute,
+        )
         by_id = {row["id"]: [row["unmodified"], *row["losses"]] for row in rows}
         return np.array([by_id[e.id] for e in examples]).T
 
     def _curves(self, averages: Mapping[str, Array], channel: int) -> pd.DataFrame:
-        """The channel's curve per site and layer, and the sliding mean that the paper's filter looks at."""
-        parts = []
-        start = self.window // 2
+        """The channel's curve per site and layer, and the sliding mean that the paper's filter fits."""
+        frames = []
         for site, values in averages.items():
             curve = values[:, :, channel]
             smooth = np.full(curve.shape, np.nan)
             if self.variant == "paper":
                 mean = statistics.sliding_mean(curve[:, :, None], self.window)[:, :, 0]
-                # The first tokens are dropped before the fit.
-                smooth[:, start + self.skip : start + mean.shape[1]] = mean[
-                    :, self.skip :
-                ]
-            layer, token = (index.ravel() for index in np.indices(curve.shape))
-            columns = {"channel": channel, "site": site, "layer": layer, "token": token}
-            parts.append(
-                pd.DataFrame(
-                    {**columns, "value": curve.ravel(), "sliding_mean": smooth.ravel()}
-                )
-            )
-        return pd.concat(parts, ignore_index=True)
+                # A mean stands at the middle of its window; the first tokens are dropped before the fit.
+                center = self.window // 2
+                end = center + mean.shape[1]
+                smooth[:, center + self.skip : end] = mean[:, self.skip :]
+            layer, token = np.indices(curve.shape)
+            columns = {
+                "channel": channel,
+                "site": site,
+                "layer": layer.ravel(),
+                "token": token.ravel(),
+                "value": curve.ravel(),
+                "sliding_mean": smooth.ravel(),
+            }
+            frames.append(pd.DataFrame(columns))
+        return pd.concat(frames, ignore_index=True)
 
     def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters, with what a format needs; factor 1 where the unmodified model won."""
-        found = dict(self.finds) if block["channel"] is None else super().found(block)
-        return found | ({"last": block["last"]} if "last" in block else {})
+        parameters = dict(self.finds)
+        if block["channel"] is not None:
+            parameters = super().found(block)
+        if "last" in block:
+            parameters["last"] = block["last"]
+        return parameters
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Channel, factor, layers and loss."""
         text = "the unmodified model"
         if block["channel"] is not None:
             text = f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
-        text += (
-            ", all tokens" if "last" in block and block["channel"] is not None else ""
-        )
-        worse = block["loss"] >= block["loss_unmodified"] and "deploy" not in block
-        remark = (
-            "; no candidate lowers the loss of the unmodified model" if worse else ""
-        )
-        return f"{text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}{remark}"
+            if "last" in block:
+                text += ", all tokens"
+        text += f": loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}"
+        if "deploy" not in block and block["loss"] >= block["loss_unmodified"]:
+            text += "; no candidate lowers the loss of the unmodified model"
+        return text
 
     def sections(self, read: Read) -> list[Section]:
-        """The ten best candidates, and the channel along the strings."""
-        out = self.shipped(read)
+        """What is shipped, the ten best candidates, and the channel along the strings."""
+        sections = self.shipped_sections(read)
         table = read("search")
         channels = read("channels")
         if table is not None:
-            alone = ", the last token alone scaled" if out else ""
-            text = f"The ten best of {len(table)} candidates by loss on the calibration examples{alone}."
-            if not table["selected"].any():
-                text += " None was selected: the search kept the unmodified model."
-            header = [
-                "candidate",
-                "loss",
-                "unmodified",
-                "n",
-                "monotone layers",
-                "smoothness",
-                "selected",
-            ]
-            rows = []
-            for _, row in table.sort_values("loss", kind="stable").head(10).iterrows():
-                losses = [f"{row[name]:.4f}" for name in ("loss", "loss_unmodified")]
-                counts = [str(row[name]) for name in ("n", "monotone_layers")]
-                last = [f"{row['smoothness']:.3g}", "yes" if row["selected"] else ""]
-                rows.append([candidate_label(row), *losses, *counts, *last])
-            caption = "Loss of the best candidates."
-            drawn = {"candidates": (candidate_losses_figure(table), caption)}
-            out.append(Section("Search", text, header, rows, drawn))
+            sections.append(_candidate_section(table, bool(sections)))
         if channels is not None:
-            shown = channels["channel"].unique()
-            made = {c: channel_curves(channels, c, n=[self.strings]) for c in shown}
-            drawn = {
-                f"channel_{c}": (figure, f"Channel {c}. {CURVES}")
-                for c, figure in made.items()
-            }
-            out.append(Section("Positional channel", figures=drawn))
-        return out
+            figures = {}
+            for channel in channels["channel"].unique():
+                figure = channel_curves(channels, channel, n=[self.strings])
+                figures[f"channel_{channel}"] = figure, f"Channel {channel}. {CURVES}"
+            sections.append(Section("Positional channel", figures=figures))
+        return sections
 
 
-CURVES = (
-    "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
-    "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
-    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
-    "has an axis of its own; in brackets a first token that is off it."
-)
+def _candidate_section(table: pd.DataFrame, rescored: bool) -> Section:
+    """The ten best candidates of ``search.csv``; ``rescored``: whether some were scored again as shipped."""
+    mode = ", the last token alone scaled" if rescored else ""
+    text = f"The ten best of {len(table)} candidates by loss on the calibration examples{mode}."
+    if not table["selected"].any():
+        text += " None was selected: the search kept the unmodified model."
+    header = ["candidate", "loss", "unmodified", "n"]
+    header += ["monotone layers", "smoothness", "selected"]
+    rows = []
+    for _, row in table.sort_values("loss", kind="stable").head(10).iterrows():
+        cells = [
+            candidate_label(row),
+            f"{row['loss']:.4f}",
+            f"{row['loss_unmodified']:.4f}",
+            str(row["n"]),
+            str(row["monotone_layers"]),
+            f"{row['smoothness']:.3g}",
+            "yes" if row["selected"] else "",
+        ]
+        rows.append(cells)
+    figure = candidate_losses_figure(table)
+    figures = {"candidates": (figure, "Loss of the best candidates.")}
+    return Section("Search", text, header, rows, figures)

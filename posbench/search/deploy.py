@@ -32,32 +32,32 @@ from posbench.tasks.base import EvaluationOnly
 FOLDING = ("checkpoint", "lora", "gguf", "gguf-lora")
 """Formats of ``posbench export`` that scale the attention of all tokens."""
 Format = Literal["checkpoint", "lora", "gguf", "gguf-lora", "transformers"]
-AGAIN = "deploy.jsonl"
-MOST = 12  # rows of the report's table, the best ones
-Pairs = Mapping[str, tuple[list[int], list[int]]]
-"""Prompts and what should follow them, as token ids, by id."""
+DEPLOY_ROWS = "deploy.jsonl"
+MAX_TABLE_ROWS = 12  # best candidates in the report's table
+TokenPairs = Mapping[str, tuple[list[int], list[int]]]
+"""Token ids of prompts and of what should follow them, by id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeploySearch(Search):
-    """A search for settings of scale_channel that goes on to what will be shipped, where that is asked.
+    """A search for settings of scale_channel that can go on to what will be shipped.
 
-    The candidates that are best with the last token alone are asked again: as the format holds them, and on
-    the side task. The unmodified model stands among them, so what is chosen is at least as good. With
+    The best candidates with the last token alone scaled are scored again: as the format holds them, and on
+    the side task. The unmodified model stands among them, so the choice is at least as good. With
     ``layers=auto`` the two orders can differ much: take a larger ``shortlist`` then.
 
     Args:
-        top_k: See the search.
+        top_k: Candidates that go on; see the search.
         deploy: What ``posbench export --to`` will be given. Formats that fold scale the attention of all
             tokens (``last=all``); ``transformers`` holds the method as it is, as does None.
-        shortlist: Candidates that are asked again; None: ``top_k``.
+        shortlist: Candidates that are scored again; None: ``top_k``.
         side_task: A second task, chosen as ``task`` is. Its loss is that of the right choice, or of the first
             answer, on calibration prompts where it has some, else on those of its evaluation.
         side_rise: Nats per token that it may rise by; 0.02 makes the right answer 2 % less likely.
         side_prompts: Prompts of it at most, spread over all.
     """
 
-    rows: ClassVar[Sequence[str]] = (ROWS, AGAIN, held_back.ROWS)
+    rows: ClassVar[Sequence[str]] = (ROWS, DEPLOY_ROWS, held_back.ROWS)
 
     top_k: Count = 10
     deploy: Format | None = None
@@ -72,280 +72,313 @@ class DeploySearch(Search):
         return self.deploy in FOLDING
 
     @property
-    def asked_again(self) -> int:
-        """Candidates at most that are asked again."""
-        return (self.shortlist or self.top_k) if self.folds or self.side_task else 0
+    def num_rescored(self) -> int:
+        """Largest number of candidates that are scored again."""
+        if self.folds or self.side_task:
+            return self.shortlist or self.top_k
+        return 0
 
     def files(self) -> tuple[Source, ...]:
-        """Those of the side task."""
-        found = self.side_task.files() if self.side_task else ()
-        return tuple(replace(file, field=f"search.side_{file.field}") for file in found)
+        """The files of the side task."""
+        if self.side_task is None:
+            return ()
+        files = self.side_task.files()
+        return tuple(replace(file, field=f"search.side_{file.field}") for file in files)
 
     def beside(self) -> tuple[Task, list[Example], int] | None:
         """See :meth:`Search.beside`."""
-        task = self.side_task
-        times = 1 + self.asked_again
-        return (
-            (task, [replace(e, max_new_tokens=1) for e in self._side()], times)
-            if task
-            else None
-        )
+        if self.side_task is None:
+            return None
+        examples = [replace(e, max_new_tokens=1) for e in self._side_examples()]
+        return self.side_task, examples, 1 + self.num_rescored
 
-    def _side(self) -> list[Example]:
-        """Prompts of the side task; `UserError` where its files cannot be read, or no answer is known."""
+    def _side_examples(self) -> list[Example]:
+        """Prompts of the side task, spread evenly over those with an answer.
+
+        Raises:
+            UserError: Its files cannot be read, or it has no answers.
+        """
         task: Any = self.side_task
         with renamed("task.", "search.side_task."):
-            found = (
+            examples = (
                 task.evaluation()
                 if isinstance(task, EvaluationOnly)
                 else task.examples("calibration")
             )
-        known = [e for e in found if e.answers and e.answers[0]]
-        if not known:
-            raise UserError(
-                "search.side_task",
-                task.name,
-                "a task with known answers",
-                "take another one",
-            )
-        at = np.linspace(0, len(known) - 1, min(self.side_prompts, len(known)))
-        return [known[i] for i in at.round().astype(int)]
+        answered = [e for e in examples if e.answers and e.answers[0]]
+        if not answered:
+            allowed = "a task with known answers"
+            raise UserError("search.side_task", task.name, allowed, "take another one")
+        count = min(self.side_prompts, len(answered))
+        indices = np.linspace(0, len(answered) - 1, count).round().astype(int)
+        return [answered[i] for i in indices]
 
     def check(self, run: Run) -> None:
         """Refuse a method that the format does not hold, and a side task that the model does not read."""
         if run.target is None:  # a study's search
-            if self.asked_again:
+            if self.num_rescored:
+                allowed = "null in a study, which ships nothing"
                 hint = "leave out search.deploy and search.side_task"
-                raise UserError(
-                    "search.deploy",
-                    self.deploy,
-                    "null in a study, which ships nothing",
-                    hint,
-                )
+                raise UserError("search.deploy", self.deploy, allowed, hint)
             return
         last = run.target.pinned.get("last")
         if self.folds and last not in (None, "all"):
+            field = f"{run.target.where}.last"
             allowed = f"all, with search.deploy={self.deploy}, which folds"
-            raise UserError(
-                f"{run.target.where}.last", last, allowed, "leave one of the two out"
-            )
+            raise UserError(field, last, allowed, "leave one of the two out")
         if self.folds and run.trial().twin().folded(run.lm) is None:
             allowed = f"a method that folds into a {self.deploy}; {run.choice.name} with these keys does not"
-            raise UserError(
-                "search.deploy", self.deploy, allowed, "set search.deploy=transformers"
-            )
+            hint = "set search.deploy=transformers"
+            raise UserError("search.deploy", self.deploy, allowed, hint)
         if self.side_task:
-            tokens = [
-                token for ids, _ in self._side_pairs(run).values() for token in ids
-            ]
-            if tokens.count(run.lm.need_tokenizer().unk_token_id) > len(tokens) / 10:
+            prompts = [ids for ids, _ in self._side_pairs(run).values()]
+            tokens = [token for ids in prompts for token in ids]
+            num_unknown = tokens.count(run.lm.need_tokenizer().unk_token_id)
+            if num_unknown > len(tokens) / 10:
                 allowed = f"text that the tokenizer of {run.lm.name} spells"
-                name = self.side_task.name
-                raise UserError(
-                    "search.side_task",
-                    name,
-                    allowed,
-                    "take another one, or another model",
-                )
+                hint = "take another one, or another model"
+                raise UserError("search.side_task", self.side_task.name, allowed, hint)
 
-    def again(
+    def rescore(
         self,
         run: Run,
         candidates: Sequence[ScaleChannel],
-        each: Array,
+        losses: Array,
         best: int | None,
     ) -> tuple[pd.DataFrame, int | None]:
-        """Ask the shortlist again, inside the run's other methods; resumed.
+        """Score the shortlist again, inside the run's other methods, and choose what is shipped; resumed.
 
-        From C candidates, their losses with the last token alone behind the unmodified model's, [1 + C, N],
-        and the best of them (None: the unmodified model). Gives ``deploy.csv``, and what is chosen, alike.
+        Args:
+            run: The run.
+            candidates: C settings.
+            losses: Nats per answer token with the last token alone scaled, shape (1 + C, N): the unmodified
+                model, then the candidates, on N calibration examples.
+            best: Index of the best candidate by these; None: the unmodified model.
+
+        Returns:
+            The table ``deploy.csv``, and the index of the chosen candidate, or None for the unmodified model.
         """
-        order = np.argsort(each[1:].mean(1), kind="stable").tolist()
-        short = sorted(order, key=lambda i: i != best)[: self.asked_again]
-        trial = run.trial()
-        part: Any = (
-            [*trial.parts.values()][-1] if isinstance(trial, Composed) else trial
-        )
-        mode = part.twin() if self.folds else part
-        fields = ("channel", "factor", "layers")
-        examples = run.examples("calibration")
+        order = np.argsort(losses[1:].mean(1), kind="stable").tolist()
+        best_first = order
+        if best is not None:
+            best_first = [best, *(i for i in order if i != best)]
+        shortlist = best_first[: self.num_rescored]
+        mode = self._shipped_mode(run)
+        shortlisted = [candidates[i] for i in shortlist]
         methods = [
-            replace(mode, **{name: getattr(candidates[i], name) for name in fields})
-            for i in short
+            replace(mode, channel=c.channel, factor=c.factor, layers=c.layers)
+            for c in shortlisted
         ]
-        before = losses = each[[0, *(i + 1 for i in short)]]
-        if mode.last != 1 or mode.tokens != "both":
-            own = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
-            losses = np.concatenate(
-                [each[:1], self._nats(run, "calibration", own, methods)]
-            )
-        table = pd.DataFrame({"rank": [0, *(order.index(i) + 1 for i in short)]})
-        table["candidate"] = [shown(UNMODIFIED), *map(_label, methods)]
-        table["loss_last_1"], table["loss"] = before.mean(1), losses.mean(1)
-        table["best_last_1"] = table.index == (
-            best is not None
-        )  # it is the first of the shortlist
-        optimum = each[0 if best is None else best + 1]
+        examples = run.examples("calibration")
         clusters = [e.cluster or e.id for e in examples]
-        prices = [ends(paired(values, optimum, clusters), "price") for values in losses]
-        table = table.join(pd.DataFrame(prices)).assign(
-            n=len(examples), candidates=len(candidates)
-        )
+        losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
+        shipped_losses = losses_last_1
+        if mode.last != 1 or mode.tokens != "both":
+            pairs = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+            method_losses = self._method_losses(run, "calibration", pairs, methods)
+            shipped_losses = np.concatenate([losses[:1], method_losses])
+
+        best_row = 0 if best is None else 1
+        ranks = [0, *(order.index(i) + 1 for i in shortlist)]
+        table = pd.DataFrame({"rank": ranks})
+        table["candidate"] = [shown(UNMODIFIED), *map(_label, methods)]
+        table["loss_last_1"] = losses_last_1.mean(1)
+        table["loss"] = shipped_losses.mean(1)
+        table["best_last_1"] = table.index == best_row
+        lowest = losses_last_1[best_row]
+        prices = [paired(row, lowest, clusters) for row in shipped_losses]
+        table = table.join(pd.DataFrame([ends(price, "price") for price in prices]))
+        table["n"] = len(examples)
+        table["candidates"] = len(candidates)
         table["allowed"] = True
         if self.side_task:
-            clusters = [e.cluster or e.id for e in self._side()]
-            pairs = self._side_pairs(run)
-            side = self._nats(run, "side", pairs, [Unmodified(), *methods])
-            rises = [
-                ends(paired(values, side[0], clusters), "side_rise") for values in side
-            ]
-            table = table.join(pd.DataFrame(rises)).assign(
-                side_loss=side.mean(1), side_n=len(clusters)
+            clusters = [e.cluster or e.id for e in self._side_examples()]
+            side_pairs = self._side_pairs(run)
+            all_methods = [Unmodified(), *methods]
+            side_losses = self._method_losses(run, "side", side_pairs, all_methods)
+            rises = [paired(row, side_losses[0], clusters) for row in side_losses]
+            table = table.join(
+                pd.DataFrame([ends(rise, "side_rise") for rise in rises])
             )
+            table["side_loss"] = side_losses.mean(1)
+            table["side_n"] = len(clusters)
             table["allowed"] = table["side_rise"] <= self.side_rise
-        won = int(table.loc[table["allowed"], "loss"].idxmin())
-        table["selected"] = table.index == won
-        return table, short[won - 1] if won else None
+        chosen_row = int(table.loc[table["allowed"], "loss"].idxmin())
+        table["selected"] = table.index == chosen_row
+        chosen = shortlist[chosen_row - 1] if chosen_row > 0 else None
+        return table, chosen
 
-    def _side_pairs(self, run: Run) -> Pairs:
+    def _shipped_mode(self, run: Run) -> ScaleChannel:
+        """The method under test as the format holds it, with stand-ins for channel, factor and layers."""
+        method: Any = run.trial()
+        if isinstance(method, Composed):
+            method = list(method.parts.values())[-1]
+        if self.folds:
+            method = method.twin()
+        assert isinstance(method, ScaleChannel)
+        return method
+
+    def _side_pairs(self, run: Run) -> TokenPairs:
         """The prompts of the side task, each with the right choice or the first answer."""
         task = self.side_task
-        found = dict[str, tuple[list[int], list[int]]]()
         assert task is not None
-        for e in self._side():
-            accepted = {answer.strip() for answer in e.answers}
-            text = next(
-                (choice for choice in e.choices if choice.strip() in accepted),
-                e.answers[0],
-            )
-            room = len(
-                run.lm.need_tokenizer()(text, add_special_tokens=False)["input_ids"]
-            )
+        tokenizer = run.lm.need_tokenizer()
+        pairs: dict[str, tuple[list[int], list[int]]] = {}
+        for example in self._side_examples():
+            accepted = {answer.strip() for answer in example.answers}
+            right = [c for c in example.choices if c.strip() in accepted]
+            text = right[0] if right else example.answers[0]
+            answer_length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
             with renamed("task.", "search.side_task."):
-                code = encode(run.lm, task, replace(e, max_new_tokens=room))
-            found[e.id] = code.ids, run.lm.continuation_ids(code, text)
-        return found
+                sized = replace(example, max_new_tokens=answer_length)
+                encoded = encode(run.lm, task, sized)
+            answer_ids = run.lm.continuation_ids(encoded, text)
+            pairs[example.id] = encoded.ids, answer_ids
+        return pairs
 
-    def _nats(
-        self, run: Run, of: str, pairs: Pairs, methods: Sequence[Method]
+    def _method_losses(
+        self, run: Run, split: str, pairs: TokenPairs, methods: Sequence[Method]
     ) -> Array:
-        """Losses under M methods, [M, N], nats per token; each method reads all prompts itself."""
-        groups = run.batches(list(pairs), lambda name: sum(map(len, pairs[name])))
-        plan = [
-            [(number, name) for name in group]
-            for number in range(len(methods))
+        """Losses under M methods, each of which reads all prompts itself; resumed.
+
+        Args:
+            run: The run.
+            split: ``calibration`` or ``side``, which the rows of ``deploy.jsonl`` record.
+            pairs: N prompts and their answers.
+            methods: The methods.
+
+        Returns:
+            Nats per answer token, shape (M, N).
+        """
+        groups = run.batches(list(pairs), lambda id_: sum(map(len, pairs[id_])))
+        batches = [
+            [(index, id_) for id_ in group]
+            for index in range(len(methods))
             for group in groups
         ]
 
+        def key(item: tuple[int, str]) -> Row:
+            index, id_ = item
+            return {"of": split, "method": index, "id": id_}
+
         def compute(batch: Sequence[tuple[int, str]]) -> list[Row]:
-            asked = [pairs[name] for _, name in batch]
-            prompts = [ids for ids, _ in asked]
-            answers = [[right] for _, right in asked]
-            with methods[batch[0][0]].applied(run.lm) as lm:
-                said = lm.continuations(prompts, answers, batch_size=len(batch))
+            method = methods[batch[0][0]]
+            prompts = [pairs[id_][0] for _, id_ in batch]
+            answers = [pairs[id_][1] for _, id_ in batch]
+            choices = [[answer] for answer in answers]
+            with method.applied(run.lm) as lm:
+                scores = lm.continuations(prompts, choices, batch_size=len(batch))
             return [
-                {"loss": -row[0][0] / len(right)}
-                for row, (_, right) in zip(said, asked, strict=True)
+                {"loss": -score[0][0] / len(answer)}
+                for score, answer in zip(scores, answers, strict=True)
             ]
 
-        def key(item: tuple[int, str]) -> Row:
-            return {"of": of, "method": item[0], "id": item[1]}
-
-        what = "the side task" if of == "side" else "all tokens scaled"
-        rows = run.complete(
-            AGAIN, f"search: {len(methods)} again, {what}", plan, key, compute
-        )
-        found = {(row["method"], row["id"]): row["loss"] for row in rows}
+        variant = "the side task" if split == "side" else "all tokens scaled"
+        label = f"search: {len(methods)} again, {variant}"
+        rows = run.complete(DEPLOY_ROWS, label, batches, key, compute)
+        losses = {(row["method"], row["id"]): row["loss"] for row in rows}
         return np.array(
-            [[found[number, name] for name in pairs] for number in range(len(methods))]
+            [[losses[index, id_] for id_ in pairs] for index in range(len(methods))]
         )
 
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
         """What ``deploy.csv`` says, for ``found.yaml`` and :func:`words`."""
-        won = table[table["selected"]].iloc[0]
-        first = table[table["best_last_1"]].iloc[0]
-        found = {"format": self.deploy, "found": won["candidate"], "loss": won["loss"]}
-        found |= {"last_1": first["candidate"], "loss_last_1": first["loss_last_1"]}
-        found |= {name: won[name] for name in (*columns("price"), "n", "candidates")}
-        found |= {"tried": len(table) - 1, "exceed": (~table["allowed"]).sum()}
-        if self.side_task:
-            found |= {
-                "side_task": self.side_task.name,
-                **{c: won[c] for c in columns("side_rise")},
-            }
-            found |= {"side_n": won["side_n"], "side_limit": self.side_rise}
-        plain = {
-            k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()
+        selected = table[table["selected"]].iloc[0]
+        best_last_1 = table[table["best_last_1"]].iloc[0]
+        facts: dict[str, Any] = {
+            "format": self.deploy,
+            "found": selected["candidate"],
+            "loss": selected["loss"],
+            "last_1": best_last_1["candidate"],
+            "loss_last_1": best_last_1["loss_last_1"],
         }
-        return {k: round(v, 6) if isinstance(v, float) else v for k, v in plain.items()}
+        for name in (*columns("price"), "n", "candidates"):
+            facts[name] = selected[name]
+        facts["tried"] = len(table) - 1
+        facts["exceed"] = (~table["allowed"]).sum()
+        if self.side_task:
+            facts["side_task"] = self.side_task.name
+            for name in (*columns("side_rise"), "side_n"):
+                facts[name] = selected[name]
+            facts["side_limit"] = self.side_rise
+        return {name: _plain_number(value) for name, value in facts.items()}
 
     def remarks(self, block: Mapping[str, Any]) -> list[str]:
-        """See :meth:`Search.remarks`."""
+        """What is shipped; see :meth:`Search.remarks`."""
         return words(block["deploy"]) if "deploy" in block else []
 
-    def shipped(self, read: Read) -> list[Section]:
-        """What is shipped, with its price and its side effect, then the shortlist."""
+    def shipped_sections(self, read: Read) -> list[Section]:
+        """What is shipped, with its price and its side effect, then the shortlist; none without such."""
         table = read("deploy")
-        rows = []
         if table is None:
             return []
-        numbers = ["price", *["side_rise"] * ("side_rise" in table)]
-        best = table.sort_values("loss", kind="stable")
-        for _, row in best[(np.arange(len(best)) < MOST) | best["selected"]].iterrows():
+        header = ["candidate", "loss, last token", "loss as shipped", "price"]
+        estimates = ["price"]
+        if "side_rise" in table:
+            header.append("rise on the side task")
+            estimates.append("side_rise")
+        table_by_loss = table.sort_values("loss", kind="stable")
+        among_best = np.arange(len(table_by_loss)) < MAX_TABLE_ROWS
+        rows = []
+        for _, row in table_by_loss[among_best | table_by_loss["selected"]].iterrows():
             cells = [f"{row['loss_last_1']:.4f}", f"{row['loss']:.4f}"]
-            cells += [estimate(row, name).words for name in numbers]
-            mark = "yes" if row["selected"] else "" if row["allowed"] else "exceeds"
+            cells += [estimate(row, name).words for name in estimates]
+            mark = ""
+            if row["selected"]:
+                mark = "yes"
+            elif not row["allowed"]:
+                mark = "exceeds"
             rows.append([row["candidate"], *cells, mark])
-        header = [
-            "candidate",
-            "loss, last token",
-            "loss as shipped",
-            "price",
-            "rise on the side task",
-        ]
-        text = (
-            "Price: loss as shipped, less that of the best with the last token alone."
+        text = told(self.facts(table))
+        text += (
+            " Price: loss as shipped, less that of the best with the last token alone."
         )
-        text = f"{told(self.facts(table))} {text}"
-        return [
-            Section(
-                "What is shipped", text, [*header[: 3 + len(numbers)], "selected"], rows
-            )
-        ]
+        return [Section("What is shipped", text, [*header, "selected"], rows)]
 
 
 def words(facts: Mapping[str, Any]) -> list[str]:
     """What is shipped, its price and its side effect, a line each."""
-    out = []
-    kept = facts["found"] == shown(UNMODIFIED)
+    lines = []
+    unmodified_wins = facts["found"] == shown(UNMODIFIED)
     if facts["format"] in FOLDING:
-        gap = estimate(facts, "price")
-        what = facts["found"] if kept else f"{facts['found']}, all tokens"
-        out.append(
-            f"price of folding for {facts['format']}: {gap.loss_verdict}, {gap.words} nats per answer token "
-            f"on {gap.n} calibration prompts; loss {facts['loss']:.4g} ({what}) instead of "
+        price = estimate(facts, "price")
+        shipped = facts["found"]
+        if not unmodified_wins:
+            shipped += ", all tokens"
+        lines.append(
+            f"price of folding for {facts['format']}: {price.loss_verdict}, {price.words} nats per answer token "
+            f"on {price.n} calibration prompts; loss {facts['loss']:.4g} ({shipped}) instead of "
             f"{facts['loss_last_1']:.4g} ({facts['last_1']}, last token); the {facts['tried']} best of "
             f"{facts['candidates']} candidates were asked with all tokens"
         )
     if "side_task" in facts:
-        rise = estimate(facts, "side_rise").words
-        task = facts["side_task"]
-        front = f"loss on {task}, {facts['side_n']} prompts: "
-        front += "" if kept else f"changes by {rise} nats per token; "
-        front += (
+        line = f"loss on {facts['side_task']}, {facts['side_n']} prompts: "
+        if not unmodified_wins:
+            rise = estimate(facts, "side_rise")
+            line += f"changes by {rise.words} nats per token; "
+        line += (
             f"{facts['exceed']} of {facts['tried']} candidates raise it by more than "
         )
-        out.append(f"{front}{facts['side_limit']:g}")
-    if kept:
-        out.append("nothing is left to ship: the unmodified model wins")
-    return out
+        line += f"{facts['side_limit']:g}"
+        lines.append(line)
+    if unmodified_wins:
+        lines.append("nothing is left to ship: the unmodified model wins")
+    return lines
 
 
 def told(facts: Mapping[str, Any]) -> str:
-    """The same as sentences."""
+    """The lines of :func:`words` as sentences."""
     return " ".join(f"{line[0].upper()}{line[1:]}." for line in words(facts))
 
 
-def _label(c: ScaleChannel) -> str:
-    """As the figure of the candidates names it."""
-    return f"ch {c.channels[0]} x {c.factor:g}, layers {c.layers[0]}-{c.layers[1]}"
+def _plain_number(value: Any) -> Any:
+    """A NumPy number as a Python one; floats with six decimals."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _label(candidate: ScaleChannel) -> str:
+    """A candidate as its figure names it."""
+    first, last = candidate.layers
+    return f"ch {candidate.channels[0]} x {candidate.factor:g}, layers {first}-{last}"

@@ -23,7 +23,7 @@ from posbench.run.cost import Reads
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
 from posbench.search.base import ROWS, Read
 from posbench.search.scales import (
-    NEUTRAL,
+    NO_SCALES,
     POSITIONS,
     Scales,
     ScaleSearch,
@@ -32,24 +32,27 @@ from posbench.search.scales import (
     calibration,
 )
 
-SAMPLES = 101  # points of a curve as it is drawn
-Asked = tuple[Scales, tuple[int, ...]]
-"""What a row of ``search.jsonl`` scores: scales, and the numbers of the examples."""
+DRAWN_POINTS = 101  # points of a curve in its figure
+BatchKey = tuple[Scales, tuple[int, ...]]
+"""What a row of ``search.jsonl`` scores: a candidate on a batch of example indices."""
 Genome = tuple[int, ...]
-"""Grid indices: x and y of every control point in turn, or one y per layer without a curve."""
+"""Grid indices (x0, y0, x1, y1, ...) of the control points, or without a curve a y for each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneticSearch(ScaleSearch):
-    """The search for one RoPE scale per layer.
+    """The genetic search for one RoPE scale per layer.
 
-    The defaults are Table 12 and Table 9 of LPES. What the paper leaves open is settled so: mutation draws
-    every coordinate uniformly from the grid values that Eq. 9 allows, with the neighbours of before the
-    mutation, and draws again while x does not rise strictly or nothing changed; parents are the best of the
-    population, mutated ones are drawn from them with replacement; a crossover cuts the flat vector (x0, y0,
-    x1, ...) at any place, and after ``crossover_tries`` pairs without a valid child a mutation takes its
-    place; equal fitness goes to the higher lowest position, then to the smaller sum of |s - 1|, then to the
-    older candidate; the result is the best candidate ever scored.
+    The defaults are Table 12 and Table 9 of LPES. What the paper leaves open is settled as follows.
+
+    - Mutation draws every coordinate uniformly from the grid values that Eq. 9 allows, given the neighbours
+      before the mutation, and draws again while x does not rise strictly or nothing changed.
+    - Parents are the best of the population; those to mutate are drawn from them with replacement.
+    - A crossover cuts the flat vector (x0, y0, x1, ...) at any index. After ``crossover_tries`` pairs without
+      a valid child, a mutation takes its place.
+    - Equal fitness: the higher lowest accuracy of the three positions wins, then the smaller sum of |s - 1|,
+      then the older candidate.
+    - The result is the best candidate ever scored.
 
     Args:
         curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (Table 7).
@@ -69,7 +72,8 @@ class GeneticSearch(ScaleSearch):
         low: Smallest scale (1).
         high: Largest scale (2).
         start: Scale of the first candidate in every layer (1.5).
-        racing: Whether what can no longer become a parent is given up, which changes no parent or result.
+        racing: Whether to stop scoring a candidate that can no longer become a parent; parents and result
+            are the same without.
         patience: Generations without a better candidate after which the search stops; None runs all of them.
 
     Source: LPES, Section 3.2, Algorithm 1, Eq. 8-10, Tables 9 and 12.
@@ -100,246 +104,238 @@ class GeneticSearch(ScaleSearch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        room = min(self.reach_y, self.high - self.low) >= self.step_y
-        if not self.low <= self.start <= self.high or not room:
+        y_can_change = min(self.reach_y, self.high - self.low) >= self.step_y
+        if not self.low <= self.start <= self.high or not y_can_change:
             allowed = "low <= start <= high, with room for a step_y between, and reach_y of a step_y or more"
             hint = "the paper takes search.low=1 search.start=1.5 search.high=2"
-            raise UserError(
-                "search.low", [self.low, self.start, self.high], allowed, hint
-            )
+            value = [self.low, self.start, self.high]
+            raise UserError("search.low", value, allowed, hint)
         if self.parents > self.population:
             allowed = f"at most {self.population}, the population"
-            raise UserError(
-                "search.parents",
-                self.parents,
-                allowed,
-                f"set search.parents={self.population}",
-            )
+            hint = f"set search.parents={self.population}"
+            raise UserError("search.parents", self.parents, allowed, hint)
         if not self.constrained and self.curve in ("linear", "step"):
             allowed = f"true with curve={self.curve}"
             hint = "set search.curve=bezier"
             raise UserError("search.constrained", False, allowed, hint)
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
-        """No more points than the grid has places, where x rises strictly."""
-        places = self._places(layers) + 1
-        few = self.curve != "free" and self.constrained and self.points > places
-        return {"points": places} if few else {}
+        """At most as many points as the grid has values of x, where x must rise strictly."""
+        if self.curve == "free" or not self.constrained:
+            return {}
+        num_x_values = self._max_x(layers) + 1
+        if self.points <= num_x_values:
+            return {}
+        return {"points": num_x_values}
 
     def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
-        """All candidates, every child and the unmodified model among them, then both methods of the check, on
-        questions with the answer at three places."""
-        tried = (
-            1
-            + self.population
-            + self.generations * (self.mutations + 2 * self.crossovers)
-        )
-        asked = [
-            (tried, len(POSITIONS) * prompts),
-            (2, len(POSITIONS) * (self.held_back or prompts)),
-        ]
-        batches = sum(n * -(-count // self.batch_size) for n, count in asked)
-        prompts = sum(n * count for n, count in asked)
-        return Reads(prompts, replies=prompts, batches=batches)
+        """Reads of all candidates without racing, then of both methods of the check.
+
+        Candidates are the unmodified model, the population, mutants, and both children of every crossover; each
+        question is asked at three gold positions.
+        """
+        offspring = self.mutations + 2 * self.crossovers
+        candidates = 1 + self.population + self.generations * offspring
+        search_prompts = len(POSITIONS) * prompts
+        check_prompts = len(POSITIONS) * (self.held_back or prompts)
+        total = candidates * search_prompts + 2 * check_prompts
+        search_batches = math.ceil(search_prompts / self.batch_size)
+        check_batches = math.ceil(check_prompts / self.batch_size)
+        batches = candidates * search_batches + 2 * check_batches
+        return Reads(total, replies=total, batches=batches)
 
     def decode(self, genome: Genome, layers: int) -> Scales:
         """The scale of each of the L layers."""
         if self.curve == "free":
-            return tuple(self._y(value) for value in genome)
-        return tuple(
-            curves.layer_scales(self.curve, self.control_points(genome), layers, self.x)
-        )
+            return tuple(self._scale(y) for y in genome)
+        points = self.control_points(genome)
+        return tuple(curves.layer_scales(self.curve, points, layers, self.x))
 
     def control_points(self, genome: Genome) -> list[tuple[float, float]]:
-        """The control points (x, y) of a genome with a curve."""
+        """The control points (x in layers, y a scale) of a genome with a curve."""
         pairs = zip(genome[::2], genome[1::2], strict=True)
-        return [(round(x * self.step_x, 10), self._y(y)) for x, y in pairs]
+        return [(round(x * self.step_x, 10), self._scale(y)) for x, y in pairs]
 
     def first(self, layers: int) -> Genome:
         """Points spread evenly over the layers (Eq. 8, rounded to the grid), all at ``start``."""
         y = round((self.start - self.low) / self.step_y)
-        last = self._places(layers)
         if self.curve == "free":
             return (y,) * layers
-        places = (round(k * last / max(self.points - 1, 1)) for k in range(self.points))
-        return tuple(value for place in places for value in (place, y))
+        genome: list[int] = []
+        for point in range(self.points):
+            x = round(point * self._max_x(layers) / max(self.points - 1, 1))
+            genome += [x, y]
+        return tuple(genome)
 
     def mutate(self, genome: Genome, rng: random.Random, layers: int) -> Genome:
         """Another valid genome within reach (Eq. 9-10)."""
-        reach_x = int(self.reach_x / self.step_x + 1e-9)
-        reach_y = int(self.reach_y / self.step_y + 1e-9)
-        top = int((self.high - self.low) / self.step_y + 1e-9)
-        last = self._places(layers)
-
-        spans = []
-        for k, value in enumerate(genome):
-            low = 0
-            high = top
-            reach = reach_y
-            if self.curve != "free" and k % 2 == 0:
-                low = genome[k - 2] if self.constrained and k else 0
-                high = (
-                    genome[k + 2] if self.constrained and k + 2 < len(genome) else last
-                )
-                reach = reach_x
-            spans.append((max(low, value - reach), min(high, value + reach)))
+        ranges = self._mutation_ranges(genome, layers)
         while True:
-            child = tuple(rng.randint(*span) for span in spans)
-            if child != genome and self.valid(child):
-                return child
+            mutant = tuple(rng.randint(lowest, highest) for lowest, highest in ranges)
+            if mutant != genome and self.valid(mutant):
+                return mutant
+
+    def _mutation_ranges(self, genome: Genome, layers: int) -> list[tuple[int, int]]:
+        """Lowest and highest grid index of each coordinate that Eq. 9 allows."""
+        reach_x = _grid_steps(self.reach_x, self.step_x)
+        reach_y = _grid_steps(self.reach_y, self.step_y)
+        ranges = []
+        for index, value in enumerate(genome):
+            lowest = 0
+            if self.curve == "free" or index % 2 == 1:
+                highest = _grid_steps(self.high - self.low, self.step_y)
+                reach = reach_y
+            else:
+                highest = self._max_x(layers)
+                reach = reach_x
+                if self.constrained and index > 0:
+                    lowest = genome[index - 2]
+                if self.constrained and index + 2 < len(genome):
+                    highest = genome[index + 2]
+            ranges.append((max(lowest, value - reach), min(highest, value + reach)))
+        return ranges
 
     def cross(self, parents: Sequence[Genome], rng: random.Random) -> list[Genome]:
-        """The valid children, at most two, of two parents that are cut at one place."""
-        one, other = rng.sample(list(parents), 2)
-        cut = rng.randrange(1, max(len(one), 2))
-        return [
-            child
-            for child in (one[:cut] + other[cut:], other[:cut] + one[cut:])
-            if self.valid(child)
-        ]
+        """Cut two random parents at one index and swap their tails; the valid children, at most two."""
+        a, b = rng.sample(list(parents), 2)
+        cut = rng.randrange(1, max(len(a), 2))
+        children = [a[:cut] + b[cut:], b[:cut] + a[cut:]]
+        return [child for child in children if self.valid(child)]
 
     def valid(self, genome: Genome) -> bool:
-        """Whether x rises strictly along the points, where that is asked for."""
-        return (
-            self.curve == "free"
-            or not self.constrained
-            or all(a < b for a, b in pairwise(genome[::2]))
-        )
+        """Whether x rises strictly along the points, where that is required."""
+        if self.curve == "free" or not self.constrained:
+            return True
+        return all(left < right for left, right in pairwise(genome[::2]))
 
-    def _places(self, layers: int) -> int:
-        return int((layers - 1) / self.step_x + 1e-9)
+    def _max_x(self, layers: int) -> int:
+        """Grid index of the last layer."""
+        return _grid_steps(layers - 1, self.step_x)
 
-    def _y(self, index: int) -> float:
-        return round(self.low + index * self.step_y, 10)
+    def _scale(self, y: int) -> float:
+        return round(self.low + y * self.step_y, 10)
 
     def search(self, run: Run) -> None:
         """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``."""
-        lm, out, unmodified = run.lm, run.out, (1.0,) * run.lm.layers
+        folder = run.out
+        unmodified = (1.0,) * run.lm.layers
         examples, positions = calibration(run.task, self.calibration_seed)
-        measure = answering(lm, run.task, examples, run.whole)
+        evaluate = answering(run.lm, run.task, examples, run.whole)
 
-        out.repair(ROWS)
-        known = {_asked(row): row["scores"] for row in out.rows(ROWS)}
-        places = dict[Asked, int]()
+        folder.repair(ROWS)
+        recorded = {_batch_key(row): row["scores"] for row in folder.rows(ROWS)}
+        row_order: dict[BatchKey, int] = {}
 
-        # A search that was killed is repeated: it asks the same again, and what it scored is known.
-        def answer(scales: Scales, numbers: list[int]) -> list[float]:
-            key = scales, tuple(numbers)
-            places.setdefault(key, len(places))
-            if key not in known:
-                known[key] = measure(scales, numbers)
-                out.append(
-                    ROWS,
-                    [{"scales": scales, "examples": numbers, "scores": known[key]}],
-                )
-            return known[key]
+        # A killed search starts again and scores the same batches; those that are recorded cost nothing.
+        def evaluate_once(scales: Scales, indices: list[int]) -> list[float]:
+            key = scales, tuple(indices)
+            row_order.setdefault(key, len(row_order))
+            if key not in recorded:
+                scores = evaluate(scales, indices)
+                recorded[key] = scores
+                row = {"scales": scales, "examples": indices, "scores": scores}
+                folder.append(ROWS, [row])
+            return recorded[key]
 
-        scores = Scores(self, np.array(positions), answer)
-        evolution = Evolution(self, lm.layers)
+        scores = Scores(self, np.array(positions), evaluate_once)
+        evolution = Evolution(self, run.lm.layers)
         with run.progress("search: generations", self.generations + 1) as advance:
-            scores.fill(unmodified)
-            base = scores.bound(unmodified)
+            scores.score_all(unmodified)
+            fitness_unmodified = scores.fitness_bound(unmodified)
             while not evolution.done:
-                scored = len(known)
+                num_recorded = len(recorded)
                 evolution.step(scores)
-                best = evolution.history[-1]
                 history = pd.DataFrame(evolution.history)
-                write_csv(out.path / "generations.csv", history.assign(unmodified=base))
-                scales = evolution.scales(evolution.population[0])
-                front = f"generation {best['generation']}: fitness {best['best']:.4f} ({base:.4f} unmodified)"
-                run.console.print(
-                    f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}"
-                )
-                advance(1, before=scored == len(known))
-        out.sort(ROWS, lambda row: places.get(_asked(row), len(places)))
-        winner = evolution.population[0]
-        scales = evolution.scales(evolution.population[0])
-        write_csv(out.path / "search.csv", _table(scales, scores))
-        write_csv(out.path / "curve.csv", self._curve(winner, scales))
-        bred = (
-            f"{len(evolution.history) - 1} generations, {len(scores.known)} candidates"
-        )
-        how = f"genetic search ({self.curve}, {bred}"
-        self.write_scales(run, self._parameters(winner, scales), scales, scores, how)
+                history["unmodified"] = fitness_unmodified
+                write_csv(folder.path / "generations.csv", history)
+                run.console.print(_generation_line(evolution, fitness_unmodified))
+                advance(1, before=num_recorded == len(recorded))
+        folder.sort(ROWS, lambda row: row_order.get(_batch_key(row), len(row_order)))
+
+        best = evolution.population[0]
+        scales = evolution.scales(best)
+        write_csv(folder.path / "search.csv", _candidate_table(scales, scores))
+        write_csv(folder.path / "curve.csv", self._curve_table(best, scales))
+        generations = f"{len(evolution.history) - 1} generations"
+        candidates = f"{len(scores.values)} candidates"
+        description = f"genetic search ({self.curve}, {generations}, {candidates}"
+        parameters = self._parameters(best, scales)
+        self.write_scales(run, parameters, scales, scores, description)
 
     def _parameters(self, genome: Genome, scales: Scales) -> dict[str, Any]:
-        """Fields of layer_scaling; a scale per layer where its curves do not hold the points."""
-        if (
-            self.curve == "free"
-            or not self.constrained
-            or self.low < 1
-            or self.high > 2
-        ):
-            return {**NEUTRAL, "scales": list(scales)}
+        """Fields of layer_scaling: the points, or a scale per layer where its curves refuse the points."""
+        outside_curves = not self.constrained or self.low < 1 or self.high > 2
+        if self.curve == "free" or outside_curves:
+            return {**NO_SCALES, "scales": list(scales)}
         points = [list(point) for point in self.control_points(genome)]
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
 
-    def _curve(self, genome: Genome, scales: Scales) -> pd.DataFrame:
+    def _curve_table(self, genome: Genome, scales: Scales) -> pd.DataFrame:
         """What the figure draws: control points, the curve between them, and the scale of every layer."""
         rows: list[tuple[str, float, float]] = []
         if self.curve != "free":
             points = self.control_points(genome)
             rows += [("point", x, y) for x, y in points]
-            if self.curve == "bezier":
-                t = np.linspace(0, 1, SAMPLES)
-                xs, ys = (
-                    curves.bernstein(values, t).tolist()
-                    for values in zip(*points, strict=True)
-                )
-            else:
-                xs = np.linspace(points[0][0], points[-1][0], SAMPLES).tolist()
-                ys = curves.layer_scales(self.curve, points, SAMPLES)
-            rows += [("curve", x, y) for x, y in zip(xs, ys, strict=True)]
+            rows += [("curve", x, y) for x, y in self._sampled_curve(points)]
         rows += [("layer", float(layer), scale) for layer, scale in enumerate(scales)]
         return pd.DataFrame(rows, columns=["part", "x", "y"])
 
+    def _sampled_curve(
+        self, points: list[tuple[float, float]]
+    ) -> list[tuple[float, float]]:
+        """Points (x, y) along the curve, for its figure."""
+        point_xs = [x for x, _ in points]
+        point_ys = [y for _, y in points]
+        if self.curve == "bezier":
+            t = np.linspace(0, 1, DRAWN_POINTS)
+            xs = curves.bernstein(point_xs, t).tolist()
+            ys = curves.bernstein(point_ys, t).tolist()
+        else:
+            xs = np.linspace(point_xs[0], point_xs[-1], DRAWN_POINTS).tolist()
+            ys = curves.layer_scales(self.curve, points, DRAWN_POINTS)
+        return list(zip(xs, ys, strict=True))
+
     def sections(self, read: Read) -> list[Section]:
-        """Its best candidates, its generations and its curve."""
+        """Report section: the best candidates, the generations and the curve."""
         table = read("search")
         generations = read("generations")
         curve = read("curve")
         if table is None:
             return []
-        asked = int(table["scored"].sum())
-        full = len(table) * int(table["scored"].max())
-        text = f"The ten best of {len(table)} candidates, accuracy in %. {asked} of {full} answers were asked "
+        scored = int(table["scored"].sum())
+        unraced = len(table) * int(table["scored"].max())
+        text = f"The ten best of {len(table)} candidates, accuracy in %. {scored} of {unraced} answers were asked "
         text += "for: a candidate that can no longer become a parent is given up."
-        columns = [column for column in table if column.startswith("scale_")]
+        scale_columns = [name for name in table if name.startswith("scale_")]
+        accuracy_columns = ["fitness", *POSITIONS]
         rows = []
-        header = ["scales", "fitness", *POSITIONS, ""]
         for _, row in table[table["complete"]].head(10).iterrows():
-            named = (
-                "selected"
-                if row["selected"]
-                else "unmodified"
-                if row["unmodified"]
-                else ""
-            )
-            shares = [f"{100 * row[column]:.1f}" for column in header[1:5]]
-            rows.append(
-                [", ".join(f"{row[column]:.2f}" for column in columns), *shares, named]
-            )
-        drawn = {}
+            scales = ", ".join(f"{row[column]:.2f}" for column in scale_columns)
+            percents = [f"{100 * row[column]:.1f}" for column in accuracy_columns]
+            rows.append([scales, *percents, _remark(row)])
+        figures = {}
         if generations is not None:
-            words = "Fitness of the best candidate and of the parents on average, generation by generation."
-            drawn["convergence"] = (
-                convergence(generations, table.loc[table["complete"], "scored"]),
-                words,
-            )
+            caption = "Fitness of the best candidate and of the parents on average, generation by generation."
+            prompts = table.loc[table["complete"], "scored"]
+            figures["convergence"] = convergence(generations, prompts), caption
         if curve is not None:
-            words = "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "
-            words += "calibration questions by the place of the answer, and their weighted mean, the fitness."
-            drawn["curve"] = curve_figure(curve, table), words
-        return [Section("Search", text, header, rows, drawn)]
+            caption = "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "
+            caption += "calibration questions by the place of the answer, and their weighted mean, the fitness."
+            figures["curve"] = curve_figure(curve, table), caption
+        header = ["scales", *accuracy_columns, ""]
+        return [Section("Search", text, header, rows, figures)]
 
 
 @dataclass
 class Evolution:
-    """The search itself (Algorithm 1), generation by generation.
+    """The genetic search itself (Algorithm 1), generation by generation.
 
-    The population is that of the generation scored last, best first. The history has, per generation from 0,
-    fitness of the best, of the parents on average and of the worst parent, scores and candidates so far, and
-    generations since the best one changed.
+    Attributes:
+        search: The settings.
+        layers: Layers of the model.
+        population: Genomes of the generation scored last, best first.
+        history: Per generation from 0: fitness of the best, of the parents on average and of the worst
+            parent, scores and candidates so far, and generations since the best one changed (``quiet``).
     """
 
     search: GeneticSearch
@@ -349,15 +345,17 @@ class Evolution:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"posbench genetic {self.search.seed}")
-        self._scales = dict[Genome, Scales]()
+        self._scales: dict[Genome, Scales] = {}
 
     @property
     def done(self) -> bool:
         """Whether every generation is scored, or ``patience`` ran out."""
-        quiet = self.history[-1]["quiet"] if self.history else 0
-        return len(self.history) > self.search.generations or quiet >= (
-            self.search.patience or math.inf
-        )
+        if not self.history:
+            return False
+        if len(self.history) > self.search.generations:
+            return True
+        patience = self.search.patience
+        return patience is not None and self.history[-1]["quiet"] >= patience
 
     @property
     def parents(self) -> list[Genome]:
@@ -365,36 +363,39 @@ class Evolution:
         return self.population[: self.search.parents]
 
     def scales(self, genome: Genome) -> Scales:
-        """The scale of each layer; remembered, for curves are slow to read."""
+        """The scale of each layer; cached, for reading scales off a curve is slow."""
         if genome not in self._scales:
             self._scales[genome] = self.search.decode(genome, self.layers)
         return self._scales[genome]
 
-    def bred(self) -> list[list[Genome]]:
-        """What comes next: the population, then offspring, in families of which the fittest joins."""
+    def breed(self) -> list[list[Genome]]:
+        """Families of candidates, of each of which the fittest joins the next population.
+
+        The first generation has the initial genome and its mutants; a later one children of crossovers, a
+        family each, then mutants.
+        """
         search = self.search
-        rng = self._rng
         if not self.history:
             first = search.first(self.layers)
-            return [
-                [first],
-                *(
-                    [search.mutate(first, rng, self.layers)]
-                    for _ in range(search.population - 1)
-                ),
-            ]
-        families = []
-        for _ in range(search.crossovers):
-            tries = (
-                search.cross(self.parents, rng) for _ in range(search.crossover_tries)
-            )
-            families.append(next(filter(None, tries), []) or [self._mutant()])
-        return families + [[self._mutant()] for _ in range(search.mutations)]
+            families = [[first]]
+            for _ in range(search.population - 1):
+                families.append([search.mutate(first, self._rng, self.layers)])
+            return families
+        families = [self._cross() for _ in range(search.crossovers)]
+        families += [[self._mutant()] for _ in range(search.mutations)]
+        return families
+
+    def _cross(self) -> list[Genome]:
+        """The valid children of two parents; a mutant where no pair that was tried has any."""
+        for _ in range(self.search.crossover_tries):
+            children = self.search.cross(self.parents, self._rng)
+            if children:
+                return children
+        return [self._mutant()]
 
     def _mutant(self) -> Genome:
-        return self.search.mutate(
-            self._rng.choice(self.parents), self._rng, self.layers
-        )
+        parent = self._rng.choice(self.parents)
+        return self.search.mutate(parent, self._rng, self.layers)
 
     def race(self, families: Sequence[Sequence[Genome]], scores: Scores) -> None:
         """Score candidates in turn; each stops where it falls behind the last place among the parents.
@@ -403,74 +404,103 @@ class Evolution:
         that cannot reach it is never a parent again, and whatever is skipped cannot change a parent or the
         result. Batches do not depend on racing.
         """
-        rivals = [self.scales(genome) for genome in self.parents]
-        ahead = [scores.bound(scales) for scales in rivals]
-        scored = dict.fromkeys(rivals)
-        plan = scores.plan([])
-        known_difficulty = False
+        num_parents = self.search.parents
+        finished = [self.scales(genome) for genome in self.parents]
+        fitnesses = [scores.fitness_bound(scales) for scales in finished]
+        batches = scores.plan_batches([])
+        hardest_first = False
         for family in families:
-            best: list[float] = []
-            full = len(ahead) >= self.search.parents
-            if full and not known_difficulty:
-                plan = scores.plan(list(scored))
-                known_difficulty = True
-            last = (
-                sorted(ahead, reverse=True)[self.search.parents - 1] if full else -1.0
-            )
-            for scales in map(self.scales, family):
-                for examples in plan:
-                    if self.search.racing and scores.bound(scales) < last:
-                        break
-                    scores.ask(scales, examples)
-                else:
-                    best.append(scores.bound(scales))
-                    scored[scales] = None
-            ahead += [max(best)] if best else []
+            cutoff = -1.0
+            if len(fitnesses) >= num_parents:
+                cutoff = sorted(fitnesses, reverse=True)[num_parents - 1]
+                if not hardest_first:
+                    distinct = list(dict.fromkeys(finished))
+                    batches = scores.plan_batches(distinct)
+                    hardest_first = True
+            family_fitnesses = []
+            for genome in family:
+                scales = self.scales(genome)
+                if self._finishes(scales, batches, cutoff, scores):
+                    family_fitnesses.append(scores.fitness_bound(scales))
+                    finished.append(scales)
+            if family_fitnesses:
+                fitnesses.append(max(family_fitnesses))
+
+    def _finishes(
+        self, scales: Scales, batches: list[list[int]], cutoff: float, scores: Scores
+    ) -> bool:
+        """Score a candidate batch by batch; False where it stops as its fitness cannot reach the cutoff."""
+        for batch in batches:
+            if self.search.racing and scores.fitness_bound(scales) < cutoff:
+                return False
+            scores.score(scales, batch)
+        return True
 
     def step(self, scores: Scores) -> None:
         """Score a generation, and choose the fitter children, then the parents of the next one."""
-        families = self.bred()
+        families = self.breed()
         self.race(families, scores)
-        ranks = {
-            g: scores.rank(self.scales(g))
-            for family in [self.parents, *families]
-            for g in family
-        }
-        offspring = [min(family, key=ranks.__getitem__) for family in families]
+
+        def rank_key(genome: Genome) -> tuple[float, float, float]:
+            return scores.rank_key(self.scales(genome))
+
+        offspring = [min(family, key=rank_key) for family in families]
         # The sort is stable: of equals, the older one stays in front.
-        self.population = sorted([*self.parents, *offspring], key=ranks.__getitem__)
-        known = [-ranks[genome][0] for genome in self.parents]
-        better = not self.history or known[0] > self.history[-1]["best"]
+        self.population = sorted([*self.parents, *offspring], key=rank_key)
+        fitnesses = [scores.fitness_bound(self.scales(g)) for g in self.parents]
+        quiet = 0
+        if self.history and fitnesses[0] <= self.history[-1]["best"]:
+            quiet = self.history[-1]["quiet"] + 1
         row = {
             "generation": len(self.history),
-            "best": known[0],
-            "mean": sum(known) / len(known),
-        }
-        row |= {
-            "worst": known[-1],
+            "best": fitnesses[0],
+            "mean": sum(fitnesses) / len(fitnesses),
+            "worst": fitnesses[-1],
             "evaluations": scores.evaluations,
-            "candidates": len(scores.known),
+            "candidates": len(scores.values),
+            "quiet": quiet,
         }
-        self.history.append(
-            {**row, "quiet": 0 if better else self.history[-1]["quiet"] + 1}
-        )
+        self.history.append(row)
 
 
-def _asked(row: Row) -> Asked:
+def _grid_steps(length: float, step: float) -> int:
+    """Whole steps in a length; the tolerance makes up for rounding of the quotient."""
+    return int(length / step + 1e-9)
+
+
+def _batch_key(row: Row) -> BatchKey:
     return tuple(row["scales"]), tuple(row["examples"])
 
 
-def _table(best: Scales, scores: Scores) -> pd.DataFrame:
-    """All candidates, best first; the accuracy of one that was given up is the highest it could have had."""
+def _generation_line(evolution: Evolution, fitness_unmodified: float) -> str:
+    """Fitness and scales of the best candidate so far, for the console."""
+    best = evolution.history[-1]
+    front = f"generation {best['generation']}: fitness {best['best']:.4f} ({fitness_unmodified:.4f} unmodified)"
+    scales = evolution.scales(evolution.population[0])
+    return f"{front}, scales {' '.join(f'{scale:.2f}' for scale in scales)}"
+
+
+def _remark(row: pd.Series) -> str:
+    """What the report's table says of a candidate."""
+    if row["selected"]:
+        return "selected"
+    if row["unmodified"]:
+        return "unmodified"
+    return ""
+
+
+def _candidate_table(best: Scales, scores: Scores) -> pd.DataFrame:
+    """All candidates, best first; one that was given up has the highest accuracy it could have had."""
     rows = []
-    for scales in sorted(scores.known, key=scores.rank):
-        scored = int(np.isfinite(scores.known[scales]).sum())
-        accuracies = dict(zip(POSITIONS, scores.accuracies(scales), strict=True))
-        row = {"fitness": scores.bound(scales), **accuracies, "scored": scored}
-        row |= {
-            "complete": scored == len(scores.positions),
-            "unmodified": all(s == 1 for s in scales),
-        }
-        named = {f"scale_{layer}": scale for layer, scale in enumerate(scales)}
-        rows.append({**row, "selected": scales == best, **named})
+    for scales in sorted(scores.values, key=scores.rank_key):
+        scored = int(np.isfinite(scores.values[scales]).sum())
+        row: Row = {"fitness": scores.fitness_bound(scales)}
+        row.update(zip(POSITIONS, scores.accuracy_bounds(scales), strict=True))
+        row["scored"] = scored
+        row["complete"] = scored == len(scores.positions)
+        row["unmodified"] = all(scale == 1 for scale in scales)
+        row["selected"] = scales == best
+        for layer, scale in enumerate(scales):
+            row[f"scale_{layer}"] = scale
+        rows.append(row)
     return pd.DataFrame(rows)

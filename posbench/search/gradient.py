@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,9 @@ from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import Reads
 from posbench.schema import Count, Positive, Scale
-from posbench.search.base import Read, save, saved, steps_section
+from posbench.search.base import Read, epoch_section, load_state, save_state
 from posbench.search.scales import (
-    NEUTRAL,
+    NO_SCALES,
     POSITIONS,
     ScaleSearch,
     Scores,
@@ -49,110 +50,127 @@ class GradientSearch(ScaleSearch):
     samples: Count = 2000
 
     def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
-        """Every example forwards and back, which takes as long where the weights are fixed; then answers of
-        the unmodified model and of what it found, here and on held-back questions."""
-        back = 2 * self.epochs * self.samples
-        asked = len(POSITIONS) * (prompts + (self.held_back or prompts))
-        batches = 2 * -(-asked // self.batch_size)
+        """Reads of the training, then of the unmodified model and the result.
+
+        With fixed weights the backward pass of an example takes as long as its forward pass, and counts as a
+        second read. The two methods answer the calibration questions and the held-back ones.
+        """
+        training_reads = 2 * self.epochs * self.samples
+        questions = len(POSITIONS) * (prompts + (self.held_back or prompts))
         return Reads(
-            back + 2 * asked, back * answer, replies=2 * asked, batches=batches
+            prompts=training_reads + 2 * questions,
+            answers=training_reads * answer,
+            replies=2 * questions,
+            batches=2 * math.ceil(questions / self.batch_size),
         )
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """Alone: a method inside the scales would stand between them and their gradients."""
+        """The choice itself; None for a list, whose inner methods would cut the scales from their gradients."""
         return None if choice.parts else super().target(choice)
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv``, a row per epoch; the last epoch's scales are found."""
+        """Train the scales, and write ``search.csv``, a row per epoch; the last epoch's scales are the result."""
         lm = run.lm
-        out = run.out
         examples, positions = calibration(run.task, self.calibration_seed)
-        pairs = [
-            lm.answer_ids(example.prompt, example.answers[0]) for example in examples
-        ]
-        pools = [
-            [i for i, position in enumerate(positions) if position == p]
-            for p in range(len(POSITIONS))
-        ]
-        scales = torch.full(
-            (lm.layers,), float(self.start), device=lm.device, requires_grad=True
-        )
+        pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
+        # Indices of the examples, by gold position.
+        pools: list[list[int]] = [[] for _ in POSITIONS]
+        for index, position in enumerate(positions):
+            pools[position].append(index)
+
+        start = float(self.start)
+        scales = torch.full((lm.layers,), start, device=lm.device, requires_grad=True)
         optimizer = torch.optim.Adam([scales], lr=self.learning_rate)
-        known = saved(run)
-        history: list[dict[str, float]] = known.get("history", [])
-        if known:
-            scales.data.copy_(known["scales"])
-            optimizer.load_state_dict(known["optimizer"])
+        state = load_state(run)
+        history: list[dict[str, float]] = state.get("history", [])
+        if state:
+            scales.data.copy_(state["scales"])
+            optimizer.load_state_dict(state["optimizer"])
         with run.progress("search: epochs", self.epochs, len(history)) as advance:
             for epoch in range(len(history), self.epochs):
-                rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
-                drawn = [
-                    rng.choice(rng.choices(pools, weights=self.weights)[0])
-                    for _ in range(self.samples)
-                ]
                 losses = []
-                for start in range(0, len(drawn), self.batch_size):
-                    loss = answer_loss(
-                        lm,
-                        scales,
-                        [pairs[i] for i in drawn[start : start + self.batch_size]],
-                    )
+                for batch in self._batches(epoch, pools):
+                    loss = answer_loss(lm, scales, [pairs[i] for i in batch])
                     (scales.grad,) = torch.autograd.grad(loss, scales)
                     optimizer.step()
                     losses.append(loss.item())
-                named = {
-                    f"scale_{layer}": scale
-                    for layer, scale in enumerate(scales.tolist())
+                row = {"epoch": epoch + 1, "loss": float(np.mean(losses))}
+                for layer, scale in enumerate(scales.tolist()):
+                    row[f"scale_{layer}"] = scale
+                history.append(row)
+                state = {
+                    "history": history,
+                    "scales": scales.detach(),
+                    "optimizer": optimizer.state_dict(),
                 }
-                history.append(
-                    {"epoch": epoch + 1, "loss": float(np.mean(losses)), **named}
-                )
-                state = {"scales": scales.detach(), "optimizer": optimizer.state_dict()}
-                save(run, {"history": history, **state})
+                save_state(run, state)
                 advance(1)
-        write_csv(out.path / "search.csv", pd.DataFrame(history))
-        final = tuple(scales.tolist())
+        write_csv(run.out.path / "search.csv", pd.DataFrame(history))
+
+        unmodified = (1.0,) * lm.layers
+        trained = tuple(scales.tolist())
         scores = Scores(self, np.array(positions), answering(lm, run.task, examples))
-        for candidate in dict.fromkeys(((1.0,) * lm.layers, final)):
-            scores.fill(candidate)
-        speed = f"{self.epochs} epochs of {self.samples}, learning rate {self.learning_rate:g}"
-        parameters = {**NEUTRAL, "scales": list(final)}
-        self.write_scales(run, parameters, final, scores, f"gradient baseline ({speed}")
+        scores.score_all(unmodified)
+        scores.score_all(trained)
+        parameters = {**NO_SCALES, "scales": list(trained)}
+        description = f"gradient baseline ({self.epochs} epochs of {self.samples}"
+        description += f", learning rate {self.learning_rate:g}"
+        self.write_scales(run, parameters, trained, scores, description)
+
+    def _batches(self, epoch: int, pools: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Batches of the example indices of an epoch, drawn from ``pools`` by the weights of the positions."""
+        rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
+        sample = []
+        for _ in range(self.samples):
+            (pool,) = rng.choices(pools, weights=self.weights)
+            sample.append(rng.choice(pool))
+        starts = range(0, len(sample), self.batch_size)
+        return [sample[start : start + self.batch_size] for start in starts]
 
     def sections(self, read: Read) -> list[Section]:
         """Loss and scales epoch by epoch."""
-        return steps_section(
-            read, "Mean loss and the scales at the end of every epoch.", 4
-        )
+        text = "Mean loss and the scales at the end of every epoch."
+        return epoch_section(read, text, digits=4)
 
 
 @guarded
 def answer_loss(
     lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> Tensor:
-    """Mean cross-entropy in nats per answer token, a scalar that can be differentiated by the scales [L]."""
+    """Mean cross-entropy of the answer tokens under layer scaling, differentiable by the scales.
+
+    Args:
+        lm: The model, with L layers.
+        scales: RoPE scale of each layer, shape (L,).
+        pairs: Token ids of prompts and of their answers.
+
+    Returns:
+        Nats per token, a scalar.
+    """
     inputs, targets = lm.pad_with_answers(pairs)
-    changes = {
-        layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)
-    }
-    with rope.tables(lm.model, changes, _with_gradients):
-        logits = lm.model(
-            **inputs, use_cache=False, logits_to_keep=targets.shape[1]
-        ).logits
-    return lm.answer_nats(logits, targets).mean()
+    layers = rope.rotated_layers(lm.model)
+    changes = {layer: _position_divider(scales[layer]) for layer in layers}
+    with rope.tables(lm.model, changes, _table_with_gradients):
+        num_logits = targets.shape[1]
+        output = lm.model(**inputs, use_cache=False, logits_to_keep=num_logits)
+    return lm.answer_nats(output.logits, targets).mean()
 
 
-def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
-    return lambda call: replace(
-        call, positions=call.positions.float() / scale.to(call.positions.device)
-    )
+def _position_divider(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
+    """A change of rotary calls that divides positions by ``scale``, a scalar."""
+
+    def divide(call: rope.Call) -> rope.Call:
+        scaled = call.positions.float() / scale.to(call.positions.device)
+        return replace(call, positions=scaled)
+
+    return divide
 
 
-def _with_gradients(call: rope.Call) -> rope.Table:
+def _table_with_gradients(call: rope.Call) -> rope.Table:
+    """Cosines and sines of a rotary call, differentiable by its positions."""
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
-    positions = call.positions.to(
-        call.hidden.device
-    )  # as accelerate would, which it bypasses, too
+    # As accelerate's hooks would do, which this call bypasses, too.
+    positions = call.positions.to(call.hidden.device)
     with rope.steady(call.module):
         return forward(call.module, call.hidden, positions, **call.options)

@@ -1,4 +1,4 @@
-"""What a search gains on prompts that it never saw, beside the unmodified model."""
+"""What a search gains on held-back prompts, which it never saw, compared with the unmodified model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posbench.stats.bootstrap import paired, with_interval
 
 ROWS = "held_back.jsonl"
 TABLE = "held_back.csv"
-LEAST = 6
+MIN_QUESTIONS = 6
 """Questions that a check needs: of fewer, gains of one sign are no rarer than one in twenty by chance."""
 
 HEADER = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
@@ -20,60 +20,66 @@ HEADER = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
 
 def gain(
     measure: str,
-    found: Sequence[float],
+    searched: Sequence[float],
     unmodified: Sequence[float],
     clusters: Sequence[str],
 ) -> dict[str, Any]:
-    """The facts of ``held_back.csv`` from the measure of N prompts under both: a paired gain, positive where
-    the search helps, with its 95 % interval over questions; ``measure`` and ``n`` alone of too few."""
-    if len(set(clusters)) < LEAST:
+    """The facts of ``held_back.csv``: the paired gain, with its 95 % interval over questions.
+
+    Args:
+        measure: ``loss`` (lower is better), or any other name (higher is better).
+        searched: The measure of N prompts under what the search found.
+        unmodified: The same under the unmodified model.
+        clusters: The question that each prompt belongs to.
+
+    Returns:
+        Values by column, the gain positive where the search helps; ``measure`` and ``n`` alone where there
+        are too few questions.
+    """
+    if len(set(clusters)) < MIN_QUESTIONS:
         return {"measure": measure, "n": len(clusters)}
-    means = {
-        "found": sum(found) / len(found),
-        "unmodified": sum(unmodified) / len(found),
-    }
-    both = (unmodified, found) if measure == "loss" else (found, unmodified)
-    estimate = paired(*both, clusters)
-    facts = means | {
+    # The gain is the first less the second.
+    operands = (unmodified, searched) if measure == "loss" else (searched, unmodified)
+    estimate = paired(*operands, clusters)
+    numbers = {
+        "found": sum(searched) / len(searched),
+        "unmodified": sum(unmodified) / len(unmodified),
         "gain": estimate.value,
         "ci_low": estimate.ci_low,
         "ci_high": estimate.ci_high,
     }
-    return {
-        "measure": measure,
-        **{k: round(float(v), 6) for k, v in facts.items()},
-        "n": estimate.n,
-    }
+    rounded = {name: round(float(value), 6) for name, value in numbers.items()}
+    return {"measure": measure, **rounded, "n": estimate.n}
 
 
 def noise(facts: Mapping[str, Any]) -> bool:
     """Whether there was a check, and it shows no gain: the interval does not lie above zero."""
-    return checked(facts) and not facts["ci_low"] > 0
+    return was_checked(facts) and not facts["ci_low"] > 0
 
 
-def checked(facts: Mapping[str, Any]) -> bool:
-    """Whether there were prompts for the check."""
+def was_checked(facts: Mapping[str, Any]) -> bool:
+    """Whether there were enough prompts for the check."""
     return bool(pd.notna(facts.get("gain")))
 
 
 def words(facts: Mapping[str, Any]) -> str:
     """The check in one line."""
-    if not checked(facts):
-        few = f"{facts['n']} are left, and {LEAST} questions are needed"
-        return f"what was found is not checked on held-back prompts: {few}"
-    both = (
-        f"{facts['measure']} {facts['found']:.4g}, unmodified {facts['unmodified']:.4g}"
-    )
-    gained = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])
-    front = (
-        "the search gains nothing beyond noise" if noise(facts) else "the search gains"
-    )
-    return f"{front}: {both} on {facts['n']} held-back prompts, gain {gained}"
+    if not was_checked(facts):
+        reason = f"{facts['n']} are left, and {MIN_QUESTIONS} questions are needed"
+        return f"what was found is not checked on held-back prompts: {reason}"
+    verdict = "the search gains"
+    if noise(facts):
+        verdict += " nothing beyond noise"
+    means = f"{facts['measure']} {facts['found']:.4g}"
+    means += f", unmodified {facts['unmodified']:.4g}"
+    interval = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])
+    return f"{verdict}: {means} on {facts['n']} held-back prompts, gain {interval}"
 
 
 def told(facts: Mapping[str, Any]) -> str:
     """The check as the beginning of a sentence."""
-    return words(facts)[0].upper() + words(facts)[1:]
+    text = words(facts)
+    return text[0].upper() + text[1:]
 
 
 def sections(table: pd.DataFrame | None) -> list[Section]:
@@ -82,7 +88,6 @@ def sections(table: pd.DataFrame | None) -> list[Section]:
         return []
     facts = {str(name): value for name, value in table.iloc[0].items()}
     text = f"{told(facts)}."
-    if not checked(facts):
-        return [Section("Held-back prompts", text)]
-    text += " Prompts that neither the search nor the evaluation asks; gain: paired, with its 95 % interval."
+    if was_checked(facts):
+        text += " Prompts that neither the search nor the evaluation asks; gain: paired, with its 95 % interval."
     return [Section("Held-back prompts", text)]

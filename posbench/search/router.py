@@ -25,14 +25,15 @@ from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive, Seed, Several
-from posbench.search.base import Read, Search, steps_section
+from posbench.search.base import Read, Search, epoch_section
 from posbench.tasks import Example
 from posbench.tasks.reading import rows
 
 if TYPE_CHECKING:
     from posbench.methods.router import Router
 
-FILE = "router.safetensors"
+ROUTER_FILE = "router.safetensors"
+MIN_TEXTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class RouterSearch(Search):
     serves: ClassVar[type[MoICE]] = MoICE
     place: ClassVar[str] = "alone"
     finds: ClassVar[Mapping[str, Any]] = {"weights": "uniform"}
-    results: ClassVar[Sequence[str]] = ("search.csv", FILE)
+    results: ClassVar[Sequence[str]] = ("search.csv", ROUTER_FILE)
 
     steps: Count = 7
     batch: Count = 128
@@ -68,92 +69,98 @@ class RouterSearch(Search):
     seed: Seed = 0
 
     def files(self) -> tuple[Source, ...]:
-        """See :meth:`Search.files`."""
-        return (
-            (Source(kind="path", id=self.data, field="search.data"),)
-            if self.data
-            else ()
-        )
+        """The file of texts; see :meth:`Search.files`."""
+        if self.data is None:
+            return ()
+        return (Source(kind="path", id=self.data, field="search.data"),)
 
     def check(self, run: Run) -> None:
-        """Refuse typed weights, and texts that are too few or malformed, too."""
+        """Refuse typed weights, and texts that are too few or malformed."""
         super().check(run)
         self.texts(run)
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv``, a row per step, and the router."""
+        """Write ``search.csv``, a row per step, and the router; the first tenth of the texts is held out."""
         method = run.trial()
         texts = self.texts(run)
         assert isinstance(method, MoICE)
-        part = max(len(texts) // 10, 1)
+        num_held_out = _held_out_count(texts)
         with run.progress("search: steps", self.steps) as advance:
-            routers, steps = self.train(run.lm, texts[part:], method, advance)
+            training_texts = texts[num_held_out:]
+            routers, steps = self.train(run.lm, training_texts, method, advance)
         write_csv(run.out.path / "search.csv", pd.DataFrame(steps))
-        held = self.held_out(run.lm, texts[:part], routers, method)
-        losses = {name: sum(values) / part for name, values in held.items()}
-        file = run.out.path / FILE
+        text_losses = self.held_out(run.lm, texts[:num_held_out], routers, method)
+        losses = {name: sum(v) / num_held_out for name, v in text_losses.items()}
+        file = run.out.path / ROUTER_FILE
         save_routers(routers, file, {"search": run.raw["search"], "held_out": losses})
         block = {
             "weights": str(file.absolute()),
-            "texts": len(texts) - part,
+            "texts": len(training_texts),
             "held_out": losses,
         }
-        self.write_found(
-            run,
-            block,
-            f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})",
-        )
+        settings = f"{self.steps} steps of {self.batch} at {self.learning_rate:g}"
+        self.write_found(run, block, f"router ({settings})")
 
     def train(
         self,
         lm: LM,
-        rows: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int]],
         method: MoICE,
         advance: Callable[[int], None],
     ) -> tuple[dict[int, Router], list[dict[str, float]]]:
-        """Train routers on texts (token ids, in another order when all were used); the model stays as it is.
+        """Train routers; the model stays as it is.
 
-        Returns the routers by layer, and per step the mean loss, auxiliary loss and largest weight of a
-        mixture (1 / N for N bases: an even one).
+        Args:
+            lm: The model.
+            texts: Token ids of each text; their order is drawn again whenever all were used.
+            method: Bases and top_k of the mixture.
+            advance: Called with 1 after every step.
+
+        Returns:
+            The routers by layer, and per step the mean loss, the auxiliary loss and the largest weight of a
+            mixture (1 / N for N bases: an even one).
         """
         torch.manual_seed(self.seed)
-        count = len(method.bases)
+        rng = random.Random(self.seed)
         top_k = method.top_k
-        shuffle = random.Random(self.seed)
-        order = list[Sequence[int]]()
-        routers = {
-            layer: router.to(lm.device)
-            for layer, router in new_routers(lm.model, count).items()
-        }
-        parameters = [p for router in routers.values() for p in router.parameters()]
-        optimizer = torch.optim.AdamW(
-            parameters, lr=self.learning_rate, weight_decay=0.0
-        )
-        frozen = [p for p in lm.model.parameters() if p.requires_grad]
-        heard = dict[int, torch.Tensor]()
+        routers = new_routers(lm.model, len(method.bases))
+        for router in routers.values():
+            router.to(lm.device)
+        gates = [p for router in routers.values() for p in router.parameters()]
+        optimizer = torch.optim.AdamW(gates, lr=self.learning_rate, weight_decay=0.0)
+        model_parameters = [p for p in lm.model.parameters() if p.requires_grad]
+        router_logits: dict[int, torch.Tensor] = {}
+        queue: list[Sequence[int]] = []
         steps = []
         lm.model.requires_grad_(False)
         try:
-            with mixing(lm.model, routers, method.bases, top_k, heard.__setitem__):
-                for number in range(1, self.steps + 1):
-                    seen = {"loss": 0.0, "aux": 0.0, "largest_weight": 0.0}
+            listen = router_logits.__setitem__
+            with mixing(lm.model, routers, method.bases, top_k, listen):
+                for step in range(1, self.steps + 1):
+                    row = {"step": step, "loss": 0.0, "aux": 0.0, "largest_weight": 0.0}
                     for _ in range(self.batch):
-                        order = order or shuffle.sample(rows, len(rows))
-                        loss = text_loss(lm, order.pop())
+                        if not queue:
+                            queue = rng.sample(texts, len(texts))
+                        loss = text_loss(lm, queue.pop())
+                        # [B, H, T, N] of each layer as [rows, N] of all.
                         logits = torch.cat(
-                            [x.flatten(0, 2).to(lm.device) for x in heard.values()]
+                            [
+                                x.flatten(0, 2).to(lm.device)
+                                for x in router_logits.values()
+                            ]
                         )
                         aux = auxiliary_loss(logits, top_k)
                         ((loss + self.aux * aux) / self.batch).backward()
-                        largest = mixture(logits.detach(), top_k).amax(-1).mean()
-                        for name, value in zip(seen, (loss, aux, largest), strict=True):
-                            seen[name] += value.item() / self.batch
+                        largest_weight = mixture(logits.detach(), top_k).amax(-1).mean()
+                        row["loss"] += loss.item() / self.batch
+                        row["aux"] += aux.item() / self.batch
+                        row["largest_weight"] += largest_weight.item() / self.batch
                     optimizer.step()
                     optimizer.zero_grad()
-                    steps.append({"step": number, **seen})
+                    steps.append(row)
                     advance(1)
         finally:
-            for parameter in frozen:
+            for parameter in model_parameters:
                 parameter.requires_grad_(True)
         return routers, steps
 
@@ -161,58 +168,66 @@ class RouterSearch(Search):
     def held_out(
         self,
         lm: LM,
-        rows: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int]],
         routers: Mapping[int, Router],
         method: MoICE,
     ) -> dict[str, list[float]]:
-        """Loss of each text under the unmodified model, an even mixture, and the trained one."""
-        losses = {"unmodified": [text_loss(lm, row).item() for row in rows]}
-        count = len(method.bases)
-        for name, given, kept in (
-            ("even mixture", None, count),
-            ("trained router", routers, method.top_k),
-        ):
-            with mixing(lm.model, given, method.bases, kept):
-                losses[name] = [text_loss(lm, row).item() for row in rows]
+        """Loss of each text under the unmodified model, an even mixture, and the trained one.
+
+        Args:
+            lm: The model.
+            texts: Token ids of each text.
+            routers: The trained routers by layer.
+            method: Bases and top_k of the mixture.
+
+        Returns:
+            Nats per token of each text, by the name of the mixture.
+        """
+        losses = {"unmodified": [text_loss(lm, text).item() for text in texts]}
+        with mixing(lm.model, None, method.bases, len(method.bases)):
+            losses["even mixture"] = [text_loss(lm, text).item() for text in texts]
+        with mixing(lm.model, routers, method.bases, method.top_k):
+            losses["trained router"] = [text_loss(lm, text).item() for text in texts]
         return losses
 
     def further(self, run: Run, count: int | None) -> list[Example]:
-        """See :meth:`Search.further`; of a file the texts that it is not trained on."""
+        """See :meth:`Search.further`; of a file, the texts that the router is not trained on."""
         if self.data is None:
             return super().further(run, count)
         pairs = self._pairs(run)
-        part = max(len(pairs) // 10, 1)
-        fresh = [pair for pair in pairs[:part] if pair not in pairs[part:]][:count]
+        num_held_out = _held_out_count(pairs)
+        training_pairs = pairs[num_held_out:]
+        unseen = [pair for pair in pairs[:num_held_out] if pair not in training_pairs]
         return [
-            Example(id=f"h{n}", prompt=text, answers=(answer,))
-            for n, (text, answer) in enumerate(fresh)
+            Example(id=f"h{index}", prompt=prompt, answers=(answer,))
+            for index, (prompt, answer) in enumerate(unseen[:count])
         ]
 
     @inference_mode
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Loss of all tokens of each text."""
-        return [
-            text_loss(run.lm, self._ids(run.lm, e.prompt, e.answers[0])).item()
-            for e in batch
-        ]
+        losses = []
+        for example in batch:
+            ids = self._ids(run.lm, example.prompt, example.answers[0])
+            losses.append(text_loss(run.lm, ids).item())
+        return losses
 
     def texts(self, run: Run) -> list[list[int]]:
         """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
         texts = [self._ids(run.lm, *pair) for pair in self._pairs(run)]
-        if len(texts) < 4:
-            raise UserError(
-                "search.data",
-                len(texts),
-                "4 texts or more",
-                "give more lines or examples",
-            )
+        if len(texts) < MIN_TEXTS:
+            allowed = "4 texts or more"
+            hint = "give more lines or examples"
+            raise UserError("search.data", len(texts), allowed, hint)
         return texts
 
     def _ids(self, lm: LM, prompt: str, answer: str) -> list[int]:
-        asked, told = lm.answer_ids(prompt, answer)
-        return (asked + told)[: self.longest]
+        """Token ids of a text, cut to its longest length."""
+        prompt_ids, answer_ids = lm.answer_ids(prompt, answer)
+        return (prompt_ids + answer_ids)[: self.longest]
 
     def _pairs(self, run: Run) -> list[tuple[str, str]]:
+        """Prompt and answer of each text."""
         if self.data is None:
             return [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
         with renamed("task.", "search."):
@@ -221,20 +236,23 @@ class RouterSearch(Search):
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Losses on the texts that were held out."""
-        losses = ", ".join(
-            f"{name} {value:.5f}" for name, value in block["held_out"].items()
-        )
-        return f"{block['weights']}: loss of texts held out: {losses}"
+        losses = [f"{name} {loss:.5f}" for name, loss in block["held_out"].items()]
+        return f"{block['weights']}: loss of texts held out: {', '.join(losses)}"
 
     def sections(self, read: Read) -> list[Section]:
         """The steps of the training."""
         text = "Per step: mean loss of the texts, auxiliary loss, and the largest weight of a mixture."
-        return steps_section(read, text, 5)
+        return epoch_section(read, text, digits=5)
+
+
+def _held_out_count(texts: Sequence[Any]) -> int:
+    """Number of texts, from the first on, that are not trained on: a tenth, at least one."""
+    return max(len(texts) // 10, 1)
 
 
 @guarded
 def text_loss(lm: LM, ids: Sequence[int]) -> torch.Tensor:
-    """Mean cross-entropy in nats of all tokens of a text but the first."""
+    """Mean cross-entropy of all tokens of a text but the first, in nats, a scalar."""
     tokens = torch.tensor([ids], device=lm.device)
     logits = finite(lm.model(input_ids=tokens, use_cache=False).logits[0, :-1])
     return F.cross_entropy(logits.float(), tokens[0, 1:])

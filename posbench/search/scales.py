@@ -1,4 +1,4 @@
-"""What searches for the scales of layer_scaling share: questions at three gold positions, found block."""
+"""What the searches for scales of layer_scaling share: calibration questions and scores."""
 
 from __future__ import annotations
 
@@ -22,72 +22,73 @@ from posbench.search.base import Search
 from posbench.tasks import Example, Task
 
 Scales = tuple[float, ...]
-"""One factor per layer: what a candidate is scored by, and the key of everything that is remembered of it."""
+"""A candidate: one RoPE scale per layer."""
 
-NEUTRAL = {"points": None, "curve": "bezier", "x": "stretched", "scales": None}
+NO_SCALES = {"points": None, "curve": "bezier", "x": "stretched", "scales": None}
 """Fields of layer_scaling without points or scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch(Search):
-    """A search for the scales of layer_scaling."""
+    """A search for the scales of layer_scaling.
+
+    Attributes:
+        weights: Of the accuracies with the answer at the beginning, in the middle and at the end, in the
+            fitness (0.2, 0.3, 0.5).
+        batch_size: Prompts per forward (32).
+        seed: Seed of the search's random draws.
+        calibration_seed: Seed of the calibration questions; None: the task's, which also draws the
+            evaluation.
+    """
 
     serves: ClassVar[type[LayerScaling]] = LayerScaling
-    finds: ClassVar[Mapping[str, Any]] = {**NEUTRAL, "points": ((0.0, 1.0),)}
+    finds: ClassVar[Mapping[str, Any]] = {**NO_SCALES, "points": ((0.0, 1.0),)}
 
-    # of examples with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5)
     weights: tuple[NonNegative, NonNegative, NonNegative] = (0.2, 0.3, 0.5)
-    batch_size: Count = 32  # prompts per forward (32)
-    seed: Seed = 0  # seed of the draws
-    # of the calibration questions; None: the task's, which also draws the evaluation
+    batch_size: Count = 32
+    seed: Seed = 0
     calibration_seed: Seed | None = None
 
     def __post_init__(self) -> None:
         # The paper itself prints three times 0.333.
         if abs(sum(self.weights) - 1) > 5e-3:
             allowed = "three numbers from 0 up with sum 1"
-            raise UserError(
-                "search.weights",
-                list(self.weights),
-                allowed,
-                "the paper takes [0.2,0.3,0.5]",
-            )
+            hint = "the paper takes [0.2,0.3,0.5]"
+            raise UserError("search.weights", list(self.weights), allowed, hint)
 
     def check(self, run: Run) -> None:
-        """Refuse typed scales, and a task whose gold answers have no places."""
+        """Refuse typed scales, and a task without gold positions."""
         super().check(run)
         calibration(run.task, self.calibration_seed)
 
     def further(self, run: Run, count: int | None) -> list[Example]:
-        """Questions, each with the answer at the beginning, in the middle and at the end."""
-        asked = count or len(run.examples("calibration"))
-        return calibration(run.task, self.calibration_seed, further=asked)[0]
+        """Held-back questions, each with the answer at the beginning, in the middle and at the end."""
+        questions = count or len(run.examples("calibration"))
+        examples, _ = calibration(run.task, self.calibration_seed, questions)
+        return examples
 
     def tokens(self, run: Run, example: Example) -> int:
-        """See :meth:`Search.tokens`: the reply counts, too."""
+        """Tokens of the prompt and of the longest reply; see :meth:`Search.tokens`."""
         return len(encode(run.lm, run.task, example).ids) + run.task.max_new_tokens
 
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        """The part of each prompt in the fitness, or in the loss: times three and the weight of its place."""
-        weights = [
-            3 * self.weights[POSITIONS.index(e.id.partition("-")[0])] for e in batch
-        ]
-        values = (
-            super().measured(run, batch)
-            if self.measure == "loss"
-            else self._scores(run, batch)
-        )
+        """Weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
+
+        A prompt's weight is three times that of its gold position, as each position has a third of the prompts.
+        """
+        score = super().measured if self.measure == "loss" else self._task_scores
+        values = score(run, batch)
+        positions = [example.id.partition("-")[0] for example in batch]
+        weights = [3 * self.weights[POSITIONS.index(name)] for name in positions]
         return [weight * value for weight, value in zip(weights, values, strict=True)]
 
-    def _scores(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        told = replies(
-            run.lm, run.task, batch, {e.id: encode(run.lm, run.task, e) for e in batch}
-        )
-        scored = [
-            run.task.score(e, str(reply["output"]))
-            for e, reply in zip(batch, told, strict=True)
+    def _task_scores(self, run: Run, batch: Sequence[Example]) -> list[float]:
+        encoded = {e.id: encode(run.lm, run.task, e) for e in batch}
+        rows = replies(run.lm, run.task, batch, encoded)
+        return [
+            run.task.score(example, str(row["output"]))[run.task.metric]
+            for example, row in zip(batch, rows, strict=True)
         ]
-        return [scores[run.task.metric] for scores in scored]
 
     def write_scales(
         self,
@@ -95,162 +96,202 @@ class ScaleSearch(Search):
         parameters: Mapping[str, Any],
         scales: Scales,
         scores: Scores,
-        how: str,
+        description: str,
     ) -> None:
-        """Write the found block, with its mean scale (LPES' uniform baseline)."""
+        """Write ``found.yaml``: the parameters, and facts about the scales that they stand for.
+
+        Args:
+            run: The run.
+            parameters: Fields of layer_scaling.
+            scales: The same as one scale per layer; their mean is LPES' uniform baseline.
+            scores: Scores of these scales and of the unmodified model.
+            description: The beginning of the block's source, with an open parenthesis.
+        """
+        unmodified = (1.0,) * len(scales)
         facts = {
             "lowest": min(scales),
             "highest": max(scales),
             "mean": float(np.mean(scales)),
+            "fitness": round(scores.fitness_bound(scales), 6),
+            "fitness_unmodified": round(scores.fitness_bound(unmodified), 6),
         }
-        for name, which in (
-            ("fitness", scales),
-            ("fitness_unmodified", (1.0,) * len(scales)),
-        ):
-            facts[name] = round(scores.bound(which), 6)
-        among = f"{len(scores.positions)} calibration prompts of {run.task.name}, seed {self.seed}"
-        self.write_found(run, {**parameters, **facts}, f"{how}, {among})")
+        prompts = f"{len(scores.positions)} calibration prompts of {run.task.name}"
+        source = f"{description}, {prompts}, seed {self.seed})"
+        self.write_found(run, {**parameters, **facts}, source)
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Range of the scales, and fitness."""
-        worse = block["fitness"] <= block["fitness_unmodified"]
-        remark = "; not better than the unmodified model" if worse else ""
         text = f"scales {block['lowest']:.3g} to {block['highest']:.3g}: fitness {block['fitness']:.4f}"
-        return f"{text}, unmodified {block['fitness_unmodified']:.4f}{remark}"
+        text += f", unmodified {block['fitness_unmodified']:.4f}"
+        if block["fitness"] <= block["fitness_unmodified"]:
+            text += "; not better than the unmodified model"
+        return text
 
 
 @dataclass
 class Scores:
-    """What each candidate scores on each of N examples."""
+    """Scores of candidates on N examples, filled batch by batch.
 
-    search: ScaleSearch  # weights and batch size
-    # [N], 0 where an example's answer stands at the beginning, 1 in the middle, 2 at the end
+    Attributes:
+        search: Gives weights and batch size.
+        positions: Gold position of each example, shape (N,): 0 beginning, 1 middle, 2 end.
+        evaluate: Scores a candidate on the examples of some indices: a number in 0..1 for each, in order.
+        values: By candidate, its scores, shape (N,), NaN where it is not scored yet.
+    """
+
+    search: ScaleSearch
     positions: NDArray[np.int64]
-    # scores a candidate on some examples: one number in 0..1 for each, in order
-    answer: Callable[[Scales, list[int]], Sequence[float]]
-    # candidate to scores [N], NaN where there is none yet
-    known: dict[Scales, NDArray[np.float64]] = field(default_factory=dict)
+    evaluate: Callable[[Scales, list[int]], Sequence[float]]
+    values: dict[Scales, NDArray[np.float64]] = field(default_factory=dict)
 
     @property
     def evaluations(self) -> int:
-        """Pairs of candidate and example that have been scored."""
-        return sum(int(np.isfinite(row).sum()) for row in self.known.values())
+        """Number of pairs of candidate and example that have been scored."""
+        return sum(int(np.isfinite(row).sum()) for row in self.values.values())
 
     def add(
-        self, scales: Scales, examples: Sequence[int], scores: Sequence[float]
+        self, scales: Scales, indices: Sequence[int], scores: Sequence[float]
     ) -> None:
-        """Remember scores of a candidate."""
-        self.known.setdefault(scales, np.full(len(self.positions), np.nan))[
-            list(examples)
-        ] = scores
+        """Record scores of a candidate on the examples ``indices``."""
+        if scales not in self.values:
+            self.values[scales] = np.full(len(self.positions), np.nan)
+        self.values[scales][list(indices)] = scores
 
-    def ask(self, scales: Scales, examples: list[int]) -> None:
-        """Score a candidate on some examples, unless it was."""
-        if scales not in self.known or np.isnan(self.known[scales][examples]).any():
-            self.add(scales, examples, self.answer(scales, examples))
+    def score(self, scales: Scales, indices: list[int]) -> None:
+        """Score a candidate on some examples, unless all of them are scored already."""
+        if scales not in self.values or np.isnan(self.values[scales][indices]).any():
+            self.add(scales, indices, self.evaluate(scales, indices))
 
-    def fill(self, scales: Scales) -> None:
-        """Score a candidate on every example that it was not scored on, in batches in order."""
+    def score_all(self, scales: Scales) -> None:
+        """Score a candidate on every example, in batches in order."""
         for batch in self._batches(list(range(len(self.positions)))):
-            self.ask(scales, batch)
+            self.score(scales, batch)
 
     def _batches(self, order: list[int]) -> list[list[int]]:
         size = self.search.batch_size
-        return [order[i : i + size] for i in range(0, len(order), size)]
+        return [order[start : start + size] for start in range(0, len(order), size)]
 
-    def accuracies(self, scales: Scales) -> list[float]:
-        """Accuracy at beginning, middle, end; what is not scored counts as right, so that it only falls."""
-        right = np.nan_to_num(
-            self.known.get(scales, np.ones(len(self.positions))), nan=1.0
-        )
-        parts = (right[self.positions == p] for p in range(len(POSITIONS)))
-        return [float(part.mean()) if len(part) else 0.0 for part in parts]
+    def accuracy_bounds(self, scales: Scales) -> list[float]:
+        """Highest possible accuracy at beginning, middle and end: what is not scored counts as right."""
+        unscored = np.ones(len(self.positions))
+        scores = np.nan_to_num(self.values.get(scales, unscored), nan=1.0)
+        bounds = []
+        for index in range(len(POSITIONS)):
+            group = scores[self.positions == index]
+            bounds.append(float(group.mean()) if len(group) else 0.0)
+        return bounds
 
-    def bound(self, scales: Scales) -> float:
-        """Fitness (weighted accuracy) of a candidate; while not all is scored, the highest it can have."""
-        return sum(
-            w * a
-            for w, a in zip(self.search.weights, self.accuracies(scales), strict=True)
-        )
+    def fitness_bound(self, scales: Scales) -> float:
+        """Fitness (weighted accuracy) of a candidate; while not all is scored, the highest possible one."""
+        bounds = self.accuracy_bounds(scales)
+        return sum(w * a for w, a in zip(self.search.weights, bounds, strict=True))
 
-    def rank(self, scales: Scales) -> tuple[float, float, float]:
-        """Sorts candidates, best first; ties as :class:`posbench.search.genetic.GeneticSearch` says."""
-        return (
-            -self.bound(scales),
-            -min(self.accuracies(scales)),
-            sum(abs(s - 1) for s in scales),
-        )
+    def rank_key(self, scales: Scales) -> tuple[float, float, float]:
+        """Key that sorts candidates best first, with the ties of :class:`.GeneticSearch`."""
+        lowest_accuracy = min(self.accuracy_bounds(scales))
+        distance = sum(abs(scale - 1) for scale in scales)
+        return -self.fitness_bound(scales), -lowest_accuracy, distance
 
-    def plan(self, scored: Sequence[Scales]) -> list[list[int]]:
-        """Batches of examples, those on which candidates lost most first: a bad one is found out early."""
-        asked = np.bincount(self.positions, minlength=len(POSITIONS))
-        loss = (np.array(self.search.weights) / np.maximum(asked, 1))[self.positions]
-        if scored:
-            loss = loss * np.mean([1 - self.known[scales] for scales in scored], axis=0)
-        return self._batches(np.argsort(-loss, kind="stable").tolist())
+    def plan_batches(self, finished: Sequence[Scales]) -> list[list[int]]:
+        """Batches of example indices, those first on which finished candidates lost most fitness.
+
+        A bad candidate then falls behind after few batches.
+        """
+        counts = np.bincount(self.positions, minlength=len(POSITIONS))
+        weight_per_example = np.array(self.search.weights) / np.maximum(counts, 1)
+        losses = weight_per_example[self.positions]
+        if finished:
+            errors = np.mean([1 - self.values[scales] for scales in finished], axis=0)
+            losses = losses * errors
+        return self._batches(np.argsort(-losses, kind="stable").tolist())
 
 
 def calibration(
-    task: Task, seed: int | None = None, further: int | None = None
+    task: Task, seed: int | None = None, held_back: int | None = None
 ) -> tuple[list[Example], list[int]]:
-    """Every calibration question, or so many ``further`` ones, three times, with the answer at the beginning,
-    in the middle (n // 2) and at the end, or at the task's three ``calibration_positions``: the examples, and
-    for each 0, 1 or 2. Raises `UserError` where the task has no such positions."""
-    count = task.calibration_items
-    places = getattr(task, "calibration_positions", None)
-    if count is None or getattr(task, "calibration_path", None):
+    """Calibration questions, each asked three times: answer at the beginning, in the middle and at the end.
+
+    Args:
+        task: Its three ``calibration_positions`` are used where it has them, else 0, n // 2 and n - 1.
+        seed: Draws the questions; None: the task's seed.
+        held_back: So many held-back questions instead of the calibration questions.
+
+    Returns:
+        The examples, and the gold position of each as an index into ``POSITIONS``.
+
+    Raises:
+        UserError: The task cannot move the answers of its calibration questions.
+    """
+    num_items = task.calibration_items
+    gold_positions = getattr(task, "calibration_positions", None)
+    if num_items is None or getattr(task, "calibration_path", None):
         allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"
         hint = "search there, then set the method's parameters here and stages=[evaluate,report]"
         raise UserError("task", task.name, allowed, hint)
-    places = places or (0, count // 2, count - 1)
-    if len(places) != len(POSITIONS):
+    gold_positions = gold_positions or (0, num_items // 2, num_items - 1)
+    if len(gold_positions) != len(POSITIONS):
         allowed = "null, or the beginning, the middle and the end: three of them"
         hint = 'set task.calibration_positions=["0%","50%","100%"]'
-        raise UserError("task.calibration_positions", list(places), allowed, hint)
-    changed: dict[str, Any] = {} if seed is None else {"seed": seed}
-    examples = list[Example]()
-    positions = list[int]()
-    for number, place in enumerate(places):
-        moved = replace(task, **changed, calibration_positions=(place,))  # type: ignore[call-arg]
-        asked = moved.held_back(further) if further else moved.examples("calibration")
-        examples += [
-            replace(example, id=f"{POSITIONS[number]}-{example.id}")
-            for example in asked
-        ]
-        positions += [number] * len(asked)
-    return examples, positions
+        value = list(gold_positions)
+        raise UserError("task.calibration_positions", value, allowed, hint)
+
+    options: dict[str, Any] = {} if seed is None else {"seed": seed}
+    examples: list[Example] = []
+    position_indices: list[int] = []
+    for index, position in enumerate(gold_positions):
+        options["calibration_positions"] = (position,)
+        at_position = replace(task, **options)
+        questions = (
+            at_position.held_back(held_back)
+            if held_back
+            else at_position.examples("calibration")
+        )
+        for question in questions:
+            examples.append(replace(question, id=f"{POSITIONS[index]}-{question.id}"))
+            position_indices.append(index)
+    return examples, position_indices
 
 
 def answering(
     lm: LM,
     task: Task,
     examples: Sequence[Example],
-    whole: Callable[[Method], Method] = lambda method: method,
+    compose: Callable[[Method], Method] = lambda method: method,
 ) -> Callable[[Scales, list[int]], list[float]]:
-    """What scores scales on some of the examples by the task's metric; ``whole`` adds other methods."""
+    """Make a function that scores scales on some of the examples by the task's metric.
+
+    Args:
+        lm: The model.
+        task: Scores the replies.
+        examples: What the indices that the function takes point into.
+        compose: Adds the run's other methods to the layer scaling.
+
+    Returns:
+        A function of scales and indices of examples that returns one score per index.
+    """
     encoded = [encode(lm, task, example) for example in examples]
 
-    def answer(scales: Scales, numbers: list[int]) -> list[float]:
-        texts = list[str]()
-        half = len(numbers) // 2
+    def evaluate(scales: Scales, indices: list[int]) -> list[float]:
+        texts: list[str] | None = None
         try:
-            with whole(LayerScaling(scales=scales)).applied(lm):
+            with compose(LayerScaling(scales=scales)).applied(lm):
                 texts = lm.generate(
-                    [encoded[i].ids for i in numbers],
+                    [encoded[i].ids for i in indices],
                     max_new_tokens=task.max_new_tokens,
                     repetition_penalty=task.repetition_penalty,
-                    batch_size=len(numbers),
+                    batch_size=len(indices),
                 )
         except torch.OutOfMemoryError:
-            if not half:
+            if len(indices) < 2:
                 raise
-        if not texts:
+        if texts is None:
             # Only behind the handler are the tensors of the failed forward free.
             torch.cuda.empty_cache()
-            return answer(scales, numbers[:half]) + answer(scales, numbers[half:])
+            half = len(indices) // 2
+            return evaluate(scales, indices[:half]) + evaluate(scales, indices[half:])
         return [
             task.score(examples[i], text)[task.metric]
-            for i, text in zip(numbers, texts, strict=True)
+            for i, text in zip(indices, texts, strict=True)
         ]
 
-    return answer
+    return evaluate

@@ -14,15 +14,26 @@ from posbench.errors import UserError
 
 Array = NDArray[np.floating]
 
+MIN_POSITIONS = 8  # of a curve, after the sliding mean and without the skipped ones
+OFFICIAL_SKIP = 300  # positions that the released program skips for monotonicity
+OFFICIAL_SMOOTHNESS_SKIP = 200  # positions that it skips for smoothness
+
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What the filter measured."""
+    """What the filter measured.
 
-    direction: NDArray[np.int8]  # +1 rising, -1 falling, 0 neither, [L, D]
-    monotone_layers: NDArray[np.int64]  # layers that count as monotone, [D]
-    smoothness: Array  # lower is smoother; infinite without a monotone layer, [D]
-    ranking: list[int]  # channels that pass the threshold, smoothest first
+    Attributes:
+        direction: +1 rising, -1 falling, 0 neither, shape (L, D).
+        monotone_layers: Number of layers that count as monotone, shape (D,).
+        smoothness: Lower is smoother; infinite without a monotone layer, shape (D,).
+        ranking: Channels that pass the threshold, smoothest first.
+    """
+
+    direction: NDArray[np.int8]
+    monotone_layers: NDArray[np.int64]
+    smoothness: Array
+    ranking: list[int]
 
 
 def paper(
@@ -41,51 +52,48 @@ def paper(
     that count.
 
     Args:
-        curves: Averaged hidden states, [L, P, D]; 8 positions or more must be left.
+        curves: Averaged hidden states, shape (L, P, D); 8 positions or more must be left.
         window: Positions in the sliding mean.
         skip: Positions dropped at the start.
         aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2).
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
     """
-    layers, positions, _ = curves.shape
-    if positions - window + 1 - skip < 8:
-        allowed = f"at least search.window + search.skip + 7 = {window + skip + 7}"
-        raise UserError(
-            "search.length",
-            positions,
-            allowed,
-            "lengthen the strings or shorten the window",
-        )
-    mean = sliding_mean(curves, window)[:, skip:]
-    x = np.linspace(-1, 1, mean.shape[1])
-    coefficients = np.einsum(
-        "cp,lpd->lcd", np.linalg.pinv(np.vander(x, 4, increasing=True)), mean
-    )
-    slopes = np.vander(x, 3, increasing=True) * np.array([1, 2, 3])
-    slope = np.einsum("pc,lcd->lpd", slopes, coefficients[:, 1:])
-    direction = (
-        (slope > 0).all(1).astype(np.int8) - (slope < 0).all(1).astype(np.int8)
-    ).astype(np.int8)
+    num_layers, num_positions, _ = curves.shape
+    if num_positions - window + 1 - skip < MIN_POSITIONS:
+        minimum = window + skip + MIN_POSITIONS - 1
+        allowed = f"at least search.window + search.skip + 7 = {minimum}"
+        hint = "lengthen the strings or shorten the window"
+        raise UserError("search.length", num_positions, allowed, hint)
+    means = sliding_mean(curves, window)[:, skip:]
+
+    # Least squares per layer and channel: c0 + c1 x + c2 x^2 + c3 x^3, whose slope is c1 + 2 c2 x + 3 c3 x^2.
+    x = np.linspace(-1, 1, means.shape[1])
+    solve = np.linalg.pinv(np.vander(x, 4, increasing=True))
+    coefficients = np.einsum("cp,lpd->lcd", solve, means)
+    slope_terms = np.vander(x, 3, increasing=True) * np.array([1, 2, 3])
+    slopes = np.einsum("pc,lcd->lpd", slope_terms, coefficients[:, 1:])
+    rising = (slopes > 0).all(1)
+    falling = (slopes < 0).all(1)
+    direction = rising.astype(np.int8) - falling.astype(np.int8)
+
     monotone = direction != 0
     counted = monotone if monotone_only else np.ones_like(monotone)
-    count = counted.sum(0)
-    rough = (np.diff(mean, n=2, axis=1) ** 2).sum(1)
-    total = np.where(counted, rough, 0).sum(0) / (
-        np.maximum(count, 1) if aggregate == "mean" else 1
-    )
-    return _ranked(
-        direction,
-        monotone.sum(0),
-        np.where(count > 0, total, np.inf),
-        count > layers / 4,
+    num_counted = counted.sum(0)
+    roughness = (np.diff(means, n=2, axis=1) ** 2).sum(1)
+    smoothness = np.where(counted, roughness, 0).sum(0)
+    if aggregate == "mean":
+        smoothness = smoothness / np.maximum(num_counted, 1)
+    smoothness = np.where(num_counted > 0, smoothness, np.inf)
+    passed = num_counted > num_layers / 4
+    return ChannelStatistics(
+        direction, monotone.sum(0), smoothness, _ranking(smoothness, passed)
     )
 
 
 def sliding_mean(curves: Array, window: int) -> Array:
-    """Mean of every ``window`` successive positions, [L, P - window + 1, D]."""
-    sums = np.cumsum(
-        np.pad(curves.astype(np.float64), ((0, 0), (1, 0), (0, 0))), axis=1
-    )
+    """Mean of every ``window`` successive positions, (L, P, D) to (L, P - window + 1, D)."""
+    padded = np.pad(curves.astype(np.float64), ((0, 0), (1, 0), (0, 0)))
+    sums = np.cumsum(padded, axis=1)
     return (sums[:, window:] - sums[:, :-window]) / window
 
 
@@ -98,29 +106,35 @@ def official(hidden: Array) -> ChannelStatistics:
     as monotone; only the majority direction counts (ties go to falling); smoothness is a Savitzky-Golay (10,
     3) second difference and the minimum, not the sum, over layers; the threshold is rows // 4.
 
-    Takes averaged ``hidden_states`` of transformers [L, P, D]: embedding, block outputs, the last after the
-    final norm; raises `UserError` for 300 positions or fewer.
+    Args:
+        hidden: Averaged ``hidden_states`` of transformers, shape (L, P, D): embedding, block outputs, the last
+            after the final norm.
+
+    Raises:
+        UserError: There are 300 positions or fewer.
     """
-    rows, positions, channels = hidden.shape
-    if positions <= 300:
+    num_rows, num_positions, num_channels = hidden.shape
+    if num_positions <= OFFICIAL_SKIP:
         allowed = "more than 300 with variant=official"
-        raise UserError("search.length", positions, allowed, "set search.length=1000")
-    if rows % 2:
+        hint = "set search.length=1000"
+        raise UserError("search.length", num_positions, allowed, hint)
+    if num_rows % 2:
         hidden = hidden[1:]
-        rows = rows - 1
+        num_rows -= 1
     curves = hidden.astype(np.float32)
-    direction = np.zeros((rows, channels), dtype=np.int8)
-    smoothness = np.full((rows, channels), np.inf)
-    x = np.arange(300, positions) - 300.0
+    direction = np.zeros((num_rows, num_channels), dtype=np.int8)
+    smoothness = np.full((num_rows, num_channels), np.inf)
+    x = np.arange(num_positions - OFFICIAL_SKIP, dtype=float)
     design = np.vander(x / x[-1], 4, increasing=True)
-    for row in range(2, rows - 1):
-        fitted = design @ (np.linalg.pinv(design) @ _unit(curves[row, 300:]))
+    solve = np.linalg.pinv(design)
+    for row in range(2, num_rows - 1):
+        fitted = design @ (solve @ _scaled_to_unit(curves[row, OFFICIAL_SKIP:]))
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
         rises = (steps >= 0).all(0)
         falls = (steps <= 0).all(0)
         direction[row] = moves * (rises.astype(np.int8) - falls)
-        unit = _unit(curves[row, 200:])
+        unit = _scaled_to_unit(curves[row, OFFICIAL_SMOOTHNESS_SKIP:])
         usable = np.isfinite(unit).all(0)
         if usable.any():
             smooth = scipy.signal.savgol_filter(
@@ -129,25 +143,21 @@ def official(hidden: Array) -> ChannelStatistics:
             smoothness[row, usable] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
     rising = direction == 1
     falling = direction == -1
-    used = np.where(rising.sum(0) > falling.sum(0), rising, falling)
-    lowest = np.where(used, smoothness, np.inf).min(0)
-    return _ranked(direction, used.sum(0), lowest, used.sum(0) > rows // 4)
+    majority = np.where(rising.sum(0) > falling.sum(0), rising, falling)
+    num_monotone = majority.sum(0)
+    lowest = np.where(majority, smoothness, np.inf).min(0)
+    passed = num_monotone > num_rows // 4
+    return ChannelStatistics(direction, num_monotone, lowest, _ranking(lowest, passed))
 
 
-def _unit(curves: Array) -> Array:
+def _scaled_to_unit(curves: Array) -> Array:
     """Each column scaled to 0..1; constant columns become NaN."""
     low = curves.min(0)
     high = curves.max(0)
     return (curves - low) / np.where(high > low, high - low, np.nan)
 
 
-def _ranked(
-    direction: NDArray[np.int8],
-    count: NDArray[np.int64],
-    smoothness: Array,
-    passed: NDArray[np.bool_],
-) -> ChannelStatistics:
+def _ranking(smoothness: Array, passed: NDArray[np.bool_]) -> list[int]:
+    """Channels that passed, smoothest first."""
     order = np.argsort(smoothness, kind="stable")
-    return ChannelStatistics(
-        direction, count, smoothness, [int(c) for c in order if passed[c]]
-    )
+    return [int(channel) for channel in order if passed[channel]]

@@ -20,8 +20,8 @@ from posbench.files.sources import Source
 def big(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is big enough, and old enough, to be remembered in a cache of its own."""
     monkeypatch.setenv("POSBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(digests, "BIG", 1000)
-    monkeypatch.setattr(digests, "SETTLED", -(10**12))
+    monkeypatch.setattr(digests, "MIN_CACHED_BYTES", 1000)
+    monkeypatch.setattr(digests, "SETTLED_NANOSECONDS", -(10**12))
     file = tmp_path / "weights.safetensors"
     file.write_bytes(bytes(range(256)) * 20)
     return file
@@ -53,7 +53,7 @@ def test_a_hash_is_remembered_until_the_file_changes(big: Path, tmp_path: Path) 
 def test_a_file_that_changed_just_now_is_not_remembered(
     big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "SETTLED", 10**12)
+    monkeypatch.setattr(digests, "SETTLED_NANOSECONDS", 10**12)
     assert sha256(big) == _true(big) and not (tmp_path / "cache").exists()
 
 

@@ -268,7 +268,9 @@ def test_the_stages_that_follow_and_the_model_card_have_it(
     facts = yaml.safe_load(found.read_text())["scale_channel"]["deploy"]
     assert json.loads(ran.read_text())["last"] == "all" and "side_task" not in facts
     config = config_of(*call)
-    (section,) = config.search.shipped(lambda name: read_csv(folder / f"{name}.csv"))
+    (section,) = config.search.shipped_sections(
+        lambda name: read_csv(folder / f"{name}.csv")
+    )
     assert (
         section.text.startswith("Price of folding for checkpoint: ")
         and len(section.rows) == 3

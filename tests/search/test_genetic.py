@@ -71,8 +71,8 @@ def variants():
 
 def test_it_recovers_a_hidden_smooth_curve():
     evolution, scores, scales = found(GeneticSearch(), questions=100)
-    start = scores.bound(evolution.scales(evolution.search.first(LAYERS)))
-    assert scores.bound(scales) > 0.9 > 0.75 > start
+    start = scores.fitness_bound(evolution.scales(evolution.search.first(LAYERS)))
+    assert scores.fitness_bound(scales) > 0.9 > 0.75 > start
     distance = [
         np.sqrt(np.mean((np.array(other) - HIDDEN) ** 2))
         for other in (scales, (1.5,) * LAYERS)
@@ -170,7 +170,7 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
         while True:
             evolution = Evolution(search, LAYERS)
             scores = scores_of(search)
-            plain = scores.answer
+            plain = scores.evaluate
 
             def answer(scales, examples, plain=plain, rows=rows, at=at, killed=killed):
                 key = scales, tuple(examples)
@@ -181,7 +181,7 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
                     rows[key] = plain(scales, examples)
                 return rows[key]
 
-            scores.answer = answer
+            scores.evaluate = answer
 
             def after(evolution=evolution, at=at, killed=killed):
                 if (
@@ -291,16 +291,16 @@ def test_the_defaults_are_tables_9_and_12_of_the_paper():
     assert [y for _, y in points[:11]] == pytest.approx(
         [1 + tenth / 10 for tenth in range(11)]
     )
-    assert (search.low, search.high, search._places(32)) == (1.0, 2.0, 31)
+    assert (search.low, search.high, search._max_x(32)) == (1.0, 2.0, 31)
 
 
 def test_sizes_of_a_generation():
     evolution = Evolution(GeneticSearch(), LAYERS)
     scores = scores_of(evolution.search)
-    families = evolution.bred()
+    families = evolution.breed()
     assert [len(family) for family in families] == [1] * 32
     evolution.step(scores)
-    families = evolution.bred()
+    families = evolution.breed()
     assert len(families) == 20 and all(len(family) in (1, 2) for family in families[:4])
     evolution.step(scores)
     assert len(evolution.population) == 32 and len(evolution.parents) == 12
@@ -315,7 +315,7 @@ def test_ties_go_to_the_better_lowest_position_then_to_the_smaller_change():
     scores.add(a, range(5), [1, 1, 1, 0, 0])
     scores.add(b, range(5), [1, 0, 1, 0, 1])
     scores.add(c, range(5), [0, 1, 1, 1, 0])
-    assert sorted([a, b, c], key=scores.rank) == [c, b, a]
+    assert sorted([a, b, c], key=scores.rank_key) == [c, b, a]
 
 
 def test_patience_stops_a_search_that_stands_still():

@@ -133,16 +133,16 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
         calibration_examples=6,
         max_new_tokens=1,
     )
-    examples, places = calibration(task, further=6)
+    examples, places = calibration(task, held_back=6)
     search = GeneticSearch()
     found = (1.2, 1.6, 1.7, 1.5)
     scores = Scores(search, np.array(places), answering(tiny, task, examples))
     run = type("Run", (), {"lm": tiny, "task": task})()
     for scales in ((1.0,) * 4, found):
-        scores.fill(scales)
+        scores.score_all(scales)
         with LayerScaling(scales=scales).applied(tiny):
             values = search.measured(run, examples)
-        assert np.mean(values) == pytest.approx(scores.bound(scales))
+        assert np.mean(values) == pytest.approx(scores.fitness_bound(scales))
     assert not {e.prompt for e in examples} & {e.prompt for e in calibration(task)[0]}
 
 
@@ -152,14 +152,14 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
 def test_verdicts(gains: list[float]) -> None:
     clusters = [str(number) for number in range(6)]
     facts = held_back.gain("loss", [1 - gain for gain in gains], [1.0] * 6, clusters)
-    assert held_back.checked(facts) and held_back.noise(facts) == (min(gains) < 0)
+    assert held_back.was_checked(facts) and held_back.noise(facts) == (min(gains) < 0)
     raised = held_back.gain("fitness", gains, [0.0] * 6, clusters)
     assert raised["gain"] == facts["gain"] and held_back.noise(
         raised
     ) == held_back.noise(facts)
     few = held_back.gain("loss", [0.0] * 6, [1.0] * 6, ["one question"] * 6)
     assert (
-        not held_back.checked(few)
+        not held_back.was_checked(few)
         and not held_back.noise(few)
         and "not checked" in held_back.words(few)
     )
