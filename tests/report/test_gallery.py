@@ -253,9 +253,9 @@ def test_of_many_runs_the_newest_are_shown(
         )
         book.seal("posbench")
     (tmp_path / "fig3/v001/tiny__0/figures/curve.png").write_bytes(b"")
-    monkeypatch.setattr("posbench.report.collect.MOST", 1)
+    monkeypatch.setattr("posbench.report.collect.MAX_RUNS", 1)
     (entry,) = collect(tmp_path)
-    assert [part.folder.name for part in entry.parts] == ["tiny__1"], (
+    assert [result.folder.name for result in entry.results] == ["tiny__1"], (
         "the newest whole one"
     )
     assert "tiny__0 is damaged (figures/curve.png)" in entry.faults[0]
@@ -366,9 +366,9 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     # A damaged run of a newer version does not hide the whole ones of an older.
     shutil.copytree(many / "fig9/v001/tiny__bad", many / "fig3/v011/tiny__a")
     (entry,) = (entry for entry in collect(many) if entry.name == "fig3")
-    assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(
-        entry.faults
-    ) == 1
+    assert [result.folder.parent.name for result in entry.results] == [
+        "v010"
+    ] * 2 and len(entry.faults) == 1
 
 
 def test_a_sweep_that_is_drawn_again_stays_whole(many):
@@ -376,8 +376,8 @@ def test_a_sweep_that_is_drawn_again_stays_whole(many):
     assert main(["report", str(folder)]) == 0
     assert opened(folder).damaged() == [] and opened(folder).done
     (entry,) = (entry for entry in collect(many) if entry.name == "fig6")
-    (part,) = entry.parts
-    assert part.figures["sweep"].startswith("Left: score over all positions")
+    (result,) = entry.results
+    assert result.figures["sweep"].startswith("Left: score over all positions")
     (folder / "figures" / "sweep.png").write_bytes(b"")
     assert opened(folder).damaged() == ["figures/sweep.png"]
 

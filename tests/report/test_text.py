@@ -210,7 +210,7 @@ def test_other_scores_stand_apart_from_the_tasks_own_in_their_own_unit() -> None
         ("x", "exact_order_difference", 0.25),
     ]
     other = [("none", "lsd", 1.25), ("x", "lsd", 1.0), ("x", "lsd_difference", -0.25)]
-    header, table = subset_table(other_scores(_scores(*own, *other)), own="")
+    header, table = subset_table(other_scores(_scores(*own, *other)), task_metric="")
     assert header == ["subset", "metric", "unmodified", "x", "difference", "n"]
     cells = ["1.250 [1.250, 1.250]", "1.000 [1.000, 1.000]", "-0.250 [-0.250, -0.250]"]
     assert table == [["all", "lsd", *cells, "4"]]
