@@ -497,9 +497,9 @@ def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
     told = (
         "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
     )
-    assert found.seen == f"The search gains: {told}."
+    assert found.summary == f"The search gains: {told}."
     said = "ms_poe takes 1.25 times the time of unmodified (8 tokens; 1.20 to 1.50 over rounds)."
-    assert slow.seen == said
+    assert slow.summary == said
 
 
 def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
