@@ -43,14 +43,14 @@ def attention_by_position(
     figure, panels = plot.new_figure(
         plot.PAGE, 2.6, 1, 1 + len(maps), n=attention.get("n", ()), squeeze=False
     )
-    left, *others = panels[0]
+    left, *map_panels = panels[0]
     averaged = [frames.strongest_layer(gold)] if layers is None else list(layers)
     rows = gold[gold["layer"].isin(averaged)]
     frames.need(rows, f"attention (layers {averaged})", "attention")
     _draw_curves(left, rows)
     plot.attention_axes(left, plot.layer_title(averaged, layers is None))
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
-    for axes, (method, attention_map) in zip(others, maps.items(), strict=True):
+    for axes, (method, attention_map) in zip(map_panels, maps.items(), strict=True):
         _draw_map(figure, axes, attention_map, base, frames.shown(method))
     return figure
 
@@ -91,17 +91,21 @@ def _draw_map(
     if base is None:
         values = attention.to_numpy(dtype=float)
         top = float(np.nanmax(np.abs(values))) or 1.0
-        colours = {"cmap": "viridis", "vmin": 0, "vmax": top}
+        lowest = 0.0
+        colours = "viridis"
         title = name
         label = "attention to the gold item"
     else:
         values = (attention - base).to_numpy(dtype=float)
         palest = 0.05 * float(base.max(axis=None))
         top = max(float(np.nanmax(np.abs(values))), palest) or 1.0
-        colours = {"cmap": "PuOr_r", "vmin": -top, "vmax": top}
+        lowest = -top
+        colours = "PuOr_r"
         title = f"{name}\nminus unmodified (dash: less)"
         label = "attention to the gold item, change"
-    image = axes.imshow(values, aspect="auto", origin="lower", **colours)
+    image = axes.imshow(
+        values, cmap=colours, vmin=lowest, vmax=top, aspect="auto", origin="lower"
+    )
     if base is not None:
         rows, columns = np.nonzero(values < -0.02 * top)  # rounding is no change
         axes.plot(

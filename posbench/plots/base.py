@@ -220,13 +220,13 @@ def band(
 
 
 def percent_bars(
-    axes: Axes, at: Any, rows: pd.DataFrame, upright: bool = True, **style: Any
+    axes: Axes, positions: Any, rows: pd.DataFrame, upright: bool = True, **style: Any
 ) -> None:
     """Draw a point in % with its 95 % interval for each row.
 
     Args:
         axes: Where they are drawn.
-        at: Place of each row on the x axis; on the y axis if not upright.
+        positions: Place of each row on the x axis; on the y axis if not upright.
         rows: Rows with value, ci_low and ci_high in 0..1.
         upright: Whether the intervals are vertical.
         style: Options of :meth:`Axes.errorbar`.
@@ -236,9 +236,9 @@ def percent_bars(
     )
     error = np.clip([value - low, high - value], 0, None)
     if upright:
-        axes.errorbar(x=at, y=value, yerr=error, elinewidth=0.8, **style)
+        axes.errorbar(x=positions, y=value, yerr=error, elinewidth=0.8, **style)
     else:
-        axes.errorbar(x=value, y=at, xerr=error, elinewidth=0.8, **style)
+        axes.errorbar(x=value, y=positions, xerr=error, elinewidth=0.8, **style)
 
 
 def bands(

@@ -164,31 +164,31 @@ def candidate_label(row: pd.Series) -> str:
 
 
 @plot.styled
-def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
+def candidate_losses_figure(search: pd.DataFrame, max_drawn: int = 30) -> Figure:
     """Loss of the best candidates, lowest on top; filled: selected, line: unmodified.
 
     Args:
         search: Rows of search.csv: channel, factor, layer_first, layer_last, loss (nats
             per answer token), loss_unmodified, selected.
-        most: Candidates that are drawn; a selected one is always among them.
+        max_drawn: Most candidates that are drawn; a selected one is always among them.
     """
     names = ("channel", "factor", "layer_first", "layer_last")
     need(search, "search", *names, "loss", "loss_unmodified", "selected")
     search = search.sort_values("loss")
-    drawn = search[(np.arange(len(search)) < most) | search["selected"]]
-    height = 0.9 + 0.125 * max(len(drawn), 4)
+    candidates = search[(np.arange(len(search)) < max_drawn) | search["selected"]]
+    height = 0.9 + 0.125 * max(len(candidates), 4)
     figure, axes = plot.new_figure(plot.COLUMN, height, n=search.get("n", ()))
-    y = np.arange(len(drawn))
-    is_selected = drawn["selected"].to_numpy(dtype=bool)
-    _draw_losses(axes, drawn["loss"], y, ~is_selected, "white", "candidate")
-    _draw_losses(axes, drawn["loss"], y, is_selected, plot.BLUE, "selected")
-    for value in drawn["loss_unmodified"].unique():
+    y = np.arange(len(candidates))
+    is_selected = candidates["selected"].to_numpy(dtype=bool)
+    _draw_losses(axes, candidates["loss"], y, ~is_selected, "white", "candidate")
+    _draw_losses(axes, candidates["loss"], y, is_selected, plot.BLUE, "selected")
+    for value in candidates["loss_unmodified"].unique():
         axes.axvline(value, label="unmodified", **plot.LEVEL)
-    axes.set_yticks(y, [candidate_label(row) for _, row in drawn.iterrows()])
-    axes.set(ylim=(len(drawn) - 0.4, -0.6), xlabel="loss (nats per answer token)")
-    num_best = min(most, len(search))
+    axes.set_yticks(y, [candidate_label(row) for _, row in candidates.iterrows()])
+    axes.set(ylim=(len(candidates) - 0.4, -0.6), xlabel="loss (nats per answer token)")
+    num_best = min(max_drawn, len(search))
     title = f"best {num_best} of {len(search)} candidates"
-    if len(drawn) > num_best:
+    if len(candidates) > num_best:
         title += ", and the selected one"
     figure.suptitle(title, fontsize=plot.STYLE["axes.titlesize"])
     axes.grid(axis="y", color=plot.SHADE, linewidth=0.5)
@@ -210,7 +210,12 @@ def _draw_losses(
         fill: Colour inside a point.
         label: Their text in a legend.
     """
-    if not mask.any():
-        return
-    style = {"color": plot.BLUE, "markerfacecolor": fill, "label": label}
-    axes.plot(losses[mask], y[mask], "o", **style)
+    if mask.any():
+        axes.plot(
+            losses[mask],
+            y[mask],
+            "o",
+            color=plot.BLUE,
+            markerfacecolor=fill,
+            label=label,
+        )

@@ -237,12 +237,12 @@ def _draw_overall(
         y = 100 * points["value"].reindex(settings)
         axes.plot(x, y, color=plot.GUIDE, linewidth=0.8)
     styles = _setting_styles(settings)
-    for place, setting, style in zip(x, settings, styles, strict=True):
+    for x_value, setting, style in zip(x, settings, styles, strict=True):
         style |= {"linestyle": "none", "capsize": 2}
-        plot.percent_bars(axes, [place + offset], points.reindex([setting]), **style)
+        plot.percent_bars(axes, [x_value + offset], points.reindex([setting]), **style)
         if len(distinct) > 1:
             style["markerfacecolor"] = "white"
-            plot.percent_bars(axes, [place], levels.loc[[setting]], **style)
+            plot.percent_bars(axes, [x_value], levels.loc[[setting]], **style)
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
         axes.axhline(value, **plot.LEVEL)

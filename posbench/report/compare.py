@@ -205,7 +205,7 @@ def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
     return None
 
 
-def differences(first: Compared, other: Compared) -> dict[str, Any]:
+def differences(first: Compared, second: Compared) -> dict[str, Any]:
     """Score and position bias of a run minus those of the first.
 
     They are paired where one run asked all prompts of the other. Else they are
@@ -216,16 +216,16 @@ def differences(first: Compared, other: Compared) -> dict[str, Any]:
         ``pairs``, the number of paired prompts (0 if unpaired), and an estimate or None
         for each of :data:`MEASURES`.
     """
-    common = [key for key in first.prompts if key in other.prompts]
-    if not common or len(common) < min(len(first.prompts), len(other.prompts)):
+    common = [key for key in first.prompts if key in second.prompts]
+    if not common or len(common) < min(len(first.prompts), len(second.prompts)):
         result: dict[str, Any] = {"pairs": 0}
         for measure, (metric, _) in MEASURES.items():
-            result[measure] = _unpaired_difference(first, other, metric)
+            result[measure] = _unpaired_difference(first, second, metric)
         return result
     config = first.run.config("task", "runtime")
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
     rows = [{**first.prompts[key], "method": UNMODIFIED} for key in common]
-    rows += [{**other.prompts[key], "method": "other"} for key in common]
+    rows += [{**second.prompts[key], "method": "other"} for key in common]
     tabulator = Tabulator(
         task=task,
         model="",
@@ -241,10 +241,10 @@ def differences(first: Compared, other: Compared) -> dict[str, Any]:
 
 
 def _unpaired_difference(
-    first: Compared, other: Compared, metric: str
+    first: Compared, second: Compared, metric: str
 ) -> Estimate | None:
     """A metric of a run minus that of the first, as of independent samples."""
-    minuend = _estimate(other.metrics, metric)
+    minuend = _estimate(second.metrics, metric)
     subtrahend = _estimate(first.metrics, metric)
     if minuend is None or subtrahend is None:
         return None

@@ -87,7 +87,7 @@ class Examples:
         lines = [
             self._head(name, row, example),
             "prompt:",
-            _indent(self._prompt(row, example, whole)),
+            _indent(self._prompt(row, example, in_full=whole)),
             f"expected: {expected or 'not published'}",
         ]
         lines += [self._reply(row, example) for row in rows]
@@ -109,14 +109,14 @@ class Examples:
             facts.append(f"{row['dropped']} more cut off to fit the window")
         return ", ".join(facts)
 
-    def _prompt(self, row: Row, example: Example | None, whole: bool) -> str:
+    def _prompt(self, row: Row, example: Example | None, in_full: bool) -> str:
         """The prompt, or why it cannot be shown."""
         if example is None:
             reason = self.lost or "the task has no example of this id now"
             return f"cannot be built again: {reason}"
         if row.get("prompt") != prompt_digest(example):
             return "cannot be built again: the task's data or code gives no prompt of this row's checksum now"
-        return full_prompt(example) if whole else excerpt(example)
+        return full_prompt(example) if in_full else excerpt(example)
 
     def _reply(self, row: Row, example: Example | None) -> str:
         """One method's score, reply and the answer that was read in it."""

@@ -164,16 +164,16 @@ def unreadable(path: Path, error: Exception, allowed: str) -> UserError:
     return UserError(path.name, str(path), allowed, hint)
 
 
-def need_place(out: Path, ours: bool, what: str) -> None:
+def need_place(out: Path, ours: bool, kind: str) -> None:
     """Raise `UserError` if a new folder would replace something that is not ours.
 
     Args:
         out: Place of the new folder.
         ours: Whether a folder of the same kind stands there.
-        what: The kind of folder, in words.
+        kind: The kind of folder, in words.
     """
     if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
-        allowed = f"a new folder, or a {what} to replace"
+        allowed = f"a new folder, or a {kind} to replace"
         raise UserError("--out", str(out), allowed, "name another folder")
 
 

@@ -96,10 +96,10 @@ def paper_shows(entry: Entry) -> str:
     text = "; ".join(map(str, entry.experiment.get("claims") or ()))
     source = (entry.experiment.get("reference") or {}).get("source")
     if not text and source:
-        where = "for other models or settings"
+        setting_note = "for other models or settings"
         if len(entry.cells):
-            where = "which stand beside ours in the table"
-        text = f"the numbers of {source}, {where}"
+            setting_note = "which stand beside ours in the table"
+        text = f"the numbers of {source}, {setting_note}"
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 

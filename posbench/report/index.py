@@ -287,11 +287,11 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
     """The runs that pass a filter, see :func:`records`."""
     key, sign, pattern = text.partition("=")
     if not sign:
-        words = text.lower()
+        lowered = text.lower()
         return [
             run
             for run in runs
-            if words in " ".join(_names(run, outputs).values()).lower()
+            if lowered in " ".join(_names(run, outputs).values()).lower()
         ]
     values = [_names(run, outputs) | run.settings for run in runs]
     keys = list(dict.fromkeys(name for of_run in values for name in of_run))

@@ -251,9 +251,9 @@ def _score_sections(
     if rows:
         sections.append(Section("Position bias", "", header, rows))
     sections += beside(folder, metrics, subsets)
-    others = tables.other_scores(metrics)
-    if len(others):
-        table = tables.subset_table(others, task_metric="")
+    other_scores = tables.other_scores(metrics)
+    if len(other_scores):
+        table = tables.subset_table(other_scores, task_metric="")
         sections.append(Section("Other scores", "", *table))
     return sections
 

@@ -366,8 +366,8 @@ def _spread_runs(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
     rows, settings, _ = plots.with_setting(summary, axes)
     step = max(len(settings) / MAX_SETTINGS, 1)
     count = min(len(settings), MAX_SETTINGS)
-    drawn = [settings[int(i * step)] for i in range(count)]
-    return rows.loc[rows["setting"].isin(drawn), "run"]
+    drawn_settings = [settings[int(i * step)] for i in range(count)]
+    return rows.loc[rows["setting"].isin(drawn_settings), "run"]
 
 
 def axes_of(summary: pd.DataFrame) -> list[str]:

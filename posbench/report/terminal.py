@@ -55,9 +55,9 @@ def _show_scores(
         kind = "average" if subsets["subset"].nunique() > MAX_SUBSETS else ""
         header, rows = tables.subset_table(subsets, kind)
         console.print(text_table(header, rows, console.width))
-    others = tables.other_scores(metrics)
-    if len(others):
-        header, rows = tables.subset_table(others, task_metric="")
+    other_scores = tables.other_scores(metrics)
+    if len(other_scores):
+        header, rows = tables.subset_table(other_scores, task_metric="")
         console.print(text_table(header, rows, console.width))
     console.print(headline(metrics))
     method = read_json(folder / "method.json") or {}

@@ -167,12 +167,12 @@ def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
     """For which methods no position bias can be measured, and why.
 
     Args:
-        note: A reason, as `what: why`; older versions left out the why.
+        note: A reason, as `problem: why`; older versions left out the why.
         reasons: The reason of each such method.
     """
     methods = " and ".join(shown(name) for name in reasons if reasons[name] == note)
-    what, _, why = note.partition(": ")
-    text = f"{what.capitalize()}: position bias of {methods} cannot be measured"
+    problem, _, why = note.partition(": ")
+    text = f"{problem.capitalize()}: position bias of {methods} cannot be measured"
     return f"{text} ({why})" if why else text
 
 
@@ -397,12 +397,12 @@ def _on_models(models: Sequence[str], num_models: int) -> str:
     return " (both models)" if num_models == 2 else f" (all {num_models} models)"
 
 
-def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
-    """`3 hold, 1 inconclusive`: how often each verdict occurs, in the order of words."""
+def tally(verdicts: pd.Series, order: Sequence[str] = VERDICTS) -> str:
+    """`3 hold, 1 inconclusive`: how often each verdict occurs, in this order."""
     counts = verdicts.value_counts()
     plural = {"holds": "hold", "agrees": "agree", "differs": "differ"}
     texts = []
-    for word in words:
+    for word in order:
         if word in counts:
             count = counts[word]
             texts.append(f"{count} {plural.get(word, word) if count > 1 else word}")

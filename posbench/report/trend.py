@@ -190,16 +190,16 @@ class _Trend:
 
         claim = f"the position bias changes with {self.axis}"
         numbers = self.numbers
-        where = ""
+        restriction = ""
         if self.claims:
             claim = self.claims.bias
             # Below zero a published factor reverses the bias: more of it is not more.
             numbers = numbers[numbers >= 0]
-            where = " from 0 up"
+            restriction = " from 0 up"
         numbers = np.array([number for number in numbers if number in measurable])
         if len(numbers) > 2:
             correlation = _rank_correlation(biases, numbers)
-            self._add_correlation(claim, SPREAD, 1, correlation, n, where)
+            self._add_correlation(claim, SPREAD, 1, correlation, n, restriction)
 
         if self.claims:
             self.findings.append(self._peak(self.claims, score_curves, n))
@@ -226,7 +226,7 @@ class _Trend:
         sign: int,
         values: Array,
         n: int,
-        where: str = "",
+        restriction: str = "",
     ) -> None:
         """Add the finding that a rank correlation lies on one side of zero.
 
@@ -236,10 +236,10 @@ class _Trend:
             sign: Side of zero that the paper claims; a control takes either.
             values: The correlation and its draws, [1 + R].
             n: Number of observations.
-            where: To which values or prompts it is restricted, in words.
+            restriction: To which values or prompts it is restricted, in words.
         """
         estimate = percentile(values[0], values[1:], n)
-        text = f"rank correlation of the {statistic} with {self.axis}{where}{self.subset_note}"
+        text = f"rank correlation of the {statistic} with {self.axis}{restriction}{self.subset_note}"
         is_above = sign > 0 if self.claims else estimate.value > 0
         judge = Finding.above if is_above else Finding.below
         finding = judge(claim, text, estimate)
