@@ -119,7 +119,7 @@ def new_figure(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.set_label(counted(n))
+    figure.set_label(count_label(n))
     return figure, figure.subplots(*shape, **grid)
 
 
@@ -149,7 +149,7 @@ def layers_across(layers: int) -> int:
     return layers if layers <= 6 else 8
 
 
-def counted(n: Counts) -> str:
+def count_label(n: Counts) -> str:
     """`n = 20`, or `n = 20 to 30`; empty where no count is known."""
     if isinstance(n, str):
         return n

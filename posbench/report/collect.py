@@ -20,7 +20,7 @@ from posbench.report.page import describe_measurements
 from posbench.report.paper import cells, count_agreement, paper_table, with_subsets
 from posbench.report.sweep import axes_of, sweep_table
 from posbench.report.tables import Table
-from posbench.report.text import decided, headline
+from posbench.report.text import headline, list_decided_claims
 from posbench.run.folder import (
     CONFIG,
     JOBS,
@@ -201,7 +201,7 @@ class Entry:
             if result.scores:
                 texts.append(self.label_prefix(result) + result.scores.sentence)
         if len(self.findings):
-            texts.append(decided(self.findings))
+            texts.append(list_decided_claims(self.findings))
         if len(self.cells):
             texts.append(count_agreement(self.cells))
         if texts:

@@ -44,7 +44,7 @@ def experiments() -> dict[str, Mapping[str, Any]]:
     return configs
 
 
-def covering(
+def experiments_covering(
     configs: Mapping[str, Mapping[str, Any]], paper: str, item: str
 ) -> list[str]:
     """Names of the experiments that regenerate a table or figure of a paper."""
@@ -105,7 +105,7 @@ def _row(
         paper: Short name of the paper.
         item: A row of :func:`captions`.
     """
-    names = covering(configs, paper, item["item"])
+    names = experiments_covering(configs, paper, item["item"])
     if not names:
         return [item["item"], item["shows"], "none", "", item["reason"]]
     cells = [_cells(name, configs[name], entries.get(name)) for name in names]

@@ -186,10 +186,10 @@ def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
             if name not in ("_target_", "name"):
                 yield from _flatten(value, f"{key}.{name}".strip("."))
     elif "." in key:
-        yield key, spelled(node)
+        yield key, override_text(node)
 
 
-def spelled(value: Any) -> str:
+def override_text(value: Any) -> str:
     """A value as an override spells it; 1.0 as 1."""
     text = json.dumps(canonical(value), separators=(",", ":"), default=str)
     return text.replace('"', "")
@@ -341,7 +341,7 @@ def look(records: Sequence[Record]) -> list[dict[str, str]]:
 
     Settings stand below the method or study, if that has a column.
     """
-    common = shared(records)
+    common = common_cells(records)
     rows = [_terminal_row(record) for record in records]
     if RAN not in common:
         for row in rows:
@@ -354,11 +354,13 @@ def look(records: Sequence[Record]) -> list[dict[str, str]]:
 def title(records: Sequence[Record]) -> str:
     """How many runs there are, and what they have in common."""
     count = f"{len(records)} run" if len(records) == 1 else f"{len(records)} runs"
-    common = ", ".join(f"{name} {value}" for name, value in shared(records).items())
+    common = ", ".join(
+        f"{name} {value}" for name, value in common_cells(records).items()
+    )
     return f"{count}, all: {common}" if common else count
 
 
-def shared(records: Sequence[Record]) -> dict[str, str]:
+def common_cells(records: Sequence[Record]) -> dict[str, str]:
     """What several runs have in common of their names and states."""
     if len(records) < 2:
         return {}

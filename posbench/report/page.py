@@ -17,7 +17,7 @@ from posbench import paths
 from posbench.files.atomic import write_bytes, write_text
 from posbench.late import pd
 from posbench.plots.attention import attention_by_position
-from posbench.plots.base import counted, save, sign
+from posbench.plots.base import count_label, save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
@@ -29,16 +29,16 @@ from posbench.report.folder import (
     read_text,
     study_tables,
 )
-from posbench.report.paper import beside, reference_text
+from posbench.report.paper import paper_sections, reference_text
 from posbench.report.text import (
     MAX_LISTED,
-    answer,
-    applied,
+    describe_costs,
+    describe_method,
+    describe_server,
     headline,
-    served,
+    run_title,
     shortened,
-    spent,
-    subject,
+    study_answer,
 )
 from posbench.run.folder import opened
 from posbench.schema import instantiate
@@ -90,13 +90,13 @@ def render_run(folder: Path) -> Path:
         wrong_answers = failures.wrong_answers(run, run.config("task"))
     return write_page(
         folder,
-        subject(config),
+        run_title(config),
         sentence,
         sections,
         [model_name],
         config=read_text(folder / "config.yaml"),
         prompts=read_json(folder / "prompts.json"),
-        provenance=spent(status) | provenance,
+        provenance=describe_costs(status) | provenance,
         status=status,
         failures=wrong_answers,
     )
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     if metrics is not None:
         return headline(metrics), sections
     if findings is not None:
-        return answer(findings), sections
+        return study_answer(findings), sections
     return describe_measurements(folder) or headline(None), sections
 
 
@@ -191,7 +191,7 @@ def cut_prompts(folder: Path) -> str:
     rows = [
         row for row in opened(folder).rows("predictions.jsonl") if "error" not in row
     ]
-    return " ".join(filter(None, [shortened(rows), served(rows)]))
+    return " ".join(filter(None, [shortened(rows), describe_server(rows)]))
 
 
 def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
@@ -218,7 +218,7 @@ def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         # The one count of all tables is that of every figure.
         for figure, _ in section.figures.values():
             if not figure.get_label():
-                figure.set_label(counted(counts))
+                figure.set_label(count_label(counts))
     if experiment.get("title"):
         texts.append(f"{experiment['title']}.")
     if experiment.get("claims"):
@@ -236,7 +236,7 @@ def _score_sections(
     text = f"{name} in % and paired difference in points, each with its 95 % interval"
     method = read_json(folder / "method.json") or {}
     if len(method) > 1:
-        text = f"As applied: {applied(method)}. {text}"
+        text = f"As applied: {describe_method(method)}. {text}"
     positions = tables.describe_positions(metrics)
     if positions:
         text = f"{text}; {positions}"
@@ -250,7 +250,7 @@ def _score_sections(
     header, rows = tables.bias_table(metrics)
     if rows:
         sections.append(Section("Position bias", "", header, rows))
-    sections += beside(folder, metrics, subsets)
+    sections += paper_sections(folder, metrics, subsets)
     other_scores = tables.other_scores(metrics)
     if len(other_scores):
         table = tables.subset_table(other_scores, task_metric="")
@@ -260,13 +260,13 @@ def _score_sections(
 
 def _attention_section(attention: pd.DataFrame) -> Section:
     """Attention to the gold item, as figures."""
-    subject = "Attention of the last prompt token to the item with the answer"
+    quantity = "Attention of the last prompt token to the item with the answer"
     if attention["method"].nunique() > 1:
         caption = (
-            f"Left: {subject.lower()}. Right: what the method changes in each layer."
+            f"Left: {quantity.lower()}. Right: what the method changes in each layer."
         )
     else:
-        caption = f"{subject}: strongest layer (left) and every layer (right)."
+        caption = f"{quantity}: strongest layer (left) and every layer (right)."
     figures = {"attention": (attention_by_position(attention), caption)}
     return Section("Attention", figures=figures)
 

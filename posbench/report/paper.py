@@ -28,7 +28,7 @@ DEPTH_TOLERANCE = 0.025
 """How far (0..1) a paper's depth label may lie from the nearest depth we measured."""
 
 
-def beside(
+def paper_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
     """The paper's claims and numbers beside ours, as one section; none without a paper.

@@ -20,9 +20,9 @@ from posbench.plots.section import Section
 from posbench.report import tables
 from posbench.report.folder import need_folder, read_csv, read_json, runs_of
 from posbench.report.page import VERDICT_RULE, write_page
-from posbench.report.paper import beside
+from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, text_table
-from posbench.report.text import answer, title, verdict_table
+from posbench.report.text import study_answer, title, verdict_table
 from posbench.report.trend import MAX_SETTINGS, trends
 from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
@@ -139,7 +139,7 @@ def _show(folder: Path, console: Console) -> None:
             return
         header, rows = verdict_table(_add_setting_to_model(findings))
         console.print(text_table(header, rows, console.width))
-        console.print(answer(findings))
+        console.print(study_answer(findings))
     else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
         without_run = [row[:-1] for row in rows]
@@ -274,8 +274,8 @@ def render_sweep(folder: Path) -> Path:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the unmodified model."
         figures = {"trend": (plots.trend(trend), caption)}
         sections.append(Section("Trend", "", *tables.findings_table(findings), figures))
-        sentence = f"{sentence} {answer(findings)}"
-    sections += beside(folder, summary, subsets)
+        sentence = f"{sentence} {study_answer(findings)}"
+    sections += paper_sections(folder, summary, subsets)
     models = list(dict.fromkeys(summary["model"]))
     modified = plots.modified_of(summary)
     page_title = title(
@@ -339,7 +339,11 @@ def _render_verdicts(folder: Path) -> Path:
     swept_keys = [column for column in findings if "." in column]
     page_title = title(studies, findings["model"].dropna(), (), swept_keys)
     return write_page(
-        folder, page_title, answer(findings), sections, provenance=_command(folder)
+        folder,
+        page_title,
+        study_answer(findings),
+        sections,
+        provenance=_command(folder),
     )
 
 

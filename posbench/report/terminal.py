@@ -15,8 +15,8 @@ from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import cut_prompts
-from posbench.report.paper import beside
-from posbench.report.text import applied, headline, spent, verdicts
+from posbench.report.paper import paper_sections
+from posbench.report.text import describe_costs, describe_method, headline, verdicts
 from posbench.run.folder import opened
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
@@ -34,7 +34,7 @@ def show(folder: Path, console: Console) -> None:
     if metrics is not None:
         _show_scores(folder, metrics, subsets, console)
     show_findings(folder, console)
-    costs = spent(opened(folder).status())
+    costs = describe_costs(opened(folder).status())
     if costs:
         text = "; ".join(f"{name}: {cost}" for name, cost in costs.items())
         console.print(text, soft_wrap=True)
@@ -62,7 +62,7 @@ def _show_scores(
     console.print(headline(metrics))
     method = read_json(folder / "method.json") or {}
     if len(method) > 1:
-        console.print(f"as applied: {applied(method)}")
+        console.print(f"as applied: {describe_method(method)}")
     prompts_text = cut_prompts(folder)
     if prompts_text:
         console.print(prompts_text)
@@ -109,7 +109,7 @@ def show_reference(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
     """Print a paper's numbers beside ours, or why they cannot be compared."""
-    for section in beside(folder, metrics, subsets):
+    for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
             console.print(text_table(section.header, section.rows, console.width))

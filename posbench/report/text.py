@@ -39,7 +39,7 @@ TIMED_STAGES = ("search", "study", "intervene", "evaluate")
 """Stages whose cost is reported; the report itself can be drawn again later."""
 
 
-def spent(status: Mapping[str, Any]) -> dict[str, str]:
+def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
     """The cost of a run from its ``status.json``: time, tokens per second, peak memory.
 
     Only what was measured has a key.
@@ -101,7 +101,7 @@ def _list_names(prefix: str, names: Iterable[str], kind: str) -> str:
     return prefix + ", ".join(names)
 
 
-def subject(config: Mapping[str, Any]) -> str:
+def run_title(config: Mapping[str, Any]) -> str:
     """Title of a run by its config: its study, its search alone, or its method."""
     method = _group_name(config, "method")
     study = _group_name(config, "study")
@@ -239,7 +239,7 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{len(lengths)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 
-def served(rows: Iterable[Mapping[str, Any]]) -> str:
+def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     """What a server did with the prompts; empty for a model in this process."""
     rows = list(rows)
     sentences = []
@@ -286,7 +286,7 @@ def _list_counts(counts: Counter[Any]) -> str:
     return ", ".join(f"{count} {value}" for value, count in counts.items())
 
 
-def applied(method: Mapping[str, Any]) -> str:
+def describe_method(method: Mapping[str, Any]) -> str:
     """The method of ``method.json``: name, parameters, and the source of constants."""
     parameters = {k: v for k, v in method.items() if k not in ("name", "source")}
     texts = []
@@ -314,7 +314,7 @@ def verdicts(findings: pd.DataFrame) -> str:
     return " ".join(sentences)
 
 
-def decided(findings: pd.DataFrame) -> str:
+def list_decided_claims(findings: pd.DataFrame) -> str:
     """The claims that hold or are contradicted, with their models; how many do neither.
 
     Claims are the paper's, or our controls where the paper makes none.
@@ -328,7 +328,7 @@ def decided(findings: pd.DataFrame) -> str:
     return " ".join(sentences)
 
 
-def answer(findings: pd.DataFrame) -> str:
+def study_answer(findings: pd.DataFrame) -> str:
     """How a study's claims fared, and the first claims with their numbers.
 
     Those are two of each verdict that decides, or one inconclusive one.

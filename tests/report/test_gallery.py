@@ -22,7 +22,7 @@ from posbench.report.collect import collect
 from posbench.report.gallery import shrink, write_gallery
 from posbench.report.paper import cells, paper_table
 from posbench.report.tables import latex
-from posbench.report.text import decided
+from posbench.report.text import list_decided_claims
 from posbench.run.folder import RunDir, opened
 from posbench.stats.findings import COLUMNS
 from tests.browser import looks
@@ -455,16 +455,23 @@ def test_what_we_see_names_the_decided_claims():
         ("tiny_b", "contradicted", "B (the middle)", 1.0),
     ]
     rows += [("tiny", "inconclusive", "C", 1.0), ("tiny_b", "not testable", "C", 1.0)]
-    said = decided(
+    said = list_decided_claims(
         pd.concat([claims(*rows), claims(("tiny", "holds", "D", 1.0), kind="control")])
     )
     assert said == (
         "Holds: A (both models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
         "Beside these: 1 inconclusive, 1 not testable."
     )
-    assert decided(claims(("", "holds", "D", 1.0), kind="control")) == "Holds: D."
-    assert decided(claims(("", "inconclusive", "D", 1.0))) == "1 inconclusive."
-    many = decided(claims(*[("tiny", "holds", f"claim {i}", 1.0) for i in range(9)]))
+    assert (
+        list_decided_claims(claims(("", "holds", "D", 1.0), kind="control"))
+        == "Holds: D."
+    )
+    assert (
+        list_decided_claims(claims(("", "inconclusive", "D", 1.0))) == "1 inconclusive."
+    )
+    many = list_decided_claims(
+        claims(*[("tiny", "holds", f"claim {i}", 1.0) for i in range(9)])
+    )
     assert many.count("claim ") == 4 and many.endswith("; 5 more.")
 
 
