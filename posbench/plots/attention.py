@@ -31,69 +31,96 @@ def attention_by_position(
     """
     gold = frames.gold_attention(attention)
     frames.need_one(gold, "attention", "model", "task")
-    shown = [frames.strongest_layer(gold)] if layers is None else list(layers)
-    grids = {
+    maps = {
         str(method): rows.pivot_table(
             index="layer", columns="depth", values="attention"
         )
         for method, rows in gold.groupby("method", sort=False)
     }
-    base = grids.pop(frames.UNMODIFIED, None) if len(grids) > 1 else None
-    counts = attention.get("n", ())
-    figure, ((left, *others),) = plot.new_figure(
-        plot.PAGE, 2.6, 1, 1 + len(grids), n=counts, squeeze=False
+    base = None
+    if len(maps) > 1:
+        base = maps.pop(frames.UNMODIFIED, None)
+    figure, panels = plot.new_figure(
+        plot.PAGE, 2.6, 1, 1 + len(maps), n=attention.get("n", ()), squeeze=False
     )
-    picked = gold[gold["layer"].isin(shown)]
-    frames.need(picked, f"attention (layers {shown})", "attention")
-    styles = iter(range(len(grids) + 1))
-    for method, rows in picked.groupby("method", sort=False):
-        curve = rows.groupby("depth")["attention"].mean()
-        unmodified = method == frames.UNMODIFIED
-        style = (
-            plot.line_style(0, True) if unmodified else plot.line_style(next(styles))
-        )
-        left.plot(
-            100 * curve.index, curve.to_numpy(), label=frames.shown(method), **style
-        )
-    plot.attention_axes(left, plot.layer_title(shown, layers is None))
+    left, *map_panels = panels[0]
+    averaged = [frames.strongest_layer(gold)] if layers is None else list(layers)
+    rows = gold[gold["layer"].isin(averaged)]
+    frames.need(rows, f"attention (layers {averaged})", "attention")
+    _draw_curves(left, rows)
+    plot.attention_axes(left, plot.layer_title(averaged, layers is None))
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
-    for axes, (method, grid) in zip(others, grids.items(), strict=True):
-        _heat(figure, axes, grid, base, frames.shown(method))
+    for axes, (method, attention_map) in zip(map_panels, maps.items(), strict=True):
+        _draw_map(figure, axes, attention_map, base, frames.shown(method))
     return figure
 
 
-def _heat(
-    figure: Figure, axes: Axes, grid: pd.DataFrame, base: pd.DataFrame | None, name: str
+def _draw_curves(axes: Axes, rows: pd.DataFrame) -> None:
+    """Draw a line over the gold position for each method, averaged over layers."""
+    num_modified = 0
+    for method, of_method in rows.groupby("method", sort=False):
+        if method == frames.UNMODIFIED:
+            style = plot.line_style(0, unmodified=True)
+        else:
+            style = plot.line_style(num_modified)
+            num_modified += 1
+        curve = of_method.groupby("depth")["attention"].mean()
+        label = frames.shown(method)
+        axes.plot(100 * curve.index, curve.to_numpy(), label=label, **style)
+
+
+def _draw_map(
+    figure: Figure,
+    axes: Axes,
+    attention: pd.DataFrame,
+    base: pd.DataFrame | None,
+    name: str,
 ) -> None:
-    """Heat map of layer (rows) x depth (columns); a change from a base is drawn around 0, with a dash where
-    it falls; less than a twentieth of the strongest attention stays pale."""
-    change = base is not None
-    values = (grid if base is None else grid - base).to_numpy(dtype=float)
-    least = 0.0 if base is None else 0.05 * float(base.max(axis=None))
-    top = max(float(np.nanmax(np.abs(values))), least) or 1.0
-    cmap, low = ("PuOr_r", -top) if change else ("viridis", 0)
+    """Draw a heat map of layer (rows) x depth (columns).
+
+    A change from a base is drawn around 0, with a dash where it falls; a change of less
+    than a twentieth of the strongest attention stays pale.
+
+    Args:
+        figure: The figure, for the colour bar.
+        axes: Where it is drawn.
+        attention: Attention to the gold item, layers x depths.
+        base: The same of the unmodified model; None draws the attention itself.
+        name: The method.
+    """
+    if base is None:
+        values = attention.to_numpy(dtype=float)
+        top = float(np.nanmax(np.abs(values))) or 1.0
+        lowest = 0.0
+        colours = "viridis"
+        title = name
+        label = "attention to the gold item"
+    else:
+        values = (attention - base).to_numpy(dtype=float)
+        palest = 0.05 * float(base.max(axis=None))
+        top = max(float(np.nanmax(np.abs(values))), palest) or 1.0
+        lowest = -top
+        colours = "PuOr_r"
+        title = f"{name}\nminus unmodified (dash: less)"
+        label = "attention to the gold item, change"
     image = axes.imshow(
-        values, cmap=cmap, vmin=low, vmax=top, aspect="auto", origin="lower"
+        values, cmap=colours, vmin=lowest, vmax=top, aspect="auto", origin="lower"
     )
-    if change:
+    if base is not None:
         rows, columns = np.nonzero(values < -0.02 * top)  # rounding is no change
         axes.plot(
             columns, rows, linestyle="none", marker="_", color="black", markersize=4
         )
-    step = max(1, len(grid.index) // 8)
-    axes.set_yticks(
-        range(0, len(grid.index), step), [str(layer) for layer in grid.index[::step]]
-    )
-    step = max(1, len(grid.columns) // 6)
-    depths = [f"{100 * depth:.0f}" for depth in grid.columns[::step]]
-    axes.set_xticks(range(0, len(grid.columns), step), depths)
-    title = f"{name}\nminus unmodified (dash: less)" if change else name
+    layers = attention.index
+    layer_step = max(1, len(layers) // 8)
+    layer_names = [str(layer) for layer in layers[::layer_step]]
+    axes.set_yticks(range(0, len(layers), layer_step), layer_names)
+    depths = attention.columns
+    depth_step = max(1, len(depths) // 6)
+    depth_names = [f"{100 * depth:.0f}" for depth in depths[::depth_step]]
+    axes.set_xticks(range(0, len(depths), depth_step), depth_names)
     axes.set(xlabel=plot.DEPTH_LABEL, ylabel="layer", title=title)
-    bar = figure.colorbar(
-        image,
-        ax=axes,
-        label="attention to the gold item" + (", change" if change else ""),
-    )
+    bar = figure.colorbar(image, ax=axes, label=label)
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
 
 
@@ -105,9 +132,15 @@ def over_positions(
     labels: Mapping[Any, str],
     ordered: bool = False,
 ) -> None:
-    """Draw attention to the gold item and score (0..1) over its position into two panels, with 95 % bands.
+    """Draw attention to the gold item and score over its position, with 95 % bands.
 
-    For table (with depth), column, labels and order see :func:`posbench.plots.base.bands`.
+    Args:
+        attention: Panel of the attention.
+        score: Panel of the score.
+        table: Rows with depth, attention and score (0..1) and their intervals.
+        by: See :func:`posbench.plots.base.bands`, also for labels and ordered.
+        labels: Label of each line.
+        ordered: Whether the lines are steps of a scale.
     """
     plot.bands(attention, table, by, labels, name="attention", scale=1, ordered=ordered)
     plot.bands(score, table, by, labels, name="score", ordered=ordered)

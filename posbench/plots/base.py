@@ -8,6 +8,7 @@ or dash, so that every figure survives a grey printer.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,17 +21,22 @@ from posbench.late import Axes, Figure, matplotlib, pd, within
 from posbench.stats.findings import columns
 
 BLACK = "#000000"
+"""The unmodified model."""
 BLUE = "#0072B2"
+"""The method, or what a study changes."""
 GOLD = "#E69F00"
+"""The gold item."""
 CONTROL = "#CC79A7"
+"""Controls."""
 PAPER = "#882255"
-"""The unmodified model; the method, or what a study changes; the gold item; controls; the paper's values."""
+"""The paper's values."""
 COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
 (layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
 SHADE = "0.9"
+"""A shaded range; greys stand for no measurement."""
 GUIDE = "0.5"
-"""A shaded range, and lines that help to read (chance, zero): greys stand for no measurement."""
+"""Lines that help to read (chance, zero)."""
 DASHED = (0, (4, 2))
 LEVEL: dict[str, Any] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
 """Style of a straight line that stands for the unmodified model."""
@@ -43,22 +49,33 @@ ON_TOP: dict[str, Any] = {
 }
 """Style of a control, which often lies on the unmodified model's dashes."""
 OPEN_DIAMOND: dict[str, Any] = {
-    **{"color": PAPER, "marker": "D", "linestyle": "none", "markerfacecolor": "white"},
-    **{"markersize": 4, "zorder": 4, "label": "paper"},
+    "color": PAPER,
+    "marker": "D",
+    "linestyle": "none",
+    "markerfacecolor": "white",
+    "markersize": 4,
+    "zorder": 4,
+    "label": "paper",
 }
 """Style of the paper's values."""
 COLUMN = 3.4
-PAGE = 7.0  # figure widths in inches: one column, two columns
+"""Width in inches of a figure in one column."""
+PAGE = 7.0
+"""Width in inches of a figure across two columns."""
 STYLE: dict[str, Any] = {
-    **dict.fromkeys(("axes.labelsize", "axes.titlesize", "font.size"), 7.5),
-    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 7),
-    **{
-        "lines.linewidth": 1.2,
-        "lines.markersize": 3.5,
-        "axes.linewidth": 0.6,
-        "legend.frameon": False,
-    },
-    **{"axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42},
+    "axes.labelsize": 7.5,
+    "axes.titlesize": 7.5,
+    "font.size": 7.5,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "axes.linewidth": 0.6,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "pdf.fonttype": 42,
 }
 MARKERS = "os^vPp*h"
 ITEM = "item (0 is the first)"
@@ -87,23 +104,40 @@ Counts = Iterable[float] | str
 def new_figure(
     width: float, height: float, *shape: int, n: Counts = (), **grid: Any
 ) -> tuple[Figure, Any]:
-    """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`;
-    :func:`sign` tells ``n``."""
+    """A new figure and its axes.
+
+    Args:
+        width: In inches.
+        height: In inches.
+        shape: Rows and columns of axes.
+        n: Observations behind the points, which :func:`sign` writes on the figure.
+        grid: Options of :meth:`Figure.subplots`.
+
+    Returns:
+        The figure, and its axes as :meth:`Figure.subplots` returns them.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.set_label(counted(n))
+    figure.set_label(count_label(n))
     return figure, figure.subplots(*shape, **grid)
 
 
 def new_panels(
     count: int, across: int, height: float, **grid: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A page of that many axes, so many in a row of that height in inches; see :func:`new_figure`."""
+    """A new figure of page width with many axes.
+
+    Args:
+        count: Number of axes.
+        across: Most axes in a row.
+        height: Of a row, in inches.
+        grid: Options of :func:`new_figure`.
+    """
     across = min(across, count)
-    lines = -(-count // across)
+    num_rows = math.ceil(count / across)
     figure, panels = new_figure(
-        PAGE, 0.5 + height * lines, lines, across, squeeze=False, **grid
+        PAGE, 0.5 + height * num_rows, num_rows, across, squeeze=False, **grid
     )
     for axes in panels.flat[count:]:
         axes.remove()
@@ -115,38 +149,44 @@ def layers_across(layers: int) -> int:
     return layers if layers <= 6 else 8
 
 
-def counted(n: Counts) -> str:
-    """`n = 20`, or the lowest and the highest; empty where none is known."""
+def count_label(n: Counts) -> str:
+    """`n = 20`, or `n = 20 to 30`; empty where no count is known."""
     if isinstance(n, str):
         return n
-    known = [int(each) for each in n if not np.isnan(each)]
-    return (
-        f"n = {' to '.join(map(str, sorted({min(known), max(known)})))}"
-        if known
-        else ""
-    )
+    counts = [int(count) for count in n if not np.isnan(count)]
+    if not counts:
+        return ""
+    lowest = min(counts)
+    highest = max(counts)
+    return f"n = {lowest}" if lowest == highest else f"n = {lowest} to {highest}"
 
 
 def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:
-    """Line style number `index`; with `of` > 0, a step of an ordered scale of that many values."""
+    """The style of one line among several.
+
+    Args:
+        index: Number of the line.
+        unmodified: Whether it is the unmodified model's.
+        of: Length of an ordered scale of which the line is a step; 0 for names.
+    """
     marker = MARKERS[index % len(MARKERS)]
     if unmodified:
-        return dict(
-            color=BLACK,
-            linestyle=DASHED,
-            marker=marker,
-            markerfacecolor="white",
-            zorder=3,
-        )
+        return {
+            "color": BLACK,
+            "linestyle": DASHED,
+            "marker": marker,
+            "markerfacecolor": "white",
+            "zorder": 3,
+        }
     if of:
-        return dict(
-            color=matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1)),
-            linestyle="-",
-            marker=marker,
-        )
-    # Colours come a second time as dashed lines.
-    dashes = "--" if index >= len(COLOURS) else "-"
-    return dict(color=COLOURS[index % len(COLOURS)], linestyle=dashes, marker=marker)
+        colour = matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1))
+        return {"color": colour, "linestyle": "-", "marker": marker}
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        # Colours come a second time as dashed lines.
+        "linestyle": "-" if index < len(COLOURS) else "--",
+        "marker": marker,
+    }
 
 
 def band(
@@ -159,27 +199,46 @@ def band(
     scale: float = 100,
     label: str | None = None,
 ) -> None:
-    """One line of a style, and its 95 % band, over the column ``x``; a depth in 0..1 is drawn in %. Numbers
-    are those of ``name`` (:func:`posbench.stats.findings.columns`) times ``scale``."""
+    """Draw one line with its 95 % band.
+
+    Args:
+        axes: Where it is drawn.
+        rows: A row per point.
+        style: The style of the line.
+        x: Column of the x axis; a depth in 0..1 is drawn in %.
+        name: The estimate, see :func:`posbench.stats.findings.columns`.
+        scale: Factor of the estimate.
+        label: Its text in a legend.
+    """
     rows = rows.sort_values(x)
-    at = rows[x] * (100 if x == "depth" else 1)
+    x_values = rows[x] * (100 if x == "depth" else 1)
     value, low, high = (scale * rows[column].astype(float) for column in columns(name))
-    axes.plot(at, value, label=label, **style)
-    axes.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.plot(x_values, value, label=label, **style)
+    axes.fill_between(
+        x_values, low, high, color=style["color"], alpha=0.15, linewidth=0
+    )
 
 
 def percent_bars(
-    axes: Axes, at: Any, rows: pd.DataFrame, upright: bool = True, **style: Any
+    axes: Axes, positions: Any, rows: pd.DataFrame, upright: bool = True, **style: Any
 ) -> None:
-    """A point in % with its 95 % interval for each row; on its side, ``at`` is the place on the y axis."""
+    """Draw a point in % with its 95 % interval for each row.
+
+    Args:
+        axes: Where they are drawn.
+        positions: Place of each row on the x axis; on the y axis if not upright.
+        rows: Rows with value, ci_low and ci_high in 0..1.
+        upright: Whether the intervals are vertical.
+        style: Options of :meth:`Axes.errorbar`.
+    """
     value, low, high = (
         100 * rows[column].to_numpy(dtype=float) for column in columns()
     )
     error = np.clip([value - low, high - value], 0, None)
-    place = (
-        dict(x=at, y=value, yerr=error) if upright else dict(x=value, y=at, xerr=error)
-    )
-    axes.errorbar(**place, elinewidth=0.8, **style)
+    if upright:
+        axes.errorbar(x=positions, y=value, yerr=error, elinewidth=0.8, **style)
+    else:
+        axes.errorbar(x=value, y=positions, xerr=error, elinewidth=0.8, **style)
 
 
 def bands(
@@ -193,29 +252,45 @@ def bands(
     scale: float = 100,
     ordered: bool = False,
 ) -> None:
-    """A line with its band (:func:`band`) for each labelled value of a column, in the order of the labels;
-    ``none`` is the unmodified model, a label with "gold item" the gold item, with "control" a control;
-    ``ordered`` values are steps of a scale."""
-    steps = len(labels) if ordered else 0
-    first = int("none" in labels)
+    """Draw a line with its band (:func:`band`) for each labelled value of a column.
+
+    Args:
+        axes: Where they are drawn.
+        table: A row per point.
+        by: The column.
+        labels: Label of each value, in the order of the lines. ``none`` is the
+            unmodified model; a label with "gold item" or "control" has that colour.
+        x: Column of the x axis.
+        name: The estimate.
+        scale: Factor of the estimate.
+        ordered: Whether the values are steps of a scale.
+    """
+    num_steps = len(labels) if ordered else 0
+    num_unmodified = int("none" in labels)
     for index, (value, label) in enumerate(labels.items()):
         rows = table[table[by] == value]
-        style = line_style(max(index - first, 0), value == "none", steps)
-        style |= (
-            {"color": GOLD}
-            if "gold item" in label
-            else ON_TOP
-            if "control" in label
-            else {}
-        )
-        if len(rows):
-            band(axes, rows, style, x=x, name=name, scale=scale, label=label)
+        if rows.empty:
+            continue
+        style = line_style(max(index - num_unmodified, 0), value == "none", num_steps)
+        if "gold item" in label:
+            style["color"] = GOLD
+        elif "control" in label:
+            style |= ON_TOP
+        band(axes, rows, style, x=x, name=name, scale=scale, label=label)
 
 
-def few_ticks(place: Callable[..., Any], names: Sequence[Any], most: int = 8) -> None:
-    """Ticks of a map, ``axes.set_xticks`` or ``set_yticks``, at most about so many."""
-    step = max(1, -(-len(names) // most))
-    place(range(0, len(names), step), [str(name) for name in names[::step]])
+def few_ticks(
+    set_ticks: Callable[..., Any], names: Sequence[Any], count: int = 8
+) -> None:
+    """Label some of the rows or columns of a map.
+
+    Args:
+        set_ticks: ``axes.set_xticks`` or ``axes.set_yticks``.
+        names: Name of each column or row.
+        count: Most ticks.
+    """
+    step = max(1, math.ceil(len(names) / count))
+    set_ticks(range(0, len(names), step), [str(name) for name in names[::step]])
 
 
 def percent_axes(
@@ -226,14 +301,15 @@ def percent_axes(
 
 
 def layer_title(layers: Sequence[int], chosen: bool) -> str:
-    """Which layers a panel averages, and that posbench chose them where it did."""
-    short = (
-        f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
-        if len(layers) > 7
-        else ""
-    )
-    listed = short or ", ".join(map(str, layers))
-    name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
+    """Which layers a panel averages; ``chosen`` says that posbench selected them."""
+    if len(layers) == 1:
+        name = f"layer {layers[0]}"
+    elif len(layers) > 7:
+        name = (
+            f"mean of layers {layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+        )
+    else:
+        name = f"mean of layers {', '.join(map(str, layers))}"
     return f"{name} (strongest when unmodified)" if chosen else name
 
 
@@ -251,48 +327,56 @@ def attention_axes(axes: Axes, title: str) -> None:
 
 
 def entries(figure: Figure) -> tuple[list[Any], list[str]]:
-    """What a legend of all panels holds: each label once."""
-    found = dict[str, Any]()
+    """Handles and labels of a legend of all panels, each label once."""
+    handles = dict[str, Any]()
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)
+            handles.setdefault(label, handle)
+    return list(handles.values()), list(handles)
 
 
 def legend_below(figure: Figure) -> None:
     """Legend of all panels under them, in as many columns as the longest label allows."""
     handles, labels = entries(figure)
-    room = figure.get_figwidth() / (0.06 * max(map(len, labels)) + 0.45)
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=max(1, min(5, len(labels), int(room))),
-    )
+    column_inches = 0.06 * max(map(len, labels)) + 0.45
+    num_fitting = int(figure.get_figwidth() / column_inches)
+    num_columns = max(1, min(5, len(labels), num_fitting))
+    figure.legend(handles, labels, loc="outside lower center", ncols=num_columns)
 
 
 def sign(figure: Figure, models: Sequence[str]) -> None:
-    """Write above a figure, small, models and n that it rests on: it may leave its page. A title stays."""
-    n = str(figure.get_label())
-    words = (
-        n if n and not n.startswith("n = ") else ", ".join(filter(None, [*models, n]))
-    )
-    if words:
-        size = STYLE["axes.titlesize"] if figure.get_suptitle() else 6
-        title = " | ".join(filter(None, [figure.get_suptitle(), words]))
-        drawn = figure.suptitle(title, x=0.99, ha="right", fontsize=size, color="0.35")
-        if drawn.get_window_extent().width > 0.98 * figure.bbox.width:
-            drawn.set_text(title.replace(" | ", "\n"))
+    """Write the models and n small above a figure, which may leave its page.
+
+    A title of the figure stays. A figure that rests on no model, as an ``exact`` one,
+    says so instead.
+    """
+    basis = str(figure.get_label())
+    is_count = basis.startswith("n = ")
+    signature = basis
+    if is_count or not basis:
+        signature = ", ".join(filter(None, [*models, basis]))
+    if not signature:
+        return
+    title = figure.get_suptitle()
+    size = STYLE["axes.titlesize"] if title else 6
+    text = f"{title} | {signature}" if title else signature
+    artist = figure.suptitle(text, x=0.99, ha="right", fontsize=size, color="0.35")
+    if artist.get_window_extent().width > 0.98 * figure.bbox.width:
+        artist.set_text(text.replace(" | ", "\n"))
 
 
 @styled
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png (200 dpi) and `stem`.pdf, byte-stable for the same figure; returns the two paths."""
+    """Write `stem`.png (200 dpi) and `stem`.pdf, and return their paths.
+
+    The same figure gives the same bytes: the files carry no version and no date.
+    """
     stem.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind, stamp in (("png", "Software"), ("pdf", "CreationDate")):
+    files = []
+    for suffix, volatile_key in (("png", "Software"), ("pdf", "CreationDate")):
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=200, metadata={stamp: None})
-        written.append(stem.with_name(f"{stem.name}.{kind}"))
-        write_bytes(written[-1], buffer.getvalue())
-    return written
+        figure.savefig(buffer, format=suffix, dpi=200, metadata={volatile_key: None})
+        file = stem.with_name(f"{stem.name}.{suffix}")
+        write_bytes(file, buffer.getvalue())
+        files.append(file)
+    return files

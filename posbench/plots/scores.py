@@ -9,40 +9,41 @@ from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
 
+CURVE_COLUMNS = ("model", "method", "gold_position", "depth", "metric", *columns())
+"""Columns that a figure of scores over the gold position needs."""
+PANELS_PER_ROW = 3
+
 
 @plot.styled
 def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
-    """The task's score over the gold position, one line per method with its 95 % band, from metrics.csv rows.
+    """The task's score over the gold position, a line with its 95 % band per method.
 
-    Where model, task or seed vary, each combination is its own line; ``chance`` (0..1) is a dotted line.
-    Raises `UserError` where a column or every score per position is missing.
+    Where model, task or seed vary, each combination is its own line.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        chance: Score of a guess (0..1), drawn as a dotted line.
+
+    Raises:
+        UserError: A column or every score per position is missing.
     """
-    frames.need(
-        metrics,
-        "metrics",
-        "model",
-        "method",
-        "gold_position",
-        "depth",
-        "metric",
-        *columns(),
-    )
+    frames.need(metrics, "metrics", *CURVE_COLUMNS)
     rows = frames.at_positions(metrics)
     frames.need(rows, "metrics (score per position)", "value")
-    by = [
-        "method",
-        *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1),
+    varied = [
+        column
+        for column in ("model", "task", "seed")
+        if column in rows and rows[column].nunique() > 1
     ]
     figure, axes = plot.new_figure(plot.COLUMN, 2.5, n=rows.get("n", ()))
-    counts = {True: 0, False: 0}
-    for (method, *rest), line in rows.groupby(by, sort=False):
+    num_lines = {True: 0, False: 0}  # by whether they are unmodified
+    for (method, *values), line in rows.groupby(["method", *varied], sort=False):
         unmodified = method == frames.UNMODIFIED
-        front = (f"{c} {v}" for c, v in zip(by[1:], rest, strict=True))
-        label = ", ".join([frames.shown(method), *front])
-        plot.band(
-            axes, line, plot.line_style(counts[unmodified], unmodified), label=label
-        )
-        counts[unmodified] += 1
+        names = [f"{key} {value}" for key, value in zip(varied, values, strict=True)]
+        label = ", ".join([frames.shown(method), *names])
+        style = plot.line_style(num_lines[unmodified], unmodified)
+        plot.band(axes, line, style, label=label)
+        num_lines[unmodified] += 1
     if chance is not None:
         axes.axhline(
             100 * chance, color=plot.GUIDE, linestyle=":", linewidth=1, label="chance"
@@ -54,81 +55,79 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
 
 @plot.styled
 def accuracy_by_model(summary: pd.DataFrame) -> Figure:
-    """The score over the gold position, a panel for each model and a line with its 95 % band for each method.
+    """The score over the gold position: a panel per model, a line with its 95 % band per method.
 
-    From summary.csv rows of a sweep over models and methods, whose runs each measured the unmodified model;
-    it is drawn once. Raises `UserError` where a column or every score per position is missing.
+    The unmodified model, which each run of a sweep measured, is drawn once.
+
+    Args:
+        summary: Rows of summary.csv of a sweep over models and methods.
+
+    Raises:
+        UserError: A column or every score per position is missing.
     """
-    frames.need(
-        summary,
-        "summary",
-        "model",
-        "method",
-        "gold_position",
-        "depth",
-        "metric",
-        *columns(),
-    )
+    frames.need(summary, "summary", *CURVE_COLUMNS)
     rows = frames.at_positions(summary)
     frames.need(rows, "summary (score per position)", "value")
     models = list(rows["model"].unique())
-    methods = list(rows["method"].unique())
-    methods = [name for name in methods if name != frames.UNMODIFIED]
+    methods = [name for name in rows["method"].unique() if name != frames.UNMODIFIED]
+    styles = {name: plot.line_style(index) for index, name in enumerate(methods)}
+    styles[frames.UNMODIFIED] = plot.line_style(0, unmodified=True)
+    counts = rows.get("n", ())
     figure, panels = plot.new_panels(
-        len(models), 3, 2.1, n=rows.get("n", ()), sharey=True
+        len(models), PANELS_PER_ROW, 2.1, n=counts, sharey=True
     )
     for index, (axes, model) in enumerate(zip(panels, models, strict=True)):
-        own = rows[rows["model"] == model].drop_duplicates(["method", "depth"])
-        for number, method in enumerate([*methods, frames.UNMODIFIED]):
-            unmodified = method == frames.UNMODIFIED
-            style = plot.line_style(0 if unmodified else number, unmodified)
-            if (own["method"] == method).any():
-                plot.band(
-                    axes,
-                    own[own["method"] == method],
-                    style,
-                    label=frames.shown(method),
-                )
+        of_model = rows[rows["model"] == model].drop_duplicates(["method", "depth"])
+        for method, style in styles.items():
+            line = of_model[of_model["method"] == method]
+            if len(line):
+                plot.band(axes, line, style, label=frames.shown(method))
         axes.set_title(model)
-        plot.percent_axes(
-            axes, "" if index % 3 else f"{frames.metric_name(summary)} (%)"
-        )
+        is_first_in_row = index % PANELS_PER_ROW == 0
+        label = f"{frames.metric_name(summary)} (%)" if is_first_in_row else ""
+        plot.percent_axes(axes, label)
     plot.legend_below(figure)
     return figure
 
 
 @plot.styled
 def by_subset(subsets: pd.DataFrame) -> Figure:
-    """The task's score on every subset, then on every average: a point per method with its 95 % interval.
+    """The task's score on every subset, then on every average.
 
-    From subsets.csv rows; raises `UserError` where a column is missing or several models or tasks are mixed.
+    Each method has a point with its 95 % interval.
+
+    Args:
+        subsets: Rows of subsets.csv.
+
+    Raises:
+        UserError: A column is missing, or several models or tasks are mixed.
     """
-    front = ("model", "method", "task", "subset", "kind", "metric")
-    frames.need(subsets, "subsets", *front, *columns())
+    names = ("model", "method", "task", "subset", "kind", "metric")
+    frames.need(subsets, "subsets", *names, *columns())
     frames.need_one(subsets, "subsets", "model", "task")
     rows = frames.of_metric(subsets)
-    names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
+    lines = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
     methods = sorted(rows["method"].unique(), key=lambda m: m != frames.UNMODIFIED)
-    figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names), n=rows["n"])
+    figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(lines), n=rows["n"])
     for index, method in enumerate(methods):
-        here = (
-            rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
-        )
-        y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
-        number = max(index - (frames.UNMODIFIED in methods), 0)
-        style = plot.line_style(number, method == frames.UNMODIFIED) | {
-            "linestyle": "none"
-        }
-        plot.percent_bars(
-            axes, y, here, upright=False, label=frames.shown(method), **style
-        )
-    first = sum(kind == "subset" for kind, _ in names)
-    if first < len(names):
-        axes.axhline(first - 0.5, color=plot.GUIDE, linewidth=0.6)
-    axes.set_yticks(range(len(names)), [name.replace("_", " ") for _, name in names])
+        points = rows[rows["method"] == method]
+        points = points.set_index(["kind", "subset"]).reindex(lines)
+        offset = 0.3 * (index - (len(methods) - 1) / 2)
+        y = np.arange(len(lines)) + offset
+        if method == frames.UNMODIFIED:
+            style = plot.line_style(0, unmodified=True)
+        else:
+            style = plot.line_style(index - (frames.UNMODIFIED in methods))
+        style["linestyle"] = "none"
+        label = frames.shown(method)
+        plot.percent_bars(axes, y, points, upright=False, label=label, **style)
+    num_subsets = sum(kind == "subset" for kind, _ in lines)
+    if num_subsets < len(lines):
+        axes.axhline(num_subsets - 0.5, color=plot.GUIDE, linewidth=0.6)
+    axes.set_yticks(range(len(lines)), [name.replace("_", " ") for _, name in lines])
     axes.set(
         xlabel=f"{frames.metric_name(subsets)} (%)",
-        ylim=(len(names) - 0.5, -0.5),
+        ylim=(len(lines) - 0.5, -0.5),
         xlim=(-3, 103),
     )
     plot.legend_below(figure)

@@ -14,7 +14,16 @@ Drawn: TypeAlias = "Mapping[str, tuple[Figure, str]]"
 
 @dataclass
 class Section:
-    """A heading, then whatever is given of text, table (header and rows), figures and verbatim block."""
+    """A part of a report page; what is empty is left out.
+
+    Attributes:
+        title: Its heading.
+        text: A paragraph below the heading.
+        header: Titles of the table's columns.
+        rows: Cells of the table.
+        figures: Figures with their captions, by file name.
+        block: Text that is shown verbatim.
+    """
 
     title: str
     text: str = ""

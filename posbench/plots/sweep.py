@@ -26,109 +26,132 @@ PANELS = {
     SPREAD: ("position bias (points)", 100, 0),
 }
 """Label of the y axis, factor of the numbers, and the value that prefers no side."""
+MAX_TICK_CHARACTERS = 36
+"""Length of all settings above which the x axis numbers them."""
 
 
 def with_setting(
     summary: pd.DataFrame, axis: str | Sequence[str]
 ) -> tuple[pd.DataFrame, list[str], str]:
-    """Name each row's setting of the swept column, or of several, whose labels are then combined.
+    """Name each row's setting of the swept columns.
 
-    Returns the rows with a text column `setting`, the settings in drawing order (numeric if all are numbers,
-    otherwise as they come; those of the modified rows where there are any), and a label for the axis.
+    Args:
+        summary: Rows of a sweep.
+        axis: The swept column, or several, whose labels are then combined.
+
+    Returns:
+        The rows with a text column `setting`; the settings in drawing order (numeric if
+        all are numbers, otherwise as they come; those of the modified rows where there
+        are any); a label for the axis.
     """
     swept = [axis] if isinstance(axis, str) else list(axis)
     frames.need(summary, "summary", *swept, "method")
     setting = pd.Series("", index=summary.index)
     for column in swept:
-        cells = summary[column]
-        text = _apart(cells.map(_told))
-        text = text.where(cells.notna(), "(default)")
-        front = f"{column.rsplit('.', 1)[-1]}=" if len(swept) > 1 else ""
-        setting += (", " if column != swept[0] else "") + front + text
+        values = summary[column]
+        texts = _strip_common_folders(values.map(_value_text))
+        texts = texts.where(values.notna(), "(default)")
+        if len(swept) > 1:
+            texts = f"{column.rsplit('.', 1)[-1]}=" + texts
+        if column != swept[0]:
+            texts = ", " + texts
+        setting += texts
     rows = summary.assign(setting=setting)
     settings = list(modified_of(rows)["setting"].unique())
-    numbers = _numbers(settings)
+    numbers = _as_numbers(settings)
     if numbers is not None:
         settings = [settings[i] for i in np.argsort(numbers, kind="stable")]
     return rows, settings, " and ".join(swept)
 
 
-def _told(value: object) -> str:
-    """A swept value for readers; of ``{points:1}``, a block of keys, `points 1`."""
+def _value_text(value: object) -> str:
+    """A swept value for readers; `points 1` for ``{points:1}``, a block of keys."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return re.sub(
-        r"^\{(.*)\}$", lambda block: block[1].replace(":", " ").replace(",", ", "), text
-    )
+    if re.fullmatch(r"\{.*\}", text):
+        return text[1:-1].replace(":", " ").replace(",", ", ")
+    return text
 
 
-def _apart(texts: pd.Series) -> pd.Series:
+def _strip_common_folders(texts: pd.Series) -> pd.Series:
     """Paths without the folders that all of them share; other texts as they are."""
-    parts = {text: text.split("/") for text in texts.unique()}
-    while len(parts) > 1 and len({part[0] for part in parts.values()}) == 1 < min(
-        map(len, parts.values())
-    ):
-        parts = {text: part[1:] for text, part in parts.items()}
-    return texts.map({text: "/".join(part) for text, part in parts.items()})
+    parts_of = {text: text.split("/") for text in texts.unique()}
+    while len(parts_of) > 1:
+        first_parts = {parts[0] for parts in parts_of.values()}
+        shortest = min(map(len, parts_of.values()))
+        if len(first_parts) > 1 or shortest == 1:
+            break
+        parts_of = {text: parts[1:] for text, parts in parts_of.items()}
+    return texts.map({text: "/".join(parts) for text, parts in parts_of.items()})
 
 
-def _numbers(settings: list[str]) -> np.ndarray | None:
-    """The settings as numbers, if all are."""
+def _as_numbers(settings: list[str]) -> np.ndarray | None:
+    """The settings as numbers, float, shape (settings,); None if any is a name."""
     numbers = pd.to_numeric(pd.Series(settings), errors="coerce")
     return numbers.to_numpy(dtype=float) if numbers.notna().all() else None
 
 
-def _styles(settings: list[str]) -> list[dict[str, Any]]:
-    """A style for each setting: steps of a scale for numbers, colours of their own for names."""
-    steps = len(settings) if _numbers(settings) is not None else 0
-    return [plot.line_style(index, of=steps) for index in range(len(settings))]
+def _setting_styles(settings: list[str]) -> list[dict[str, Any]]:
+    """A style for each setting: steps of a scale for numbers, else separate colours."""
+    num_steps = 0 if _as_numbers(settings) is None else len(settings)
+    return [plot.line_style(index, of=num_steps) for index in range(len(settings))]
 
 
 def modified_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of modified models; all, where there are none."""
+    """The rows of modified models; all rows if there are none."""
     modified = rows[rows["method"] != frames.UNMODIFIED]
     return rows if modified.empty else modified
 
 
 def unmodified_of(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """The unmodified model's rows that belong to a setting: same runs where a `run` column says so."""
+    """The unmodified model's rows of a setting: of the same runs, if `run` is a column."""
     column = "run" if "run" in rows else "setting"
     keys = rows.loc[rows["setting"] == setting, column]
     return rows[(rows["method"] == frames.UNMODIFIED) & rows[column].isin(keys)]
 
 
-def _setting_lines(
+def _draw_setting_lines(
     axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, scale: float
 ) -> None:
-    """A line over depth per setting; the unmodified model once if it is the same in all, else for each."""
+    """Draw a line over depth per setting.
+
+    The unmodified model's line is drawn once if it is the same in all settings, else
+    for each.
+
+    Args:
+        axes: Where they are drawn.
+        rows: Rows with setting, method and depth (0..1).
+        settings: The settings in drawing order.
+        y: Column of the y axis.
+        scale: Factor of its values.
+    """
     modified = modified_of(rows)
-    base = (
-        rows[rows["method"] == frames.UNMODIFIED]
-        if len(modified) < len(rows)
-        else rows.iloc[:0]
-    )
-    same = base[["depth", y]].drop_duplicates().sort_values("depth")
-    # Equal in every run: each point occurs once per run that has a baseline.
-    shared = same["depth"].is_unique
-    if "run" in base:
-        shared &= (
-            len(same) > 0
-            and (base.groupby(["depth", y]).size() == base["run"].nunique()).all()
-        )
-    for setting, style in zip(settings, _styles(settings), strict=True):
+    unmodified = rows.iloc[:0]
+    if len(modified) < len(rows):
+        unmodified = rows[rows["method"] == frames.UNMODIFIED]
+    points = unmodified[["depth", y]].drop_duplicates().sort_values("depth")
+    is_common = points["depth"].is_unique
+    if "run" in unmodified:
+        # Equal in every run: each point occurs once per run that has a baseline.
+        occurrences = unmodified.groupby(["depth", y]).size()
+        in_all_runs = (occurrences == unmodified["run"].nunique()).all()
+        is_common &= len(points) > 0 and in_all_runs
+    styles = _setting_styles(settings)
+    for setting, style in zip(settings, styles, strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
         axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
-        if not shared:
-            own = unmodified_of(rows, setting).sort_values("depth")
-            dashed = dict(color=style["color"], linestyle=plot.DASHED)
+        if not is_common:
+            line = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (its colour, open)" if setting == settings[-1] else None
-            axes.plot(100 * own["depth"], scale * own[y], label=label, **dashed)
-    if len(same) and shared:
-        axes.plot(
-            100 * same["depth"],
-            scale * same[y],
-            label="unmodified",
-            **plot.line_style(0, True),
-        )
+            axes.plot(
+                100 * line["depth"],
+                scale * line[y],
+                label=label,
+                color=style["color"],
+                linestyle=plot.DASHED,
+            )
+    if len(points) and is_common:
+        style = plot.line_style(0, unmodified=True)
+        axes.plot(100 * points["depth"], scale * points[y], label="unmodified", **style)
 
 
 @plot.styled
@@ -137,85 +160,89 @@ def factor_sweep(
 ) -> Figure:
     """Score over the swept values: overall with intervals (left), and per gold position (right).
 
-    From summary.csv rows (run, the swept columns, then those of metrics.csv); ``axis`` names what was swept.
-    Raises `UserError` where a column or all scores are missing, or a setting has several overall rows.
+    Args:
+        summary: Rows of summary.csv: run, the swept columns, then those of metrics.csv.
+        axis: The swept column or columns.
+
+    Raises:
+        UserError: A column or all scores are missing, or a setting has several overall
+            rows.
     """
-    frames.need(
-        summary,
-        "summary",
-        "model",
-        "method",
-        "gold_position",
-        "depth",
-        "metric",
-        *columns(),
-    )
+    needed = ("model", "method", "gold_position", "depth", "metric", *columns())
+    frames.need(summary, "summary", *needed)
     rows, settings, label = with_setting(frames.of_metric(summary), axis)
+    at_positions = frames.at_positions(rows)
+    counts = (at_positions if len(at_positions) else rows).get("n", ())
     height = max(2.6, 0.8 + 0.16 * len(settings))
-    placed = frames.at_positions(rows)
-    counts = (placed if len(placed) else rows).get("n", ())
     figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=counts)
-    _overall_panel(left, rows, settings, label)
-    _setting_lines(right, placed, settings, "value", 100)
-    handles, labels = right.get_legend_handles_labels()
-    under = label
-    if _numbers(settings) is None:
+    _draw_overall(left, rows, settings, label)
+    _draw_setting_lines(right, at_positions, settings, "value", 100)
+    handles, legend_labels = right.get_legend_handles_labels()
+    x_label = label
+    if _as_numbers(settings) is None:
         names = settings
-        places = range(len(settings))
-        if sum(map(len, settings)) > 36:
-            labels = [
-                f"{settings.index(name) + 1}: {name}" if name in settings else name
-                for name in labels
-            ]
-            names = [str(i + 1) for i in places]
-            under = "setting (numbered in the legend)"
-        left.set_xticks(places, names)
+        if sum(map(len, settings)) > MAX_TICK_CHARACTERS:
+            x_label = "setting (numbered in the legend)"
+            names = [str(index + 1) for index in range(len(settings))]
+            numbered = {name: f"{i}: {name}" for i, name in enumerate(settings, 1)}
+            legend_labels = [numbered.get(text, text) for text in legend_labels]
+        left.set_xticks(range(len(settings)), names)
         left.set_xlim(-0.5, len(settings) - 0.5)
-    plot.percent_axes(left, f"{frames.metric_name(summary)}, all positions (%)", under)
-    plot.percent_axes(right, f"{frames.metric_name(summary)} (%)")
-    figure.legend(handles, labels, loc="outside right center", title=label)
+    metric = frames.metric_name(summary)
+    plot.percent_axes(left, f"{metric}, all positions (%)", x_label)
+    plot.percent_axes(right, f"{metric} (%)")
+    figure.legend(handles, legend_labels, loc="outside right center", title=label)
     return figure
 
 
-def _overall_panel(
+def _draw_overall(
     axes: Axes, rows: pd.DataFrame, settings: list[str], label: str
 ) -> None:
-    """Score of every setting over all positions; unmodified, a band if the same in all, else open points."""
+    """Draw the score of every setting over all positions.
+
+    The unmodified model is a band if it is the same in all settings, else open points.
+
+    Args:
+        axes: Where they are drawn.
+        rows: Rows with setting, of the task's own metric.
+        settings: The settings in drawing order.
+        label: What the settings are called, for an error.
+    """
     modified = modified_of(rows)
-    numbers = _numbers(settings)
     points = frames.overall(modified).set_index("setting")
-    twice = points.index[points.index.duplicated()]
-    if len(twice):
-        hint = "name every swept column in axis"
+    repeated = points.index[points.index.duplicated()]
+    if len(repeated):
         raise UserError(
-            label, f"{twice[0]} (several runs)", "one run for each setting", hint
+            label,
+            f"{repeated[0]} (several runs)",
+            "one run for each setting",
+            "name every swept column in axis",
         )
-    x = np.arange(len(settings), dtype=float) if numbers is None else numbers
-    levels = distinct = points.iloc[:0]
+    levels = points.iloc[:0]
     if len(modified) < len(rows):
-        base = [
-            frames.overall(unmodified_of(rows, s)).head(1).assign(setting=s)
-            for s in settings
+        first_rows = [
+            frames.overall(unmodified_of(rows, setting)).head(1).assign(setting=setting)
+            for setting in settings
         ]
-        levels = pd.concat(base).set_index("setting").reindex(settings)
-        distinct = levels[columns()].dropna(how="all").drop_duplicates()
-    if numbers is not None:
-        axes.plot(
-            x, 100 * points["value"].reindex(settings), color=plot.GUIDE, linewidth=0.8
-        )
-    aside = (
-        0.2 if numbers is None and len(distinct) > 1 else 0.0
-    )  # keeps equal points of two methods apart
-    for place, setting, style in zip(x, settings, _styles(settings), strict=True):
-        style |= {"linestyle": "none", "capsize": 2}
-        plot.percent_bars(axes, [place + aside], points.reindex([setting]), **style)
+        levels = pd.concat(first_rows).set_index("setting").reindex(settings)
+    distinct = levels[columns()].dropna(how="all").drop_duplicates()
+    numbers = _as_numbers(settings)
+    offset = 0.0
+    if numbers is None:
+        x = np.arange(len(settings), dtype=float)
         if len(distinct) > 1:
-            plot.percent_bars(
-                axes,
-                [place],
-                levels.loc[[setting]],
-                **style | {"markerfacecolor": "white"},
-            )
+            offset = 0.2  # keeps equal points of two methods apart
+    else:
+        x = numbers
+        y = 100 * points["value"].reindex(settings)
+        axes.plot(x, y, color=plot.GUIDE, linewidth=0.8)
+    styles = _setting_styles(settings)
+    for x_value, setting, style in zip(x, settings, styles, strict=True):
+        style |= {"linestyle": "none", "capsize": 2}
+        plot.percent_bars(axes, [x_value + offset], points.reindex([setting]), **style)
+        if len(distinct) > 1:
+            style["markerfacecolor"] = "white"
+            plot.percent_bars(axes, [x_value], levels.loc[[setting]], **style)
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
         axes.axhline(value, **plot.LEVEL)
@@ -228,63 +255,87 @@ def attention_sweep(
     axis: str | Sequence[str] = "method.factor",
     layers: Sequence[int] | None = None,
 ) -> Figure:
-    """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a),
-    a panel for each model.
+    """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
 
-    From attention.csv rows of several runs, with the swept columns and, where known, `run`; averaged over the
-    given 0-based layers, or else the strongest one of the unmodified model. Raises `UserError` where a column
-    is missing or no row has item = gold_position.
+    Each model has a panel.
+
+    Args:
+        attention: Rows of attention.csv of several runs, with the swept columns and,
+            where known, `run`.
+        axis: The swept column or columns.
+        layers: 0-based layers to average; None: the strongest one of the unmodified
+            model.
+
+    Raises:
+        UserError: A column is missing or no row has item = gold_position.
     """
     gold = frames.gold_attention(attention)
-    own = [
-        each for each in ([axis] if isinstance(axis, str) else axis) if each != "model"
-    ] or ["method"]
+    keys = [axis] if isinstance(axis, str) else axis
+    swept = [key for key in keys if key != "model"] or ["method"]
     models = list(gold.groupby("model", sort=False))
-    height = max(2.6, 0.8 + 0.16 * gold.groupby(own).ngroups / len(models))
+    height = max(2.6, 0.8 + 0.16 * gold.groupby(swept).ngroups / len(models))
     width = plot.PAGE if len(models) > 1 else plot.COLUMN + 1.4
-    shape: dict[str, Any] = dict(n=gold.get("n", ()), squeeze=False, sharey=True)
-    figure, (panels,) = plot.new_figure(width, height, 1, len(models), **shape)
-    for axes, (model, part) in zip(panels, models, strict=True):
-        shown = [frames.strongest_layer(part)] if layers is None else list(layers)
-        rows, settings, label = with_setting(part[part["layer"].isin(shown)], own)
-        by = ["setting", *(["run"] if "run" in rows else []), "method", "depth"]
-        curves = rows.groupby(by, sort=False)["attention"].mean().reset_index()
-        _setting_lines(axes, curves, settings, "attention", 1)
-        title = plot.layer_title(shown, layers is None)
+    counts = gold.get("n", ())
+    figure, (panels,) = plot.new_figure(
+        width, height, 1, len(models), n=counts, squeeze=False, sharey=True
+    )
+    for axes, (model, of_model) in zip(panels, models, strict=True):
+        averaged = (
+            [frames.strongest_layer(of_model)] if layers is None else list(layers)
+        )
+        in_layers = of_model[of_model["layer"].isin(averaged)]
+        rows, settings, label = with_setting(in_layers, swept)
+        run = ["run"] if "run" in rows else []
+        groups = rows.groupby(["setting", *run, "method", "depth"], sort=False)
+        curves = groups["attention"].mean().reset_index()
+        _draw_setting_lines(axes, curves, settings, "attention", 1)
+        title = plot.layer_title(averaged, layers is None)
         plot.attention_axes(axes, f"{model}, {title}" if len(models) > 1 else title)
-        axes.set_ylabel(axes.get_ylabel() if axes is panels[0] else "")
+        if axes is not panels[0]:
+            axes.set_ylabel("")
     figure.legend(*plot.entries(figure), loc="outside right center", title=label)
     return figure
 
 
 @plot.styled
 def trend(rows: pd.DataFrame) -> Figure:
-    """How a model follows a swept number: one panel per statistic of :data:`PANELS`, one line per group; from
-    trend.csv rows of one key: group, axis, statistic, number, value, ci_low, ci_high."""
+    """How a model follows a swept number: a panel per statistic, a line per group.
+
+    Args:
+        rows: Rows of trend.csv of one swept key: group, axis, statistic (of
+            :data:`PANELS`), number, value, ci_low, ci_high.
+    """
     frames.need(rows, "trend", "group", "axis", "statistic", "number", *columns())
-    panels = [name for name in PANELS if (rows["statistic"] == name).any()]
+    statistics = [name for name in PANELS if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
-    width = plot.PAGE if len(panels) > 1 else plot.COLUMN
-    figure, grid = plot.new_figure(
-        width, 2.6, 1, len(panels), n=rows.get("n", ()), squeeze=False
+    width = plot.PAGE if len(statistics) > 1 else plot.COLUMN
+    counts = rows.get("n", ())
+    figure, (panels,) = plot.new_figure(
+        width, 2.6, 1, len(statistics), n=counts, squeeze=False
     )
-    for axes, name in zip(grid[0], panels, strict=True):
-        label, scale, level = PANELS[name]
-        guide = {"color": plot.GUIDE, "linestyle": ":", "linewidth": 1}
-        axes.axhline(level, label="no side preferred", **guide)
+    for axes, statistic in zip(panels, statistics, strict=True):
+        y_label, scale, neutral = PANELS[statistic]
+        axes.axhline(
+            neutral,
+            label="no side preferred",
+            color=plot.GUIDE,
+            linestyle=":",
+            linewidth=1,
+        )
         for index, group in enumerate(groups):
-            here = rows[(rows["statistic"] == name) & (rows["group"] == group)]
-            plain = here["number"].astype(str) == frames.UNMODIFIED
+            of_group = rows[(rows["statistic"] == statistic) & (rows["group"] == group)]
+            is_unmodified = of_group["number"].astype(str) == frames.UNMODIFIED
+            modified = of_group[~is_unmodified].astype({"number": float})
             style = plot.line_style(index)
-            line = here[~plain].astype({"number": float})
-            plot.band(axes, line, style, x="number", scale=scale, label=str(group))
-            for value in here.loc[plain, "value"]:
-                dashed = plot.LEVEL | (
-                    {"color": style["color"]} if len(groups) > 1 else {}
-                )
-                axes.axhline(
-                    scale * value, label="unmodified" if index == 0 else None, **dashed
-                )
-        axes.set(xlabel=rows["axis"].iloc[0], ylabel=label)
+            label = str(group)
+            plot.band(axes, modified, style, x="number", scale=scale, label=label)
+            level = dict(plot.LEVEL)
+            if len(groups) > 1:
+                level["color"] = style["color"]
+            if index == 0:
+                level["label"] = "unmodified"
+            for value in of_group.loc[is_unmodified, "value"]:
+                axes.axhline(scale * value, **level)
+        axes.set(xlabel=rows["axis"].iloc[0], ylabel=y_label)
     plot.legend_below(figure)
     return figure

@@ -1,4 +1,4 @@
-"""Which runs are shown of a folder that holds many, and what they say; reads folders, never models."""
+"""Which runs of an outputs folder are shown, and what they say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,11 +16,11 @@ from posbench import paths
 from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import CAPTIONS, read_csv, read_json, runs_of
-from posbench.report.page import measured
-from posbench.report.paper import cells, counted, paper_table, with_subsets
+from posbench.report.page import describe_measurements
+from posbench.report.paper import cells, count_agreement, paper_table, with_subsets
 from posbench.report.sweep import axes_of, sweep_table
 from posbench.report.tables import Table
-from posbench.report.text import decided, headline
+from posbench.report.text import headline, list_decided_claims
 from posbench.run.folder import (
     CONFIG,
     JOBS,
@@ -31,321 +31,371 @@ from posbench.run.folder import (
     runs_in,
 )
 
-MOST = 24
-"""Runs of no sweep that are shown of an experiment, the newest."""
+MAX_RUNS = 24
+"""Runs that are shown of an experiment without a sweep, the newest."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run or a sweep that is shown, under a name that no other of its experiment has."""
+class Result:
+    """A run or a sweep that is shown, under a label unique in its experiment."""
 
     folder: Path
     label: str
 
     @cached_property
     def figures(self) -> dict[str, str]:
-        """Caption of each figure by its file name without the ending, in the order of the run's page."""
-        said = read_json(self.folder / "figures" / CAPTIONS) or {}
-        drawn = sorted(file.stem for file in (self.folder / "figures").glob("*.png"))
+        """Caption of each figure by its file name without suffix, in page order."""
+        captions = read_json(self.folder / "figures" / CAPTIONS) or {}
+        names = sorted(file.stem for file in (self.folder / "figures").glob("*.png"))
+        order = [*captions, *names]
         return {
-            name: str(said.get(name, ""))
-            for name in sorted(drawn, key=[*said, *drawn].index)
+            name: str(captions.get(name, "")) for name in sorted(names, key=order.index)
         }
 
     @property
-    def swept(self) -> bool:
+    def is_sweep(self) -> bool:
         """Whether it is a sweep."""
         return (self.folder / JOBS).is_file()
 
-    def tables(self, *names: str) -> list[pd.DataFrame]:
-        """Those of its tables that there are, behind the run that each row is of."""
-        found = [
-            frame
-            for name in names
-            if (frame := read_csv(self.folder / f"{name}.csv")) is not None
-        ]
-        return [
-            f if "run" in f else pd.concat([_column(f, self.label), f], axis=1)
-            for f in found
-        ]
+    def read_table(self, name: str) -> pd.DataFrame | None:
+        """One of its tables, with a column `run`; None where it has none."""
+        frame = read_csv(self.folder / f"{name}.csv")
+        return None if frame is None else self._with_run(frame)
+
+    def _with_run(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Rows behind a column `run`, which those of a sweep have already."""
+        if "run" in frame:
+            return frame
+        run = pd.Series(self.label, index=frame.index, name="run")
+        return pd.concat([run, frame], axis=1)
 
     @cached_property
-    def metrics(self) -> list[pd.DataFrame]:
-        """Its scores, one table or none."""
-        return self.tables("summary" if self.swept else "metrics")
+    def metrics(self) -> pd.DataFrame | None:
+        """Its scores, one row per number."""
+        return self.read_table("summary" if self.is_sweep else "metrics")
 
-    def scored(self, metrics: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-        """Its scores as a reader wants them, and in words."""
-        if not self.swept:
-            header, rows = tables.position_table(metrics)
-            lines = pd.DataFrame(rows, columns=header)
-            return pd.concat([_column(lines, self.label), lines], axis=1), headline(
-                metrics
-            )
-        header, rows, sentence = sweep_table(metrics, axes_of(metrics))
-        return pd.DataFrame(rows, columns=header).drop(
-            columns="run", errors="ignore"
-        ), sentence
+    @cached_property
+    def scores(self) -> Scores | None:
+        """Its scores as a reader wants them; None where it has none."""
+        metrics = self.metrics
+        if metrics is None:
+            return None
+        if self.is_sweep:
+            header, rows, sentence = sweep_table(metrics, axes_of(metrics))
+            table = pd.DataFrame(rows, columns=header)
+            return Scores(table.drop(columns="run", errors="ignore"), sentence)
+        header, rows = tables.position_table(metrics)
+        table = self._with_run(pd.DataFrame(rows, columns=header))
+        return Scores(table, headline(metrics))
+
+
+class Scores(NamedTuple):
+    """Scores as a table of text, and the result in a sentence."""
+
+    table: pd.DataFrame
+    sentence: str
 
 
 @dataclass
 class Entry:
-    """An experiment, or a suite of runs without one: its runs that are shown, and those that cannot be."""
+    """An experiment, or a suite of runs without one.
+
+    Attributes:
+        name: Its folder in the outputs.
+        results: The runs and sweeps that are shown.
+        faults: Why other runs cannot be shown.
+    """
 
     name: str
-    parts: list[Part] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @cached_property
     def runs(self) -> list[RunDir]:
-        """The single runs behind the parts."""
-        every = (
-            runs_of(part.folder) if part.swept else [part.folder] for part in self.parts
-        )
-        return [
-            opened(run) for runs in every for run in runs if (run / CONFIG).is_file()
-        ]
+        """The single runs behind the results."""
+        folders: list[Path] = []
+        for result in self.results:
+            folders += runs_of(result.folder) if result.is_sweep else [result.folder]
+        return [opened(folder) for folder in folders if (folder / CONFIG).is_file()]
 
     @cached_property
-    def facts(self) -> Mapping[str, Any]:
-        """What the experiment says of itself: title, paper, covers, claims; empty where there is none."""
+    def experiment(self) -> Mapping[str, Any]:
+        """The experiment's title, paper, covers and claims; empty without one."""
         file = paths.EXPERIMENTS / f"{self.name}.yaml"
-        known = (
-            yaml.safe_load(file.read_text()) if file.is_file() and not self.runs else {}
-        )
-        return next((run.config() for run in self.runs), known).get("experiment") or {}
+        if self.runs:
+            config = self.runs[0].config()
+        elif file.is_file():
+            config = yaml.safe_load(file.read_text())
+        else:
+            config = {}
+        return config.get("experiment") or {}
 
     @property
     def command(self) -> str:
-        """The command that makes the first part."""
-        return _command(opened(self.parts[0].folder)) if self.parts else ""
+        """The command that makes the first result."""
+        return _command(opened(self.results[0].folder)) if self.results else ""
 
     @property
     def seconds(self) -> float | None:
-        """Wall time of all its runs, sessions added up; None where a run of an older version has none."""
-        found = [run.status().get("seconds") for run in self.runs]
-        known = [float(seconds) for seconds in found if seconds is not None]
-        return sum(known) if len(known) == len(found) else None
+        """Wall time of all its runs; None if a run of an older version has none."""
+        seconds: list[Any] = [run.status().get("seconds") for run in self.runs]
+        if None in seconds:
+            return None
+        return sum(float(value) for value in seconds)
 
     @cached_property
-    def made(self) -> str:
+    def origin(self) -> str:
         """Models, versions, hardware and dates of the runs, in one line."""
-        models = dict.fromkeys(
-            (run.config().get("model") or {}).get("name") for run in self.runs
+        models = [(run.config().get("model") or {}).get("name") for run in self.runs]
+        provenances = [run.facts(PROVENANCE) for run in self.runs]
+        provenances = [provenance for provenance in provenances if provenance]
+        texts = [", ".join(dict.fromkeys(filter(None, models)))]
+        for provenance in provenances:
+            packages = provenance.get("packages", {})
+            versions = {"posbench": provenance.get("posbench"), **packages}
+            texts.append(
+                ", ".join(
+                    f"{name} {versions[name]}"
+                    for name in ("posbench", "torch", "transformers")
+                    if versions.get(name)
+                )
+            )
+        for provenance in provenances:
+            texts.append(str(provenance.get("hardware", "")))
+        days = sorted(
+            str(provenance.get("started", ""))[:10] for provenance in provenances
         )
-        facts = [known for run in self.runs if (known := run.facts(PROVENANCE))]
-        parts = [", ".join(filter(None, models))]
-        for known in facts:
-            packages = {"posbench": known.get("posbench"), **known.get("packages", {})}
-            named = (
-                (name, packages.get(name))
-                for name in ("posbench", "torch", "transformers")
-            )
-            parts.append(
-                ", ".join(f"{name} {version}" for name, version in named if version)
-            )
-        parts += [str(known.get("hardware", "")) for known in facts]
-        days = sorted(str(known.get("started", ""))[:10] for known in facts)
-        parts.append(" to ".join(dict.fromkeys(filter(None, [*days[:1], *days[-1:]]))))
-        return "; ".join(dict.fromkeys(filter(None, parts)))
+        first_and_last = dict.fromkeys([*days[:1], *days[-1:]])
+        texts.append(" to ".join(filter(None, first_and_last)))
+        return "; ".join(dict.fromkeys(filter(None, texts)))
 
     @cached_property
     def cells(self) -> pd.DataFrame:
         """The paper's cells that were measured, as :func:`posbench.report.paper.cells` has them."""
-        found = []
-        for part in self.parts:
-            subsets = part.tables("subsets_summary" if part.swept else "subsets")
-            whole = [
-                with_subsets(frame, next(iter(subsets), None)) for frame in part.metrics
-            ]
-            reference = read_json(part.folder / "reference.json") or []
-            found += [cells(frame, reference)[0] for frame in whole if reference]
-        return _joined(found)
+        frames = []
+        for result in self.results:
+            reference = read_json(result.folder / "reference.json") or []
+            if result.metrics is None or not reference:
+                continue
+            name = "subsets_summary" if result.is_sweep else "subsets"
+            metrics = with_subsets(result.metrics, result.read_table(name))
+            frames.append(cells(metrics, reference)[0])
+        return _concat(frames)
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """All findings; what a sweep shows itself comes before those of its runs."""
-        return _joined(
-            [
-                f
-                for part in self.parts
-                for f in part.tables("findings", "findings_summary")
-            ]
-        )
-
-    @cached_property
-    def scored(self) -> list[tuple[pd.DataFrame, str]]:
-        """The scores of each part that has some, see :meth:`Part.scored`."""
-        return [part.scored(metrics) for part in self.parts for metrics in part.metrics]
+        """All findings; those of a sweep itself come before those of its runs."""
+        frames = []
+        for result in self.results:
+            for name in ("findings", "findings_summary"):
+                frame = result.read_table(name)
+                if frame is not None:
+                    frames.append(frame)
+        return _concat(frames)
 
     @property
-    def seen(self) -> str:
-        """What we see, in words, all of it from the runs' own numbers."""
-        labels = [part.label for part in self.parts for _ in part.metrics]
-        fronts = [f"{label}: " if len(self.parts) > 1 else "" for label in labels]
-        said = [
-            front + words for front, (_, words) in zip(fronts, self.scored, strict=True)
-        ]
-        said += [decided(self.findings)] if len(self.findings) else []
-        said += [counted(self.cells)] if len(self.cells) else []
-        fronts = [
-            f"{part.label}: " if len(self.parts) > 1 else "" for part in self.parts
-        ]
-        found = [
-            (front, measured(part.folder))
-            for front, part in zip(fronts, self.parts, strict=True)
-        ]
-        return " ".join(said or [front + words for front, words in found if words])
+    def summary(self) -> str:
+        """What we see, in words: scores and claims, else the gains and times measured."""
+        texts = []
+        for result in self.results:
+            if result.scores:
+                texts.append(self.label_prefix(result) + result.scores.sentence)
+        if len(self.findings):
+            texts.append(list_decided_claims(self.findings))
+        if len(self.cells):
+            texts.append(count_agreement(self.cells))
+        if texts:
+            return " ".join(texts)
+        for result in self.results:
+            text = describe_measurements(result.folder)
+            if text:
+                texts.append(self.label_prefix(result) + text)
+        return " ".join(texts)
+
+    def label_prefix(self, result: Result) -> str:
+        """`label: ` where there are several results."""
+        return f"{result.label}: " if len(self.results) > 1 else ""
 
     @property
     def tables(self) -> dict[str, tuple[pd.DataFrame, Table]]:
-        """Its tables, each with a row per number and as a reader wants it; the first is the paper's where
-        there is one, else the claims, else the scores."""
-        found: dict[str, tuple[pd.DataFrame, Table]] = {}
+        """Its tables: the paper's cells, the claims and the scores, as far as it has them.
+
+        Each is a frame with a row per number, and a table of text for readers.
+        """
+        by_kind: dict[str, tuple[pd.DataFrame, Table]] = {}
         if len(self.cells):
-            found["cells"] = self.cells, paper_table(self.cells)
+            by_kind["cells"] = (self.cells, paper_table(self.cells))
         if len(self.findings):
-            found["claims"] = (
-                self.findings,
-                tables.findings_table(self.findings, models=True),
+            claims = tables.findings_table(self.findings, models=True)
+            by_kind["claims"] = (self.findings, claims)
+        score_tables = [result.scores.table for result in self.results if result.scores]
+        if score_tables:
+            metrics = [r.metrics for r in self.results if r.metrics is not None]
+            text = _concat(score_tables).fillna("")
+            by_kind["scores"] = (
+                _concat(metrics),
+                (list(text), text.to_numpy().tolist()),
             )
-        if self.scored:
-            lines = _joined([lines for lines, _ in self.scored]).fillna("")
-            own = _joined([metrics for part in self.parts for metrics in part.metrics])
-            found["scores"] = own, (list(lines), lines.to_numpy().tolist())
-        return found
+        return by_kind
 
 
-def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def _concat(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-
-
-def _column(frame: pd.DataFrame, label: str) -> pd.Series:
-    return pd.Series(label, index=frame.index, name="run")
 
 
 def collect(folder: Path) -> list[Entry]:
     """The newest runs of each experiment in an outputs folder, an experiment's, or one version's.
 
-    Of each experiment: the newest version that has a whole run; there the newest sweep with a page, else the
-    runs of the newest sweep, else its newest runs. Damaged and unfinished ones are named and left out.
+    Of each experiment: the newest version with an intact run; there the newest sweep if
+    it has a page, else the runs of the newest sweep, else the newest runs. Damaged and
+    unfinished runs are named and left out.
     """
     suites: dict[str, list[Path]] = {}
-    for found in runs_in(folder):
-        suites.setdefault(found.parents[1].name, []).append(found)
-    return [_entry(name, suites[name]) for name in sorted(suites, key=_natural)]
+    for run in runs_in(folder):
+        suites.setdefault(run.parents[1].name, []).append(run)
+    return [
+        _newest_version(name, suites[name]) for name in sorted(suites, key=_natural)
+    ]
 
 
 def _natural(name: str) -> list[Any]:
-    """Order in which fig2 comes before fig10."""
+    """Sort key by which fig2 comes before fig10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _entry(name: str, folders: Sequence[Path]) -> Entry:
-    number = {folder: int(folder.parent.name[1:]) for folder in folders}
+def _newest_version(name: str, folders: Sequence[Path]) -> Entry:
+    """The entry of the newest version with something to show, with all newer faults."""
+    versions = {folder: int(folder.parent.name[1:]) for folder in folders}
     sweeps = {
         folder: runs_of(folder) for folder in folders if (folder / JOBS).is_file()
     }
-    said = list[str]()
-    entry = Entry(name)
-    for version in sorted(
-        set(number.values()), reverse=True
-    ):  # older ones are not even looked at
-        reach = (f for f, runs in sweeps.items() if version in map(number.get, runs))
-        there = dict.fromkeys([*(f for f in folders if number[f] == version), *reach])
-        entry = _newest(name, list(there), sweeps)
-        said += entry.faults
-        if entry.parts:
+    results: list[Result] = []
+    faults: list[str] = []
+    for version in sorted(set(versions.values()), reverse=True):
+        in_version = [folder for folder in folders if versions[folder] == version]
+        # A sweep may lie in another version than some of its runs.
+        for sweep, runs in sweeps.items():
+            if any(versions.get(run) == version for run in runs):
+                in_version.append(sweep)
+        entry = _entry(name, list(dict.fromkeys(in_version)), sweeps)
+        faults += entry.faults
+        results = entry.results
+        if results:
             break
-    return Entry(name, entry.parts, list(dict.fromkeys(said)))
+    return Entry(name, results, list(dict.fromkeys(faults)))
 
 
-def _newest(
+def _entry(
     name: str, folders: Sequence[Path], sweeps: Mapping[Path, Sequence[Path]]
 ) -> Entry:
-    """What is shown of one version; only that is checked in every file."""
+    """What is shown of one version; only that is checked in every file.
+
+    Args:
+        name: Name of the experiment or suite.
+        folders: Runs and sweeps of the version.
+        sweeps: The runs of every sweep.
+    """
     faults = {folder: _fault(folder, (CONFIG,)) for folder in folders}
-
-    def whole(folder: Path) -> bool:
-        faults[folder] = faults.get(folder) or _fault(folder)
-        return not faults[folder]
-
-    newest = sorted(
-        sweeps.keys() & faults, key=lambda f: (f / JOBS).stat().st_mtime, reverse=True
+    newest_sweeps = sorted(
+        (folder for folder in sweeps if folder in faults),
+        key=lambda folder: (folder / JOBS).stat().st_mtime,
+        reverse=True,
     )
-    sweep = next(filter(whole, newest), None)
-    left = 0
+    intact_sweeps = (f for f in newest_sweeps if _is_intact(f, faults))
+    sweep = next(intact_sweeps, None)
+    jobs: list[Any] = []
+    num_older = 0
     if sweep:
+        jobs = read_json(sweep / JOBS)
         runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
-        faults |= {run: _fault(run, (CONFIG,)) for run in runs if run not in faults}
-        drawn = any((sweep / "figures").glob("*.png"))
-        chosen = [sweep] if drawn else [*filter(whole, runs)]
+        for run in runs:
+            if run not in faults:
+                faults[run] = _fault(run, (CONFIG,))
+        chosen = [sweep]
+        has_page = any((sweep / "figures").glob("*.png"))
+        if not has_page:
+            chosen = [run for run in runs if _is_intact(run, faults)]
     else:
-        runs = [
-            folder for folder in folders if folder not in sweeps and not faults[folder]
-        ]
-        latest = sorted(
-            runs,
-            key=lambda f: str(opened(f).facts(PROVENANCE).get("started", "")),
-            reverse=True,
-        )
-        chosen = sorted(itertools.islice(filter(whole, latest), MOST))
-        left = sum(not faults[run] for run in runs) - len(chosen)
-    jobs = read_json(sweep / JOBS) if sweep else []
-    said = [fault for fault in faults.values() if fault]
-    failed = [job for job in jobs if not job["folder"]]
-    said += [
-        f"failed: {' '.join(job['overrides'])} (exit status {job['status']})"
-        for job in failed
-    ]
-    said += (
-        [f"{left} older runs of {name} are left out: posbench ls runs"] if left else []
-    )
-    return Entry(name, _labelled(chosen, jobs), said)
+        runs = [run for run in folders if run not in sweeps and not faults[run]]
+        newest_runs = sorted(runs, key=_started, reverse=True)
+        intact_runs = (run for run in newest_runs if _is_intact(run, faults))
+        chosen = sorted(itertools.islice(intact_runs, MAX_RUNS))
+        num_older = sum(not faults[run] for run in runs) - len(chosen)
+    texts = [fault for fault in faults.values() if fault]
+    for job in jobs:
+        if not job["folder"]:
+            overrides = " ".join(job["overrides"])
+            texts.append(f"failed: {overrides} (exit status {job['status']})")
+    if num_older:
+        texts.append(f"{num_older} older runs of {name} are left out: posbench ls runs")
+    return Entry(name, _label_results(chosen, jobs), texts)
 
 
-def _fault(folder: Path, only: Sequence[str] | None = None) -> str:
-    """Why a run cannot be shown: it is unfinished or damaged, looking at ``only`` these files; else empty."""
+def _started(folder: Path) -> str:
+    """When a run started, in ISO format."""
+    return str(opened(folder).facts(PROVENANCE).get("started", ""))
+
+
+def _is_intact(folder: Path, faults: dict[Path, str]) -> bool:
+    """Whether no file of a run is damaged; what is wrong is added to the faults."""
+    faults[folder] = faults.get(folder) or _fault(folder)
+    return not faults[folder]
+
+
+def _fault(folder: Path, files: Sequence[str] | None = None) -> str:
+    """Why a run cannot be shown; empty for an intact, finished run.
+
+    Args:
+        folder: A run or a sweep.
+        files: The files to check; None checks all.
+    """
     run = opened(folder)
     name = f"{folder.parent.name}/{folder.name}"
-    again = _command(run) or "the command that made it"
+    command = _command(run) or "the command that made it"
     if not run.done:
         error = run.status().get("error")
-        return (
-            f"{name} is unfinished{f' ({error})' if error else ''}; go on with: {again}"
-        )
-    damaged = run.damaged(only)
-    return (
-        f"{name} is damaged ({', '.join(damaged[:4])}); make it again: {again}"
-        if damaged
-        else ""
-    )
+        reason = f" ({error})" if error else ""
+        return f"{name} is unfinished{reason}; go on with: {command}"
+    damaged = run.damaged(files)
+    if damaged:
+        return f"{name} is damaged ({', '.join(damaged[:4])}); make it again: {command}"
+    return ""
 
 
 def _command(run: RunDir) -> str:
-    return str((run.facts(MANIFEST) or run.facts(PROVENANCE)).get("command", ""))
+    """The command that made a run; empty where it is not recorded."""
+    facts = run.facts(MANIFEST) or run.facts(PROVENANCE)
+    return str(facts.get("command", ""))
 
 
-def _labelled(folders: Sequence[Path], jobs: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """Parts by model, or by study where no model takes part; where these are not unique, with what a sweep
-    varies, or by folder name."""
+def _label_results(
+    folders: Sequence[Path], jobs: Sequence[Mapping[str, Any]]
+) -> list[Result]:
+    """Results labelled by model, or by study where no model takes part.
+
+    Where that is not unique, what a sweep varies is added, or the folder's name stands
+    instead.
+
+    Args:
+        folders: Runs or sweeps.
+        jobs: Jobs of the sweep that made the runs, if any.
+    """
     names = [folder.name.split("__")[0] for folder in folders]
-    own = {Path(job["folder"]).name: job["overrides"] for job in jobs if job["folder"]}
-    same = set.intersection(*map(set, own.values())) if own else set()
-    out = []
+    overrides = {
+        Path(job["folder"]).name: job["overrides"] for job in jobs if job["folder"]
+    }
+    common: set[str] = set()
+    if overrides:
+        common = set.intersection(*map(set, overrides.values()))
+    results = []
     for folder, name in zip(folders, names, strict=True):
-        varied = [
-            o
-            for o in own.get(folder.name, ())
-            if o not in same and o != f"model={name}"
-        ]
-        full = "-".join(
-            [name, *(re.sub(r"[^\w.-]+", "_", o.split(".", 1)[-1]) for o in varied)]
-        )
-        out.append(
-            Part(
-                folder,
-                name if names.count(name) == 1 else full if varied else folder.name,
-            )
-        )
-    return out
+        label = name
+        if names.count(name) > 1:
+            varied = [
+                re.sub(r"[^\w.-]+", "_", override.split(".", 1)[-1])
+                for override in overrides.get(folder.name, ())
+                if override not in common and override != f"model={name}"
+            ]
+            label = "-".join([name, *varied]) if varied else folder.name
+        results.append(Result(folder, label))
+    return results

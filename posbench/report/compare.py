@@ -1,4 +1,4 @@
-"""Chosen runs side by side: one table, one figure; differences are paired where the prompts are the same."""
+"""Chosen runs side by side: one table, one figure, differences paired by prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
 from posbench.report.failures import FILE
 from posbench.report.folder import need_place, read_csv
-from posbench.report.index import Listed, differing, number
+from posbench.report.index import RunSummary, differing_settings, estimate_cell
 from posbench.run.folder import RunDir, checked
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
@@ -29,276 +29,334 @@ from posbench.stats.frames import UNMODIFIED, at_positions, overall, shown
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Task
 
-NAME = "comparison.csv"
-LABEL = 48  # the table's file; letters of a label
-PARTS = {
+TABLE = "comparison.csv"
+MAX_LABEL_CHARACTERS = 48
+MEASURES = {
     "score": ("", "difference"),
     "position_bias": ("position_bias", "position_bias_difference"),
 }
-"""What is compared: the metric that holds it, and that which holds a paired difference of it."""
+"""What is compared: the metric that holds it, and the metric of its paired difference."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A finished run that evaluated, under the name that it has in a comparison."""
+    """A finished run with scores, under its name in a comparison.
+
+    Attributes:
+        run: The run folder.
+        summary: Its state and config.
+        metrics: Rows of metrics.csv of its method, or of the unmodified model where
+            that ran alone.
+        unmodified: Rows of metrics.csv of the unmodified model.
+        label: What tells it from the other runs.
+    """
 
     run: RunDir
-    listed: Listed
-    metrics: (
-        pd.DataFrame
-    )  # of the method under test, or of the unmodified model where it ran alone
+    summary: RunSummary
+    metrics: pd.DataFrame
     unmodified: pd.DataFrame
     label: str = ""
 
     @classmethod
     def of(cls, folder: Path) -> Compared:
-        """Open a run; `UserError` where it is damaged, unfinished or has no scores."""
+        """Open a run.
+
+        Raises:
+            UserError: It is damaged, unfinished or has no scores.
+        """
         with renamed("DIR", "RUN"):
             run = checked(folder)
         metrics = read_csv(run.path / "metrics.csv")
         if not run.done or metrics is None:
             hint = "choose another: posbench ls runs state=done"
             raise UserError("RUN", str(folder), "a finished run with scores", hint)
-        plain = metrics["method"] == UNMODIFIED
-        return cls(
-            run,
-            Listed.of(run.path),
-            metrics[plain if plain.all() else ~plain],
-            metrics[plain],
-        )
+        is_unmodified = metrics["method"] == UNMODIFIED
+        unmodified = metrics[is_unmodified]
+        own_metrics = unmodified if is_unmodified.all() else metrics[~is_unmodified]
+        return cls(run, RunSummary.read(run.path), own_metrics, unmodified)
 
     @property
-    def names(self) -> tuple[str, str]:
-        """Its model, and the method that it tells of."""
-        return self.listed.name("model"), str(self.metrics["method"].iloc[0])
+    def model(self) -> str:
+        """Name of its model."""
+        return self.summary.name("model")
+
+    @property
+    def method(self) -> str:
+        """Name of the method that its numbers are of."""
+        return str(self.metrics["method"].iloc[0])
 
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
-        """Scored answers of the method by what was asked: question, gold position and the prompt itself."""
-        # Rows of an older version do not say what their prompt was; then all of the run's prompts tell.
-        every = self.run.read_json("prompts.json").get("questions") or str(
-            self.run.path
-        )
-        rows = [
-            r
-            for r in self.run.rows(FILE)
-            if r["method"] == self.names[1] and r.get("scores")
-        ]
-        return {
-            (r["id"], r["gold_position"], r.get("prompt") or every): r for r in rows
-        }
+        """Scored rows of its method, by example, gold position and digest of the prompt."""
+        # Rows of an older version hold no digest of their prompt: that of all prompts
+        # of the run stands in.
+        all_prompts = self.run.read_json("prompts.json").get("questions")
+        if not all_prompts:
+            all_prompts = str(self.run.path)
+        rows = {}
+        for row in self.run.rows(FILE):
+            if row["method"] == self.method and row.get("scores"):
+                prompt = row.get("prompt") or all_prompts
+                rows[row["id"], row["gold_position"], prompt] = row
+        return rows
 
 
 def write_comparison(
     folders: Sequence[Path], out: Path | None = None
 ) -> tuple[list[Path], list[Record], list[str]]:
-    """Compare runs with the first one: a table and a figure in ``out``, else in ``compare/`` of the outputs;
-    these files, the table's rows, and what must be said of it.
+    """Compare runs with the first one, in a table and a figure.
+
+    Args:
+        folders: The run folders.
+        out: Folder of table and figure; None takes one in ``compare/`` of the outputs.
+
+    Returns:
+        The files, the table's rows, and notes on what the differences rest on.
 
     Raises:
-        UserError: Fewer than two runs, runs of several tasks, one that cannot be compared, or ``out`` is
-            something else.
+        UserError: Fewer than two runs, runs of several tasks, one that cannot be
+            compared, or ``out`` is something else.
     """
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         value = " ".join(map(str, folders))
-        raise UserError(
-            "RUN", value, "two runs or more, each once", "posbench ls runs lists them"
-        )
+        hint = "posbench ls runs lists them"
+        raise UserError("RUN", value, "two runs or more, each once", hint)
     runs = labelled([Compared.of(folder) for folder in folders])
     first = runs[0]
-    task = first.listed.name("task")
-    for run in runs:
-        if (other := run.listed.name("task")) != task:
-            hint = f"runs of {task}: posbench ls runs task={task}"
-            raise UserError(
-                "RUN",
-                f"{run.run.path} (task {other})",
-                f"runs of one task, {task}",
-                hint,
-            )
-    out = (out or _place(runs)).absolute()
-    need_place(out, (out / NAME).is_file(), "comparison")
-    found = [differences(first, run) if run is not first else {} for run in runs]
-    figure = _figure(runs)
-    lines = [_row(run, more) for run, more in zip(runs, found, strict=True)]
-    with new_folder(out) as made:
-        write_csv(made / NAME, pd.DataFrame(lines))
+    _need_one_task(runs)
+    out = (out or _default_folder(runs)).absolute()
+    need_place(out, (out / TABLE).is_file(), "comparison")
+    figure = _score_figure(runs)
+    rows: list[Record] = [_row(first, {})]
+    notes = []
+    for run in runs[1:]:
+        difference = differences(first, run)
+        rows.append(_row(run, difference))
+        note = pairing_note(first, run, difference)
+        if note:
+            notes.append(note)
+    files = [out / TABLE]
+    with new_folder(out) as folder:
+        write_csv(folder / TABLE, pd.DataFrame(rows))
         if figure:
-            save(figure, made / "accuracy")
-    said = [
-        said_of(first, run, more) for run, more in zip(runs, found, strict=True) if more
-    ]
-    files = [out / NAME, *([out / "accuracy.png"] if figure else [])]
-    return files, list(lines), [*filter(None, said)]
+            save(figure, folder / "accuracy")
+            files.append(out / "accuracy.png")
+    return files, rows, notes
 
 
-def _place(runs: Sequence[Compared]) -> Path:
+def _need_one_task(runs: Sequence[Compared]) -> None:
+    """Raise `UserError` if a run has another task than the first."""
+    task = runs[0].summary.name("task")
+    for run in runs:
+        name = run.summary.name("task")
+        if name != task:
+            value = f"{run.run.path} (task {name})"
+            hint = f"runs of {task}: posbench ls runs task={task}"
+            raise UserError("RUN", value, f"runs of one task, {task}", hint)
+
+
+def _default_folder(runs: Sequence[Compared]) -> Path:
     """A folder for a comparison, the same for the same runs."""
-    names = [run.listed.hash for run in runs]
-    folder = runs[0].run.path.resolve()
-    top = (
-        folder.parents[2]
-        if re.fullmatch("v[0-9]+", folder.parent.name)
-        else folder.parent
-    )
-    few = (
-        "_".join(names)
-        if len(names) < 5
-        else f"{names[0]}_and_{len(names) - 1}_{digest(names)}"
-    )
-    return top / "compare" / few
+    first_folder = runs[0].run.path.resolve()
+    outputs = first_folder.parent
+    if re.fullmatch("v[0-9]+", first_folder.parent.name):
+        outputs = first_folder.parents[2]
+    hashes = [run.summary.hash for run in runs]
+    name = "_".join(hashes)
+    if len(hashes) > 4:
+        name = f"{hashes[0]}_and_{len(hashes) - 1}_{digest(hashes)}"
+    return outputs / "compare" / name
 
 
 def labelled(runs: Sequence[Compared]) -> list[Compared]:
-    """The runs with labels of what tells them apart: model, method, settings, else the hash."""
-    kept = [i for i in (0, 1) if len({run.names[i] for run in runs}) > 1]
+    """The runs with labels: model, method and settings if they differ, else the hash."""
+    several_models = len({run.model for run in runs}) > 1
+    several_methods = len({run.method for run in runs}) > 1
     labels = []
-    for run, settings in zip(
-        runs, differing([run.listed for run in runs]), strict=True
-    ):
-        # A name apart tells a served twin well enough.
-        told = {
-            k: v
-            for k, v in settings.items()
-            if 1 not in kept or k not in ("model.base_url", "model.served")
-        }
-        varied = [f"{key.partition('.')[2]}={value}" for key, value in told.items()]
-        text = ", ".join([*(shown(run.names[i]) for i in kept), *varied])
-        labels.append(text if len(text) <= LABEL else f"{text[: LABEL - 3]}...")
-    twice = {label for label in labels if not label or labels.count(label) > 1}
-    return [
-        replace(
-            run, label=f"{label} {run.listed.hash}".strip() if label in twice else label
-        )
-        for run, label in zip(runs, labels, strict=True)
-    ]
+    settings_of_runs = differing_settings([run.summary for run in runs])
+    for run, settings in zip(runs, settings_of_runs, strict=True):
+        names = []
+        if several_models:
+            names.append(shown(run.model))
+        if several_methods:
+            names.append(shown(run.method))
+            # The method's name tells a served model from its twin in process.
+            settings.pop("model.base_url", None)
+            settings.pop("model.served", None)
+        for key, value in settings.items():
+            names.append(f"{key.partition('.')[2]}={value}")
+        label = ", ".join(names)
+        if len(label) > MAX_LABEL_CHARACTERS:
+            label = f"{label[: MAX_LABEL_CHARACTERS - 3]}..."
+        labels.append(label)
+    unique = []
+    for run, label in zip(runs, labels, strict=True):
+        if not label or labels.count(label) > 1:
+            label = f"{label} {run.summary.hash}".strip()
+        unique.append(replace(run, label=label))
+    return unique
 
 
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
-    """A number over all gold positions; None where there is none."""
+    """A metric over all gold positions; None where there is none."""
     rows = overall(metrics, metric).dropna(subset="value")
-    return next(
-        (Estimate(r.value, r.ci_low, r.ci_high, int(r.n)) for r in rows.itertuples()),
-        None,
-    )
+    for row in rows.itertuples():
+        return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
+    return None
 
 
-def differences(first: Compared, other: Compared) -> dict[str, Any]:
-    """Score and position bias of a run minus those of the first, and over how many ``pairs`` of answers to
-    one prompt: where one run asked all that the other did. Else, without pairs, they are differences of
-    independent numbers, whose intervals are too wide where a part of the prompts is the same."""
-    shared = [key for key in first.prompts if key in other.prompts]
-    found: dict[str, Any] = {"pairs": 0}
-    if not shared or len(shared) < min(len(first.prompts), len(other.prompts)):
-        for part, (metric, _) in PARTS.items():
-            a, b = (_estimate(run.metrics, metric) for run in (other, first))
-            found[part] = combined((a, b), (1, -1), a.n + b.n) if a and b else None
-        return found
+def differences(first: Compared, second: Compared) -> dict[str, Any]:
+    """Score and position bias of a run minus those of the first.
+
+    They are paired where one run asked all prompts of the other. Else they are
+    differences of independent numbers, whose intervals are too wide if some prompts are
+    the same.
+
+    Returns:
+        ``pairs``, the number of paired prompts (0 if unpaired), and an estimate or None
+        for each of :data:`MEASURES`.
+    """
+    common = [key for key in first.prompts if key in second.prompts]
+    if not common or len(common) < min(len(first.prompts), len(second.prompts)):
+        result: dict[str, Any] = {"pairs": 0}
+        for measure, (metric, _) in MEASURES.items():
+            result[measure] = _unpaired_difference(first, second, metric)
+        return result
     config = first.run.config("task", "runtime")
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
-    draws = {
-        "resamples": config["runtime"]["resamples"],
-        "seed": getattr(task, "seed", 0),
-    }
-    both = {UNMODIFIED: first, "other": other}
-    rows = [
-        {**run.prompts[key], "method": name}
-        for name, run in both.items()
-        for key in shared
-    ]
-    table = Tabulator(task=task, model="", unmodified=UNMODIFIED, **draws).metrics(rows)
-    return {"pairs": len(shared)} | {
-        part: _estimate(table, metric) for part, (_, metric) in PARTS.items()
-    }
+    rows = [{**first.prompts[key], "method": UNMODIFIED} for key in common]
+    rows += [{**second.prompts[key], "method": "other"} for key in common]
+    tabulator = Tabulator(
+        task=task,
+        model="",
+        unmodified=UNMODIFIED,
+        resamples=config["runtime"]["resamples"],
+        seed=getattr(task, "seed", 0),
+    )
+    metrics = tabulator.metrics(rows)
+    result = {"pairs": len(common)}
+    for measure, (_, paired_metric) in MEASURES.items():
+        result[measure] = _estimate(metrics, paired_metric)
+    return result
 
 
-def said_of(first: Compared, run: Compared, found: Row) -> str:
-    """What the differences of a run rest on, where that is not all of its prompts."""
-    shared = len(first.prompts.keys() & run.prompts.keys())
-    if not found["pairs"]:
-        asked = f"{shared} of its {len(run.prompts)} prompts were asked in {first.label}, too"
-        return f"{run.label}: unpaired, {asked}."
-    if shared == len(run.prompts) == len(first.prompts):
+def _unpaired_difference(
+    first: Compared, second: Compared, metric: str
+) -> Estimate | None:
+    """A metric of a run minus that of the first, as of independent samples."""
+    minuend = _estimate(second.metrics, metric)
+    subtrahend = _estimate(first.metrics, metric)
+    if minuend is None or subtrahend is None:
+        return None
+    n = minuend.n + subtrahend.n
+    return combined((minuend, subtrahend), (1, -1), n)
+
+
+def pairing_note(first: Compared, run: Compared, difference: Row) -> str:
+    """Which prompts the differences of a run rest on; empty if all are paired."""
+    common = len(first.prompts.keys() & run.prompts.keys())
+    if not difference["pairs"]:
+        return (
+            f"{run.label}: unpaired, {common} of its {len(run.prompts)} prompts "
+            f"were asked in {first.label}, too."
+        )
+    if common == len(run.prompts) == len(first.prompts):
         return ""
-    return f"{run.label}: the differences are over the {shared} prompts that both runs asked."
+    return f"{run.label}: the differences are over the {common} prompts that both runs asked."
 
 
-def _row(run: Compared, found: Row) -> Row:
-    """A run's row of the file."""
-    model, method = run.names
-    front = {
-        "run": run.listed.hash,
+def _row(run: Compared, difference: Row) -> Row:
+    """A run's row of the file; the first run has no difference."""
+    row: Row = {
+        "run": run.summary.hash,
         "label": run.label,
-        "model": model,
-        "method": method,
-    }
-    line: Row = {
-        **front,
+        "model": run.model,
+        "method": run.method,
         "folder": str(run.run.path),
         "n": len(run.prompts),
-        "pairs": found.get("pairs"),
+        "pairs": difference.get("pairs"),
     }
-    for part, (metric, _) in PARTS.items():
-        for name, at in (
-            (part, _estimate(run.metrics, metric)),
-            (f"{part}_difference", found.get(part)),
-        ):
-            line |= dict.fromkeys(columns(name)) | (ends(at, name) if at else {})
-    return line
+    for measure, (metric, _) in MEASURES.items():
+        row |= _estimate_columns(measure, _estimate(run.metrics, metric))
+        row |= _estimate_columns(f"{measure}_difference", difference.get(measure))
+    return row
 
 
-def look(lines: Sequence[Record]) -> list[dict[str, str]]:
+def _estimate_columns(name: str, estimate: Estimate | None) -> Row:
+    """The columns of an estimate, None in each where it is missing."""
+    if estimate is None:
+        return dict.fromkeys(columns(name))
+    return {**ends(estimate, name)}
+
+
+def look(rows: Sequence[Record]) -> list[dict[str, str]]:
     """The table as a terminal shows it: scores in %, all else in points."""
+    return [_terminal_row(row) for row in rows]
 
-    def seen(at: Any) -> dict[str, str]:
-        names = [name for part in PARTS for name in (part, f"{part}_difference")]
-        told = {
-            name.replace("_", " "): number(at, name, "+" * ("difference" in name))
-            for name in names
-        }
-        label = (
-            f" {at['label']}".removesuffix(f" {at['run']}").strip().replace(", ", "\n")
+
+def _terminal_row(row: Record) -> dict[str, str]:
+    # A label may end with the hash, which has a line of its own.
+    label = f" {row['label']}".removesuffix(f" {row['run']}").strip()
+    settings = label.replace(", ", "\n")
+    cells = {"run": f"{row['run']}\n{settings}".strip()}
+    for measure in MEASURES:
+        name = measure.replace("_", " ")
+        cells[name] = estimate_cell(row, measure)
+        cells[f"{name} difference"] = estimate_cell(
+            row, f"{measure}_difference", signed=True
         )
-        return {"run": f"{at['run']}\n{label}".strip(), **told, "n": str(at["n"])}
+    cells["n"] = str(row["n"])
+    return cells
 
-    return [seen(line) for line in lines]
 
+def _score_figure(runs: Sequence[Compared]) -> Figure | None:
+    """Scores over the gold position, or over subsets where prompts have none.
 
-def _figure(runs: Sequence[Compared]) -> Figure | None:
-    """Scores over the gold position, or over subsets where prompts have none: a line for each run, and the
-    unmodified model's where it is the same for all."""
-    names = [
-        UNMODIFIED if run.label == shown(UNMODIFIED) else run.label for run in runs
-    ]
-    tables = [run.metrics for run in runs]
-    plain = [
-        at_positions(run.unmodified)[["gold_position", "value"]].to_numpy().tolist()
-        for run in runs
-    ]
-    if UNMODIFIED not in names and plain[0] and all(each == plain[0] for each in plain):
-        names = [*names, UNMODIFIED]
-        tables = [*tables, runs[0].unmodified]
-    frames = [
-        t.assign(method=name, model="", seed=0)
-        for t, name in zip(tables, names, strict=True)
-    ]
-    frame = pd.concat(frames, ignore_index=True)
-    if len(at_positions(frame)):
-        figure = accuracy_by_position(frame)
-        for under, over in itertools.combinations(figure.axes[0].lines, 2):
-            if np.array_equal(
-                under.get_ydata(), over.get_ydata()
-            ):  # else it would not be seen
-                under.set(linewidth=3, markersize=6.5)
+    One line per run, and one for the unmodified model if it is the same in all runs.
+    """
+    frames = []
+    for run in runs:
+        # The name of the unmodified model gives it its line style.
+        name = UNMODIFIED if run.label == shown(UNMODIFIED) else run.label
+        frames.append(run.metrics.assign(method=name, model="", seed=0))
+    has_unmodified = any(run.label == shown(UNMODIFIED) for run in runs)
+    baselines = [_curve(run.unmodified) for run in runs]
+    is_common = all(baseline == baselines[0] for baseline in baselines)
+    if not has_unmodified and baselines[0] and is_common:
+        frames.append(runs[0].unmodified.assign(method=UNMODIFIED, model="", seed=0))
+    rows = pd.concat(frames, ignore_index=True)
+    if len(at_positions(rows)):
+        figure = accuracy_by_position(rows)
+        _widen_hidden_lines(figure)
     else:
-        found = [(run, read_csv(run.run.path / "subsets.csv")) for run in runs]
-        tables = [
-            t[t["method"] == r.names[1]].assign(method=r.label)
-            for r, t in found
-            if t is not None
-        ]
-        if len(tables) < len(runs):
+        subset_figure = _subset_figure(runs)
+        if subset_figure is None:
             return None
-        figure = by_subset(pd.concat(tables).assign(model=""))
-    sign(figure, list(dict.fromkeys(run.names[0] for run in runs)))
+        figure = subset_figure
+    sign(figure, list(dict.fromkeys(run.model for run in runs)))
     return figure
+
+
+def _curve(metrics: pd.DataFrame) -> list[list[float]]:
+    """Gold position and score of each row at a gold position."""
+    rows = at_positions(metrics)[["gold_position", "value"]]
+    return rows.to_numpy().tolist()
+
+
+def _widen_hidden_lines(figure: Figure) -> None:
+    """Draw a line wider that another line with the same values would hide."""
+    for lower, upper in itertools.combinations(figure.axes[0].lines, 2):
+        if np.array_equal(lower.get_ydata(), upper.get_ydata()):
+            lower.set(linewidth=3, markersize=6.5)
+
+
+def _subset_figure(runs: Sequence[Compared]) -> Figure | None:
+    """Scores over subsets; None if a run has no scores of subsets."""
+    frames = []
+    for run in runs:
+        subsets = read_csv(run.run.path / "subsets.csv")
+        if subsets is None:
+            return None
+        rows = subsets[subsets["method"] == run.method]
+        frames.append(rows.assign(method=run.label))
+    return by_subset(pd.concat(frames).assign(model=""))

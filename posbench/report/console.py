@@ -1,19 +1,20 @@
-"""The terminal, and lists on it: tables for who reads, TSV for a pipe, JSON for a program."""
+"""The terminal, and lists on it: tables for people, TSV for a pipe, JSON for a program."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-Record = Mapping[str, object]
-"""One row of a list, by column; a column that holds a mapping shows as ``key=value`` pairs."""
+Record = Mapping[str, Any]
+"""One row of a list, by column; a column with a mapping prints as ``key=value`` pairs."""
 
-NARROW = 16
-"""Letters up to which the lines of a column are not broken, where there is room for that."""
+NARROW_CHARACTERS = 16
+"""Width up to which the lines of a column are not broken, if there is room for that."""
 
 
 def terminal(width: int | None = None) -> Console:
@@ -33,37 +34,37 @@ def show_lists(
     as_json: bool = False,
     look: Callable[[Sequence[Record]], Sequence[Mapping[str, str]]] | None = None,
 ) -> None:
-    """Print lists by their titles; all records of a list have the same columns.
+    """Print lists of records.
 
-    On a terminal each is a table, of what ``look`` makes of its records, without empty columns. A pipe gets
-    TSV: a header, then a line for each record; where there are several lists, each below ``# title`` and a
-    blank line apart.
-    ``as_json``: the records of the one list, or of several by title.
+    A terminal gets a table for each list, without empty columns. A pipe gets TSV: a
+    header, then a line for each record; several lists are a blank line apart, each
+    below ``# title``.
+
+    Args:
+        lists: Records by the title of their list; those of one list have the same
+            columns.
+        as_json: Print the records of the one list, or of several by title.
+        look: Makes the cells that a terminal shows; None prints the records' values.
     """
     console = terminal()
     if as_json:
-        data = {title: list(map(dict, records)) for title, records in lists.items()}
-        print(
-            json.dumps(
-                data if len(data) > 1 else next(iter(data.values())),
-                indent=2,
-                default=str,
-            )
-        )
+        data: Any = {title: list(map(dict, lists[title])) for title in lists}
+        if len(data) == 1:
+            (data,) = data.values()
+        print(json.dumps(data, indent=2, default=str))
     elif console.is_terminal:
         for title, records in lists.items():
-            seen = look(records) if look else [*map(_cells, records)]
-            console.print(_table(title, seen, console.width))
+            rows = look(records) if look else list(map(_cells, records))
+            console.print(_table(title, rows, console.width))
     else:
-        parts = []
+        texts = []
         for title, records in lists.items():
-            lines = [f"# {title}"] * (len(lists) > 1) + [
-                "\t".join(r) for r in records[:1]
-            ]
-            parts.append(
-                "\n".join([*lines, *("\t".join(_cells(r).values()) for r in records)])
-            )
-        print("\n\n".join(parts))
+            lines = [] if len(lists) == 1 else [f"# {title}"]
+            if records:
+                lines.append("\t".join(records[0]))
+            lines += ["\t".join(_cells(record).values()) for record in records]
+            texts.append("\n".join(lines))
+        print("\n\n".join(texts))
 
 
 def _cells(record: Record) -> dict[str, str]:
@@ -72,31 +73,31 @@ def _cells(record: Record) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return ""
     if isinstance(value, Mapping):
         return " ".join(f"{key}={part}" for key, part in value.items())
-    return (
-        ""
-        if value is None
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
+    """A table without empty columns; lines of wide columns may break."""
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
-    told = [
-        name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)
-    ]
-    most = {
+    names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    widths = {
         name: max(len(line) for row in rows for line in row[name].split("\n"))
-        for name in told
+        for name in names
     }
-    fits = sum(min(letters, NARROW) + 2 for letters in most.values()) <= width + 2
-    for name in told:
-        whole = most[name] <= NARROW if fits else name == told[0]
-        header = name if len(name) <= most[name] else name.replace(" ", "\n")
-        table.add_column(Text(header), no_wrap=whole, overflow="fold")
+    narrowest = sum(min(w, NARROW_CHARACTERS) + 2 for w in widths.values()) - 2
+    for name in names:
+        unbroken = widths[name] <= NARROW_CHARACTERS
+        if narrowest > width:
+            # There is no room for that: only the first column, the name, stays whole.
+            unbroken = name == names[0]
+        header = name if len(name) <= widths[name] else name.replace(" ", "\n")
+        table.add_column(Text(header), no_wrap=unbroken, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(row[name]) for name in told))
+        table.add_row(*(Text(row[name]) for name in names))
     return table

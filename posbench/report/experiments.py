@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ PAPERS = {
 }
 """Title of each paper by its short name, in the order of all pages."""
 HEADER = ("item", "what it shows", "command", "minutes", "status")
-TRAINED = "training: hours ([results](results/wu2025/README.md))"
+TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
 
 
 def captions() -> pd.DataFrame:
@@ -37,25 +37,23 @@ def captions() -> pd.DataFrame:
 
 def experiments() -> dict[str, Mapping[str, Any]]:
     """The configs of posbench's experiments, by name."""
-    files = {
-        name: paths.EXPERIMENTS / f"{name}.yaml" for name in choices(paths.EXPERIMENTS)
-    }
-    return {
-        name: yaml.safe_load(file.read_text(encoding="utf-8"))
-        for name, file in files.items()
-    }
+    configs = {}
+    for name in choices(paths.EXPERIMENTS):
+        text = (paths.EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8")
+        configs[name] = yaml.safe_load(text)
+    return configs
 
 
-def covering(
-    every: Mapping[str, Mapping[str, Any]], paper: str, item: str
+def experiments_covering(
+    configs: Mapping[str, Mapping[str, Any]], paper: str, item: str
 ) -> list[str]:
-    """The experiments that regenerate a table or figure."""
-    told = {name: data["experiment"] for name, data in every.items()}
-    return [
-        n
-        for n, e in told.items()
-        if e.get("paper") == paper and item in e.get("covers", ())
-    ]
+    """Names of the experiments that regenerate a table or figure of a paper."""
+    names = []
+    for name, config in configs.items():
+        experiment = config["experiment"]
+        if experiment.get("paper") == paper and item in experiment.get("covers", ()):
+            names.append(name)
+    return names
 
 
 def page(folder: Path) -> str:
@@ -71,15 +69,18 @@ def page(folder: Path) -> str:
             "an outputs folder, with runs or empty",
             "posbench experiment=NAME",
         )
-    every = experiments()
+    configs = experiments()
+    entries = {entry.name: entry for entry in collect(folder)}
+    items = captions()
     parts = list[str]()
-    found = {entry.name: entry for entry in collect(folder)}
     for paper, title in PAPERS.items():
-        listed = captions()[lambda frame, paper=paper: frame["paper"] == paper]
-        rows = [_row(every, found, paper, row) for row in listed.to_dict("records")]
-        without = (listed["reason"] != "").sum()
+        of_paper = items[items["paper"] == paper]
+        rows = [
+            _row(configs, entries, paper, item) for item in of_paper.to_dict("records")
+        ]
+        num_without = (of_paper["reason"] != "").sum()
         parts.append(
-            f"## {title}\n\n{len(rows)} tables and figures, {without} without an experiment."
+            f"## {title}\n\n{len(rows)} tables and figures, {num_without} without an experiment."
         )
         parts.append(markdown(HEADER, rows))
     return "\n\n".join(parts)
@@ -91,43 +92,62 @@ def trains(data: Mapping[str, Any]) -> bool:
 
 
 def _row(
-    every: Mapping[str, Mapping[str, Any]],
-    found: Mapping[str, Entry],
+    configs: Mapping[str, Mapping[str, Any]],
+    entries: Mapping[str, Entry],
     paper: str,
-    caption: Mapping[str, str],
-) -> Sequence[str]:
-    """One line of the page; the experiments of one item stand below each other in its cells."""
-    front = [caption["item"], caption["shows"]]
-    names = covering(every, paper, caption["item"])
+    item: Mapping[str, str],
+) -> list[str]:
+    """One line of the page; several experiments of an item share its cells.
+
+    Args:
+        configs: Config of each experiment by name.
+        entries: The newest runs of each experiment by name.
+        paper: Short name of the paper.
+        item: A row of :func:`captions`.
+    """
+    names = experiments_covering(configs, paper, item["item"])
     if not names:
-        return [*front, "none", "", caption["reason"]]
-    lines = [_line(name, every[name], found.get(name)) for name in names]
-    return [*front, *("<br>".join(cell) for cell in zip(*lines, strict=True))]
+        return [item["item"], item["shows"], "none", "", item["reason"]]
+    cells = [_cells(name, configs[name], entries.get(name)) for name in names]
+    commands, minutes, statuses = zip(*cells, strict=True)
+    return [
+        item["item"],
+        item["shows"],
+        "<br>".join(commands),
+        "<br>".join(minutes),
+        "<br>".join(statuses),
+    ]
 
 
-def _line(name: str, data: Mapping[str, Any], entry: Entry | None) -> Sequence[str]:
-    weights = bool(data["experiment"].get("needs_weights"))
+def _cells(
+    name: str, config: Mapping[str, Any], entry: Entry | None
+) -> tuple[str, str, str]:
+    """Command, minutes and status of an experiment."""
     command = f"posbench experiment={name}"
     minutes = ""
-    status = "needs weights" if weights else TRAINED if trains(data) else "not run"
-    if entry and entry.parts:
+    if config["experiment"].get("needs_weights"):
+        status = "needs weights"
+    elif trains(config):
+        status = TRAINING_STATUS
+    else:
+        status = "not run"
+    if entry and entry.results:
         command = re.sub(r" runtime\.outputs=\S+", "", entry.command)
-        minutes = "" if entry.seconds is None else f"{entry.seconds / 60:.1f}"
         status = _status(entry)
+        if entry.seconds is not None:
+            minutes = f"{entry.seconds / 60:.1f}"
     if entry and entry.faults:
         status += f"; unfinished or damaged: {len(entry.faults)}"
     return f"[`{command}`]({name}.yaml)", minutes, status
 
 
 def _status(entry: Entry) -> str:
-    """How the paper's claims fared; else how its cells did, where one of its models ran; else what we see."""
+    """How the paper's claims fared, else its cells, else what was measured."""
     findings = entry.findings
-    cells = entry.cells
-    told = (
-        tally(findings.loc[findings["kind"] == "paper", "verdict"])
-        if len(findings)
-        else ""
-    )
-    if told or len(cells):
-        return told or f"cells: {tally(cells['verdict'], AGREEMENT)}"
-    return entry.seen or "measured"
+    if len(findings):
+        claims = tally(findings.loc[findings["kind"] == "paper", "verdict"])
+        if claims:
+            return claims
+    if len(entry.cells):
+        return f"cells: {tally(entry.cells['verdict'], AGREEMENT)}"
+    return entry.summary or "measured"

@@ -1,4 +1,4 @@
-"""The examples of a run, to be read: prompt, expected answers, and reply and score of every method."""
+"""The examples of a run as text: prompt, expected answers, every method's reply and score."""
 
 from __future__ import annotations
 
@@ -16,41 +16,53 @@ from posbench.tasks import Example, Task
 from posbench.tasks.base import recorded
 
 FILE = "predictions.jsonl"
-FEW = 5  # examples that are shown unless more are asked for
-AROUND = 60
-EDGE = 200  # characters kept around the gold item, and at both ends of a prompt
+MAX_EXAMPLES = 5
+"""Examples that are shown unless all are asked for."""
+CONTEXT_CHARACTERS = 60
+"""Characters kept before and after the gold item."""
+EDGE_CHARACTERS = 200
+"""Characters kept at both ends of a prompt."""
+MIN_GAP_CHARACTERS = EDGE_CHARACTERS / 5
+"""Longer gaps between kept spans are left out."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The evaluated examples of a run; prompts are built again from the task, not kept in the rows."""
+    """The evaluated examples of a run.
+
+    Prompts are built again from the task; rows do not hold them.
+
+    Attributes:
+        task: The task of the run.
+        rows: Predictions of each example by its id, one for each method.
+        prompts: Examples by id; empty if they cannot be built.
+        lost: Why there are no prompts; empty where there are.
+    """
 
     task: Task
-    rows: Mapping[str, Sequence[Row]]  # by id, one for each method
-    prompts: Mapping[str, Example]  # by id
-    lost: str  # why there are no prompts; empty where there are
+    rows: Mapping[str, Sequence[Row]]
+    prompts: Mapping[str, Example]
+    lost: str
 
     @classmethod
     def of(cls, run: RunDir, config: Mapping[str, Any]) -> Examples:
-        """Those of a run folder with this config; it reads no network."""
+        """The examples of a run with this config, without network access."""
         task = recorded(config["task"])
         rows: dict[str, list[Row]] = {}
         for row in run.rows(FILE):
             rows.setdefault(row["id"], []).append(row)
-        prompts = dict[str, Example]()
-        lost = ""
         try:
-            away = [
-                source.id for source in task.files() if sources.cached(source) is None
-            ]
-            lost = f"{away[0]} is not on this machine" if away else ""
-            prompts = {} if away else {e.id: e for e in task.evaluation()}
+            for source in task.files():
+                if sources.cached(source) is None:
+                    lost = f"{source.id} is not on this machine"
+                    return cls(task, rows, {}, lost)
+            prompts = {example.id: example for example in task.evaluation()}
         except UserError as error:
-            lost = str(error)
-        return cls(task, rows, prompts, lost)
+            return cls(task, rows, {}, str(error))
+        return cls(task, rows, prompts, "")
 
     def wrong(self) -> list[str]:
-        """The ids whose score is below 1 under some method, in the order of the task."""
+        """Ids of examples with a score below 1 under some method, in task order."""
         return [
             name
             for name in self.ids()
@@ -58,136 +70,146 @@ class Examples:
         ]
 
     def ids(self) -> list[str]:
-        """All ids, in the order of the task, or else of the file."""
+        """All ids, in task order if the prompts can be built, else in file order."""
         return [name for name in self.prompts if name in self.rows] or list(self.rows)
 
     def _score(self, row: Row) -> float:
-        """The task's own metric of a row; 1 where it has none."""
+        """The score by the task's own metric; 1 for a row without scores."""
         scores = row.get("scores") or {}
         return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
 
     def text(self, name: str, whole: bool = False) -> str:
-        """One example in words; ``whole`` with all of its prompt."""
+        """One example as text; ``whole`` prints all of its prompt."""
         rows = self.rows[name]
+        row = next((row for row in rows if "error" not in row), rows[0])
         example = self.prompts.get(name)
-        first = next((row for row in rows if "error" not in row), rows[0])
-        place = first.get("gold_position")
-        dropped = first.get("dropped")
-        head = [
-            f"id {name}",
-            first.get("subset") or "",
-            f"{first.get('tokens', '?')} tokens",
-        ]
-        head += [f"{dropped} more cut off to fit the window"] if dropped else []
-        if place is not None:
-            of = (
-                f" (0 to {len(example.items) - 1})" if example and example.items else ""
-            )
-            head.insert(1, f"gold position {place}{of}")
-        expected = " | ".join(first.get("answers", ["not recorded"]))
+        expected = " | ".join(row.get("answers", ["not recorded"]))
         lines = [
-            ", ".join(filter(None, head)),
+            self._head(name, row, example),
             "prompt:",
-            _indented(self._prompt(first, example, whole)),
+            _indent(self._prompt(row, example, in_full=whole)),
+            f"expected: {expected or 'not published'}",
         ]
-        lines += [f"expected: {expected or 'not published'}"]
-        return "\n".join([*lines, *(self._answered(row, example) for row in rows)])
+        lines += [self._reply(row, example) for row in rows]
+        return "\n".join(lines)
 
-    def _prompt(self, row: Row, example: Example | None, whole: bool) -> str:
+    def _head(self, name: str, row: Row, example: Example | None) -> str:
+        """Id, gold position, subset and length of an example, in one line."""
+        facts = [f"id {name}"]
+        position = row.get("gold_position")
+        if position is not None:
+            fact = f"gold position {position}"
+            if example and example.items:
+                fact += f" (0 to {len(example.items) - 1})"
+            facts.append(fact)
+        if row.get("subset"):
+            facts.append(row["subset"])
+        facts.append(f"{row.get('tokens', '?')} tokens")
+        if row.get("dropped"):
+            facts.append(f"{row['dropped']} more cut off to fit the window")
+        return ", ".join(facts)
+
+    def _prompt(self, row: Row, example: Example | None, in_full: bool) -> str:
+        """The prompt, or why it cannot be shown."""
         if example is None:
-            return f"cannot be built again: {self.lost or 'the task has no example of this id now'}"
+            reason = self.lost or "the task has no example of this id now"
+            return f"cannot be built again: {reason}"
         if row.get("prompt") != prompt_digest(example):
             return "cannot be built again: the task's data or code gives no prompt of this row's checksum now"
-        return full(example) if whole else excerpt(example)
+        return full_prompt(example) if in_full else excerpt(example)
 
-    def _answered(self, row: Row, example: Example | None) -> str:
+    def _reply(self, row: Row, example: Example | None) -> str:
+        """One method's score, reply and the answer that was read in it."""
+        method = shown(row["method"])
         if "error" in row:
-            return f"{shown(row['method'])}: failed ({row['error']})"
+            return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
-        scores = scores or row.get("note") or "not scored"
-        read = self.task.extracted(example, row["output"]) if example else None
         lines = [
-            f"{shown(row['method'])}: {scores}",
-            f"  reply:  {_indented(row['output'], 10).strip()}",
+            f"{method}: {scores or row.get('note') or 'not scored'}",
+            f"  reply:  {_indent(row['output'], 10).strip()}",
         ]
-        return "\n".join(
-            [
-                *lines,
-                *([f"  answer: {read or 'none found'}"] if read is not None else []),
-            ]
-        )
+        answer = self.task.extracted(example, row["output"]) if example else None
+        if answer is not None:
+            lines.append(f"  answer: {answer or 'none found'}")
+        return "\n".join(lines)
 
 
-def few(names: Sequence[str], most: int = FEW) -> list[str]:
+def few(names: Sequence[str], count: int = MAX_EXAMPLES) -> list[str]:
     """At most so many of the names, spread evenly over them."""
-    return (
-        [names[i * len(names) // most] for i in range(most)]
-        if len(names) > most
-        else list(names)
-    )
+    if len(names) <= count:
+        return list(names)
+    return [names[i * len(names) // count] for i in range(count)]
 
 
-def full(example: Example) -> str:
+def full_prompt(example: Example) -> str:
     """All that a model is asked, without a chat template."""
-    return (
-        (f"{example.system}\n\n" if example.system else "")
-        + example.prompt
-        + example.prefill
-    )
+    system = f"{example.system}\n\n" if example.system else ""
+    return system + example.prompt + example.prefill
 
 
 def excerpt(example: Example) -> str:
     """Both ends of a prompt, and the gold item with a little around it."""
-    text = full(example)
-    at = len(f"{example.system}\n\n") if example.system else 0
-    kept = [(0, EDGE), (len(text) - EDGE, len(text))]
+    text = full_prompt(example)
+    spans = [(0, EDGE_CHARACTERS)]
     if example.items and example.gold_position is not None:
-        start, end = example.items[example.gold_position]
+        offset = len(f"{example.system}\n\n") if example.system else 0
+        item_start, item_end = example.items[example.gold_position]
+        start = offset + item_start - CONTEXT_CHARACTERS
+        end = offset + item_end + CONTEXT_CHARACTERS
         # A gold item may be a long document; its own ends are enough then.
-        first = at + start - AROUND
-        last = at + end + AROUND
-        kept[1:1] = [
-            (first, min(last, first + 2 * EDGE)),
-            (max(first, last - 2 * EDGE), last),
-        ]
-    return joined(text, kept)
+        spans.append((start, min(end, start + 2 * EDGE_CHARACTERS)))
+        spans.append((max(start, end - 2 * EDGE_CHARACTERS), end))
+    spans.append((len(text) - EDGE_CHARACTERS, len(text)))
+    return join_spans(text, spans)
 
 
-def joined(text: str, kept: Iterable[tuple[int, int]]) -> str:
-    """The kept spans of a text, rising, with the number of characters that are left out between them."""
-    out = ""
-    done = 0
-    for start, end in kept:
+def join_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """The spans of a text, with the number of characters left out between them.
+
+    Args:
+        text: The text.
+        spans: Start and end of each, by rising start; they may overlap or lie partly
+            outside the text.
+    """
+    result = ""
+    position = 0
+    for start, end in spans:
         start = max(start, 0)
         end = min(end, len(text))
-        gap = start - done
-        if gap > EDGE / 5:
-            out = f"{out}\n[... {gap} characters ...]\n"
-            done = start
-        out = out + text[done : max(end, done)]
-        done = max(end, done)
-    return out
+        gap = start - position
+        if gap > MIN_GAP_CHARACTERS:
+            result += f"\n[... {gap} characters ...]\n"
+            position = start
+        end = max(end, position)
+        result += text[position:end]
+        position = end
+    return result
 
 
-def _indented(text: str, by: int = 2) -> str:
-    return "\n".join(" " * by + line for line in text.splitlines())
+def _indent(text: str, columns: int = 2) -> str:
+    return "\n".join(" " * columns + line for line in text.splitlines())
 
 
-def on_page(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
-    """For the page of a run: ``said`` of all wrong answers, and ``shown``, some of them (head, text)."""
+def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The wrong answers of a run for its page.
+
+    Returns:
+        ``summary``: how many there are, in words. ``examples``: head and text of some
+        of them.
+    """
     try:
         examples = Examples.of(run, config)
     except UserError as error:
-        return {"said": f"They cannot be shown: {error}", "shown": []}
+        return {"summary": f"They cannot be shown: {error}", "examples": []}
     wrong = examples.wrong()
-    said = f"{len(wrong)} of {len(examples.rows)} examples are scored below 1 under some method"
-    some = few(wrong)
-    more = (
-        f"; {len(some)} of them, and all with: posbench show DIR --wrong --all"
-        if wrong
-        else ""
-    )
-    return {
-        "said": f"{said}{more}.",
-        "shown": [examples.text(n).partition("\n")[::2] for n in some],
-    }
+    names = few(wrong)
+    summary = f"{len(wrong)} of {len(examples.rows)} examples are scored below 1 under some method"
+    if wrong:
+        summary += (
+            f"; {len(names)} of them, and all with: posbench show DIR --wrong --all"
+        )
+    texts = []
+    for name in names:
+        head, _, text = examples.text(name).partition("\n")
+        texts.append((head, text))
+    return {"summary": f"{summary}.", "examples": texts}

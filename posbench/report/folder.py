@@ -1,4 +1,4 @@
-"""The files of a run or a sweep as tables; reads folders, never models."""
+"""The files of a run or a sweep as tables."""
 
 from __future__ import annotations
 
@@ -28,53 +28,80 @@ TEXT_COLUMNS = {
     "metric",
     "channel",
     "site",
+    "kind",
+    "claim",
+    "statistic",
+    "verdict",
+    "note",
 }
-TEXT_COLUMNS |= {"kind", "claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
 """Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""
-NEEDED = {
-    **dict.fromkeys(("metrics", "summary"), tuple(c for c in METRICS if c != "note")),
-    **dict.fromkeys(("subsets", "subsets_summary"), SUBSET_COLUMNS),
-    **dict.fromkeys(("attention", "attention_summary"), ATTENTION),
-    **{"findings": FINDINGS, "trend": TREND},
+REQUIRED_METRICS = tuple(column for column in METRICS if column != "note")
+REQUIRED_COLUMNS = {
+    "metrics": REQUIRED_METRICS,
+    "summary": REQUIRED_METRICS,
+    "subsets": SUBSET_COLUMNS,
+    "subsets_summary": SUBSET_COLUMNS,
+    "attention": ATTENTION,
+    "attention_summary": ATTENTION,
+    "findings": FINDINGS,
+    "trend": TREND,
 }
 """Columns that a table must have; tables of searches and studies are read by their own modules."""
 
 
 def read_csv(path: Path) -> pd.DataFrame | None:
-    """A CSV whose text (`none`, `null`) stays text; None if absent or without rows. Raises `UserError` where
-    it cannot be read or lacks a column."""
-    needed = NEEDED.get(path.stem, ())
+    """A CSV whose text (`none`, `null`) stays text; None if it is absent or has no rows.
 
-    def parse(path: Path) -> pd.DataFrame:
-        with open(path, encoding="utf-8", newline="") as file:
-            header = next(csv.reader(file), [])
-        names = [
-            f"{c}.{header[:i].count(c)}" if c in header[:i] else c
-            for i, c in enumerate(header)
-        ]
-        missing = [c for c in needed if c not in names]
-        if missing:
-            raise ValueError(f"columns missing: {', '.join(missing)}")
-        text = {c: str for c in names if c.removesuffix(".1") in TEXT_COLUMNS}
-        if "metric" not in names:
-            text.pop("gold_position", None)  # always an index there, never ``all``
-        # A swept `method` stands before the `method` of the metrics: pandas calls the later one `method.1`.
-        twice = [
-            c.removesuffix(".1")
-            for c in names
-            if c.endswith(".1") and c.removesuffix(".1") in names
-        ]
-        swept = {c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice}
-        return _plain_csv(path, dtype=text).rename(columns=swept)
+    A swept key that is called as a later column gets the name `<key> (swept)`.
 
-    frame = read(
-        path,
-        parse,
-        f"a CSV with {', '.join(needed)}" if needed else "a CSV as posbench writes it",
-    )
+    Raises:
+        UserError: It cannot be read or lacks a required column.
+    """
+    required = REQUIRED_COLUMNS.get(path.stem, ())
+    allowed = "a CSV as posbench writes it"
+    if required:
+        allowed = f"a CSV with {', '.join(required)}"
+    frame = read(path, _parse_csv, allowed)
     return None if frame is None or frame.empty else frame
+
+
+def _parse_csv(path: Path) -> pd.DataFrame:
+    """See :func:`read_csv`.
+
+    Raises:
+        ValueError: A required column is missing.
+    """
+    names = _column_names(path)
+    required = REQUIRED_COLUMNS.get(path.stem, ())
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise ValueError(f"columns missing: {', '.join(missing)}")
+    text_types: dict[str, type] = {}
+    new_names: dict[str, str] = {}
+    for name in names:
+        base = name.removesuffix(".1")
+        if base in TEXT_COLUMNS:
+            text_types[name] = str
+        # A swept `method` stands before that of the metrics, which becomes `method.1`.
+        if base != name and base in names:
+            new_names[base] = f"{base} (swept)"
+            new_names[name] = base
+    if "metric" not in names:
+        text_types.pop("gold_position", None)  # always an index there, never ``all``
+    return _plain_csv(path, dtype=text_types).rename(columns=new_names)
+
+
+def _column_names(path: Path) -> list[str]:
+    """Columns of a CSV as pandas names them: a second `method` is `method.1`."""
+    with open(path, encoding="utf-8", newline="") as file:
+        header = next(csv.reader(file), [])
+    names = []
+    for index, name in enumerate(header):
+        repetitions = header[:index].count(name)
+        names.append(f"{name}.{repetitions}" if repetitions else name)
+    return names
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
@@ -91,16 +118,17 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
 
 def runs_of(sweep: Path) -> list[Path]:
     """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
-    made = [
-        Path(job["folder"]) for job in read_json(sweep / JOBS) or () if job["folder"]
-    ]
-    suites = {run.parents[1].name for run in made}
-    # The tasks of a sweep over tasks have folders of their own; one folder may have got another name.
-    tops = {
-        name: sweep.parents[2] / name if len(suites) > 1 else sweep.parents[1]
-        for name in suites
-    }
-    return [tops[run.parents[1].name] / run.parent.name / run.name for run in made]
+    jobs = read_json(sweep / JOBS) or []
+    recorded = [Path(job["folder"]) for job in jobs if job["folder"]]
+    suites = {run.parents[1].name for run in recorded}
+    folders = []
+    for run in recorded:
+        # A sweep over tasks has runs in several suites; a single one may be renamed.
+        suite = sweep.parents[1]
+        if len(suites) > 1:
+            suite = sweep.parents[2] / run.parents[1].name
+        folders.append(suite / run.parent.name / run.name)
+    return folders
 
 
 def read_text(path: Path) -> str:
@@ -118,38 +146,42 @@ def read_json(path: Path) -> Any:
 
 
 def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
-    """A file's parsed content, None where there is no file; `UserError` where it cannot be parsed."""
+    """A file's parsed content; None where there is no file.
+
+    Raises:
+        UserError: It cannot be parsed; ``allowed`` says what it should be.
+    """
     try:
         return parse(path) if path.is_file() else None
-    except (
-        ValueError,
-        csv.Error,
-        yaml.YAMLError,
-    ) as error:  # of pandas, json, Unicode: the first
+    # Errors of pandas, json and Unicode are ValueErrors.
+    except (ValueError, csv.Error, yaml.YAMLError) as error:
         raise unreadable(path, error, allowed) from error
 
 
 def unreadable(path: Path, error: Exception, allowed: str) -> UserError:
     """The error of a file that cannot be read."""
-    return UserError(
-        path.name, str(path), allowed, f"repeat the run that wrote it ({error})"
-    )
+    hint = f"repeat the run that wrote it ({error})"
+    return UserError(path.name, str(path), allowed, hint)
 
 
-def need_place(out: Path, ours: bool, what: str) -> None:
-    """Refuse a place for a new folder where something stands that is not ours to replace."""
+def need_place(out: Path, ours: bool, kind: str) -> None:
+    """Raise `UserError` if a new folder would replace something that is not ours.
+
+    Args:
+        out: Place of the new folder.
+        ours: Whether a folder of the same kind stands there.
+        kind: The kind of folder, in words.
+    """
     if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            "--out",
-            str(out),
-            f"a new folder, or a {what} to replace",
-            "name another folder",
-        )
+        allowed = f"a new folder, or a {kind} to replace"
+        raise UserError("--out", str(out), allowed, "name another folder")
 
 
 def need_folder(folder: Path, allowed: str, *names: str) -> None:
     """Raise `UserError` for a folder that holds none of these files."""
-    if not any((folder / name).is_file() for name in names):
-        found = "posbench prints the folder of each run"
-        hint = found if folder.is_dir() else "no such folder; check the path"
-        raise UserError("DIR", str(folder), allowed, hint)
+    if any((folder / name).is_file() for name in names):
+        return
+    hint = "no such folder; check the path"
+    if folder.is_dir():
+        hint = "posbench prints the folder of each run"
+    raise UserError("DIR", str(folder), allowed, hint)

@@ -16,207 +16,229 @@ from posbench import paths
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
-from posbench.report.collect import Entry, Part, collect
+from posbench.report.collect import Entry, Result, collect
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_place
-from posbench.report.page import size
+from posbench.report.page import figure_size
 from posbench.report.tables import latex
 from posbench.report.text import tally
 
 GROUPS = PAPERS | {"": "Other runs"}
-"""The papers in the order of the page, and what is of none."""
+"""Headings of the page in their order: title of each paper, and that of other runs."""
 PAGE = "index.html"
-MARK = '<meta name="generator" content="posbench gallery">'
-"""What tells a gallery from any other folder: only a gallery is replaced."""
+GENERATOR = '<meta name="generator" content="posbench gallery">'
+"""Marks a gallery: no other folder is replaced."""
+PNG_HEADER_BYTES = 24
 
 
 def write_gallery(folder: Path, out: Path | None = None) -> Path:
-    """Write the gallery of a folder's newest runs (:func:`posbench.report.collect.collect`) to ``out``, or to
-    ``gallery/`` in it, in the place of an older one; the path of its page.
+    """Write the gallery of a folder's newest runs, see :func:`posbench.report.collect.collect`.
+
+    Args:
+        folder: An outputs folder, an experiment's, or one version's.
+        out: Where the gallery is written, in the place of an older one; None takes
+            ``gallery/`` in the folder.
+
+    Returns:
+        The path of its page.
 
     Raises:
-        UserError: There is something else at that place, or a run's file cannot be read.
+        UserError: Something else is at that place, or a run's file cannot be read.
     """
     out = (out or folder / "gallery").absolute()
     page = out / PAGE
-    ours = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")
-    need_place(out, ours, "gallery")
+    is_gallery = page.is_file() and GENERATOR in page.read_text(
+        encoding="utf-8", errors="replace"
+    )
+    need_place(out, is_gallery, "gallery")
     entries = collect(folder)
-    with new_folder(out) as made:
-        shown: dict[str, list[dict[str, Any]]] = {}
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    template = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
+    with new_folder(out) as root:
+        groups: dict[str, list[dict[str, Any]]] = {paper: [] for paper in GROUPS}
         for entry in entries:
-            shown.setdefault(paper_of(entry), []).append(_write(entry, made))
-        source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
-        page_of = jinja2.Environment(
-            autoescape=True, trim_blocks=True, lstrip_blocks=True
+            groups[paper_of(entry)].append(_write_entry(entry, root))
+        text = environment.from_string(template).render(
+            mark=GENERATOR,
+            papers=[(GROUPS[paper], group) for paper, group in groups.items() if group],
+            sentence=_sentence(entries),
         )
-        grouped = [
-            (title, shown[paper]) for paper, title in GROUPS.items() if paper in shown
-        ]
-        told = {"mark": MARK, "papers": grouped, "sentence": _sentence(entries)}
-        write_text(made / PAGE, page_of.from_string(source).render(**told))
+        write_text(root / PAGE, text)
     return page
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
     """How many experiments are shown, and how the papers' claims fared in them."""
-    found = [entry.findings for entry in entries if len(entry.findings)]
-    verdicts = [each.loc[each["kind"] == "paper", "verdict"] for each in found]
-    count = f"{len(entries)} experiment{'s' * (len(entries) != 1)}, {sum(len(e.runs) for e in entries)} runs"
-    told = tally(pd.concat(verdicts)) if verdicts else ""
-    return (
-        f"{count}. Claims of the papers, each on each model: {told}."
-        if told
-        else f"{count}."
-    )
+    experiments = "experiment" if len(entries) == 1 else "experiments"
+    num_runs = sum(len(entry.runs) for entry in entries)
+    text = f"{len(entries)} {experiments}, {num_runs} runs."
+    verdicts = []
+    for entry in entries:
+        findings = entry.findings
+        if len(findings):
+            verdicts.append(findings.loc[findings["kind"] == "paper", "verdict"])
+    counts = tally(pd.concat(verdicts)) if verdicts else ""
+    if counts:
+        text += f" Claims of the papers, each on each model: {counts}."
+    return text
 
 
 def paper_of(entry: Entry) -> str:
     """The key of an entry's paper in :data:`GROUPS`."""
-    paper = str(entry.facts.get("paper", ""))
+    paper = str(entry.experiment.get("paper", ""))
     return paper if paper in PAPERS else ""
 
 
-def told(entry: Entry) -> tuple[str, str]:
-    """What the paper shows, in its authors' claims, and what we see, from the runs' numbers."""
-    claims = "; ".join(map(str, entry.facts.get("claims") or ()))
-    source = (entry.facts.get("reference") or {}).get("source")
-    where = (
-        "which stand beside ours in the table"
-        if len(entry.cells)
-        else "for other models or settings"
-    )
-    shows = claims or (f"the numbers of {source}, {where}" if source else "")
-    return f"{shows[:1].upper()}{shows[1:]}." if shows else "", entry.seen
+def paper_shows(entry: Entry) -> str:
+    """What the paper shows: its claims, else where its numbers are from."""
+    text = "; ".join(map(str, entry.experiment.get("claims") or ()))
+    source = (entry.experiment.get("reference") or {}).get("source")
+    if not text and source:
+        setting_note = "for other models or settings"
+        if len(entry.cells):
+            setting_note = "which stand beside ours in the table"
+        text = f"the numbers of {source}, {setting_note}"
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def heading(entry: Entry) -> tuple[str, str]:
-    """Title of an entry, and which tables and figures of its paper it covers."""
-    return str(entry.facts.get("title") or entry.name), ", ".join(
-        entry.facts.get("covers") or ()
-    )
+def heading(entry: Entry) -> str:
+    """The title of an entry."""
+    return str(entry.experiment.get("title") or entry.name)
 
 
-def _write(entry: Entry, root: Path) -> dict[str, Any]:
-    """Write an entry's tables, figures and pages below a folder; what the page says of it."""
-    title, covers = heading(entry)
-    shows, seen = told(entry)
-    facts = {
-        "name": entry.name,
-        "title": title,
-        "covers": covers,
-        "shows": shows,
-        "seen": seen,
-    }
-    told_of = {"command": entry.command, "made": entry.made, "faults": entry.faults}
-    pages = [
-        (p.label, copied(p.folder / "report.html", root, entry, p.label))
-        for p in entry.parts
-    ]
-    figures = [
-        _figure(entry, part, name, root)
-        for part in entry.parts
-        for name in part.figures
-    ]
+def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
+    """Write an entry's tables, figures and pages below a folder.
+
+    Returns:
+        What the page says of it.
+    """
+    pages = []
+    figures = []
+    for result in entry.results:
+        page = _copy_file(result.folder / "report.html", root, entry, result.label)
+        pages.append((result.label, page))
+        for name in result.figures:
+            figures.append(_copy_figure(entry, result, name, root))
     return {
-        **facts,
-        **told_of,
+        "name": entry.name,
+        "title": heading(entry),
+        "covers": ", ".join(entry.experiment.get("covers") or ()),
+        "shows": paper_shows(entry),
+        "seen": entry.summary,
+        "command": entry.command,
+        "made": entry.origin,
+        "faults": entry.faults,
         "pages": pages,
         "figures": figures,
-        "tables": _tables(entry, root),
+        "tables": _write_tables(entry, root),
     }
 
 
-def _tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
-    """Write the tables of an entry, each as CSV, Markdown and LaTeX; their kinds and files."""
-    out = []
+def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
+    """Write the tables of an entry as CSV, Markdown and LaTeX; their kinds and files."""
     (root / "tables").mkdir(exist_ok=True)
+    command = f"% {heading(entry)}. Made by: {entry.command}".replace("\n", " ")
+    packages = "% \\usepackage{booktabs}, and longtable for tables of more than a page"
+    kinds = []
     for index, (kind, (frame, (header, rows))) in enumerate(entry.tables.items()):
         stem = f"tables/{entry.name}-{kind}" if index else f"tables/{entry.name}"
         write_csv(root / f"{stem}.csv", frame)
         write_text(root / f"{stem}.md", markdown(header, rows) + "\n")
-        made = f"% {heading(entry)[0]}. Made by: {entry.command}".replace("\n", " ")
-        needs = "% \\usepackage{booktabs}, and longtable for tables of more than a page"
-        write_text(root / f"{stem}.tex", f"{made}\n{needs}\n{latex(header, rows)}")
-        out.append((kind, [f"{stem}.{kind_of}" for kind_of in ("csv", "md", "tex")]))
-    return out
+        write_text(
+            root / f"{stem}.tex", f"{command}\n{packages}\n{latex(header, rows)}"
+        )
+        kinds.append((kind, [f"{stem}.{suffix}" for suffix in ("csv", "md", "tex")]))
+    return kinds
 
 
-def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
-    """Copy one figure as PNG and PDF; where it is, its size in pixels, its caption and whose it is."""
-    drawn = part.folder / "figures"
-    png, pdf = (
-        copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}")
-        for kind in ("png", "pdf")
-    )
-    with open(drawn / f"{name}.png", "rb") as stream:
-        facts = {"png": png, "pdf": pdf, **size(stream.read(24))}
+def _copy_figure(entry: Entry, result: Result, name: str, root: Path) -> dict[str, Any]:
+    """Copy one figure as PNG and PDF; its files, size in pixels, caption and label."""
+    png = result.folder / "figures" / f"{name}.png"
+    pdf = result.folder / "figures" / f"{name}.pdf"
+    stem = f"{result.label}-{name}"
+    with open(png, "rb") as stream:
+        header = stream.read(PNG_HEADER_BYTES)
     return {
-        **facts,
-        "caption": part.figures[name],
-        "label": part.label if len(entry.parts) > 1 else "",
+        "png": _copy_file(png, root, entry, stem),
+        "pdf": _copy_file(pdf, root, entry, stem),
+        **figure_size(header),
+        "caption": result.figures[name],
+        "label": result.label if len(entry.results) > 1 else "",
     }
 
 
-def copied(file: Path, root: Path, entry: Entry, stem: str) -> str:
-    """Copy a run's file to the place of its kind below a folder, and say which; empty where there is none."""
+def _copy_file(file: Path, root: Path, entry: Entry, stem: str) -> str:
+    """Copy a run's file below the root; its new path there, empty if it is absent."""
     kind = "pages" if file.suffix == ".html" else "figures"
-    to = root / kind / entry.name / f"{stem}{file.suffix}"
+    copy = root / kind / entry.name / f"{stem}{file.suffix}"
     if not file.is_file():
         return ""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(file, to)
-    return to.relative_to(root).as_posix()
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, copy)
+    return copy.relative_to(root).as_posix()
 
 
 def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
-    """The gallery in short: of each entry what the paper shows, what we see, the command, and one or two
-    figures, as images in the folder ``images``; and the file of each image."""
-    parts = list[str]()
-    files = dict[str, Path]()
-    grouped = {
-        paper: [entry for entry in entries if paper_of(entry) == paper]
-        for paper in GROUPS
-    }
-    for paper, own in grouped.items():
-        parts += [f"## {GROUPS[paper]}"] if own else []
-        for entry in own:
-            shows, seen = told(entry)
-            parts += [
-                f"### {heading(entry)[0]}",
-                f"*The paper shows:* {shows}" if shows else "",
-            ]
-            parts += [f"*We see:* {seen}" if seen else "", *entry.faults]
-            for part, name in few_figures(entry):
-                image = f"{entry.name}-{part.label}-{name}.png"
-                files[image] = part.folder / "figures" / f"{name}.png"
-                front = f"{part.label}: " if len(entry.parts) > 1 else ""
-                parts.append(
-                    f"![{heading(entry)[0]}]({images}/{image})\\\n{front}{part.figures[name]}"
-                )
-            parts.append(f"`{entry.command}`; {entry.made}." if entry.command else "")
-    return "\n\n".join(filter(None, parts)), files
+    """The gallery in short, with one to three figures of each entry.
+
+    Args:
+        entries: What is shown.
+        images: The folder of images, as the text names it.
+
+    Returns:
+        The text, and the figure to put at each image's name.
+    """
+    texts = list[str]()
+    figures = dict[str, Path]()
+    for paper, paper_title in GROUPS.items():
+        of_paper = [entry for entry in entries if paper_of(entry) == paper]
+        if of_paper:
+            texts.append(f"## {paper_title}")
+        for entry in of_paper:
+            texts.append(f"### {heading(entry)}")
+            shows = paper_shows(entry)
+            if shows:
+                texts.append(f"*The paper shows:* {shows}")
+            summary = entry.summary
+            if summary:
+                texts.append(f"*We see:* {summary}")
+            texts += entry.faults
+            for result, name in _first_figures(entry):
+                image = f"{entry.name}-{result.label}-{name}.png"
+                figures[image] = result.folder / "figures" / f"{name}.png"
+                link = f"![{heading(entry)}]({images}/{image})"
+                caption = entry.label_prefix(result) + result.figures[name]
+                texts.append(f"{link}\\\n{caption}")
+            if entry.command:
+                texts.append(f"`{entry.command}`; {entry.origin}.")
+    return "\n\n".join(texts), figures
 
 
-def few_figures(entry: Entry) -> Sequence[tuple[Part, str]]:
-    """The first figure of the first two runs; of one run alone, its first three."""
-    each = [
-        [(part, name) for name in part.figures] for part in entry.parts if part.figures
-    ]
-    return [figures[0] for figures in each[:2]] if len(each) > 1 else list(*each)[:3]
+def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
+    """The first figure of the first two results; of a single one, its first three."""
+    results = [result for result in entry.results if result.figures]
+    if len(results) > 1:
+        return [(result, next(iter(result.figures))) for result in results[:2]]
+    return [(result, name) for result in results for name in result.figures][:3]
 
 
-def shrink(file: Path, most: int = 100_000) -> bytes:
-    """A figure as a PNG of so many bytes at the most where it can be, with fewer colours, then pixels."""
+def shrink(file: Path, max_bytes: int = 100_000) -> bytes:
+    """A figure as a smaller PNG, with fewer colours, then fewer pixels.
+
+    It has at most so many bytes if one of the sizes tried has, else the smallest size.
+    """
     image = Image.open(file).convert("RGB")
-    for share, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
-        size = round(share * image.width), round(share * image.height)
+    for scale, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
+        size = round(scale * image.width), round(scale * image.height)
         small = image.resize(size, Image.Resampling.LANCZOS)
         # Rare colours count as much as others: a colour bar keeps all of its own.
         small = small.quantize(
             colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
         )
-        small.save(stream := io.BytesIO(), "png", optimize=True)
-        if stream.tell() <= most:
+        stream = io.BytesIO()
+        small.save(stream, "png", optimize=True)
+        if stream.tell() <= max_bytes:
             break
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""The runs of an outputs folder as a list: what each is, what it measured, how it stands; reads no model."""
+"""The runs of an outputs folder as a list: what each is, what it measured, its state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +19,15 @@ from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
 from posbench.report.text import tally
-from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, opened, runs_in
+from posbench.run.folder import (
+    CONFIG,
+    MANIFEST,
+    PROVENANCE,
+    STATUS,
+    RunDir,
+    opened,
+    runs_in,
+)
 from posbench.run.lease import in_use
 from posbench.run.parts import being_made
 from posbench.run.progress import duration
@@ -29,316 +37,404 @@ from posbench.stats.frames import UNMODIFIED, overall, shown
 METRICS = "metrics.csv"
 FINDINGS = "findings.csv"
 METHOD = "method.json"
-GROUPS = ("model", "task", "method", "search", "study", "runtime")
-NAMES = GROUPS[:5]
-ASIDE = (
-    *("runtime.outputs", "runtime.log_every", "runtime.workers", "runtime.cluster"),
-    *("model.concurrency", "model.retries", "model.timeout"),
+NAMED_GROUPS = ("model", "task", "method", "search", "study")
+"""Groups of a config with a name."""
+GROUPS = (*NAMED_GROUPS, "runtime")
+NEUTRAL_SETTINGS = (
+    "runtime.outputs",
+    "runtime.log_every",
+    "runtime.workers",
+    "runtime.cluster",
+    "model.concurrency",
+    "model.retries",
+    "model.timeout",
 )
 """Settings that move no number."""
-MEASURED = {"": "score", "difference": "difference", "position_bias": "position_bias"}
-"""Columns of a list by the metric that they hold, as :func:`posbench.stats.frames.of_metric` names it."""
+LIST_COLUMNS = {
+    "": "score",
+    "difference": "difference",
+    "position_bias": "position_bias",
+}
+"""Column of the list by metric, as :func:`posbench.stats.frames.of_metric` names it."""
+RAN = "method / study"
+SETTINGS = "settings"
+MAX_SETTING_CHARACTERS = 24
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A run folder as it stands; only what is whole of a finished run is told."""
+class RunSummary:
+    """A run folder as it stands.
+
+    Attributes:
+        folder: The run folder.
+        state: done, running, killed, failed, incomplete, mixed or damaged.
+        started: When the run started, in ISO format; empty where unknown.
+        seconds: Wall time.
+        config: Of a finished run with what a search found where the config has null.
+        totals: Rows of metrics.csv over all gold positions, of a finished run.
+        verdicts: How a study's claims fared, of a finished run.
+    """
 
     folder: Path
-    state: str  # done, running, killed, failed, incomplete, mixed, damaged
+    state: str
     started: str = ""
     seconds: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    totals: Sequence[Mapping[str, str]] = ()  # its metrics over all gold positions
+    totals: Sequence[Mapping[str, str]] = ()
     verdicts: str = ""
 
     @classmethod
-    def of(cls, folder: Path) -> Listed:
-        """Look at a run folder."""
+    def read(cls, folder: Path) -> RunSummary:
+        """Read a run folder; numbers are taken only from intact, finished runs."""
         run = opened(folder)
         config = dict[str, Any]()
+        try:
+            is_intact = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD))
+            config = run.config()
+            method = run.read_json(METHOD)
+        except UserError:
+            is_intact = False
         status = run.facts(STATUS)
         started = str(run.facts(PROVENANCE).get("started", ""))
-        try:
-            whole = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD))
-            config = run.config()
-            ran = {"method": run.read_json(METHOD)}
-        except UserError:
-            whole = False
-        state = str(status.get("state", "damaged")) if whole else "damaged"
-        if state == "running" and not in_use(folder) and not being_made(folder):
-            state = "killed"
-        if whole and run.done:
-            state = (
-                "done" if (folder / MANIFEST).is_file() else "done, unchecked"
-            )  # of an older version
-        seen = cls(folder, state, started, status.get("seconds"), config)
+        seconds = status.get("seconds")
+        if not is_intact:
+            return cls(folder, "damaged", started, seconds, config)
+        state = _state(run, status)
         if not state.startswith("done"):
-            return seen
-        return replace(seen, config=_found(config, ran), **_measured(folder))
+            return cls(folder, state, started, seconds, config)
+        return cls(
+            folder,
+            state,
+            started,
+            seconds,
+            config=fill_nulls(config, {"method": method}),
+            totals=_read_totals(folder),
+            verdicts=_tally_verdicts(folder),
+        )
 
     @property
     def hash(self) -> str:
-        """What its folder's name ends with."""
+        """The end of its folder's name."""
         return self.folder.name.rpartition("__")[2]
 
     def name(self, group: str) -> str:
-        """Name of its model, task, method, search or study; empty where none took part."""
-        node = self.config.get(group)
-        return str(node.get("name") or "") if isinstance(node, Mapping) else ""
+        """Name of its model, task, method, search or study; empty where it has none."""
+        values = self.config.get(group)
+        return str(values.get("name") or "") if isinstance(values, Mapping) else ""
 
     @property
     def settings(self) -> dict[str, str]:
-        """Every setting as one types it, by its dotted key; what a search found stands where it was null."""
-        asked = {group: self.config.get(group) for group in GROUPS}
+        """Settings that can move a number, as an override spells them, by dotted key."""
+        groups = {group: self.config.get(group) for group in GROUPS}
         return {
-            key: value for key, value in _leaves(asked, "") if not key.startswith(ASIDE)
+            key: value
+            for key, value in _flatten(groups, "")
+            if not key.startswith(NEUTRAL_SETTINGS)
         }
 
 
-def _found(config: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the values of what ran where it has none."""
-    deeper = {
-        k: _found(v, ran.get(k) or {})
-        for k, v in config.items()
-        if isinstance(v, Mapping)
-    }
-    return {k: ran.get(k) if v is None else v for k, v in config.items()} | deeper
+def _state(run: RunDir, status: Mapping[str, Any]) -> str:
+    """The state of a run whose files are intact."""
+    if run.done:
+        # A run of an older version has no manifest.
+        return "done" if (run.path / MANIFEST).is_file() else "done, unchecked"
+    state = str(status.get("state", "damaged"))
+    if state == "running" and not in_use(run.path) and not being_made(run.path):
+        return "killed"
+    return state
 
 
-def _measured(folder: Path) -> dict[str, Any]:
-    totals = [
-        row for row in _rows(folder / METRICS) if row.get("gold_position") == "all"
-    ]
-    found = pd.DataFrame(_rows(folder / FINDINGS), columns=["kind", "verdict"])
-    papers = found[found["kind"] == "paper"]
-    return {
-        "totals": totals,
-        "verdicts": tally((papers if len(papers) else found)["verdict"]),
-    }
+def fill_nulls(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in which every null is replaced by the value of its key, if there is one."""
+    filled = dict[str, Any]()
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            filled[key] = fill_nulls(value, values.get(key) or {})
+        else:
+            filled[key] = values.get(key) if value is None else value
+    return filled
 
 
-def _rows(file: Path) -> list[dict[str, str]]:
+def _read_totals(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv over all gold positions."""
+    rows = _read_rows(folder / METRICS)
+    return [row for row in rows if row.get("gold_position") == "all"]
+
+
+def _tally_verdicts(folder: Path) -> str:
+    """How the paper's claims fared, or our controls where the paper makes none."""
+    rows = _read_rows(folder / FINDINGS)
+    findings = pd.DataFrame(rows, columns=["kind", "verdict"])
+    claims = findings[findings["kind"] == "paper"]
+    if claims.empty:
+        claims = findings
+    return tally(claims["verdict"])
+
+
+def _read_rows(file: Path) -> list[dict[str, str]]:
+    """The rows of a CSV as text; none where there is no file."""
     if not file.is_file():
         return []
     with open(file, newline="", encoding="utf-8", errors="replace") as stream:
         return list(csv.DictReader(stream))
 
 
-def _leaves(node: Any, where: str) -> Iterator[tuple[str, str]]:
+def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Dotted keys and values below a node of a config, but names and class paths."""
     if isinstance(node, Mapping):
-        for key, value in node.items():
-            if key not in ("_target_", "name"):
-                yield from _leaves(value, f"{where}.{key}".strip("."))
-    elif where.count("."):
-        yield where, spelled(node)
+        for name, value in node.items():
+            if name not in ("_target_", "name"):
+                yield from _flatten(value, f"{key}.{name}".strip("."))
+    elif "." in key:
+        yield key, override_text(node)
 
 
-def spelled(value: Any) -> str:
+def override_text(value: Any) -> str:
     """A value as an override spells it; 1.0 as 1."""
-    return json.dumps(canonical(value), separators=(",", ":"), default=str).replace(
-        '"', ""
-    )
+    text = json.dumps(canonical(value), separators=(",", ":"), default=str)
+    return text.replace('"', "")
 
 
-def differing(runs: Sequence[Listed]) -> list[dict[str, str]]:
-    """Of each run the settings in which it differs from another whose model, task, method, search or study is
-    the same."""
-    values = dict[tuple[str, str], set[str]]()
-    every = [
-        {(k, run.name(k.split(".")[0])): value for k, value in run.settings.items()}
+def differing_settings(runs: Sequence[RunSummary]) -> list[dict[str, str]]:
+    """For each run, the settings that differ between runs.
+
+    A setting is compared among runs whose model, task, method, search or study, to
+    which it belongs, has the same name.
+    """
+    values: dict[tuple[str, str], set[str]] = {}
+    for run in runs:
+        for key, value in run.settings.items():
+            values.setdefault(_owner(run, key), set()).add(value)
+    return [
+        {
+            key: value
+            for key, value in run.settings.items()
+            if len(values[_owner(run, key)]) > 1
+        }
         for run in runs
     ]
-    for key, value in ((key, value) for own in every for key, value in own.items()):
-        values.setdefault(key, set()).add(value)
-    return [
-        {key[0]: value for key, value in own.items() if len(values[key]) > 1}
-        for own in every
-    ]
+
+
+def _owner(run: RunSummary, key: str) -> tuple[str, str]:
+    """A setting's key with the name of the model, method ... that it belongs to."""
+    group, _, _ = key.partition(".")
+    return key, run.name(group)
 
 
 def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
-    """The runs of an outputs folder, newest first, as rows of a list.
+    """The runs of an outputs folder as rows of a list, newest first.
 
-    ``filters`` are ``column=value`` or ``key=value`` of a setting, where ``*`` stands for anything, and words
-    that occur in a row.
+    Args:
+        outputs: The outputs folder.
+        filters: ``column=value`` or ``key=value`` of a setting, where ``*`` stands for
+            anything, or words that occur in a row.
 
     Raises:
-        UserError: There is no such folder, or a filter names nothing.
+        UserError: There is no such folder, or a filter names no column or setting.
     """
     if not outputs.is_dir():
         hint = "make a first run: posbench; or name other outputs: --outputs DIR"
         raise UserError("--outputs", str(outputs), "a folder that holds runs", hint)
-    top = outputs.resolve()
     folders = [folder for folder in runs_in(outputs) if (folder / CONFIG).is_file()]
-    listed = sorted(map(Listed.of, folders), key=lambda run: run.started, reverse=True)
-    rows = [(run, _known(run, outputs / run.folder.relative_to(top))) for run in listed]
+    runs = sorted(
+        map(RunSummary.read, folders), key=lambda run: run.started, reverse=True
+    )
     for text in filters:
-        rows = _passing(text, rows)
-    runs = [run for run, _ in rows]
-    numbers = _numbers(runs)
-    return [
-        {
-            **{
-                **facts,
+        runs = _filter(runs, text, outputs)
+    estimates = _estimates(runs)
+    rows: list[Record] = []
+    for run, settings in zip(runs, differing_settings(runs), strict=True):
+        rows.append(
+            {
+                **_names(run, outputs),
                 "settings": settings,
-                **numbers[str(run.folder)],
+                **estimates[str(run.folder)],
                 "verdicts": run.verdicts,
-            },
-            **{"started": run.started, "seconds": run.seconds},
-        }
-        for (run, facts), settings in zip(rows, differing(runs), strict=True)
-    ]
+                "started": run.started,
+                "seconds": run.seconds,
+            }
+        )
+    return rows
 
 
 def nearest(filters: Sequence[str], runs: Sequence[Record]) -> str:
-    """`; did you mean tiny?` of the first filter that nothing passes, but nearly does; else empty."""
-    known = sorted(
-        {str(run.get(name) or "") for run in runs for name in (*NAMES, "state")} - {""}
-    )
-    hints = (
-        near(want, known, "")
-        for text in filters
-        if (want := text.rpartition("=")[2]) not in known
-    )
-    return next((f"; {hint}" for hint in hints if hint), "")
+    """`; did you mean tiny?` for the first filter close to a name; else empty."""
+    names = {str(run.get(name) or "") for run in runs for name in NAMED_GROUPS}
+    states = {str(run.get("state") or "") for run in runs}
+    candidates = sorted((names | states) - {""})
+    for text in filters:
+        value = text.rpartition("=")[2]
+        hint = near(value, candidates, "")
+        if value not in candidates and hint:
+            return f"; {hint}"
+    return ""
 
 
-Rows = list[tuple[Listed, dict[str, str]]]
+def _names(run: RunSummary, outputs: Path) -> dict[str, str]:
+    """The columns of a run that a filter can name beside its settings."""
+    return {
+        "run": run.hash,
+        "folder": str(outputs / run.folder.relative_to(outputs.resolve())),
+        "model": run.name("model"),
+        "task": run.name("task"),
+        "method": run.name("method"),
+        "study": run.name("study"),
+        "state": run.state,
+    }
 
 
-def _known(run: Listed, folder: Path) -> dict[str, str]:
-    names = {group: run.name(group) for group in NAMES if group != "search"}
-    return {"run": run.hash, "folder": str(folder), **names, "state": run.state}
-
-
-def _passing(text: str, rows: Rows) -> Rows:
-    """The runs that pass a filter."""
-    key, sign, want = text.partition("=")
+def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSummary]:
+    """The runs that pass a filter, see :func:`records`."""
+    key, sign, pattern = text.partition("=")
     if not sign:
+        lowered = text.lower()
         return [
-            row for row in rows if text.lower() in " ".join(row[1].values()).lower()
+            run
+            for run in runs
+            if lowered in " ".join(_names(run, outputs).values()).lower()
         ]
-    found = [facts | run.settings for run, facts in rows]
-    there = list(dict.fromkeys(name for each in found for name in each))
-    if there and key not in there:
-        columns = ", ".join(name for name in there if "." not in name)
-        raise UserError(
-            "filter",
-            text,
-            f"{columns}, or a setting",
-            near(key, there, f"as task.{text}"),
-        )
-    values = [each.get(key, "") for each in found]
-    return [
-        row
-        for row, v in zip(rows, values, strict=True)
-        if v == want or fnmatchcase(v, want)
-    ]
+    values = [_names(run, outputs) | run.settings for run in runs]
+    keys = list(dict.fromkeys(name for of_run in values for name in of_run))
+    if keys and key not in keys:
+        list_columns = ", ".join(name for name in keys if "." not in name)
+        hint = near(key, keys, f"as task.{text}")
+        raise UserError("filter", text, f"{list_columns}, or a setting", hint)
+    passing = []
+    for run, of_run in zip(runs, values, strict=True):
+        value = of_run.get(key, "")
+        if value == pattern or fnmatchcase(value, pattern):
+            passing.append(run)
+    return passing
 
 
-def _numbers(runs: Sequence[Listed]) -> dict[str, dict[str, Any]]:
-    """Score, difference and position bias of the method under test with their intervals, by folder."""
+def _estimates(runs: Sequence[RunSummary]) -> dict[str, dict[str, Any]]:
+    """Score, difference and position bias of each run's method, by run folder.
+
+    Of a run that applied no method they are the unmodified model's. None stands where a
+    run did not measure a number.
+    """
+    numbers = [column for name in LIST_COLUMNS.values() for column in columns(name)]
+    empty: dict[str, Any] = {**dict.fromkeys(numbers), "n": None, "note": ""}
+    estimates = {str(run.folder): dict(empty) for run in runs}
     rows = pd.DataFrame(
         [{"run": str(run.folder), **row} for run in runs for row in run.totals]
     )
-    empty: dict[str, Any] = {
-        c: None for name in MEASURED.values() for c in (name, *columns(name)[1:])
-    }
-    out = {str(run.folder): {**empty, "n": None, "note": ""} for run in runs}
     if rows.empty:
-        return out
+        return estimates
     rows[columns()] = rows[columns()].apply(pd.to_numeric)
-    modified = rows["run"].isin(rows.loc[rows["method"] != UNMODIFIED, "run"])
-    rows = rows[(rows["method"] != UNMODIFIED) | ~modified]
-    for metric, name in MEASURED.items():
+    is_unmodified = rows["method"] == UNMODIFIED
+    runs_with_method = rows.loc[~is_unmodified, "run"]
+    rows = rows[~is_unmodified | ~rows["run"].isin(runs_with_method)]
+    for metric, name in LIST_COLUMNS.items():
         for row in overall(rows, metric).drop_duplicates("run").to_dict("records"):
-            ends = zip(columns(name), (row[c] for c in columns()), strict=True)
-            out[row["run"]] |= {
-                c: None if pd.isna(value) else value for c, value in ends
-            }
+            estimate = estimates[row["run"]]
+            for target, source in zip(columns(name), columns(), strict=True):
+                estimate[target] = None if pd.isna(row[source]) else row[source]
             if name != "difference":
-                out[row["run"]] |= {"n": int(row["n"]), "note": row.get("note") or ""}
-    return out
+                estimate["n"] = int(row["n"])
+                estimate["note"] = row.get("note") or ""
+    return estimates
 
 
 def look(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The list as a terminal shows it; what all runs share is left to :func:`title`. Settings stand below the
-    method or study where that has a column."""
-    same = shared(records)
-    rows = [_seen(record) for record in records]
-    for row in rows if RAN not in same else ():
-        row[RAN] = f"{row[RAN]}\n{row.pop(SETTINGS)}".strip()
-    return [{k: v for k, v in row.items() if k not in same} for row in rows]
+    """The list as a terminal shows it, without what :func:`title` says of all runs.
+
+    Settings stand below the method or study, if that has a column.
+    """
+    common = common_cells(records)
+    rows = [_terminal_row(record) for record in records]
+    if RAN not in common:
+        for row in rows:
+            row[RAN] = f"{row[RAN]}\n{row.pop(SETTINGS)}".strip()
+    return [
+        {name: text for name, text in row.items() if name not in common} for row in rows
+    ]
 
 
 def title(records: Sequence[Record]) -> str:
-    """How many runs there are, and what is the same of them all."""
-    told = ", ".join(f"{name} {value}" for name, value in shared(records).items())
-    return f"{len(records)} run{'s' * (len(records) != 1)}{f', all: {told}' if told else ''}"
+    """How many runs there are, and what they have in common."""
+    count = f"{len(records)} run" if len(records) == 1 else f"{len(records)} runs"
+    common = ", ".join(
+        f"{name} {value}" for name, value in common_cells(records).items()
+    )
+    return f"{count}, all: {common}" if common else count
 
 
-def shared(records: Sequence[Record]) -> dict[str, str]:
-    """What several runs share of their names and states."""
-    rows = [_seen(record) for record in records]
-    names = ("in", "model", "task", RAN, "state")
+def common_cells(records: Sequence[Record]) -> dict[str, str]:
+    """What several runs have in common of their names and states."""
+    if len(records) < 2:
+        return {}
+    rows = [_terminal_row(record) for record in records]
+    common = {}
+    for name in ("in", "model", "task", RAN, "state"):
+        values = {row[name] for row in rows}
+        if len(values) == 1 and rows[0][name]:
+            common[name] = rows[0][name]
+    return common
+
+
+def _terminal_row(record: Record) -> dict[str, str]:
+    """A record's cells on a terminal."""
+    suite, version = Path(record["folder"]).absolute().parts[-3:-1]
+    # The suite is left out where it has the name of the task or study.
+    is_named = suite in (record["task"], record["study"])
+    names = [name for name in (record["study"], record["method"]) if name]
+    if len(names) == 2 and names[1] == UNMODIFIED:
+        names = names[:1]
+    settings = []
+    for key, value in record["settings"].items():
+        text = f"{key.partition('.')[2]}={value}"
+        if len(text) > MAX_SETTING_CHARACTERS:
+            text = f"{text[: MAX_SETTING_CHARACTERS - 3]}..."
+        settings.append(text)
+    verdicts = record["verdicts"].replace(", ", "\n")
     return {
-        n: rows[0][n]
-        for n in names
-        if len(rows) > 1 and rows[0][n] and len({r[n] for r in rows}) == 1
+        "run": record["run"],
+        "in": version if is_named else f"{suite}/{version}",
+        "model": record["model"],
+        "task": record["task"],
+        RAN: ", ".join(map(shown, names)),
+        SETTINGS: "\n".join(settings),
+        "score": verdicts or estimate_cell(record, "score"),
+        "difference": estimate_cell(record, "difference", signed=True),
+        "position bias": estimate_cell(record, "position_bias"),
+        "age": age(record["started"]),
+        "state": record["state"],
     }
 
 
-RAN = "method / study"
-SETTINGS = "settings"
-LONG = 24  # columns of the terminal's list; letters of a setting
+def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
+    """An estimate of a record in points with its interval on a second line.
 
+    Without an estimate of the position bias it is the reason why.
 
-def _seen(record: Record) -> dict[str, str]:
-    at: Any = record
-    suite, version = Path(at["folder"]).absolute().parts[-3:-1]
-    ran = [name for name in (at["study"], at["method"]) if name]
-    parts = [
-        f"{key.partition('.')[2]}={value}" for key, value in at["settings"].items()
-    ]
-    return {
-        "run": at["run"],
-        "in": version if suite in (at["task"], at["study"]) else f"{suite}/{version}",
-        **{name: at[name] for name in ("model", "task")},
-        RAN: ", ".join(map(shown, ran[:1] if ran[1:] == [UNMODIFIED] else ran)),
-        SETTINGS: "\n".join(
-            p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts
-        ),
-        "score": at["verdicts"].replace(", ", "\n") or number(at, "score"),
-        "difference": number(at, "difference", "+"),
-        "position bias": number(at, "position_bias"),
-        **{"age": age(at["started"]), "state": at["state"]},
-    }
-
-
-def number(record: Record, name: str, sign: str = "") -> str:
-    """An estimate of a record in points, its interval below it; where there is none the record's note."""
-    at: Any = record
-    value, low, high = (float("nan") if at[c] is None else at[c] for c in columns(name))
-    note = at.get("note", "") if name == "position_bias" else ""
-    made = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
-    return cell(made, f"{sign}z.1f").replace(" [", "\n[")
+    Args:
+        record: Has the columns of the estimate, None where not measured.
+        name: The estimate's column.
+        signed: Whether a positive value has a plus sign.
+    """
+    value, low, high = (
+        float("nan") if record[column] is None else record[column]
+        for column in columns(name)
+    )
+    note = record.get("note", "") if name == "position_bias" else ""
+    estimate = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
+    text = cell(estimate, "+z.1f" if signed else "z.1f")
+    return text.replace(" [", "\n[")
 
 
 def age(started: str, now: datetime | None = None) -> str:
-    """How long ago a time was; empty where none is told."""
+    """How long ago an ISO time was; empty for any other text."""
+    if now is None:
+        now = datetime.now(UTC)
     try:
-        return duration(
-            (
-                (now or datetime.now(UTC)) - datetime.fromisoformat(started)
-            ).total_seconds()
-        )
+        return duration((now - datetime.fromisoformat(started)).total_seconds())
     except (ValueError, TypeError):
         return ""
 
 
 def run_named(name: str, outputs: Path) -> Path:
-    """The folder that a path or the hash of ``posbench ls runs`` names; what it names may be absent.
+    """The folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
 
     Raises:
         UserError: Several runs have that hash.
@@ -346,11 +442,10 @@ def run_named(name: str, outputs: Path) -> Path:
     path = Path(name).expanduser()
     if path.exists() or not outputs.is_dir() or not re.fullmatch("[0-9a-f]{4,}", name):
         return path
-    found = [
+    matches = [
         run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)
     ]
-    if len(found) > 1:
-        raise UserError(
-            "RUN", name, "one run", f"take the folder: {', '.join(map(str, found))}"
-        )
-    return found[0] if found else path
+    if len(matches) > 1:
+        hint = f"take the folder: {', '.join(map(str, matches))}"
+        raise UserError("RUN", name, "one run", hint)
+    return matches[0] if matches else path

@@ -1,10 +1,9 @@
-"""From a run folder to figures and one self-contained HTML page; reads folders, never models."""
+"""From a run folder to figures and one self-contained HTML page."""
 
 from __future__ import annotations
 
 import base64
 import html
-import itertools
 import json
 import re
 import struct
@@ -18,7 +17,7 @@ from posbench import paths
 from posbench.files.atomic import write_bytes, write_text
 from posbench.late import pd
 from posbench.plots.attention import attention_by_position
-from posbench.plots.base import counted, save, sign
+from posbench.plots.base import count_label, save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
@@ -30,16 +29,16 @@ from posbench.report.folder import (
     read_text,
     study_tables,
 )
-from posbench.report.paper import beside, reference_text
+from posbench.report.paper import paper_sections, reference_text
 from posbench.report.text import (
-    FEW,
-    answer,
-    applied,
+    MAX_LISTED,
+    describe_costs,
+    describe_method,
+    describe_server,
     headline,
-    served,
+    run_title,
     shortened,
-    spent,
-    subject,
+    study_answer,
 )
 from posbench.run.folder import opened
 from posbench.schema import instantiate
@@ -48,51 +47,58 @@ from posbench.search.base import Search
 from posbench.stats.frames import at_positions, metric_name, shown
 from posbench.studies.base import Study
 
-HOLDS = (
+VERDICT_RULE = (
     "A claim holds where its whole 95 % interval lies on the claimed side, is contradicted on the other, and "
     "else inconclusive; p is adjusted for the claims that were tested together."
 )
-
-
-TIMES = {"ratio": "takes {} times the time of", "speedup": "is {} times as fast as"}
-"""Columns of measured times, in words."""
-SCALE = 0.66
-"""Pixels of a page for one of a figure: letters of one size in all figures, and the widest fills the page."""
+TIME_PHRASES = {
+    "ratio": "takes {} times the time of",
+    "speedup": "is {} times as fast as",
+}
+"""How a column of measured times reads in a sentence."""
+PAGE_PIXELS_PER_PIXEL = 0.66
+"""Scale of figures on a page: all letters have one size, and the widest fills the page."""
 INTERVAL = re.compile(r"\[-?[\d.]+(e[+-]\d+)?, -?[\d.]+(e[+-]\d+)?\]")
-LONG = 20  # letters from which on a word may be broken after its signs
+LONG_WORD = re.compile(r"\S{20,}")
+"""A word that may be broken after its signs."""
 
 
 def render_run(folder: Path) -> Path:
-    """Draw every figure that a run folder's files allow, and write report.html, whose path it returns.
+    """Draw every figure that a run folder's files allow, and write report.html.
+
+    Returns:
+        The path of report.html.
 
     Raises:
         UserError: See :func:`read_run`.
     """
     sentence, sections = read_run(folder)
-    config = opened(folder).config()
+    run = opened(folder)
+    config = run.config()
     model = config.get("model")
-    study = read_json(folder / "study.json") or {}
-    # Where there is no model the study says what it is.
-    models = [
-        str(
-            model["name"]
-            if isinstance(model, dict) and "name" in model
-            else study.get("study", "")
-        )
-    ]
-    facts = {
-        name: read_json(folder / f"{name}.json") or {}
-        for name in ("prompts", "provenance", "status")
-    }
-    facts["provenance"].pop("sum", None)
-    facts["provenance"] = spent(facts["status"]) | facts["provenance"]
-    text = read_text(folder / "config.yaml")
+    if isinstance(model, dict) and "name" in model:
+        model_name = str(model["name"])
+    else:
+        # Figures of a run without a model are signed with its study.
+        study = read_json(folder / "study.json") or {}
+        model_name = str(study.get("study", ""))
+    status = read_json(folder / "status.json") or {}
+    provenance = read_json(folder / "provenance.json") or {}
+    provenance.pop("sum", None)
+    wrong_answers = None
     if (folder / failures.FILE).is_file():
-        facts["failures"] = failures.on_page(
-            opened(folder), opened(folder).config("task")
-        )
+        wrong_answers = failures.wrong_answers(run, run.config("task"))
     return write_page(
-        folder, subject(config), sentence, sections, models, config=text, **facts
+        folder,
+        run_title(config),
+        sentence,
+        sections,
+        [model_name],
+        config=read_text(folder / "config.yaml"),
+        prompts=read_json(folder / "prompts.json"),
+        provenance=describe_costs(status) | provenance,
+        status=status,
+        failures=wrong_answers,
     )
 
 
@@ -104,157 +110,185 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     """
     names = ("config.yaml", "study.json", "metrics.csv", "search.csv", "attention.csv")
     need_folder(folder, "a run folder (it holds config.yaml)", *names)
-    metrics, subsets, findings = (
-        read_csv(folder / f"{n}.csv") for n in ("metrics", "subsets", "findings")
-    )
+    metrics = read_csv(folder / "metrics.csv")
+    subsets = read_csv(folder / "subsets.csv")
+    findings = read_csv(folder / "findings.csv")
     config = opened(folder).config()
-    sections = _study(folder, config)
+    sections = _study_sections(folder, config)
     if metrics is not None:
-        sections += _scores(folder, metrics, subsets)
-    elif not sections and (told := read_json(folder / "experiment.json")):
-        sections.append(
-            Section(str(told["title"]), reference_text(told, [], pd.DataFrame()))
-        )
+        sections += _score_sections(folder, metrics, subsets)
+    elif not sections:
+        experiment = read_json(folder / "experiment.json")
+        if experiment:
+            text = reference_text(experiment, [], pd.DataFrame())
+            sections.append(Section(str(experiment["title"]), text))
     if subsets is not None:
-        drawn = {
-            "subsets": (
-                by_subset(subsets),
-                "Every subset, and below the line every average.",
-            )
-        }
-        sections.append(Section("By subset", "", *tables.subset_table(subsets), drawn))
+        caption = "Every subset, and below the line every average."
+        figures = {"subsets": (by_subset(subsets), caption)}
+        table = tables.subset_table(subsets)
+        sections.append(Section("By subset", "", *table, figures))
     attention = read_csv(folder / "attention.csv")
     if attention is not None:
-        what = "Attention of the last prompt token to the item with the answer"
-        caption = f"{what}: strongest layer (left) and every layer (right)."
-        if attention["method"].nunique() > 1:
-            caption = (
-                f"Left: {what.lower()}. Right: what the method changes in each layer."
-            )
-        drawn = {"attention": (attention_by_position(attention), caption)}
-        sections.append(Section("Attention", figures=drawn))
+        sections.append(_attention_section(attention))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += held_back.sections(read_csv(folder / held_back.TABLE))
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
     if (folder / "found.yaml").is_file():
-        sections.append(
-            Section("Found constants", block=read_text(folder / "found.yaml"))
-        )
-    if metrics is not None or findings is None:
-        return (metrics is None and measured(folder)) or headline(metrics), sections
-    return answer(findings), sections
+        constants = read_text(folder / "found.yaml")
+        sections.append(Section("Found constants", block=constants))
+    if metrics is not None:
+        return headline(metrics), sections
+    if findings is not None:
+        return study_answer(findings), sections
+    return describe_measurements(folder) or headline(None), sections
 
 
-def measured(folder: Path) -> str:
-    """What a run without scores and claims measured, in words: the gain of a search, the times of a study;
-    empty where it measured neither."""
-    gained = read_csv(folder / held_back.TABLE)
-    said = list[str]()
-    names = (read_json(folder / "study.json") or {}).get("tables", ())
-    for table, (kind, words) in itertools.product(
-        study_tables(folder, names).values(), TIMES.items()
-    ):
-        if {"work", "way", "base", f"{kind}_min", f"{kind}_max"} <= set(table):
-            for row in table[table["way"] != table["base"]].to_dict("records"):
-                least, usual, most = (
-                    f"{row[name]:.2f}" for name in (f"{kind}_min", kind, f"{kind}_max")
-                )
-                spread = f"{row['work']}; {least} to {most} over rounds"
-                said.append(
-                    f"{row['way']} {words.format(usual)} {shown(row['base'])} ({spread})"
-                )
-    more = [f"{len(said) - FEW} more"] * (len(said) > FEW)
-    front = [] if gained is None else [held_back.told(gained.iloc[0])]
-    return "; ".join([*front, *said[:FEW], *more]) + "." * bool(front or said)
+def describe_measurements(folder: Path) -> str:
+    """What a run without scores and claims measured, in words.
+
+    That is the gain of a search and the times of a study; empty where it has neither.
+    """
+    texts = []
+    gains = read_csv(folder / held_back.TABLE)
+    if gains is not None:
+        texts.append(held_back.told(gains.iloc[0]))
+    study = read_json(folder / "study.json") or {}
+    times = list[str]()
+    for table in study_tables(folder, study.get("tables", ())).values():
+        for column, phrase in TIME_PHRASES.items():
+            times += _describe_times(table, column, phrase)
+    texts += times[:MAX_LISTED]
+    if len(times) > MAX_LISTED:
+        texts.append(f"{len(times) - MAX_LISTED} more")
+    return "; ".join(texts) + "." if texts else ""
+
+
+def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
+    """One text per measured way: its time beside that of the way it is compared with.
+
+    Args:
+        table: A table of a study; without the columns of measured times there is no
+            text.
+        column: The column of the quotient, over rounds, beside its `_min` and `_max`.
+        phrase: How the quotient reads, with a place for the number.
+    """
+    needed = {"work", "way", "base", f"{column}_min", f"{column}_max"}
+    if not needed <= set(table):
+        return []
+    texts = []
+    for row in table[table["way"] != table["base"]].to_dict("records"):
+        verb = phrase.format(f"{row[column]:.2f}")
+        low = row[f"{column}_min"]
+        high = row[f"{column}_max"]
+        spread = f"{row['work']}; {low:.2f} to {high:.2f} over rounds"
+        texts.append(f"{row['way']} {verb} {shown(row['base'])} ({spread})")
+    return texts
 
 
 def cut_prompts(folder: Path) -> str:
-    """How many prompts of a run were shortened to the context window, and what a server did with them, in
-    words; empty where there is nothing to tell."""
+    """How many prompts were cut, and what a server did with them; often empty."""
     rows = [
         row for row in opened(folder).rows("predictions.jsonl") if "error" not in row
     ]
-    return " ".join(filter(None, [shortened(rows), served(rows)]))
+    return " ".join(filter(None, [shortened(rows), describe_server(rows)]))
 
 
-def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
-    """What a study measured: its verdicts, and every figure it draws."""
+def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
+    """The verdicts of a study and its figures, as one section; none without a study."""
     facts = read_json(folder / "study.json")
     experiment = read_json(folder / "experiment.json") or {}
     if not facts:
         return []
     study: Study = instantiate(config.get("study", {}), Study, "study")  # type: ignore[type-abstract]
-    section = Section(
-        (type(study).__doc__ or facts["study"]).split("\n")[0].rstrip(".")
-    )
+    description = type(study).__doc__ or facts["study"]
+    section = Section(description.split("\n")[0].rstrip("."))
+    texts = []
     findings = read_csv(folder / "findings.csv")
     if findings is not None:
         section.header, section.rows = tables.findings_table(findings)
-        section.text = f"{HOLDS} "
-    found = study_tables(folder, facts["tables"])
-    section.figures = study.figures(found)
-    counts = {
-        int(n) for table in found.values() if "n" in table for n in table["n"].dropna()
-    }
-    for figure, _ in section.figures.values():
-        if (
-            not figure.get_label() and len(counts) == 1
-        ):  # the one count of all tables is that of every figure
-            figure.set_label(counted(counts))
-    text = [f"{experiment['title']}."] if experiment.get("title") else []
-    text += (
-        [f"The paper reads: {'; '.join(experiment['claims'])}."]
-        if experiment.get("claims")
-        else []
-    )
-    section.text += " ".join(
-        [*text, f"Numbers: {', '.join(f'{name}.csv' for name in facts['tables'])}."]
-    )
+        texts.append(VERDICT_RULE)
+    frames = study_tables(folder, facts["tables"])
+    section.figures = study.figures(frames)
+    counts = set[int]()
+    for frame in frames.values():
+        if "n" in frame:
+            counts.update(int(n) for n in frame["n"].dropna())
+    if len(counts) == 1:
+        # The one count of all tables is that of every figure.
+        for figure, _ in section.figures.values():
+            if not figure.get_label():
+                figure.set_label(count_label(counts))
+    if experiment.get("title"):
+        texts.append(f"{experiment['title']}.")
+    if experiment.get("claims"):
+        texts.append(f"The paper reads: {'; '.join(experiment['claims'])}.")
+    files = ", ".join(f"{name}.csv" for name in facts["tables"])
+    section.text = " ".join([*texts, f"Numbers: {files}."])
     return [section]
 
 
-def _scores(
+def _score_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
     """Scores by gold position, position bias, the paper's numbers, and other scores."""
-    ran = read_json(folder / "method.json") or {}
-    what = metric_name(metrics).capitalize()
-    front = f"As applied: {applied(ran)}. " if len(ran) > 1 else ""
-    text = f"{front}{what} in % and paired difference in points, each with its 95 % interval"
-    text = "; ".join(filter(None, [text, tables.position_words(metrics)])) + "."
-    section = Section(
-        what, f"{text} {cut_prompts(folder)}".strip(), *tables.position_table(metrics)
-    )
+    name = metric_name(metrics).capitalize()
+    text = f"{name} in % and paired difference in points, each with its 95 % interval"
+    method = read_json(folder / "method.json") or {}
+    if len(method) > 1:
+        text = f"As applied: {describe_method(method)}. {text}"
+    positions = tables.describe_positions(metrics)
+    if positions:
+        text = f"{text}; {positions}"
+    text = f"{text}. {cut_prompts(folder)}".strip()
+    scores = Section(name, text, *tables.position_table(metrics))
     if len(at_positions(metrics)):
-        section.title = f"{what} by gold position"
-        caption = f"{what} over the position of the answer. Bands: 95 % intervals."
-        section.figures = {"accuracy": (accuracy_by_position(metrics), caption)}
-    out = [section]
-    bias = tables.bias_table(metrics)
-    out += [Section("Position bias", "", *bias)] if bias[1] else []
-    out += beside(folder, metrics, subsets)
-    others = tables.other_scores(metrics)
-    if len(others):
-        out.append(Section("Other scores", "", *tables.subset_table(others, own="")))
-    return out
+        scores.title = f"{name} by gold position"
+        caption = f"{name} over the position of the answer. Bands: 95 % intervals."
+        scores.figures = {"accuracy": (accuracy_by_position(metrics), caption)}
+    sections = [scores]
+    header, rows = tables.bias_table(metrics)
+    if rows:
+        sections.append(Section("Position bias", "", header, rows))
+    sections += paper_sections(folder, metrics, subsets)
+    other_scores = tables.other_scores(metrics)
+    if len(other_scores):
+        table = tables.subset_table(other_scores, task_metric="")
+        sections.append(Section("Other scores", "", *table))
+    return sections
 
 
-def size(png: bytes) -> dict[str, int]:
-    """Width and height of a figure on a page, from the beginning of its file."""
+def _attention_section(attention: pd.DataFrame) -> Section:
+    """Attention to the gold item, as figures."""
+    quantity = "Attention of the last prompt token to the item with the answer"
+    if attention["method"].nunique() > 1:
+        caption = (
+            f"Left: {quantity.lower()}. Right: what the method changes in each layer."
+        )
+    else:
+        caption = f"{quantity}: strongest layer (left) and every layer (right)."
+    figures = {"attention": (attention_by_position(attention), caption)}
+    return Section("Attention", figures=figures)
+
+
+def figure_size(png: bytes) -> dict[str, int]:
+    """Width and height of a figure on a page, from the first 24 bytes of its PNG."""
     width, height = struct.unpack(">II", png[16:24])
-    return {"width": round(SCALE * width), "height": round(SCALE * height)}
+    return {
+        "width": round(PAGE_PIXELS_PER_PIXEL * width),
+        "height": round(PAGE_PIXELS_PER_PIXEL * height),
+    }
 
 
-def fitted(text: str) -> str:
-    """HTML of a text that breaks where a reader expects it: not inside an interval, and in long names after
-    their signs."""
-    kept = INTERVAL.sub(r'<span class="whole">\g<0></span>', html.escape(text))
-    return re.sub(
-        rf"\S{{{LONG},}}",
-        lambda word: re.sub(r"([/=,]|__)(?=\w)", r"\1<wbr>", word[0]),
-        kept,
-    )
+def breakable(text: str) -> str:
+    """HTML of a text with line breaks allowed in long names, but not in intervals."""
+    escaped = html.escape(text)
+    unbroken = INTERVAL.sub(r'<span class="whole">\g<0></span>', escaped)
+    return LONG_WORD.sub(_break_after_signs, unbroken)
+
+
+def _break_after_signs(word: re.Match[str]) -> str:
+    return re.sub(r"([/=,]|__)(?=\w)", r"\1<wbr>", word[0])
 
 
 def write_page(
@@ -263,33 +297,60 @@ def write_page(
     sentence: str,
     sections: Sequence[Section],
     models: Sequence[str] = (),
-    **run: Any,
+    *,
+    config: str = "",
+    prompts: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    status: Mapping[str, Any] | None = None,
+    failures: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save all figures, signed with the models and n, under ``figures/``, their captions beside them, and
-    write report.html around them, whose path it returns; of a run it also shows ``failures``, ``prompts``,
-    ``config``, ``provenance`` and ``status``."""
+    """Save all figures under ``figures/`` with their captions, and write report.html.
+
+    Args:
+        folder: Folder of a run or a sweep.
+        title: Heading of the page.
+        sentence: The result, below the heading.
+        sections: The parts of the page.
+        models: Names that figures are signed with, beside n.
+        config: Text of config.yaml.
+        prompts: Content of prompts.json.
+        provenance: Content of provenance.json, with what the run cost.
+        status: Content of status.json.
+        failures: See :func:`posbench.report.failures.wrong_answers`.
+
+    Returns:
+        The path of report.html.
+    """
     parts = []
     captions = dict[str, str]()
     for section in sections:
-        drawn = []
+        figures = []
         for name, (figure, caption) in section.figures.items():
             sign(figure, models)
             png, _ = save(figure, folder / "figures" / re.sub(r"\W", "-", name))
             captions[png.stem] = caption
             data = png.read_bytes()
             source = "data:image/png;base64," + base64.b64encode(data).decode()
-            drawn.append({"source": source, "caption": caption, **size(data)})
-        parts.append({**vars(section), "figures": drawn})
+            figures.append({"source": source, "caption": caption, **figure_size(data)})
+        parts.append({**vars(section), "figures": figures})
     if captions:
         write_text(folder / "figures" / CAPTIONS, json.dumps(captions, indent=2) + "\n")
-    source = (paths.PACKAGE / "report" / "report.html.j2").read_text()
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["fitted"] = fitted
-    name = f"{folder.parent.name}/{folder.name}"
-    page = environment.from_string(source).render(
-        title=title, name=name, sentence=sentence, sections=parts, **run
+    environment.filters["breakable"] = breakable
+    template = (paths.PACKAGE / "report" / "report.html.j2").read_text()
+    page = environment.from_string(template).render(
+        title=title,
+        name=f"{folder.parent.name}/{folder.name}",
+        sentence=sentence,
+        sections=parts,
+        config=config,
+        prompts=prompts,
+        provenance=provenance,
+        status=status,
+        failures=failures,
     )
-    write_bytes(folder / "report.html", page.encode())
-    return folder / "report.html"
+    path = folder / "report.html"
+    write_bytes(path, page.encode())
+    return path

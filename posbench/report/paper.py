@@ -24,14 +24,23 @@ MIXED = "different in different settings"
 AGREEMENT = ("agrees", "differs", "inconclusive", "no interval", "not measured", MIXED)
 CELL = ["model", "method", "task", "gold_position", "metric"]
 """Columns that name a cell of a paper."""
-TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
+DEPTH_TOLERANCE = 0.025
+"""How far (0..1) a paper's depth label may lie from the nearest depth we measured."""
 
 
-def beside(
+def paper_sections(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None
 ) -> list[Section]:
-    """What the paper of a folder's experiment says, and its numbers beside ours where the same model ran.
-    Raises `UserError` where reference.json is malformed."""
+    """The paper's claims and numbers beside ours, as one section; none without a paper.
+
+    Args:
+        folder: Folder of a run or a sweep.
+        metrics: Its metrics.csv or summary.csv.
+        subsets: Its scores on subsets, if it has any.
+
+    Raises:
+        UserError: reference.json is malformed.
+    """
     facts = read_json(folder / "experiment.json") or {}
     reference = read_json(folder / "reference.json") or []
     if not facts and not reference:
@@ -45,102 +54,138 @@ def beside(
             "a list of rows with model, method, task, gold_position, metric, value"
         )
         raise unreadable(folder / "reference.json", error, allowed) from error
-    return [
-        Section(
-            str(facts.get("title", "Beside the paper's numbers")), text, header, rows
-        )
-    ]
+    title = str(facts.get("title", "Beside the paper's numbers"))
+    return [Section(title, text, header, rows)]
 
 
 def reference_text(
     facts: Mapping[str, Any], reference: Sequence[Row], table: pd.DataFrame
 ) -> str:
-    """What is said beside a paper's rows, from ``experiment.json`` and its :func:`cells` that ran here."""
-    text = [str(facts.get("note", ""))]
+    """The text above a paper's numbers: its claims, how cells are compared, the source.
+
+    Args:
+        facts: Content of experiment.json.
+        reference: The paper's rows.
+        table: Its :func:`cells` that were measured.
+    """
+    texts = []
+    if facts.get("note"):
+        texts.append(str(facts["note"]))
     if facts.get("claims"):
-        text.append("The paper's reading: " + "; ".join(facts["claims"]) + ".")
+        texts.append(f"The paper's reading: {'; '.join(facts['claims'])}.")
     if len(table):
-        text += [_rule(reference), counted(table)]
+        texts.append(_agreement_rule(reference))
+        texts.append(count_agreement(table))
     elif reference:
         models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
-        text.append(
+        texts.append(
             f"The paper's numbers are for {models}; none of these ran here, so nothing is compared."
         )
-    sources = "; ".join(
-        dict.fromkeys(str(row["source"]) for row in reference if row.get("source"))
+    sources = dict.fromkeys(
+        str(row["source"]) for row in reference if row.get("source")
     )
-    text.append(f"Source: {sources}." if sources else "")
-    return " ".join(filter(None, text))
+    if sources:
+        texts.append(f"Source: {'; '.join(sources)}.")
+    return " ".join(texts)
 
 
-def _rule(reference: Sequence[Row]) -> str:
-    """When a cell agrees, and whose sampling error is in the test."""
+def _agreement_rule(reference: Sequence[Row]) -> str:
+    """When a cell agrees, and whose sampling error the test takes into account."""
     margin = 100 * _margin(reference[0])
     sizes = sorted({row["n"] for row in reference if "n" in row})
-    known = all("n" in row for row in reference)
-    error = (
-        f"the paper's own sampling error (n = {', '.join(map(str, sizes))}) is in it"
-        if sizes
-        else ""
-    )
-    error += " where its n is known" if sizes and not known else ""
-    error = (
-        error
-        or "the paper's n is not known, so the interval has our sampling error alone"
-    )
+    if sizes:
+        listed = ", ".join(map(str, sizes))
+        error = f"the paper's own sampling error (n = {listed}) is in it"
+        if not all("n" in row for row in reference):
+            error += " where its n is known"
+    else:
+        error = (
+            "the paper's n is not known, so the interval has our sampling error alone"
+        )
     return (
         f"A cell agrees if the 90 % interval of ours minus the paper's lies within {margin:g} points of zero "
         f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error}."
     )
 
 
-def counted(table: pd.DataFrame) -> str:
-    """How many of the paper's cells agree, each once, those near zero apart."""
+def count_agreement(table: pd.DataFrame) -> str:
+    """How many of the paper's cells agree; those near zero are counted separately.
+
+    A cell that was measured in several settings counts once.
+    """
     groups = table.groupby(CELL, sort=False)
-    verdicts = groups["verdict"].agg(
-        lambda each: each.iloc[0] if each.nunique() == 1 else MIXED
-    )
-    near = groups["near_zero"].first()
-    text = f"Cells of the paper: {tally(verdicts[~near], AGREEMENT) or 'none away from zero'}."
-    apart = f"{near.sum()} within the margin of zero, where a model that always fails agrees, too"
-    return (
-        text
-        + f" Apart from these {apart}: {tally(verdicts[near], AGREEMENT)}."
-        * bool(near.any())
-    )
+    verdicts = groups["verdict"].agg(_common_verdict)
+    near_zero = groups["near_zero"].first()
+    clear = tally(verdicts[~near_zero], AGREEMENT) or "none away from zero"
+    text = f"Cells of the paper: {clear}."
+    if near_zero.any():
+        count = near_zero.sum()
+        text += (
+            f" Apart from these {count} within the margin of zero, where a model that "
+            f"always fails agrees, too: {tally(verdicts[near_zero], AGREEMENT)}."
+        )
+    return text
+
+
+def _common_verdict(verdicts: pd.Series) -> str:
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else MIXED
 
 
 def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:
-    """:func:`compared` for the models that ran, and what a sweep's settings are called."""
-    swept = [c for c in metrics.columns[: list(metrics).index("model")] if c != "run"]
+    """A paper's cells whose model ran here, beside ours.
+
+    Args:
+        metrics: Rows of metrics.csv or summary.csv.
+        reference: The paper's rows.
+
+    Returns:
+        Rows of :func:`compare_cells`, and what a sweep's settings are called.
+    """
+    before_model = metrics.columns[: list(metrics).index("model")]
+    swept = [column for column in before_model if column != "run"]
     label = ""
     if swept:
         metrics, _, label = with_setting(metrics, swept)
-    table = compared(metrics, reference)
+    table = compare_cells(metrics, reference)
     return table[table["verdict"] != OTHER_MODEL], label
 
 
 def reference_table(table: pd.DataFrame, label: str = "") -> Table:
-    """A paper's :func:`cells` beside ours as text. Of a sweep each row names the settings that it holds for,
-    `all` where these are all that are compared."""
-    found = dict[tuple[str, ...], dict[str, None]]()
+    """A paper's :func:`cells` beside ours as text.
+
+    Args:
+        table: The cells.
+        label: What a sweep's settings are called: a column of this name holds the
+            settings of each row, `all` if it holds for all of several. Empty for a run.
+    """
+    settings_of: dict[tuple[str, ...], list[str]] = {}
     for row in table.rename(columns={"ours": "value"}).itertuples():
-        missing = pd.isna(row.value)
-        paper = f"{100 * row.paper:.1f}"
-        numbers = (
-            paper,
-            *(("", "") if missing else (cell(row, "z.1f"), points(row.difference))),
+        verdict = f"{row.verdict} (near zero)" if row.near_zero else str(row.verdict)
+        ours = ""
+        difference = ""
+        if not pd.isna(row.value):
+            ours = cell(row, "z.1f")
+            difference = points(row.difference)
+        key = (
+            row.task,
+            verdict,
+            row.model,
+            row.method,
+            row.gold_position,
+            f"{100 * row.paper:.1f}",
+            ours,
+            difference,
         )
-        verdict = f"{row.verdict}{' (near zero)' if row.near_zero else ''}"
-        key = (row.task, verdict, row.model, row.method, row.gold_position, *numbers)
-        found.setdefault(key, {})[row.setting] = None
-    every = set(table["setting"]) - {""}
+        settings = settings_of.setdefault(key, [])
+        if row.setting not in settings:
+            settings.append(row.setting)
+    all_settings = set(table["setting"]) - {""}
     rows = []
-    for (_, *texts), settings in found.items():
-        where = (
-            "all" if len(every) > 1 and set(settings) == every else ", ".join(settings)
-        )
-        rows.append([*texts, *([where] if label else [])])
+    for (_, *texts), settings in settings_of.items():
+        if label:
+            is_everywhere = len(all_settings) > 1 and set(settings) == all_settings
+            texts.append("all" if is_everywhere else ", ".join(settings))
+        rows.append(texts)
     header = [
         "verdict",
         "model",
@@ -150,107 +195,106 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
         "ours %",
         "difference",
     ]
-    return [*header, *([label] if label else [])], rows
+    if label:
+        header.append(label)
+    return header, rows
 
 
 def paper_table(table: pd.DataFrame) -> Table:
-    """A paper's :func:`cells` in its own layout: a block for each model and method with the paper's number,
-    ours with its 95 % interval, the difference in points and the verdict; a column for each gold position."""
-    several = [
+    """A paper's :func:`cells` in its own layout, a column for each gold position.
+
+    Each model and method has four lines: the paper's number, ours with its 95 %
+    interval, the difference in points, and the verdict.
+    """
+    varied = [
         name for name in ("task", "metric", "setting") if table[name].nunique() > 1
     ]
-    names = [*several, "model", "method"]
-    places = list(dict.fromkeys(table["gold_position"]))
+    names = [*varied, "model", "method"]
+    positions = list(dict.fromkeys(table["gold_position"]))
     rows = []
-    for key, part in table.rename(columns={"ours": "value"}).groupby(names, sort=False):
-        at = {row.gold_position: row for row in part.itertuples()}
-        lines = {
-            "paper %": lambda row: f"{100 * row.paper:.1f}",
-            "ours %": lambda row: cell(row, "z.1f"),
-            "difference": lambda row: (
-                "" if pd.isna(row.difference) else points(row.difference)
-            ),
-            "verdict": lambda row: row.verdict,
-        }
-        for line, text in lines.items():
-            rows.append(
-                [
-                    *key,
-                    line,
-                    *(text(at[place]) if place in at else "" for place in places),
-                ]
-            )
-    return [*names, "", *places], rows
+    for key, block in table.rename(columns={"ours": "value"}).groupby(
+        names, sort=False
+    ):
+        cells_at = {row.gold_position: row for row in block.itertuples()}
+        texts_at = [_paper_lines(cells_at.get(position)) for position in positions]
+        for line in ("paper %", "ours %", "difference", "verdict"):
+            rows.append([*key, line, *(texts[line] for texts in texts_at)])
+    return [*names, "", *positions], rows
+
+
+def _paper_lines(row: Any) -> dict[str, str]:
+    """The lines of one cell of :func:`paper_table`; empty ones without a row."""
+    if row is None:
+        return {"paper %": "", "ours %": "", "difference": "", "verdict": ""}
+    return {
+        "paper %": f"{100 * row.paper:.1f}",
+        "ours %": cell(row, "z.1f"),
+        "difference": "" if pd.isna(row.difference) else points(row.difference),
+        "verdict": row.verdict,
+    }
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
-    """metrics.csv rows and, with their name as position, those of subsets.csv."""
+    """Rows of metrics.csv, then those of subsets.csv with the subset as gold position."""
     if subsets is None:
         return metrics
-    named = subsets[subsets["subset"] != "all"].drop(columns="kind")
-    named = named.rename(columns={"subset": "gold_position"}).assign(depth=np.nan)
-    return pd.concat([metrics, named], ignore_index=True)
+    rows = subsets[subsets["subset"] != "all"].drop(columns="kind")
+    rows = rows.rename(columns={"subset": "gold_position"}).assign(depth=np.nan)
+    return pd.concat([metrics, rows], ignore_index=True)
 
 
-def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
-    """Put a paper's numbers beside those of metrics.csv or summary.csv.
+def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
+    """Put a paper's numbers beside ours.
 
-    The paper's rows have model, method, task, gold_position (`all`, a 0-based index, or a depth as `25%`,
-    which the nearest one within 2.5 points matches), metric, value (0..1), and any further column of ours.
-    Each gives a row per match: its names, our setting of a sweep, paper, ours, ci_low, ci_high, difference
-    (ours - paper), near_zero (the paper's number lies within the margin of 0), and the verdict of
-    :func:`agreement`, or why there is none. Its sampling error is that of `n` examples, also for an average
-    over positions: these ask the same questions.
+    The sampling error of a paper's number is that of `n` examples, also for an average
+    over gold positions: these ask the same questions.
+
+    Args:
+        metrics: Rows of metrics.csv or summary.csv, with a sweep's setting if any.
+        reference: The paper's rows: model, method, task, gold_position (`all`, a 0-based
+            index, or a depth as `25%`, which matches the nearest one within 2.5
+            points), metric, value (0..1), and any further column of ours.
+
+    Returns:
+        A row for each match: the columns of :data:`CELL`, setting, paper, ours, ci_low,
+        ci_high, difference (ours - paper), near_zero (the paper's number lies within
+        the margin of 0), and the verdict of :func:`agreement`. A paper's row without a
+        match says in `verdict` why there is none.
     """
     models = set(metrics["model"].astype(str))
-    out = []
-    metrics = metrics if "setting" in metrics else metrics.assign(setting="")
+    if "setting" not in metrics:
+        metrics = metrics.assign(setting="")
+    rows = []
     for row in reference:
-        match = metrics
-        for column in set(row) & set(metrics) - {
-            "gold_position",
-            "n",
-            "depth",
-            *columns(),
-        }:
-            match = match[match[column].map(_plain) == _plain(str(row[column]))]
-        match = _at(match, str(row["gold_position"]))
-        paper = float(row["value"])
+        value = float(row["value"])
         n = row.get("n")
+        low, high = wilson(value * n, n) if n else (value, value)
+        paper = Estimate(value, low, high, n or 0)
         margin = _margin(row)
-        line: Row = {**{c: str(row[c]) for c in CELL}, "setting": "", "paper": paper}
-        line["near_zero"] = abs(paper) <= margin
-        printed = Estimate(
-            paper, *(wilson(paper * n, n) if n else (paper, paper)), n or 0
-        )
-        if match.empty:
-            out.append(
+        names: Row = {name: str(row[name]) for name in CELL}
+        facts = {"paper": value, "near_zero": abs(value) <= margin}
+        matches = _matches(metrics, row)
+        if matches.empty:
+            verdict = "not measured" if names["model"] in models else OTHER_MODEL
+            rows.append({**names, "setting": "", **facts, "verdict": verdict})
+        for match in matches.to_dict("records"):
+            ours = Estimate(
+                match["value"], match["ci_low"], match["ci_high"], match["n"]
+            )
+            rows.append(
                 {
-                    **line,
-                    "verdict": "not measured"
-                    if line["model"] in models
-                    else OTHER_MODEL,
+                    **names,
+                    "setting": match["setting"],
+                    **facts,
+                    "ours": ours.value,
+                    "ci_low": ours.ci_low,
+                    "ci_high": ours.ci_high,
+                    "difference": ours.value - value,
+                    "verdict": agreement(ours, paper, margin),
                 }
             )
-        for setting, *at in match[["setting", *columns(), "n"]].itertuples(index=False):
-            ours = Estimate(*at)
-            found = {"setting": setting, "difference": at[0] - paper}
-            found |= {
-                "ours": ours.value,
-                "ci_low": ours.ci_low,
-                "ci_high": ours.ci_high,
-            }
-            out.append({**line, **found, "verdict": agreement(ours, printed, margin)})
-    numbers = [
-        "paper",
-        "ours",
-        "ci_low",
-        "ci_high",
-        "difference",
-        "near_zero",
-        "verdict",
-    ]
-    return pd.DataFrame(out, columns=[*CELL, "setting", *numbers])
+    numbers = ["paper", "ours", "ci_low", "ci_high", "difference", "near_zero"]
+    return pd.DataFrame(rows, columns=[*CELL, "setting", *numbers, "verdict"])
 
 
 def _margin(row: Row) -> float:
@@ -258,15 +302,25 @@ def _margin(row: Row) -> float:
     return float(row.get("margin", MARGIN))
 
 
-def _at(rows: pd.DataFrame, position: str) -> pd.DataFrame:
-    """Rows at a position label: equal text, or for `25%` the nearest depth within the tolerance."""
+def _matches(metrics: pd.DataFrame, row: Row) -> pd.DataFrame:
+    """Our rows that measure what a paper's row does."""
+    not_compared = {"gold_position", "n", "depth", *columns()}
+    for column in set(row) & set(metrics) - not_compared:
+        is_equal = metrics[column].map(_comparable) == _comparable(str(row[column]))
+        metrics = metrics[is_equal]
+    return _at_position(metrics, str(row["gold_position"]))
+
+
+def _at_position(rows: pd.DataFrame, position: str) -> pd.DataFrame:
+    """Rows at a position label: equal text, or for `25%` the nearest depth."""
     if not position.endswith("%"):
         return rows[rows["gold_position"].astype(str) == position]
-    far = (pd.to_numeric(rows["depth"]) - float(position[:-1]) / 100).abs()
-    return rows[(far <= TOLERANCE) & (far == far.min())]
+    depth = float(position.removesuffix("%")) / 100
+    distance = (pd.to_numeric(rows["depth"]) - depth).abs()
+    return rows[(distance <= DEPTH_TOLERANCE) & (distance == distance.min())]
 
 
-def _plain(value: Any) -> str:
+def _comparable(value: Any) -> str:
     """Text by which two values are compared: 0, 0.0 and `0` are equal."""
     try:
         return f"{float(value):g}"

@@ -1,4 +1,4 @@
-"""What a multirun leaves behind: one table over its runs, one figure, one page."""
+"""What a multirun leaves behind: one table over its runs, figures and a page."""
 
 from __future__ import annotations
 
@@ -13,23 +13,29 @@ from rich.console import Console
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
 from posbench.report.folder import need_folder, read_csv, read_json, runs_of
-from posbench.report.page import HOLDS, write_page
-from posbench.report.paper import beside
+from posbench.report.page import VERDICT_RULE, write_page
+from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, text_table
-from posbench.report.text import answer, title, verdict_table
-from posbench.report.trend import MOST, trends
+from posbench.report.text import study_answer, title, verdict_table
+from posbench.report.trend import MAX_SETTINGS, trends
 from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 from posbench.stats.scores import COLUMNS
 
-TABLES = ("metrics", "attention", "subsets", "findings")
-READ = [
+TABLES = {
+    "metrics": "summary",
+    "attention": "attention_summary",
+    "subsets": "subsets_summary",
+    "findings": "findings_summary",
+}
+"""Tables of a run, and what they are called in its sweep."""
+FILES_READ = [
     CONFIG,
     "experiment.json",
     "reference.json",
@@ -41,222 +47,270 @@ READ = [
 def summarise(
     jobs: Sequence[dict[str, Any]], console: Console, folder: Path | None = None
 ) -> Path | None:
-    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it; with
-    ``folder``, into that of an earlier time.
+    """Collect the finished runs of a multirun into one folder, and print it.
 
-    Of each job: its ``overrides`` (``key=value``), run ``folder`` (None if it failed), exit ``status``.
-    Returns the folder, or None when no job finished.
+    Args:
+        jobs: Of each job its ``overrides`` (``key=value``), run ``folder`` (None if it
+            failed) and exit ``status``.
+        console: Where the summary is printed.
+        folder: Sweep folder to write again; None makes ``sweep__<axes>__<hash>/``
+            beside the runs.
+
+    Returns:
+        The sweep folder, or None when no job finished.
     """
-    settings, varied = _varied([job["overrides"] for job in jobs])
+    settings, varied = _parse_overrides([job["overrides"] for job in jobs])
     # Model, method and task are columns of every table already.
     axes = [key for key in varied if key not in COLUMNS]
-    finished = []
+    runs = []
     for setting, job in zip(settings, jobs, strict=True):
         if job["folder"]:
-            finished.append((setting, Path(job["folder"])))
+            runs.append((setting, Path(job["folder"])))
         else:
-            listed = " ".join(f"{key}={value}" for key, value in setting.items())
-            console.print(f"failed: {listed} (exit status {job['status']})")
-    if not finished:
+            text = " ".join(f"{key}={value}" for key, value in setting.items())
+            console.print(f"failed: {text} (exit status {job['status']})")
+    if not runs:
         return None
-    runs = [path for _, path in finished]
-    folder = folder or _place(varied, runs)
+    run_folders = [run_folder for _, run_folder in runs]
+    if folder is None:
+        folder = _sweep_folder(varied, run_folders)
     folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        checked(run, only=READ)  # the first of many may have finished days ago
-    for file in TABLES:
-        there = [
-            (s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()
+    for run_folder in run_folders:
+        checked(run_folder, only=FILES_READ)  # the first may have finished days ago
+    for run_table, sweep_table_name in TABLES.items():
+        files = [
+            (setting, run_folder / f"{run_table}.csv")
+            for setting, run_folder in runs
+            if (run_folder / f"{run_table}.csv").is_file()
         ]
-        if there:
-            out = "summary.csv" if file == "metrics" else f"{file}_summary.csv"
-            write_text(folder / out, _together(there, axes))
-    _share_experiment(folder, runs)
-    trend, findings = trends(finished, axes)
+        if files:
+            write_text(folder / f"{sweep_table_name}.csv", _join_tables(files, axes))
+    _write_experiment(folder, run_folders)
+    trend, findings = trends(runs, axes)
     if len(trend):
         write_csv(folder / "trend.csv", trend)
         write_csv(folder / "findings.csv", findings)
     write_text(folder / JOBS, json.dumps(list(jobs), indent=2) + "\n")
     _show(folder, console)
-    RunDir(folder).seal(str(RunDir(runs[0]).facts(PROVENANCE).get("command", "")))
+    command = RunDir(run_folders[0]).facts(PROVENANCE).get("command", "")
+    RunDir(folder).seal(str(command))
     return folder
 
 
 def finished(overrides: Sequence[Sequence[str]], runs: Sequence[Path]) -> Path | None:
-    """The folder that :func:`summarise` left for these runs, by their overrides; None unless it is whole."""
-    folder = _place(_varied(overrides)[1], runs)
-    return folder if RunDir(folder).done and not RunDir(folder).damaged() else None
+    """The folder that :func:`summarise` made of these runs; None unless it is intact.
+
+    Args:
+        overrides: Of each job its ``key=value`` arguments.
+        runs: The folder of each job's run.
+    """
+    _, varied = _parse_overrides(overrides)
+    folder = _sweep_folder(varied, runs)
+    sweep = RunDir(folder)
+    return folder if sweep.done and not sweep.damaged() else None
 
 
-def _varied(
+def _parse_overrides(
     overrides: Sequence[Sequence[str]],
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """The settings of every job, and the keys that are not alike in all of them."""
-    settings = [dict(o.split("=", 1) for o in each if "=" in o) for each in overrides]
-    keys = dict.fromkeys(key for setting in settings for key in setting)
-    return settings, [
-        key for key in keys if len({setting.get(key) for setting in settings}) > 1
+    """The setting of every job, and the keys whose values differ between jobs."""
+    settings = [
+        dict(text.split("=", 1) for text in of_job if "=" in text)
+        for of_job in overrides
     ]
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    varied = [key for key in keys if len({s.get(key) for s in settings}) > 1]
+    return settings, varied
 
 
-def _place(varied: Sequence[str], runs: Sequence[Path]) -> Path:
+def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
+    """Where a sweep over these keys and runs is written, beside its first run."""
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
-    return (
-        runs[0].parent
-        / f"sweep__{name}__{digest(['/'.join(run.parts[-3:]) for run in runs])}"
-    )
+    run_names = ["/".join(run.parts[-3:]) for run in runs]
+    return runs[0].parent / f"sweep__{name}__{digest(run_names)}"
 
 
 def _show(folder: Path, console: Console) -> None:
-    """Print what a sweep folder says, and draw its page."""
+    """Print the result of a sweep, and draw its page."""
     summary = read_csv(folder / "summary.csv")
-    if summary is not None:
+    if summary is None:
+        findings = read_csv(folder / "findings_summary.csv")
+        if findings is None:
+            return
+        header, rows = verdict_table(_add_setting_to_model(findings))
+        console.print(text_table(header, rows, console.width))
+        console.print(study_answer(findings))
+    else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
-        console.print(
-            text_table(header[:-1], [row[:-1] for row in rows], console.width)
-        )
+        without_run = [row[:-1] for row in rows]
+        console.print(text_table(header[:-1], without_run, console.width))
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )
         console.print(sentence)
         show_findings(folder, console)
-        show_reference(
-            folder, summary, read_csv(folder / "subsets_summary.csv"), console
-        )
-    elif (findings := read_csv(folder / "findings_summary.csv")) is not None:
-        console.print(text_table(*verdict_table(_by_setting(findings)), console.width))
-        console.print(answer(findings))
-    else:
-        return
+        subsets = read_csv(folder / "subsets_summary.csv")
+        show_reference(folder, summary, subsets, console)
     console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
 
 
-def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
-    """Give the sweep its experiment's title, and each run's own part of the paper's numbers."""
-    told = [run for run in runs if (run / "experiment.json").is_file()]
-    if not told:
+def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
+    """Write the experiment's facts, and the paper's numbers for each run's model."""
+    runs = [run for run in runs if (run / "experiment.json").is_file()]
+    if not runs:
         return
-    facts = read_json(told[0] / "experiment.json")
-    own = list[Row]()
-    every = [read_json(run / "reference.json") or [] for run in told]
-    for run, rows in zip(told, every, strict=True):
+    facts = read_json(runs[0] / "experiment.json")
+    references = [read_json(run / "reference.json") or [] for run in runs]
+    rows = list[Row]()
+    for run, reference in zip(runs, references, strict=True):
         metrics = read_csv(run / "metrics.csv")
         models = set() if metrics is None else set(metrics["model"])
-        own += [{**row, "run": _label(run)} for row in rows if row["model"] in models]
-    if own:
+        for row in reference:
+            if row["model"] in models:
+                rows.append({**row, "run": _run_label(run)})
+    if rows:
         facts["note"] = ""  # a run in another setting has no row here
+    else:
+        rows = next(filter(None, references), [])
     write_text(folder / "experiment.json", json.dumps(facts, indent=2) + "\n")
-    reference = own or next(filter(None, every), [])
-    write_text(folder / "reference.json", json.dumps(reference, indent=2) + "\n")
+    write_text(folder / "reference.json", json.dumps(rows, indent=2) + "\n")
 
 
-def _label(run: Path) -> str:
-    """Version and name: runs of different tasks may share a folder name, in different versions."""
+def _run_label(run: Path) -> str:
+    """Version and name: runs of different tasks may share a folder name."""
     return f"{run.parent.name}/{run.name}"
 
 
-def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> str:
-    """The tables of runs as one CSV, each row behind its run's label and values of the swept keys."""
-    fronts = [
-        [_label(file.parent), *(setting.get(axis, "") for axis in axes)]
+def _join_tables(
+    files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
+) -> str:
+    """Join the CSV files of runs into one, behind new columns `run` and the swept keys.
+
+    Args:
+        files: Setting and CSV file of each run.
+        axes: The swept keys.
+
+    Returns:
+        The text of the joined CSV.
+    """
+    columns = ["run", *axes]
+    texts = [file.read_text(encoding="utf-8") for _, file in files]
+    labels = [
+        [_run_label(file.parent), *(setting.get(axis, "") for axis in axes)]
         for setting, file in files
     ]
-    texts = [file.read_text(encoding="utf-8") for _, file in files]
     header = texts[0].partition("\n")[0]
-    columns = ["run", *axes]
     if any('"' in text or not text.startswith(f"{header}\n") for text in texts):
-        frames = [
-            pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-            for text in texts
-        ]
-        labels = [
-            pd.DataFrame([front] * len(f), columns=columns)
-            for front, f in zip(fronts, frames, strict=True)
-        ]
-        rows = pd.concat(
-            [pd.concat(pair, axis=1) for pair in zip(labels, frames, strict=True)]
-        )
-        return rows.to_csv(index=False, lineterminator="\n")
+        frames = []
+        for label, text in zip(labels, texts, strict=True):
+            frame = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+            label_columns = pd.DataFrame([label] * len(frame), columns=columns)
+            frames.append(pd.concat([label_columns, frame], axis=1))
+        return pd.concat(frames).to_csv(index=False, lineterminator="\n")
     # The tables of hundreds of runs, a million rows of attention, are joined as text.
-    out = [",".join([*columns, header]) + "\n"]
-    for front, text in zip(fronts, texts, strict=True):
-        prefix = _csv_line(front) + ","
-        out += [prefix + row for row in text.splitlines(keepends=True)[1:]]
-    return "".join(out)
+    lines = [",".join([*columns, header]) + "\n"]
+    for label, text in zip(labels, texts, strict=True):
+        prefix = _csv_record(label) + ","
+        lines += [prefix + row for row in text.splitlines(keepends=True)[1:]]
+    return "".join(lines)
 
 
-def _csv_line(values: Sequence[str]) -> str:
-    """One CSV record of these values, quoted where needed, without its line end."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(values)
-    return line.getvalue().removesuffix("\n")
+def _csv_record(values: Sequence[str]) -> str:
+    """These values as one line of a CSV, quoted where needed, without its line end."""
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerow(values)
+    return stream.getvalue().removesuffix("\n")
 
 
 def again(folder: Path, console: Console) -> None:
-    """Collect a sweep again, whose runs have changed since."""
+    """Collect a sweep again whose runs have changed since."""
     checked(folder, only=[JOBS])
+    jobs = read_json(folder / JOBS)
+    # The outputs may have moved: the runs are where they lie now.
     runs = iter(runs_of(folder))
-    jobs = [
-        {**job, "folder": job["folder"] and str(next(runs))}
-        for job in read_json(folder / JOBS)
-    ]
+    for job in jobs:
+        if job["folder"]:
+            job["folder"] = str(next(runs))
     summarise(jobs, console, folder)
 
 
 def render_sweep(folder: Path) -> Path:
-    """Draw the figures of what :func:`summarise` wrote, and its report.html, whose path it returns. Raises
-    `UserError` where it has neither scores nor verdicts, or a file cannot be read."""
+    """Draw the figures of a sweep and write its report.html, whose path is returned.
+
+    Raises:
+        UserError: It has neither scores nor verdicts, or a file cannot be read.
+    """
     need_folder(
         folder,
         "a sweep folder (it holds summary.csv)",
         "summary.csv",
         "findings_summary.csv",
     )
-    names = ("summary", "attention_summary", "subsets_summary", "trend", "findings")
-    summary, attention, subsets, trend, findings = (
-        read_csv(folder / f"{name}.csv") for name in names
-    )
+    summary = read_csv(folder / "summary.csv")
+    attention = read_csv(folder / "attention_summary.csv")
+    subsets = read_csv(folder / "subsets_summary.csv")
+    trend = read_csv(folder / "trend.csv")
+    findings = read_csv(folder / "findings.csv")
     if summary is None:
         return _render_verdicts(folder)
     axes = axes_of(summary)
+    drawn_runs = _spread_runs(summary, axes)
+    num_drawn = drawn_runs.nunique()
+    num_runs = summary["run"].nunique()
+    drawn_note = ""
+    if num_drawn < num_runs:
+        drawn_note = f" {num_drawn} of {num_runs} runs are drawn."
+
     header, rows, sentence = sweep_table(summary, axes)
-    few = _few(summary, axes)
-    every = summary["run"].nunique()
-    drawn_of = (
-        f" {few.nunique()} of {every} runs are drawn." if few.nunique() < every else ""
-    )
-    if (
-        "model" in axes
-        and set(axes) <= {"model", "method"}
-        and len(at_positions(summary))
-    ):
-        figure = accuracy_by_model(summary)
-        caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
-    else:
-        figure = plots.factor_sweep(summary[summary["run"].isin(few)], axes)
-        left = "score over all positions with 95 % intervals"
-        right = "score over the position of the answer"
-        caption = f"Left: {left}. Right: {right}.{drawn_of}"
-    drawn = {"sweep": (figure, caption)}
-    sections = [Section("Settings", "", header, rows, drawn)]
+    figures = {"sweep": _score_figure(summary, axes, drawn_runs, drawn_note)}
+    sections = [Section("Settings", "", header, rows, figures)]
     if attention is not None:
-        caption = "Attention of the last prompt token to the item with the answer over its position"
-        figure = plots.attention_sweep(attention[attention["run"].isin(few)], axes)
-        drawn = {"attention": (figure, f"{caption}, for each setting.{drawn_of}")}
-        sections.append(Section("Attention", figures=drawn))
+        attention = attention[attention["run"].isin(drawn_runs)]
+        figure = plots.attention_sweep(attention, axes)
+        caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
+        figures = {"attention": (figure, caption + drawn_note)}
+        sections.append(Section("Attention", figures=figures))
     if trend is not None and findings is not None:
-        caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
-        drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
-        sentence = f"{sentence} {answer(findings)}"
+        caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the unmodified model."
+        figures = {"trend": (plots.trend(trend), caption)}
+        sections.append(Section("Trend", "", *tables.findings_table(findings), figures))
+        sentence = f"{sentence} {study_answer(findings)}"
+    sections += paper_sections(folder, summary, subsets)
     models = list(dict.fromkeys(summary["model"]))
-    rows = plots.modified_of(summary)
-    swept = [axis for axis in axes if axis not in COLUMNS and axis != "run"]
-    told = title(map(shown, rows["method"]), models, rows["task"], swept)
-    sections += beside(folder, summary, subsets)
-    return write_page(
-        folder, told, sentence, sections, models, provenance=_command(folder)
+    modified = plots.modified_of(summary)
+    page_title = title(
+        map(shown, modified["method"]),
+        models,
+        modified["task"],
+        [axis for axis in axes if axis not in COLUMNS and axis != "run"],
     )
+    return write_page(
+        folder, page_title, sentence, sections, models, provenance=_command(folder)
+    )
+
+
+def _score_figure(
+    summary: pd.DataFrame,
+    axes: Sequence[str],
+    drawn_runs: pd.Series,
+    drawn_note: str,
+) -> tuple[Figure, str]:
+    """The figure of a sweep's scores, and its caption.
+
+    Args:
+        summary: Rows of summary.csv.
+        axes: The columns that tell settings apart.
+        drawn_runs: The runs that a figure over settings draws.
+        drawn_note: How many these are, for its caption.
+    """
+    compares_models = "model" in axes and set(axes) <= {"model", "method"}
+    if compares_models and len(at_positions(summary)):
+        caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
+        return accuracy_by_model(summary), caption
+    figure = plots.factor_sweep(summary[summary["run"].isin(drawn_runs)], axes)
+    left = "score over all positions with 95 % intervals"
+    right = "score over the position of the answer"
+    return figure, f"Left: {left}. Right: {right}.{drawn_note}"
 
 
 def _render_verdicts(folder: Path) -> Path:
@@ -266,161 +320,189 @@ def _render_verdicts(folder: Path) -> Path:
         raise UserError(
             "summary.csv", "no row", "rows of at least one run", "run the sweep first"
         )
-    settings = _by_setting(findings)
-    runs = (
-        settings.drop_duplicates("model")[["model", "run"]]
-        .astype(str)
-        .to_numpy()
-        .tolist()
-    )
+    by_setting = _add_setting_to_model(findings)
+    runs = by_setting.drop_duplicates("model")[["model", "run"]].astype(str)
     sections = [
-        Section("Verdicts", HOLDS, *verdict_table(settings)),
-        Section("Numbers", "", *tables.findings_table(settings, models=True)),
-        Section("Runs", "Each has a page with its figures.", ["model", "run"], runs),
+        Section("Verdicts", VERDICT_RULE, *verdict_table(by_setting)),
+        Section("Numbers", "", *tables.findings_table(by_setting, models=True)),
+        Section(
+            "Runs",
+            "Each has a page with its figures.",
+            ["model", "run"],
+            runs.to_numpy().tolist(),
+        ),
     ]
-    configs = [opened(run).config() for run in runs_of(folder)]
-    studies = [
-        f"study {(config.get('study') or {}).get('name', '')}" for config in configs
-    ]
-    told = title(
-        studies, findings["model"].dropna(), (), [c for c in findings if "." in c]
-    )
+    studies = []
+    for run in runs_of(folder):
+        study = opened(run).config().get("study") or {}
+        studies.append(f"study {study.get('name', '')}")
+    swept_keys = [column for column in findings if "." in column]
+    page_title = title(studies, findings["model"].dropna(), (), swept_keys)
     return write_page(
-        folder, told, answer(findings), sections, provenance=_command(folder)
+        folder,
+        page_title,
+        study_answer(findings),
+        sections,
+        provenance=_command(folder),
     )
 
 
 def _command(folder: Path) -> dict[str, str]:
-    """The command of a sweep, which its runs know; empty where none is left."""
-    known = (opened(run).facts(PROVENANCE) for run in runs_of(folder))
-    return next(
-        ({"command": str(facts["command"])} for facts in known if "command" in facts),
-        {},
-    )
+    """The command that made a sweep, from the provenance of its runs."""
+    for run in runs_of(folder):
+        provenance = opened(run).facts(PROVENANCE)
+        if "command" in provenance:
+            return {"command": str(provenance["command"])}
+    return {}
 
 
-def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
-    """Findings of many runs, whose model is told with what was swept beside it."""
-    texts = findings["model"].fillna("")
-    swept = findings.columns[: list(findings).index("model")]
-    for column in swept.drop("run"):
-        texts += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
-    return findings.assign(model=texts.str.strip())
+def _add_setting_to_model(findings: pd.DataFrame) -> pd.DataFrame:
+    """Findings of many runs, each model's name followed by its swept values."""
+    names = findings["model"].fillna("")
+    before_model = findings.columns[: list(findings).index("model")]
+    for column in before_model.drop("run"):
+        names += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
+    return findings.assign(model=names.str.strip())
 
 
-def _few(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
-    """The runs of at most :data:`MOST` settings, spread evenly over all: a figure holds no more lines."""
+def _spread_runs(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
+    """The runs of at most :data:`MAX_SETTINGS` settings, spread evenly over all."""
     rows, settings, _ = plots.with_setting(summary, axes)
-    step = max(len(settings) / MOST, 1)
-    some = [settings[int(i * step)] for i in range(min(len(settings), MOST))]
-    return rows.loc[rows["setting"].isin(some), "run"]
+    step = max(len(settings) / MAX_SETTINGS, 1)
+    count = min(len(settings), MAX_SETTINGS)
+    drawn_settings = [settings[int(i * step)] for i in range(count)]
+    return rows.loc[rows["setting"].isin(drawn_settings), "run"]
 
 
 def axes_of(summary: pd.DataFrame) -> list[str]:
     """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
     axes = swept_columns(summary)
-    settings = plots.with_setting(overall(plots.modified_of(summary)), axes)[0][
-        "setting"
-    ]
-    return [*axes, "run"] if settings.duplicated().any() else axes
+    averages = overall(plots.modified_of(summary))
+    rows, _, _ = plots.with_setting(averages, axes)
+    return [*axes, "run"] if rows["setting"].duplicated().any() else axes
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The swept columns: what of model, method and task varies, and what stands between `run` and `model`."""
-    swept = [
-        c for c in summary.columns[: list(summary.columns).index("model")] if c != "run"
-    ]
+    """The columns that tell the settings of a sweep apart.
+
+    Those of model, method and task that vary, then the columns between `run` and
+    `model`; without any of them `seed`, or `method`.
+    """
+    before_model = summary.columns[: list(summary.columns).index("model")]
+    swept = [column for column in before_model if column != "run"]
     rows = plots.modified_of(summary)
-    named = [
-        c
-        for c in ("model", "method", "task")
-        if rows[c].nunique() > 1 and f"{c} (swept)" not in swept
+    names = [
+        column
+        for column in ("model", "method", "task")
+        if rows[column].nunique() > 1 and f"{column} (swept)" not in swept
     ]
-    told: list[str] = []
-    for column in [*named, *swept]:
-        # A checkpoint's path says nothing where its name tells the rows apart already.
-        if (
-            not told
-            or (
-                rows.groupby(told, dropna=False)[column].nunique(dropna=False) > 1
-            ).any()
-        ):
-            told.append(column)
-    return told or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
+    columns: list[str] = []
+    for column in [*names, *swept]:
+        # A checkpoint's path is left out where its name tells the rows apart already.
+        if not columns or _splits_groups(rows, columns, column):
+            columns.append(column)
+    if columns:
+        return columns
+    return ["seed"] if rows["seed"].nunique() > 1 else ["method"]
+
+
+def _splits_groups(rows: pd.DataFrame, columns: list[str], column: str) -> bool:
+    """Whether a column varies between rows that agree in the other columns."""
+    groups = rows.groupby(columns, dropna=False)[column]
+    return bool((groups.nunique(dropna=False) > 1).any())
 
 
 def sweep_table(
     summary: pd.DataFrame, axes: list[str]
 ) -> tuple[list[str], list[list[str]], str]:
-    """Header, rows and the sentence of a sweep: how average and position bias run, and what changes."""
+    """The average and position bias of every setting of a sweep.
+
+    Args:
+        summary: Rows of summary.csv.
+        axes: The columns that tell settings apart.
+
+    Returns:
+        Header, rows (one per setting) and a sentence; all empty but the sentence when
+        nothing was scored.
+    """
     rows, settings, label = plots.with_setting(summary, axes)
-    header = [
-        label,
-        metric_name(summary),
-        "unmodified",
-        "difference",
-        "position bias",
-        "n",
-        "run",
-    ]
-    table: list[list[str]] = []
-    averages = list[tuple[float, str]]()
-    biases = list[tuple[float, str]]()
-    tally = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
-    parts, runs = _averages(rows)
-    for setting in settings:
-        cells = [part.get(setting) for part in parts]
-        point, _, difference, bias = cells
-        averages += [(point.value, setting)] if point is not None else []
-        biases += (
-            [(bias.value, setting)]
-            if bias is not None and not pd.isna(bias.value)
-            else []
-        )
-        if difference is not None:
-            lower = "lower it" if difference.ci_high < 0 else "cannot be told apart"
-            tally["raise it" if difference.ci_low > 0 else lower] += 1
-        run = ", ".join(dict.fromkeys(map(str, runs[setting]))) if "run" in rows else ""
-        texts = map(tables.cell, cells, ("z.1f", "z.1f", "+z.1f", "z.1f"))
-        table.append([setting, *texts, "" if point is None else str(point.n), run])
-    if not averages:
+    run_column = "run" if "run" in rows else "setting"
+    runs = rows.groupby("setting")[run_column].unique()
+    is_unmodified = rows["method"] == UNMODIFIED
+    settings_with_method = rows.loc[~is_unmodified, "setting"]
+    modified = rows[~is_unmodified | ~rows["setting"].isin(settings_with_method)]
+    averages = _by_key(overall(modified), "setting")
+    differences = overall(modified, "difference").dropna(subset="ci_low")
+    differences_of = _by_key(differences, "setting")
+    biases = _by_key(overall(modified, "position_bias"), "setting")
+    unmodified = _by_key(overall(rows[is_unmodified]), run_column)
+    if not averages.keys() & set(settings):
         return [], [], "Nothing was scored in this sweep."
-    text = [
-        f"Over {len(settings)} settings of {label}, the average runs from {_span(averages, ' %', ' %')}"
+
+    average_values = [(averages[s].value, s) for s in settings if s in averages]
+    bias_values = [
+        (biases[setting].value, setting)
+        for setting in settings
+        if setting in biases and not pd.isna(biases[setting].value)
     ]
-    verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
-    if verdicts:
-        text.append(
-            f"of {sum(tally.values())} compared with the unmodified model, {verdicts}"
-        )
-    if biases:
-        text.append(f"the position bias from {_span(biases, '', ' points')}")
-    else:
-        header, *table = ([*row[:4], *row[5:]] for row in (header, *table))
-    return header, table, "; ".join(text) + "."
+    header = [label, metric_name(summary), "unmodified", "difference"]
+    if bias_values:
+        header.append("position bias")
+    header += ["n", "run"]
+    table: list[list[str]] = []
+    counts = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
+    for setting in settings:
+        average = averages.get(setting)
+        difference = differences_of.get(setting)
+        baselines = [unmodified[run] for run in runs[setting] if run in unmodified]
+        baseline = baselines[0] if baselines else None
+        cells = [
+            setting,
+            tables.cell(average, "z.1f"),
+            tables.cell(baseline, "z.1f"),
+            tables.cell(difference, "+z.1f"),
+        ]
+        if bias_values:
+            cells.append(tables.cell(biases.get(setting), "z.1f"))
+        cells.append("" if average is None else str(average.n))
+        cells.append(", ".join(map(str, runs[setting])) if "run" in rows else "")
+        table.append(cells)
+        if difference is None:
+            continue
+        if difference.ci_low > 0:
+            counts["raise it"] += 1
+        elif difference.ci_high < 0:
+            counts["lower it"] += 1
+        else:
+            counts["cannot be told apart"] += 1
+
+    average_range = _range(average_values, " %", " %")
+    parts = [
+        f"Over {len(settings)} settings of {label}, the average runs from {average_range}"
+    ]
+    changes = ", ".join(f"{count} {verb}" for verb, count in counts.items() if count)
+    if changes:
+        compared = sum(counts.values())
+        parts.append(f"of {compared} compared with the unmodified model, {changes}")
+    if bias_values:
+        parts.append(f"the position bias from {_range(bias_values, '', ' points')}")
+    return header, table, "; ".join(parts) + "."
 
 
-def _averages(rows: pd.DataFrame) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
-    """Average, that of the unmodified model, difference and position bias, each by setting; and its runs."""
-    column = "run" if "run" in rows else "setting"
-    plain = rows["method"] == UNMODIFIED
-    runs = rows.groupby("setting")[column].unique()
-    modified = rows[~plain | ~rows["setting"].isin(rows.loc[~plain, "setting"])]
-    unmodified = overall(rows[plain]).drop_duplicates(column).set_index(column)
-    changes = overall(modified, "difference").dropna(subset="ci_low")
-    parts = overall(modified), changes, overall(modified, "position_bias")
-    found = [{row.setting: row for row in part[::-1].itertuples()} for part in parts]
-    base = {r.Index: r for r in unmodified.itertuples()}
-    firsts = {
-        s: next((base[run] for run in own if run in base), None)
-        for s, own in runs.items()
+def _by_key(rows: pd.DataFrame, column: str) -> Mapping[str, Any]:
+    """The first row for each value of a column."""
+    return {
+        getattr(row, column): row for row in rows.drop_duplicates(column).itertuples()
     }
-    return [found[0], firsts, *found[1:]], runs
 
 
-def _span(values: list[tuple[float, str]], *units: str) -> str:
-    """`70.0 % (a) to 80.0 % (b)`: the lowest and the highest share with its unit and setting."""
-    ends = zip((min(values), max(values)), units, strict=True)
-    return " to ".join(
-        f"{100 * share:.1f}{unit} ({setting})" for (share, setting), unit in ends
+def _range(
+    values: Sequence[tuple[float, str]], lowest_unit: str, highest_unit: str
+) -> str:
+    """`70.0 % (a) to 80.0 % (b)`: the lowest and highest share with their settings."""
+    lowest, lowest_setting = min(values)
+    highest, highest_setting = max(values)
+    return (
+        f"{100 * lowest:.1f}{lowest_unit} ({lowest_setting}) to "
+        f"{100 * highest:.1f}{highest_unit} ({highest_setting})"
     )

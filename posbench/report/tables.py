@@ -1,4 +1,4 @@
-"""The numbers of a run as tables; frames in, text out."""
+"""The numbers of a run as tables of text, from data frames."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from posbench.stats.bootstrap import with_interval
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
-LONG = 24
-PAGE = 40  # letters of a cell, and lines, from which on LaTeX breaks lines and pages
+LATEX_PARAGRAPH_CHARACTERS = 24
+"""Length from which on a LaTeX column breaks its lines."""
+LATEX_PAGE_LINES = 40
+"""Lines from which on a LaTeX table may break over pages."""
 Table = tuple[list[str], list[list[str]]]
 """A header, and rows."""
 
-BIAS_WORDS = {
+BIAS_LABELS = {
     "position_bias": "position bias (std over positions)",
     "gap": "gap (best - worst)",
     "gap_null": "gap if positions did not matter",
@@ -26,27 +28,45 @@ BIAS_WORDS = {
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
-    """A share as `76.6 [72.1, 80.5]` in %; where there is none its note, in short."""
+    """A value with its interval, as `76.6 [72.1, 80.5]`.
+
+    Args:
+        row: Has ``value``, ``ci_low`` and ``ci_high``; None where nothing was measured.
+        form: Number format of the value, such as ``+z.1f``.
+        scale: Factor of the numbers; 100 gives percent.
+
+    Returns:
+        The text; without a value the beginning of the row's ``note``, or nothing.
+    """
     if row is None or pd.isna(row.value):
         note = getattr(row, "note", "")
         return note.partition(":")[0] if isinstance(note, str) else ""
-    value, low, high = (scale * each for each in (row.value, row.ci_low, row.ci_high))
-    return with_interval(value, low, high, form)
+    return with_interval(
+        scale * row.value, scale * row.ci_low, scale * row.ci_high, form
+    )
 
 
-def number(finding: Any) -> str:
+def finding_value(finding: Any) -> str:
     """The value of a finding with its interval; empty where it has none."""
-    at = finding.value, finding.ci_low, finding.ci_high
-    return "" if pd.isna(finding.value) else with_interval(*at)
+    if pd.isna(finding.value):
+        return ""
+    return with_interval(finding.value, finding.ci_low, finding.ci_high)
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for LaTeX with booktabs, of more than a page also longtable; text is escaped, and columns of
-    long texts are paragraphs."""
+    """A LaTeX table with booktabs, and with longtable if it is longer than a page.
+
+    Text is escaped; columns with long texts become paragraphs.
+    """
     frame = pd.DataFrame(rows, columns=list(header))
-    wide = [max(map(len, [name, *frame[name]])) > LONG for name in header]
-    tall = len(rows) * (4 if any(wide) else 1)  # lines, about
-    paragraph = rf"p{{{min(0.3, 0.55 / max(sum(wide), 1)):.2f}\linewidth}}"
+    is_wide = [
+        max(map(len, [name, *frame[name]])) > LATEX_PARAGRAPH_CHARACTERS
+        for name in header
+    ]
+    paragraph_width = min(0.3, 0.55 / max(sum(is_wide), 1))
+    paragraph = rf"p{{{paragraph_width:.2f}\linewidth}}"
+    lines_per_row = 4 if any(is_wide) else 1
+    is_long = len(rows) * lines_per_row > LATEX_PAGE_LINES
     style = (
         frame.style.hide(axis="index")
         .format(escape="latex")
@@ -54,12 +74,12 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
     text: str = style.to_latex(
         hrules=True,
-        column_format="".join(paragraph if long else "l" for long in wide),
-        environment="longtable" if tall > PAGE else None,
+        column_format="".join(paragraph if wide else "l" for wide in is_wide),
+        environment="longtable" if is_long else None,
     )
-    # The old font encoding, still LaTeX's default, has other signs in these places.
-    for sign, name in {"<": "less", ">": "greater", "|": "bar"}.items():
-        text = text.replace(sign, rf"\text{name}{{}}")
+    # LaTeX's default font encoding, the old one, has other signs in these places.
+    for sign, command in {"<": "less", ">": "greater", "|": "bar"}.items():
+        text = text.replace(sign, rf"\text{command}{{}}")
     return text
 
 
@@ -73,169 +93,180 @@ def points(share: float) -> str:
     return f"{100 * share:+z.1f}"
 
 
+def papers_first(findings: pd.DataFrame) -> pd.DataFrame:
+    """Findings in their order, claims of a paper before our controls."""
+    return findings.sort_values("kind", key=lambda kind: kind != "paper", kind="stable")
+
+
 def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
-    """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last; with
-    a column of ``models`` where asked for, and one of notes where there are any."""
+    """One row per finding, claims of the paper first: verdict, claim, statistic.
+
+    Args:
+        findings: Rows of findings.csv.
+        models: Whether a column names the model of each finding.
+
+    Returns:
+        The table; it has a column of notes only if a finding has a note.
+    """
+    findings = findings.fillna({"note": "", "model": ""})
+    header = ["verdict"]
+    if models:
+        header.append("model")
+    header += ["claim", "value", "statistic", "p (Holm)", "n"]
+    if findings["note"].any():
+        header.append("note")
     rows = []
-    table = findings.fillna({"note": "", "model": ""})
-    for row in table.sort_values(
-        "kind", key=lambda kind: kind != "paper", kind="stable"
-    ).itertuples():
-        p = (
-            ""
-            if pd.isna(row.p_holm)
-            else f"{row.p_holm:.2g}"
-            if row.p_holm >= 0.001
-            else "<0.001"
-        )
-        front = (
-            "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
-        )
-        model = [row.model] * models
-        rows.append(
-            [
-                row.verdict,
-                *model,
-                front + row.claim,
-                number(row),
-                row.statistic,
-                p,
-                str(row.n),
-                str(row.note),
-            ]
-        )
-    header = [
-        "verdict",
-        *["model"] * models,
-        "claim",
-        "value",
-        "statistic",
-        "p (Holm)",
-        "n",
-        "note",
-    ]
-    kept = len(header) - (not table["note"].any())
-    return header[:kept], [row[:kept] for row in rows]
+    for finding in papers_first(findings).itertuples():
+        claim = finding.claim
+        if finding.kind == "control" and "ontrol: " not in claim:
+            claim = f"Control: {claim}"
+        cells = {
+            "verdict": finding.verdict,
+            "model": finding.model,
+            "claim": claim,
+            "value": finding_value(finding),
+            "statistic": finding.statistic,
+            "p (Holm)": _p_value(finding.p_holm),
+            "n": str(finding.n),
+            "note": str(finding.note),
+        }
+        rows.append([cells[name] for name in header])
+    return header, rows
 
 
-class _Columns:
-    """A column for each method, and one for the difference of each modified one from the unmodified model."""
+def _p_value(p: float) -> str:
+    if pd.isna(p):
+        return ""
+    return f"{p:.2g}" if p >= 0.001 else "<0.001"
+
+
+class _MethodColumns:
+    """A column per method, then one per method for its difference from the unmodified model."""
 
     def __init__(self, rows: pd.DataFrame) -> None:
+        is_difference = rows["metric"].str.endswith("_difference")
+        compared = set(rows.loc[is_difference, "method"])
         self.methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
-        differs = set(rows.loc[rows["metric"].str.endswith("_difference"), "method"])
-        self.changed = [m for m in self.methods if m in differs]
-        plain = (
-            ["difference"]
-            if len(self.changed) == 1
-            else [f"{m}: difference" for m in self.changed]
-        )
-        self.header = [*map(shown, self.methods), *plain]
+        self.compared = [method for method in self.methods if method in compared]
+        titles = [f"{method}: difference" for method in self.compared]
+        if len(titles) == 1:
+            titles = ["difference"]
+        self.header = [*map(shown, self.methods), *titles]
 
-    def line(self, rows: pd.DataFrame, name: str, scale: float = 100) -> list[str]:
-        """The cells of one metric, from rows in which it occurs once for each method."""
+    def cells(self, rows: pd.DataFrame, metric: str, scale: float = 100) -> list[str]:
+        """The cells of one metric, from rows that hold it once for each method."""
         form = "z.1f" if scale == 100 else "z.3f"
-        cells: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
-        values = [cell(cells.get((m, name)), form, scale) for m in self.methods]
-        return values + [
-            cell(cells.get((m, f"{name}_difference")), f"+{form}", scale)
-            for m in self.changed
+        by_key: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
+        values = [
+            cell(by_key.get((method, metric)), form, scale) for method in self.methods
         ]
+        differences = [
+            cell(by_key.get((method, f"{metric}_difference")), f"+{form}", scale)
+            for method in self.compared
+        ]
+        return values + differences
 
 
 def position_table(metrics: pd.DataFrame) -> Table:
-    """From metrics.csv rows of a run, a row per gold position, `all` last: depth and score of each method in
-    %, difference of each modified one in points, with their intervals, n."""
-    named = {"": "score", "difference": "score_difference"}
-    rows = pd.concat(
-        [of_metric(metrics, key).assign(metric=name) for key, name in named.items()]
-    )
-    columns = _Columns(rows)
-    table = []
-    placed = at_positions(rows).sort_values("depth")
-    depths = zip(placed["gold_position"].astype(str), placed["depth"], strict=True)
-    names = {place: f"{round(100 * depth, 1):g} %" for place, depth in depths} | {
-        "all": "all"
+    """One row per gold position, then `all`, from metrics.csv rows of one run.
+
+    Columns: depth of the gold position, score of each method in %, difference of each
+    modified method in points (both with 95 % intervals), n.
+    """
+    scores = of_metric(metrics).assign(metric="score")
+    differences = of_metric(metrics, "difference").assign(metric="score_difference")
+    rows = pd.concat([scores, differences])
+    columns = _MethodColumns(rows)
+    by_depth = at_positions(rows).sort_values("depth")
+    labels = {
+        str(row.gold_position): f"{round(100 * row.depth, 1):g} %"
+        for row in by_depth.itertuples()
     }
-    for place, name in names.items():
-        here = rows[rows["gold_position"].astype(str) == place]
-        n = "/".join(dict.fromkeys(map(str, here["n"])))
-        table.append([name, *columns.line(here, "score"), n])
+    labels["all"] = "all"
+    table = []
+    for position, label in labels.items():
+        at_position = rows[rows["gold_position"].astype(str) == position]
+        n = "/".join(dict.fromkeys(map(str, at_position["n"])))
+        table.append([label, *columns.cells(at_position, "score"), n])
     return ["gold position", *columns.header, "n"], table
 
 
-def position_words(metrics: pd.DataFrame) -> str:
-    """What the gold positions are, from metrics.csv rows of a run; empty where there are none."""
-    # A depth that the task does not tell tells of no items.
-    place = pd.to_numeric(metrics["gold_position"], errors="coerce")
-    items = (1 + place / pd.to_numeric(metrics["depth"])).max()
-    return (
-        ""
-        if pd.isna(items)
-        else f"gold position: of {items:.0f} items, 0 % the first, 100 % the last"
-    )
+def describe_positions(metrics: pd.DataFrame) -> str:
+    """How many items a prompt has and how positions count; empty where unknown."""
+    # Where the task gives no depth, the number of items is not known.
+    position = pd.to_numeric(metrics["gold_position"], errors="coerce")
+    items = (1 + position / pd.to_numeric(metrics["depth"])).max()
+    if pd.isna(items):
+        return ""
+    return f"gold position: of {items:.0f} items, 0 % the first, 100 % the last"
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
-    """From metrics.csv rows of a run, a row per statistic of the curves over gold positions: each method and
-    the difference of each modified one, in points with their intervals."""
+    """One row per statistic of position bias, from metrics.csv rows of one run.
+
+    Columns: the statistic of each method, and the difference of each modified method,
+    in points with 95 % intervals.
+    """
     rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(STATISTICS)]
-    columns = _Columns(rows)
-    there = set(rows["metric"])
+    columns = _MethodColumns(rows)
+    measured = set(rows["metric"])
     table = [
-        [words, *columns.line(rows, name)]
-        for name, words in BIAS_WORDS.items()
-        if name in there
+        [label, *columns.cells(rows, metric)]
+        for metric, label in BIAS_LABELS.items()
+        if metric in measured
     ]
     return ["statistic", *columns.header], table
 
 
-def limits(metrics: pd.DataFrame) -> dict[str, str]:
+def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
     """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
-    rows = (
-        metrics[metrics["metric"] == "position_bias"]
-        if "note" in metrics
-        else metrics.iloc[:0]
-    )
+    if "note" not in metrics:
+        return {}
+    is_missing = (metrics["metric"] == "position_bias") & metrics["value"].isna()
     return {
         row.method: row.note
-        for row in rows[rows["value"].isna()].itertuples()
+        for row in metrics[is_missing].itertuples()
         if cell(row, "")
     }
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The scores over all examples beside the task's own, as :func:`subset_table` takes them."""
+    """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    rest = (metric != own_metric(metrics)) & ~metric.isin(STATISTICS)
-    rows = metrics[rest & (metrics["gold_position"].astype(str) == "all")]
-    return rows.assign(subset="all", kind="average")
+    is_other = (metric != own_metric(metrics)) & ~metric.isin(STATISTICS)
+    is_overall = metrics["gold_position"].astype(str) == "all"
+    return metrics[is_other & is_overall].assign(subset="all", kind="average")
 
 
 def subset_table(
-    subsets: pd.DataFrame, kind: str = "", own: str | None = None
+    subsets: pd.DataFrame, kind: str = "", task_metric: str | None = None
 ) -> Table:
-    """Subsets and averages (or ``kind`` alone), from subsets.csv rows of a run: a row for each and metric.
+    """One row per subset (or average) and metric, from subsets.csv rows of one run.
 
-    Columns: subset, metric (if there are several), value of each method with its interval, difference of each
-    modified one, n. The task's own metric is in % and points, the others are in their own unit; ``own`` names
-    it: None takes it from the rows, and empty says that it is not among them.
+    Columns: subset, metric (if there are several), value of each method with its
+    interval, difference of each modified method, n. The task's own metric is in % and
+    points, other metrics are in their own unit.
+
+    Args:
+        subsets: Rows of subsets.csv.
+        kind: ``subset`` or ``average`` to take those rows alone.
+        task_metric: The task's own metric; None takes it from the rows, an empty name
+            says that it is not among them.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
-    own = own_metric(subsets).iloc[0] if own is None else own
-    columns = _Columns(rows)
+    if task_metric is None:
+        task_metric = own_metric(subsets).iloc[0]
+    columns = _MethodColumns(rows)
+    values = rows[~rows["metric"].str.endswith("_difference")]
+    keys = dict.fromkeys(zip(values["subset"], values["metric"], strict=True))
     table = []
-    plain = rows[~rows["metric"].str.endswith("_difference")]
-    for where, name in dict.fromkeys(
-        zip(plain["subset"], plain["metric"], strict=True)
-    ):
-        here = rows[rows["subset"] == where]
-        n = str(here.loc[here["metric"] == name, "n"].iloc[0])
-        table.append(
-            [where, name, *columns.line(here, name, 100 if name == own else 1), n]
-        )
+    for subset, metric in keys:
+        in_subset = rows[rows["subset"] == subset]
+        n = str(in_subset.loc[in_subset["metric"] == metric, "n"].iloc[0])
+        scale = 100 if metric == task_metric else 1
+        table.append([subset, metric, *columns.cells(in_subset, metric, scale), n])
     header = ["subset", "metric", *columns.header, "n"]
-    if own and len({line[1] for line in table}) == 1:
-        header = [header[0], *header[2:]]
-        table = [[line[0], *line[2:]] for line in table]
+    if task_metric and len({metric for _, metric in keys}) == 1:
+        header.remove("metric")
+        table = [[subset, *cells] for subset, _, *cells in table]
     return header, table

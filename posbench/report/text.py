@@ -13,11 +13,12 @@ from posbench.late import pd
 from posbench.report.tables import (
     Table,
     bias_table,
+    finding_value,
     findings_table,
-    limits,
-    number,
+    papers_first,
     pct,
     points,
+    unmeasurable_bias,
 )
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
@@ -30,307 +31,391 @@ from posbench.stats.frames import (
     shown,
 )
 
-FEW = 4  # claims of one verdict, or names, that a sentence lists
-SOURCE = r" \([^()]*\d[^()]*\)$"
+MAX_LISTED = 4
+"""Claims of one verdict, or names, that a sentence lists."""
+CITATION = r" \([^()]*\d[^()]*\)$"
 """The source at the end of a claim, as ``(Yu et al. 2025, Figure 3)``."""
+TIMED_STAGES = ("search", "study", "intervene", "evaluate")
+"""Stages whose cost is reported; the report itself can be drawn again later."""
 
 
-def spent(status: Mapping[str, Any]) -> dict[str, str]:
-    """What a run took, from its ``status.json``: time by stage, tokens a second of the loops over prompts,
-    the most memory of its process. Drawing the page is left out: that is done later again."""
-    known = status.get("spent", {})
-    stages = {
-        name: known[name]
-        for name in ("search", "study", "intervene", "evaluate")
-        if name in known
-    }
-    looped = {
-        stage: facts for stage, facts in stages.items() if facts.get("loop_seconds")
-    }
-    tokens = {
-        stage: facts["prompt_tokens"] + facts["reply_tokens"]
-        for stage, facts in looped.items()
-    }
-    rates = [
-        f"{stage} {n / looped[stage]['loop_seconds']:,.0f}"
-        for stage, n in tokens.items()
-        if n
-    ]
-    peaks = {
-        name: max((f.get(name, 0) for f in stages.values()), default=0)
-        for name in ("resident", "cuda")
-    }
-    told = {
-        "time": ", ".join(
-            f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()
-        ),
-        "tokens/s": f"{', '.join(rates)} (prompts and replies)" if rates else "",
-        "peak memory": ", ".join(
-            f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak
-        ),
-    }
-    return {name: words for name, words in told.items() if words}
+def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
+    """The cost of a run from its ``status.json``: time, tokens per second, peak memory.
+
+    Only what was measured has a key.
+    """
+    costs = status.get("spent", {})
+    stages = {name: costs[name] for name in TIMED_STAGES if name in costs}
+    times = [f"{name} {duration(cost['seconds'])}" for name, cost in stages.items()]
+    rates = []
+    for name, cost in stages.items():
+        if not cost.get("loop_seconds"):
+            continue
+        tokens = cost["prompt_tokens"] + cost["reply_tokens"]
+        if tokens:
+            rates.append(f"{name} {tokens / cost['loop_seconds']:,.0f}")
+    peaks = []
+    for memory in ("resident", "cuda"):
+        peak_bytes = max((cost.get(memory, 0) for cost in stages.values()), default=0)
+        if peak_bytes:
+            peaks.append(f"{peak_bytes / 1e9:.2f} GB {memory}")
+    texts = {}
+    if times:
+        texts["time"] = ", ".join(times)
+    if rates:
+        texts["tokens/s"] = f"{', '.join(rates)} (prompts and replies)"
+    if peaks:
+        texts["peak memory"] = ", ".join(peaks)
+    return texts
 
 
 def title(
-    what: Iterable[str],
+    subjects: Iterable[str],
     models: Iterable[str],
     tasks: Iterable[str],
-    swept: Iterable[str] = (),
+    swept_keys: Iterable[str] = (),
 ) -> str:
-    """What a page is about: studies or methods on models, tasks, and what was swept; many as their number."""
-    text = ""
-    parts = {"": (what, "methods"), " on ": (models, "models"), ", ": (tasks, "tasks")}
-    for front, (names, kind) in (parts | {", by ": (swept, "keys")}).items():
-        each = list(dict.fromkeys(filter(None, names)))
-        text += front * bool(each) + (
-            ", ".join(each) if len(each) <= FEW else f"{len(each)} {kind}"
-        )
-    return text
+    """What a page is about, as `scale_channel on tiny, kv_retrieval, by method.factor`.
+
+    Args:
+        subjects: Methods or studies; like the other names, empty ones and repetitions
+            are left out, and many names are given as their number.
+        models: Names of models.
+        tasks: Names of tasks.
+        swept_keys: Keys that a sweep varies.
+    """
+    return (
+        _list_names("", subjects, "methods")
+        + _list_names(" on ", models, "models")
+        + _list_names(", ", tasks, "tasks")
+        + _list_names(", by ", swept_keys, "keys")
+    )
 
 
-def subject(config: Mapping[str, Any]) -> str:
-    """The :func:`title` of a run by its config: the study, the search alone, or the method on its model."""
+def _list_names(prefix: str, names: Iterable[str], kind: str) -> str:
+    names = list(dict.fromkeys(filter(None, names)))
+    if not names:
+        return ""
+    if len(names) > MAX_LISTED:
+        return f"{prefix}{len(names)} {kind}"
+    return prefix + ", ".join(names)
 
-    def name(key: str) -> str:
-        part = config.get(key)
-        return str(part.get("name", "")) if isinstance(part, Mapping) else ""
 
-    method = name("method")
-    stages = config.get("stages") or ()
+def run_title(config: Mapping[str, Any]) -> str:
+    """Title of a run by its config: its study, its search alone, or its method."""
+    method = _group_name(config, "method")
+    study = _group_name(config, "study")
     model = config.get("model")
-    method = SERVED if isinstance(model, Mapping) and model.get("base_url") else method
-    what = shown(method) if method else "run"
-    if name("study"):
-        what = f"study {name('study')}" + f" with {method}" * (
-            method not in ("", UNMODIFIED)
-        )
+    stages = config.get("stages") or ()
+    if isinstance(model, Mapping) and model.get("base_url"):
+        method = SERVED
+    if study:
+        text = f"study {study}"
+        if method not in ("", UNMODIFIED):
+            text += f" with {method}"
     elif "search" in stages and "evaluate" not in stages:
-        what = f"search {name('search')} for {method}"
-    return title([what], [name("model")], [name("task")])
+        text = f"search {_group_name(config, 'search')} for {method}"
+    else:
+        text = shown(method) if method else "run"
+    return title([text], [_group_name(config, "model")], [_group_name(config, "task")])
+
+
+def _group_name(config: Mapping[str, Any], group: str) -> str:
+    """The name in a config's group; empty where it has none."""
+    values = config.get(group)
+    return str(values.get("name", "")) if isinstance(values, Mapping) else ""
 
 
 def headline(metrics: pd.DataFrame | None) -> str:
-    """The result in plain words, from metrics.csv rows of a run, or None when nothing was scored. A method
-    raises or lowers the average only if the 95 % interval of the difference excludes zero."""
+    """The result of a run in sentences.
+
+    A method raises or lowers the average only if the 95 % interval of the paired
+    difference excludes zero.
+
+    Args:
+        metrics: Rows of metrics.csv; None when nothing was scored.
+    """
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
-    average: Any = overall(metrics).drop_duplicates("method").set_index("method")
+    averages: Any = overall(metrics).drop_duplicates("method").set_index("method")
     verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
-    limited = limits(metrics)
-    front = [_limited(note, limited) for note in dict.fromkeys(limited.values())]
-    said = list[str]()
-    base = SERVED if SERVED in average.index else UNMODIFIED
-    if base in average.index and (len(average) == 1 or base not in limited):
-        said += [_alone(metrics, average, base, verb, base not in limited)]
-    said += [
-        _verdict(metrics, average, str(name), verb)
-        for name in average.index
-        if name != base
+    reasons = unmeasurable_bias(metrics)
+    warnings = [
+        _bias_warning(note, reasons) for note in dict.fromkeys(reasons.values())
     ]
-    header, bias = bias_table(metrics)
-    if bias:
-        cells = zip(header[1:], bias[0][1:], strict=True)
-        listed = [f"{name} {cell}" for name, cell in cells if "[" in cell]
-        said += [f"position bias in points: {', '.join(listed)}"] if listed else []
-    return " ".join(f"{sentence}." for sentence in (*front, "; ".join(said)))
+    results = list[str]()
+    base = SERVED if SERVED in averages.index else UNMODIFIED
+    if base in averages.index and (len(averages) == 1 or base not in reasons):
+        results.append(_base_result(metrics, averages, base, verb, base not in reasons))
+    for method in averages.index:
+        if method != base:
+            results.append(_method_result(metrics, averages, str(method), verb))
+    header, rows = bias_table(metrics)
+    if rows:
+        # The first statistic of the table is the position bias.
+        biases = [
+            f"{name} {text}"
+            for name, text in zip(header[1:], rows[0][1:], strict=True)
+            if "[" in text
+        ]
+        if biases:
+            results.append(f"position bias in points: {', '.join(biases)}")
+    return " ".join(f"{sentence}." for sentence in [*warnings, "; ".join(results)])
 
 
-def _limited(note: str, limited: Mapping[str, str]) -> str:
-    """Of which methods no position bias can be measured, and why."""
-    who = " and ".join(shown(method) for method, own in limited.items() if own == note)
-    head, _, why = note.partition(": ")
-    told = f" ({why})" if why else ""  # older versions do not say
-    return f"{head.capitalize()}: position bias of {who} cannot be measured{told}"
+def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
+    """For which methods no position bias can be measured, and why.
+
+    Args:
+        note: A reason, as `problem: why`; older versions left out the why.
+        reasons: The reason of each such method.
+    """
+    methods = " and ".join(shown(name) for name in reasons if reasons[name] == note)
+    problem, _, why = note.partition(": ")
+    text = f"{problem.capitalize()}: position bias of {methods} cannot be measured"
+    return f"{text} ({why})" if why else text
 
 
-def _alone(rows: pd.DataFrame, average: Any, name: str, verb: str, curved: bool) -> str:
-    """How the unmodified or served model does: at the ends and inside, and on average where it is alone."""
-    base = at_positions(rows)
-    base = base[base["method"] == name].sort_values("depth")
-    mean = f"{pct(average.at[name, 'value'])} on average (n = {average.at[name, 'n']})"
-    if curved and len(base) > 2:
-        ends = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2
-        worst = base["value"].iloc[1:-1].min()
-        curve = f"{pct(ends)} at the ends and {pct(worst)} at its worst inner position"
-        mean = f"{curve}, {mean}" if len(average) == 1 else curve
-    return f"The {shown(name)} model {verb} {mean}"
+def _base_result(
+    metrics: pd.DataFrame, averages: Any, name: str, verb: str, has_curve: bool
+) -> str:
+    """How the unmodified or served model does at the ends and at inner positions.
+
+    Args:
+        metrics: Rows of metrics.csv.
+        averages: Scores over all positions, indexed by method.
+        name: The model's name in the column ``method``.
+        verb: `answers` or `scores`.
+        has_curve: Whether scores by position tell anything; else, and where it ran
+            alone, the average is reported.
+    """
+    rows = at_positions(metrics)
+    curve = rows[rows["method"] == name].sort_values("depth")["value"]
+    average = pct(averages.at[name, "value"])
+    result = f"{average} on average (n = {averages.at[name, 'n']})"
+    if has_curve and len(curve) > 2:
+        at_ends = pct((curve.iloc[0] + curve.iloc[-1]) / 2)
+        worst = pct(curve.iloc[1:-1].min())
+        curve_text = f"{at_ends} at the ends and {worst} at its worst inner position"
+        result = f"{curve_text}, {result}" if len(averages) == 1 else curve_text
+    return f"The {shown(name)} model {verb} {result}"
 
 
-def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
-    """What a method does to the average, as far as the interval of the difference allows to say."""
-    after = pct(average.at[method, "value"])
-    n = average.at[method, "n"]
-    difference = overall(rows, "difference")
-    difference = difference[difference["method"] == method].dropna(subset="ci_low")
-    if UNMODIFIED not in average.index or difference.empty:
+def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str) -> str:
+    """Whether a method raises or lowers the average, or cannot be told to do either."""
+    after = pct(averages.at[method, "value"])
+    differences = overall(metrics, "difference").dropna(subset="ci_low")
+    differences = differences[differences["method"] == method]
+    if UNMODIFIED not in averages.index or differences.empty:
+        n = averages.at[method, "n"]
         return f"{method} {verb} {after} on average (n = {n}; no paired comparison was recorded)"
-    change = difference.iloc[0]
-    before = pct(average.at[UNMODIFIED, "value"])
-    low = 100 * change["ci_low"]
-    high = 100 * change["ci_high"]
-    facts = f"{points(change['value'])} points, 95 % interval {low:.1f} to {high:.1f}, n = {change['n']}"
-    if low > 0 or high < 0:
-        return f"{method} {'raises' if low > 0 else 'lowers'} the average from {before} to {after} ({facts})"
-    same = f"{method} cannot be told from the unmodified model on average"
-    return f"{same}: {before} before, {after} after ({facts})"
+    difference = differences.iloc[0]
+    before = pct(averages.at[UNMODIFIED, "value"])
+    low = 100 * difference["ci_low"]
+    high = 100 * difference["ci_high"]
+    change = points(difference["value"])
+    facts = (
+        f"{change} points, 95 % interval {low:.1f} to {high:.1f}, n = {difference['n']}"
+    )
+    if low > 0:
+        return f"{method} raises the average from {before} to {after} ({facts})"
+    if high < 0:
+        return f"{method} lowers the average from {before} to {after} ({facts})"
+    text = f"{method} cannot be told from the unmodified model on average"
+    return f"{text}: {before} before, {after} after ({facts})"
 
 
 def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many prompts lost tokens, from rows with ``id`` and ``dropped``; empty where none did."""
+    """How many prompts were cut to the context window; empty where none was.
+
+    Args:
+        rows: Predictions with ``id`` and ``dropped``, the number of tokens cut.
+    """
     dropped = {row["id"]: row.get("dropped", 0) for row in rows}
-    cut = [tokens for tokens in dropped.values() if tokens]
-    if not cut:
+    lengths = [tokens for tokens in dropped.values() if tokens]
+    if not lengths:
         return ""
-    mean = f"mean {np.mean(cut):.0f} tokens removed"
-    return f"{len(cut)} of {len(dropped)} prompts were shortened to the context window ({mean})."
+    mean = f"mean {np.mean(lengths):.0f} tokens removed"
+    return f"{len(lengths)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 
-def served(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What a server did with the prompts, from rows that tell so; empty for a model in process."""
+def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What a server did with the prompts; empty for a model in this process."""
     rows = list(rows)
-    notes, ways, servers = (
-        Counter(r[k] for r in rows if r.get(k)) for k in ("note", "by", "server")
-    )
-    named = " and ".join(map(str, servers))
-    said = (
-        [f"The replies are those of a server, of its model {named}."] if named else []
-    )
+    sentences = []
+    models = _count(rows, "server")
+    if models:
+        names = " and ".join(map(str, models))
+        sentences.append(f"The replies are those of a server, of its model {names}.")
     empty = sum(
         "finish" in row and not row["output"] and "note" not in row for row in rows
     )
-    said += [f"{empty} of {len(rows)} replies are empty."] if empty else []
-    kinds = {
-        name: ", ".join(f"{n} {at}" for at, n in of.items())
-        for name, of in (("note", notes), ("by", ways))
-    }
+    if empty:
+        sentences.append(f"{empty} of {len(rows)} replies are empty.")
+    notes = _count(rows, "note")
     if notes:
         count = f"{notes.total()} of {len(rows)} prompts"
-        said.append(
-            f"{count} have no score, the model did not read them: {kinds['note']}."
+        sentences.append(
+            f"{count} have no score, the model did not read them: {_list_counts(notes)}."
         )
-    said += [f"Choices were read by: {kinds['by']}."] if ways else []
-    pairs = [
-        (row.get("prompt_tokens"), row.get("tokens")) for row in rows if "by" not in row
-    ]
-    if other := [read - own for read, own in pairs if read and own and read != own]:
-        count = f"{len(other)} prompts, by {np.mean(other):+.1f} on average"
-        said.append(
+    readers = _count(rows, "by")
+    if readers:
+        sentences.append(f"Choices were read by: {_list_counts(readers)}.")
+    surplus = []
+    for row in rows:
+        by_server = row.get("prompt_tokens")
+        by_tokenizer = row.get("tokens")
+        if "by" in row or not by_server or not by_tokenizer:
+            continue
+        if by_server != by_tokenizer:
+            surplus.append(by_server - by_tokenizer)
+    if surplus:
+        count = f"{len(surplus)} prompts, by {np.mean(surplus):+.1f} on average"
+        sentences.append(
             f"The server counted other tokens than the tokenizer here in {count}."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
-def applied(method: Mapping[str, Any]) -> str:
-    """The method as it ran, from ``method.json``: its name, its parameters, and the source of constants."""
-    own = {k: v for k, v in method.items() if k not in ("name", "source")}
-    values = []
-    for name, part in method.get("parts", {"": own}).items():
-        text = ", ".join(f"{k} {v}" for k, v in part.items() if v is not None)
-        values.append(f"{name} ({text})" if name else text)
-    constants = f"; constants: {method['source']}" if "source" in method else ""
-    return f"{method['name']}: {'; '.join(values)}{constants}"
+def _count(rows: Sequence[Mapping[str, Any]], key: str) -> Counter[Any]:
+    """How often each value of a key occurs; rows without a value do not count."""
+    return Counter(row[key] for row in rows if row.get(key))
+
+
+def _list_counts(counts: Counter[Any]) -> str:
+    return ", ".join(f"{count} {value}" for value, count in counts.items())
+
+
+def describe_method(method: Mapping[str, Any]) -> str:
+    """The method of ``method.json``: name, parameters, and the source of constants."""
+    parameters = {k: v for k, v in method.items() if k not in ("name", "source")}
+    texts = []
+    for name, values in method.get("parts", {"": parameters}).items():
+        text = ", ".join(f"{k} {v}" for k, v in values.items() if v is not None)
+        texts.append(f"{name} ({text})" if name else text)
+    text = f"{method['name']}: {'; '.join(texts)}"
+    if "source" in method:
+        text += f"; constants: {method['source']}"
+    return text
 
 
 def verdicts(findings: pd.DataFrame) -> str:
-    """How a study's claims fared, the paper's and our controls apart."""
-    said = []
-    for kind, words in {
-        "paper": "Claims of the paper",
-        "control": "Our controls",
-    }.items():
-        own = findings[findings["kind"] == kind]
-        corrected = (
-            " (Holm-corrected within the study)"
-            if own["p_holm"].notna().sum() > 1
-            else ""
-        )
-        if len(own):
-            said.append(f"{words}: {tally(own['verdict'])}{corrected}.")
-    return " ".join(said)
+    """How a study's claims fared: those of the paper, and our controls."""
+    sentences = []
+    kinds = {"paper": "Claims of the paper", "control": "Our controls"}
+    for kind, heading in kinds.items():
+        claims = findings[findings["kind"] == kind]
+        if not len(claims):
+            continue
+        text = f"{heading}: {tally(claims['verdict'])}"
+        if claims["p_holm"].notna().sum() > 1:
+            text += " (Holm-corrected within the study)"
+        sentences.append(f"{text}.")
+    return " ".join(sentences)
 
 
-def decided(findings: pd.DataFrame) -> str:
-    """The paper's claims that are decided, each with the models it is said of, and how many are not; our
-    controls where there are no others."""
-    said = _named(findings, FEW)
-    undecided = tally(_own(findings)["verdict"], VERDICTS[2:])
-    said += [f"{'Beside these: ' if said else ''}{undecided}."] if undecided else []
-    return " ".join(said)
+def list_decided_claims(findings: pd.DataFrame) -> str:
+    """The claims that hold or are contradicted, with their models; how many do neither.
+
+    Claims are the paper's, or our controls where the paper makes none.
+    """
+    sentences = _list_claims(findings, VERDICTS[:2], MAX_LISTED)
+    undecided = tally(_main_claims(findings)["verdict"], VERDICTS[2:])
+    if undecided and sentences:
+        sentences.append(f"Beside these: {undecided}.")
+    elif undecided:
+        sentences.append(f"{undecided}.")
+    return " ".join(sentences)
 
 
-def answer(findings: pd.DataFrame) -> str:
-    """What a study found: how its claims fared, and the first that are decided, with their numbers; the first
-    that is not where none is."""
-    found = _named(findings, 2, numbers=True) or _named(
-        findings, 1, ("inconclusive",), numbers=True
-    )
-    return " ".join([verdicts(findings), *found])
+def study_answer(findings: pd.DataFrame) -> str:
+    """How a study's claims fared, and the first claims with their numbers.
+
+    Those are two of each verdict that decides, or one inconclusive one.
+    """
+    claims = _list_claims(findings, VERDICTS[:2], 2, numbers=True)
+    if not claims:
+        claims = _list_claims(findings, ("inconclusive",), 1, numbers=True)
+    return " ".join([verdicts(findings), *claims])
 
 
-def _own(findings: pd.DataFrame) -> pd.DataFrame:
-    """The paper's claims, or our controls where there are no others."""
-    own = findings[findings["kind"] == "paper"]
-    return (own if len(own) else findings).fillna({"model": ""})
+def _main_claims(findings: pd.DataFrame) -> pd.DataFrame:
+    """The paper's claims, or our controls where the paper makes none."""
+    claims = findings[findings["kind"] == "paper"]
+    if claims.empty:
+        claims = findings
+    return claims.fillna({"model": ""})
 
 
-def _named(
+def _list_claims(
     findings: pd.DataFrame,
-    few: int,
-    among: Sequence[str] = VERDICTS[:2],
+    among: Sequence[str],
+    count: int,
     numbers: bool = False,
 ) -> list[str]:
-    """The first claims of each verdict with their models; of one model, if asked for, with their number."""
-    own = _own(findings)
-    every = findings["model"].nunique()
-    said = []
+    """A sentence per verdict, with its first claims and their models.
+
+    Args:
+        findings: Rows of findings.csv.
+        among: The verdicts to list.
+        count: Claims to list of each verdict; of the others their number is given.
+        numbers: Whether claims on a single model are listed with their numbers.
+    """
+    findings_of_claims = _main_claims(findings)
+    num_models = findings["model"].nunique()
+    sentences = []
     for verdict in among:
         claims: dict[str, list[Any]] = {}
-        for row in own[own["verdict"] == verdict].itertuples():
-            claims.setdefault(re.sub(SOURCE, "", row.claim), []).append(row)
-        # Those of the most models come first.
-        ranked = sorted(
-            claims.items(), key=lambda pair: -len({row.model for row in pair[1]})
-        )
-        listed = []
-        for claim, rows in ranked[:few]:
-            told = numbers and every < 2 and len(rows) == 1
-            one = f" ({rows[0].statistic}: {number(rows[0])})" if told else ""
-            listed.append(
-                f"{claim}{_on(list(dict.fromkeys(row.model for row in rows)), every)}{one}"
-            )
-        listed += [f"{len(claims) - few} more"] * (len(claims) > few)
-        said += [f"{verdict.capitalize()}: {'; '.join(listed)}."] if listed else []
-    return said
+        for row in findings_of_claims.itertuples():
+            if row.verdict == verdict:
+                claims.setdefault(re.sub(CITATION, "", row.claim), []).append(row)
+        texts = []
+        for claim in sorted(claims, key=lambda claim: -len(_models(claims[claim]))):
+            rows = claims[claim]
+            text = claim + _on_models(_models(rows), num_models)
+            if numbers and num_models < 2 and len(rows) == 1:
+                text += f" ({rows[0].statistic}: {finding_value(rows[0])})"
+            texts.append(text)
+        if len(texts) > count:
+            texts = [*texts[:count], f"{len(texts) - count} more"]
+        if texts:
+            sentences.append(f"{verdict.capitalize()}: {'; '.join(texts)}.")
+    return sentences
 
 
-def _on(models: Sequence[str], every: int) -> str:
-    """`` (tiny, tiny_b)``: the models, where not all of several are meant."""
-    if not any(models) or every == 1:
+def _models(rows: Sequence[Any]) -> list[str]:
+    """The models of these findings, each once."""
+    return list(dict.fromkeys(row.model for row in rows))
+
+
+def _on_models(models: Sequence[str], num_models: int) -> str:
+    """`` (tiny, tiny_b)``, or `` (all 3 models)``; empty if there is only one model."""
+    if not any(models) or num_models == 1:
         return ""
-    whole = "both" if every == 2 else f"all {every}"
-    return f" ({whole} models)" if len(models) == every else f" ({', '.join(models)})"
+    if len(models) != num_models:
+        return f" ({', '.join(models)})"
+    return " (both models)" if num_models == 2 else f" (all {num_models} models)"
 
 
-def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
-    """`3 hold, 1 inconclusive`: how often each verdict occurs, in the order of the words."""
+def tally(verdicts: pd.Series, order: Sequence[str] = VERDICTS) -> str:
+    """`3 hold, 1 inconclusive`: how often each verdict occurs, in this order."""
     counts = verdicts.value_counts()
     plural = {"holds": "hold", "agrees": "agree", "differs": "differ"}
-    there = [(counts[name], name) for name in words if name in counts]
-    return ", ".join(
-        f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there
-    )
+    texts = []
+    for word in order:
+        if word in counts:
+            count = counts[word]
+            texts.append(f"{count} {plural.get(word, word) if count > 1 else word}")
+    return ", ".join(texts)
 
 
 def verdict_table(findings: pd.DataFrame) -> Table:
-    """Claims of many runs: a row for each claim, the papers' first, and verdict, with the models of it."""
-    ordered = findings.sort_values(
-        "kind", key=lambda kind: kind != "paper", kind="stable"
-    )
+    """One row per claim and verdict with its models, from findings of many runs."""
     rows = []
-    for _, each in ordered.groupby("claim", sort=False):
-        for verdict, part in each.groupby("verdict", sort=False):
-            claim = findings_table(part)[1][0][1]
-            models = "; ".join(dict.fromkeys(part["model"]))
+    for _, of_claim in papers_first(findings).groupby("claim", sort=False):
+        for verdict, of_verdict in of_claim.groupby("verdict", sort=False):
+            _, cells = findings_table(of_verdict)
+            claim = cells[0][1]
+            models = "; ".join(dict.fromkeys(of_verdict["model"]))
             rows.append([str(verdict), claim, models])
     return ["verdict", "claim", "models"], rows

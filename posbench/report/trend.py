@@ -1,4 +1,4 @@
-"""How a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads folders alone."""
+"""How a model follows a swept number of its method (Yu et al. 2025, Figure 6)."""
 
 from __future__ import annotations
 
@@ -27,283 +27,356 @@ from posbench.stats.frames import (
 )
 from posbench.stats.position_bias import curves, limit, position_bias
 
-MOST = 24
-"""Values of a swept number that are looked at, spread evenly; settings that a figure of a sweep holds."""
+MAX_SETTINGS = 24
+"""Most values of a swept number that are read, and settings that a figure draws."""
 ATTENTION = "attention.jsonl"
 PREDICTIONS = "predictions.jsonl"
 
 
-Runs = Sequence[tuple[dict[str, str], Path]]
+def trends(
+    runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """How attention, score and position bias follow a swept number of the method.
 
+    Runs are grouped by model, task and the other swept keys; each group needs at least
+    three values of the number.
 
-def trends(runs: Runs, axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """How a model follows the one number of its method that was swept; nothing for fewer than three values.
-
-    From settings and folder of every finished run, and the swept keys: models, tasks and keys that are no
-    number of the method make groups.
+    Args:
+        runs: Setting (values of the swept keys) and folder of every finished run.
+        axes: The swept keys.
 
     Returns:
-        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the
-        items (0 the first, 1 the last) in :func:`strongest_layer`; the score of the first half of the gold
-        positions minus that of the second; the position bias. Then the findings: rank correlations of these
-        with the number, and the number with the best average score, with bootstrap intervals over questions.
+        Rows of :data:`TREND` for every value and for the unmodified model: the centre
+        of attention over the items (0 the first, 1 the last) in the
+        :func:`strongest_layer`, the score of the first half of the gold positions minus
+        that of the second, the position bias. Then the findings: rank correlations of
+        these with the number, and the number with the best average score, with
+        bootstrap intervals over questions. Both are empty unless exactly one number was
+        swept.
     """
-    own = [axis for axis in axes if axis.startswith("method.")]
-    values = pd.DataFrame([setting for setting, _ in runs]).reindex(columns=own)
-    values = values.apply(pd.to_numeric, errors="coerce")
-    numeric = [
-        axis
-        for axis in own
-        if values[axis].notna().all() and values[axis].nunique() > 2
-    ]
-    runs = runs if len(numeric) == 1 else ()
-    configs = {path: RunDir(path).config() for _, path in runs}
-    tasks = {facts["task"]["name"] for facts in configs.values() if "task" in facts}
-    groups: dict[str, dict[float, Path]] = {}
-    for setting, path in runs:
-        rest = [
-            f"{axis}={setting[axis]}"
-            for axis in axes
-            if axis not in numeric and axis in setting
-        ]
-        task = [configs[path]["task"]["name"]] if len(tasks) > 1 else []
-        group = ", ".join([configs[path]["model"]["name"], *task, *rest])
-        groups.setdefault(group, {})[float(setting[numeric[0]])] = path
+    axis = _swept_number(runs, axes)
+    groups = _group_runs(runs, axes, axis) if axis else {}
     rows = list[Row]()
-    found = list[pd.DataFrame]()
-    for group, folders in groups.items():
+    findings = list[pd.DataFrame]()
+    for name, folders in groups.items():
         if len(folders) > 2:
-            trend = _Trend(folders, numeric[0], configs[next(iter(folders.values()))])
-            found.append(frame(trend.findings(), group))
-            rows += [{"group": group, "axis": numeric[0], **row} for row in trend.rows]
-    judged = pd.concat(found, ignore_index=True) if found else frame([], "")
-    return pd.DataFrame(rows, columns=list(TREND)), judged
+            trend = _Trend(folders, axis)
+            trend.measure()
+            rows += [{"group": name, "axis": axis, **row} for row in trend.rows]
+            findings.append(frame(trend.findings, name))
+    if not findings:
+        findings = [frame([], "")]
+    table = pd.DataFrame(rows, columns=list(TREND))
+    return table, pd.concat(findings, ignore_index=True)
+
+
+def _swept_number(
+    runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
+) -> str:
+    """The one key of the method that is a number with three or more values, or ''."""
+    numeric = []
+    for axis in axes:
+        if not axis.startswith("method."):
+            continue
+        texts = pd.Series([setting.get(axis) for setting, _ in runs])
+        values = pd.to_numeric(texts, errors="coerce")
+        if values.notna().all() and values.nunique() > 2:
+            numeric.append(axis)
+    return numeric[0] if len(numeric) == 1 else ""
+
+
+def _group_runs(
+    runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str], axis: str
+) -> dict[str, dict[float, Path]]:
+    """Folders by value of ``axis``, for each model, task and setting of other keys."""
+    configs = {folder: RunDir(folder).config() for _, folder in runs}
+    tasks = {config["task"]["name"] for config in configs.values() if "task" in config}
+    groups: dict[str, dict[float, Path]] = {}
+    for setting, folder in runs:
+        config = configs[folder]
+        names = [config["model"]["name"]]
+        if len(tasks) > 1:
+            names.append(config["task"]["name"])
+        for key in axes:
+            if key != axis and key in setting:
+                names.append(f"{key}={setting[key]}")
+        groups.setdefault(", ".join(names), {})[float(setting[axis])] = folder
+    return groups
 
 
 class _Trend:
-    """One model and task; a statistic is an array [1 + R] for each number: its value, then its draws."""
+    """One model and task over the values of a swept number.
 
-    def __init__(
-        self, folders: dict[float, Path], axis: str, facts: Mapping[str, Any]
-    ) -> None:
+    A statistic is an array [1 + R] for each value: the statistic itself, then its R
+    bootstrap draws.
+
+    Attributes:
+        numbers: The values that are read, rising.
+        folders: The run at each of them.
+        rows: Of trend.csv, without group and axis; filled by :meth:`measure`.
+        findings: Filled by :meth:`measure`.
+    """
+
+    def __init__(self, folders: Mapping[float, Path], axis: str) -> None:
+        self.axis = axis
+        self.rows: list[Row] = []
+        self.findings: list[Finding] = []
+        # All prompts of a run are read: of hundreds of runs a spread subset suffices.
         numbers = np.array(sorted(folders))
-        few = min(len(folders), MOST)
-        # Every prompt of a run is read: of hundreds of runs some tell as much.
-        self.numbers = numbers[
-            np.linspace(0, len(numbers) - 1, few).round().astype(int)
-        ]
+        count = min(len(numbers), MAX_SETTINGS)
+        spread = np.linspace(0, len(numbers) - 1, count).round().astype(int)
+        self.numbers = numbers[spread]
+        self.subset_note = ""
+        if count < len(numbers):
+            self.subset_note = f", at {count} of {len(numbers)} values"
         self.folders = {float(number): folders[number] for number in self.numbers}
         for folder in self.folders.values():
             checked(folder, only=(ATTENTION, PREDICTIONS))
-        self.some = f", at {few} of {len(numbers)} values" if few < len(numbers) else ""
-        self.first = self.folders[numbers[0]]
-        self.axis = axis
-        self.resamples = facts["runtime"]["resamples"]
-        cls, _ = target(facts["method"], Method, "method")  # type: ignore[type-abstract]
-        self.claims: SweepClaims | None = cls.sweep_claims.get(
-            axis.removeprefix("method.")
-        )
-        self.rows: list[Row] = []
+        self.first_folder = folders[numbers[0]]
+        config = RunDir(next(iter(folders.values()))).config()
+        self.resamples = config["runtime"]["resamples"]
+        cls, _ = target(config["method"], Method, "method")  # type: ignore[type-abstract]
+        parameter = axis.removeprefix("method.")
+        self.claims: SweepClaims | None = cls.sweep_claims.get(parameter)
 
-    def findings(self) -> list[Finding]:
-        """What attention and scores say, as far as the runs measured them; fills ``rows``."""
-        attention = self._centres()
-        scores = self._scores()
-        found = [] if attention is None else [self._attention(attention)]
-        return found if scores is None else found + self._score(scores)
+    def measure(self) -> None:
+        """Fill ``rows`` and ``findings``, as far as the runs measured them."""
+        centres = self._read_centres()
+        if centres is not None:
+            self._measure_attention(centres)
+        scores = self._read_scores()
+        if scores is not None:
+            self._measure_scores(scores)
 
-    def _tell(self, statistic: str, found: Mapping[Any, Array], n: int) -> None:
-        """Add a statistic's rows, at every number and for the unmodified model."""
-        for number, values in found.items():
-            at = percentile(values[0], values[1:], n)
-            self.rows.append(
-                {"statistic": statistic, "number": number, **ends(at), "n": n}
-            )
-
-    def _curves(self, table: pd.DataFrame, name: str) -> dict[Any, Array]:
-        """Curves over the gold positions by number, [1 + R, K]."""
-        found = curves(table, name, "number", self.resamples)
-        return {number: np.vstack(pair) for number, pair in found.items()}
-
-    def _sided(
-        self, claim: str, what: str, sign: int, values: Array, n: int, where: str = ""
-    ) -> Finding:
-        """A correlation, and whether it lies on the claimed side of zero; without a claim, on either."""
-        words = f"rank correlation of the {what} with {self.axis}{where}{self.some}"
-        at = percentile(values[0], values[1:], n)
-        up = sign > 0 if self.claims else at.value > 0
-        found = (Finding.above if up else Finding.below)(claim, words, at)
-        return found if self.claims else found.control()
-
-    def _attention(self, table: pd.DataFrame) -> Finding:
-        n = int(table["id"].nunique())
-        modified = table[table["number"] != UNMODIFIED]
+    def _measure_attention(self, centres: pd.DataFrame) -> None:
+        n = int(centres["id"].nunique())
         means = {
             number: curve.mean(-1)
-            for number, curve in self._curves(table, "centre").items()
+            for number, curve in self._curves(centres, "centre").items()
         }
-        self._tell(CENTRE, means, n)
-        wide = modified.pivot(index="id", columns="number", values="centre").to_numpy(
-            dtype=float
-        )
-        rank = np.nan_to_num(spearman(wide, self.numbers))
-        prompts = (
-            table.drop_duplicates("id").sort_values("id").assign(number=0, rank=rank)
-        )
-        claim = (
-            self.claims.attention
-            if self.claims
-            else f"the centre of attention follows {self.axis}"
-        )
-        values = self._curves(prompts, "rank")[0].mean(-1)
-        return self._sided(claim, CENTRE, -1, values, n, ", mean over prompts")
+        self._add_rows(CENTRE, means, n)
+        # Per prompt: rank correlation of the centre with the number.
+        modified = centres[centres["number"] != UNMODIFIED]
+        by_prompt = modified.pivot(index="id", columns="number", values="centre")
+        rank = np.nan_to_num(spearman(by_prompt.to_numpy(dtype=float), self.numbers))
+        prompts = centres.drop_duplicates("id").sort_values("id")
+        prompts = prompts.assign(number=0, rank=rank)
+        correlation = self._curves(prompts, "rank")[0].mean(-1)
+        claim = f"the centre of attention follows {self.axis}"
+        if self.claims:
+            claim = self.claims.attention
+        self._add_correlation(claim, CENTRE, -1, correlation, n, ", mean over prompts")
 
-    def _score(self, table: pd.DataFrame) -> list[Finding]:
-        n = int(table["cluster"].nunique())
+    def _measure_scores(self, scores: pd.DataFrame) -> None:
+        n = int(scores["cluster"].nunique())
+        score_curves = self._curves(scores, "score")
+        halves = {number: _halves(curve) for number, curve in score_curves.items()}
+        measurable = {
+            number for number, rows in scores.groupby("number") if not _hides_bias(rows)
+        }
+        biases = {}
+        for number, curve in score_curves.items():
+            if number in measurable:
+                bias, draws = position_bias(curve[0], curve[1:])
+                biases[number] = np.append(bias, draws)
+        self._add_rows(HALVES, halves, n)
+        self._add_rows(SPREAD, biases, n)
+
+        claim = f"the score of the two halves follows {self.axis}"
+        if self.claims:
+            claim = self.claims.score
+        correlation = _rank_correlation(halves, self.numbers)
+        self._add_correlation(claim, HALVES, 1, correlation, n)
+
+        claim = f"the position bias changes with {self.axis}"
         numbers = self.numbers
-        claims = self.claims
-        found = self._curves(table, "score")
-        halves = {number: _halves(curve) for number, curve in found.items()}
-        seen = {
-            number
-            for number, part in table.groupby("number")
-            if not self._limited(part)
+        restriction = ""
+        if self.claims:
+            claim = self.claims.bias
+            # Below zero a published factor reverses the bias: more of it is not more.
+            numbers = numbers[numbers >= 0]
+            restriction = " from 0 up"
+        numbers = np.array([number for number in numbers if number in measurable])
+        if len(numbers) > 2:
+            correlation = _rank_correlation(biases, numbers)
+            self._add_correlation(claim, SPREAD, 1, correlation, n, restriction)
+
+        if self.claims:
+            self.findings.append(self._peak(self.claims, score_curves, n))
+
+    def _add_rows(self, statistic: str, values: Mapping[Any, Array], n: int) -> None:
+        """Add a statistic's row at every number and for the unmodified model."""
+        for number, value in values.items():
+            estimate = percentile(value[0], value[1:], n)
+            row = {"statistic": statistic, "number": number, **ends(estimate), "n": n}
+            self.rows.append(row)
+
+    def _curves(self, table: pd.DataFrame, column: str) -> dict[Any, Array]:
+        """Curves over the K gold positions by number, [1 + R, K] each."""
+        by_number = curves(table, column, "number", self.resamples)
+        return {
+            number: np.vstack([curve, draws])
+            for number, (curve, draws) in by_number.items()
         }
-        spreads = {
-            number: np.append(*position_bias(at[0], at[1:]))
-            for number, at in found.items()
-            if number in seen
-        }
-        self._tell(HALVES, halves, n)
-        self._tell(SPREAD, spreads, n)
-        claim = (
-            claims.score
-            if claims
-            else f"the score of the two halves follows {self.axis}"
+
+    def _add_correlation(
+        self,
+        claim: str,
+        statistic: str,
+        sign: int,
+        values: Array,
+        n: int,
+        restriction: str = "",
+    ) -> None:
+        """Add the finding that a rank correlation lies on one side of zero.
+
+        Args:
+            claim: What the paper claims, or what a control of ours says.
+            statistic: What is correlated with the swept number.
+            sign: Side of zero that the paper claims; a control takes either.
+            values: The correlation and its draws, [1 + R].
+            n: Number of observations.
+            restriction: To which values or prompts it is restricted, in words.
+        """
+        estimate = percentile(values[0], values[1:], n)
+        text = f"rank correlation of the {statistic} with {self.axis}{restriction}{self.subset_note}"
+        is_above = sign > 0 if self.claims else estimate.value > 0
+        judge = Finding.above if is_above else Finding.below
+        finding = judge(claim, text, estimate)
+        self.findings.append(finding if self.claims else finding.control())
+
+    def _peak(
+        self, claims: SweepClaims, score_curves: Mapping[Any, Array], n: int
+    ) -> Finding:
+        """Whether the number with the best average score lies in the claimed range."""
+        means = np.stack(
+            [score_curves[number].mean(-1) for number in self.numbers], axis=-1
         )
-        out = [self._sided(claim, HALVES, 1, _ranks(halves, numbers), n)]
-        # Below zero a published factor turns the bias round, so that more of it is no more bias.
-        kept, where = (numbers[numbers >= 0], " from 0 up") if claims else (numbers, "")
-        kept = np.array([number for number in kept if number in seen])
-        if len(kept) > 2:
-            claim = (
-                claims.bias if claims else f"the position bias changes with {self.axis}"
-            )
-            out.append(self._sided(claim, SPREAD, 1, _ranks(spreads, kept), n, where))
-        return [*out, self._peak(claims, found, n)] if claims else out
+        best = self.numbers[means.argmax(-1)]
+        value = best[0]
+        draws = best[1:]
+        low, high = np.quantile(draws, [0.025, 0.975], method="inverted_cdf")
+        first, last = claims.best
+        holds = first <= value <= last
+        agreeing = ((draws >= first) & (draws <= last)) == holds
+        p = np.nan
+        if np.ptp(means[0]):
+            p = 2 * (1 + np.count_nonzero(~agreeing)) / len(best)
+        parameter = self.axis.rpartition(".")[2]
+        statistic = f"{parameter} with the best average score{self.subset_note}"
+        estimate = Estimate(value, low, high, n)
+        return Finding.tested(holds, claims.peak, statistic, estimate, p)
 
-    @staticmethod
-    def _limited(part: pd.DataFrame) -> bool:
-        """Whether a setting answers almost nothing or everything, so that it has no bias to be seen."""
-        at = [
-            mean(h["score"].to_numpy(), list(h["cluster"]))
-            for _, h in part.groupby("gold_position")
-        ]
-        return bool(limit(at, 0.0, part["cluster"].nunique()))
+    def _rows_by_number(self, file: str) -> Iterator[tuple[Any, Row]]:
+        """Rows of all runs with their number; the unmodified model's once, as `none`.
 
-    def _peak(self, claims: SweepClaims, found: Mapping[Any, Array], n: int) -> Finding:
-        """Whether the number with the best average score lies where it is claimed to."""
-        means = np.stack([found[number].mean(-1) for number in self.numbers], axis=-1)
-        best, (first, last) = self.numbers[means.argmax(-1)], claims.best
-        low, high = np.quantile(best[1:], [0.025, 0.975], method="inverted_cdf")
-        what = f"{self.axis.rpartition('.')[2]} with the best average score{self.some}"
-        held = first <= best[0] <= last
-        with_it = ((best[1:] >= first) & (best[1:] <= last)) == held
-        p = (
-            2 * (1 + np.count_nonzero(~with_it)) / len(best)
-            if np.ptp(means[0])
-            else np.nan
-        )
-        return Finding.tested(
-            held, claims.peak, what, Estimate(best[0], low, high, n), p
-        )
+        Nothing is yielded if a run lacks the file.
+        """
+        if not all((folder / file).is_file() for folder in self.folders.values()):
+            return
+        for number, folder in self.folders.items():
+            for row in RunDir(folder).rows(file):
+                if "error" in row:
+                    continue
+                if row["method"] != UNMODIFIED:
+                    yield number, row
+                elif folder == self.first_folder:
+                    yield UNMODIFIED, row
 
-    def _rows(self, file: str) -> Iterator[tuple[Any, Row]]:
-        """Each prompt's row at every number, and unmodified once; none where a run lacks the file."""
-        if all((path / file).is_file() for path in self.folders.values()):
-            for number, path in self.folders.items():
-                for row in RunDir(path).rows(file):
-                    plain = row["method"] == UNMODIFIED
-                    if "error" not in row and (path == self.first or not plain):
-                        yield UNMODIFIED if plain else number, row
+    def _read_centres(self) -> pd.DataFrame | None:
+        """Centre of attention of every prompt at every number and unmodified.
 
-    def _centres(self) -> pd.DataFrame | None:
-        """Centre of attention of every measured prompt at every number, and of the unmodified model."""
-        frame = read_csv(self.first / "attention.csv")
-        if frame is None:
+        Returns:
+            Rows with number, id, centre (0..1), gold_position and cluster; None where a
+            run did not measure attention, or a prompt has none on its items.
+        """
+        attention = read_csv(self.first_folder / "attention.csv")
+        if attention is None:
             return None
-        layer = strongest_layer(gold_attention(frame))
-        out = []
-        known = {
+        layer = strongest_layer(gold_attention(attention))
+        predictions = {
             row["id"]: row
-            for row in RunDir(self.first).rows(PREDICTIONS)
+            for row in RunDir(self.first_folder).rows(PREDICTIONS)
             if "error" not in row
         }
-        for number, row in self._rows(ATTENTION):
+        # Without predictions the gold positions are unknown: all count as one group.
+        unknown = {"gold_position": 0, "cluster": ""}
+        rows = []
+        for number, row in self._rows_by_number(ATTENTION):
             weights = np.array(row["attention"][layer])
+            total = weights.sum()
+            centre = np.nan
             # A sliding window may leave a layer without any weight on the items.
-            some = weights.sum() > 0
-            centre = (
-                float(weights @ np.linspace(0, 1, len(weights)) / weights.sum())
-                if some
-                else np.nan
+            if total > 0:
+                centre = float(weights @ np.linspace(0, 1, len(weights)) / total)
+            prompt = predictions.get(row["id"], unknown)
+            rows.append(
+                {
+                    "number": number,
+                    "id": row["id"],
+                    "centre": centre,
+                    "gold_position": prompt["gold_position"],
+                    "cluster": prompt["cluster"] or row["id"],
+                }
             )
-            # Without predictions nothing says where the gold item stood: all prompts are drawn as one group.
-            said = known.get(row["id"], {"gold_position": 0, "cluster": ""})
-            out.append(
-                (
-                    number,
-                    row["id"],
-                    centre,
-                    said["gold_position"],
-                    said["cluster"] or row["id"],
-                )
-            )
-        table = pd.DataFrame(
-            out, columns=["number", "id", "centre", "gold_position", "cluster"]
-        )
-        return (
-            table
-            if set(self.folders) <= set(table["number"])
-            and table["centre"].notna().all()
-            else None
-        )
+        columns = ["number", "id", "centre", "gold_position", "cluster"]
+        table = pd.DataFrame(rows, columns=columns)
+        if not self._is_complete(table) or table["centre"].isna().any():
+            return None
+        return table
 
-    def _scores(self) -> pd.DataFrame | None:
-        """Score of every prompt with a gold position at every number, and of the unmodified model."""
-        metrics = read_csv(self.first / "metrics.csv")
+    def _read_scores(self) -> pd.DataFrame | None:
+        """Score of every prompt with a gold position at every number and unmodified.
+
+        Returns:
+            Rows with number, gold_position, cluster and score; None where a run has no
+            scores, or there is only one gold position.
+        """
+        metrics = read_csv(self.first_folder / "metrics.csv")
         if metrics is None:
             return None
-        name = own_metric(metrics).iloc[0]
-        out = []
-        for number, row in self._rows(PREDICTIONS):
+        metric = own_metric(metrics).iloc[0]
+        rows = []
+        for number, row in self._rows_by_number(PREDICTIONS):
             if row["scores"] and row["gold_position"] is not None:
-                out.append(
-                    (
-                        number,
-                        row["gold_position"],
-                        row["cluster"] or row["id"],
-                        row["scores"][name],
-                    )
+                rows.append(
+                    {
+                        "number": number,
+                        "gold_position": row["gold_position"],
+                        "cluster": row["cluster"] or row["id"],
+                        "score": row["scores"][metric],
+                    }
                 )
-        table = pd.DataFrame(
-            out, columns=["number", "gold_position", "cluster", "score"]
-        )
-        several = (
-            set(self.folders) <= set(table["number"])
-            and table["gold_position"].nunique() > 1
-        )
-        return table if several else None
+        columns = ["number", "gold_position", "cluster", "score"]
+        table = pd.DataFrame(rows, columns=columns)
+        if not self._is_complete(table) or table["gold_position"].nunique() < 2:
+            return None
+        return table
+
+    def _is_complete(self, table: pd.DataFrame) -> bool:
+        """Whether a table has rows at every number."""
+        return set(self.folders) <= set(table["number"])
+
+
+def _hides_bias(rows: pd.DataFrame) -> bool:
+    """Whether a setting answers almost nothing or everything, so no bias can show."""
+    positions = [
+        mean(at_position["score"].to_numpy(), list(at_position["cluster"]))
+        for _, at_position in rows.groupby("gold_position")
+    ]
+    return bool(limit(positions, 0.0, rows["cluster"].nunique()))
 
 
 def _halves(curve: Array) -> Array:
-    """First half of the gold positions minus second, [..., K] to [...]; ends alone are often all right."""
+    """First half of the gold positions minus the second, [..., K] to [...].
+
+    Halves are compared, not ends: at the ends alone all answers are often right.
+    """
     half = curve.shape[-1] // 2
     return curve[..., :half].mean(-1) - curve[..., -half:].mean(-1)
 
 
-def _ranks(found: Mapping[Any, Array], numbers: Array) -> Array:
-    """Rank correlations [1 + R] of a statistic with the numbers, 0 where all values are equal."""
-    return np.nan_to_num(
-        spearman(np.stack([found[number] for number in numbers], axis=-1), numbers)
-    )
+def _rank_correlation(statistics: Mapping[Any, Array], numbers: Array) -> Array:
+    """Rank correlation [1 + R] of a statistic with the numbers; 0 where it is constant."""
+    values = np.stack([statistics[number] for number in numbers], axis=-1)
+    return np.nan_to_num(spearman(values, numbers))

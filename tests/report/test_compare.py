@@ -18,10 +18,10 @@ from posbench.report.compare import (
     differences,
     labelled,
     look,
-    said_of,
+    pairing_note,
     write_comparison,
 )
-from posbench.report.compare import _figure as drawn_of
+from posbench.report.compare import _score_figure as drawn_of
 from posbench.run.folder import RunDir
 from posbench.schema import instantiate
 from posbench.tasks import Task
@@ -115,7 +115,7 @@ def compared(
     """How two runs differ, and what is said of it."""
     a, b = labelled([Compared.of(runs[name]) for name in (first, second)])
     found = differences(a, b)
-    return found, said_of(a, b, found)
+    return found, pairing_note(a, b, found)
 
 
 def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:

@@ -12,7 +12,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.report import experiments
-from posbench.report.experiments import PAPERS, captions, covering, page
+from posbench.report.experiments import PAPERS, captions, experiments_covering, page
 from posbench.run.folder import RunDir
 from posbench.stats.findings import COLUMNS
 
@@ -42,7 +42,7 @@ def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -
     every = experiments.experiments()
     listed = captions()
     for row in listed.to_dict("records"):
-        names = covering(every, row["paper"], row["item"])
+        names = experiments_covering(every, row["paper"], row["item"])
         assert bool(names) != bool(row["reason"]), (row["paper"], row["item"], names)
     known = set(zip(listed["paper"], listed["item"], strict=True))
     covers = {

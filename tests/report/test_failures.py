@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posbench.report.failures import AROUND, EDGE, Examples, excerpt, few, full
+from posbench.report.failures import (
+    CONTEXT_CHARACTERS,
+    EDGE_CHARACTERS,
+    Examples,
+    excerpt,
+    few,
+    full_prompt,
+)
 from posbench.report.page import render_run
 from posbench.run.answers import prompt_digest
 from posbench.run.folder import RunDir
@@ -98,29 +105,36 @@ def test_an_excerpt_keeps_the_ends_and_the_gold_item() -> None:
     )
     head, said, gold, told, tail = excerpt(example).splitlines()
     assert (head, gold, tail) == (
-        text[:EDGE],
-        text[2500 - AROUND : 2510 + AROUND],
-        text[-EDGE:],
+        text[:EDGE_CHARACTERS],
+        text[2500 - CONTEXT_CHARACTERS : 2510 + CONTEXT_CHARACTERS],
+        text[-EDGE_CHARACTERS:],
     )
-    assert said == f"[... {2500 - AROUND - EDGE} characters ...]"
-    assert told == f"[... {5000 - EDGE - 2510 - AROUND} characters ...]"
+    assert said == f"[... {2500 - CONTEXT_CHARACTERS - EDGE_CHARACTERS} characters ...]"
+    assert (
+        told
+        == f"[... {5000 - EDGE_CHARACTERS - 2510 - CONTEXT_CHARACTERS} characters ...]"
+    )
     # A gold item that is long itself is shortened, and a short prompt is not.
     long = Example(
         id="x", prompt=text, answers=("a",), gold_position=0, items=((1000, 4000),)
     )
     assert (
-        len(excerpt(long)) < 7 * EDGE
+        len(excerpt(long)) < 7 * EDGE_CHARACTERS
         and text[1000:1100] in excerpt(long)
         and text[3900:4000] in excerpt(long)
     )
     brief = Example(
         id="x",
-        prompt=text[: 2 * EDGE],
+        prompt=text[: 2 * EDGE_CHARACTERS],
         answers=("a",),
         system="Be brief.",
         prefill="Answer:",
     )
-    assert excerpt(brief) == full(brief) == f"Be brief.\n\n{text[: 2 * EDGE]}Answer:"
+    assert (
+        excerpt(brief)
+        == full_prompt(brief)
+        == f"Be brief.\n\n{text[: 2 * EDGE_CHARACTERS]}Answer:"
+    )
     assert few(list("abcdefghij"), 5) == list("acegi") and few(["a"]) == ["a"]
 
 

@@ -22,7 +22,7 @@ from posbench.report.collect import collect
 from posbench.report.gallery import shrink, write_gallery
 from posbench.report.paper import cells, paper_table
 from posbench.report.tables import latex
-from posbench.report.text import decided
+from posbench.report.text import list_decided_claims
 from posbench.run.folder import RunDir, opened
 from posbench.stats.findings import COLUMNS
 from tests.browser import looks
@@ -253,9 +253,9 @@ def test_of_many_runs_the_newest_are_shown(
         )
         book.seal("posbench")
     (tmp_path / "fig3/v001/tiny__0/figures/curve.png").write_bytes(b"")
-    monkeypatch.setattr("posbench.report.collect.MOST", 1)
+    monkeypatch.setattr("posbench.report.collect.MAX_RUNS", 1)
     (entry,) = collect(tmp_path)
-    assert [part.folder.name for part in entry.parts] == ["tiny__1"], (
+    assert [result.folder.name for result in entry.results] == ["tiny__1"], (
         "the newest whole one"
     )
     assert "tiny__0 is damaged (figures/curve.png)" in entry.faults[0]
@@ -366,9 +366,9 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     # A damaged run of a newer version does not hide the whole ones of an older.
     shutil.copytree(many / "fig9/v001/tiny__bad", many / "fig3/v011/tiny__a")
     (entry,) = (entry for entry in collect(many) if entry.name == "fig3")
-    assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(
-        entry.faults
-    ) == 1
+    assert [result.folder.parent.name for result in entry.results] == [
+        "v010"
+    ] * 2 and len(entry.faults) == 1
 
 
 def test_a_sweep_that_is_drawn_again_stays_whole(many):
@@ -376,8 +376,8 @@ def test_a_sweep_that_is_drawn_again_stays_whole(many):
     assert main(["report", str(folder)]) == 0
     assert opened(folder).damaged() == [] and opened(folder).done
     (entry,) = (entry for entry in collect(many) if entry.name == "fig6")
-    (part,) = entry.parts
-    assert part.figures["sweep"].startswith("Left: score over all positions")
+    (result,) = entry.results
+    assert result.figures["sweep"].startswith("Left: score over all positions")
     (folder / "figures" / "sweep.png").write_bytes(b"")
     assert opened(folder).damaged() == ["figures/sweep.png"]
 
@@ -455,16 +455,23 @@ def test_what_we_see_names_the_decided_claims():
         ("tiny_b", "contradicted", "B (the middle)", 1.0),
     ]
     rows += [("tiny", "inconclusive", "C", 1.0), ("tiny_b", "not testable", "C", 1.0)]
-    said = decided(
+    said = list_decided_claims(
         pd.concat([claims(*rows), claims(("tiny", "holds", "D", 1.0), kind="control")])
     )
     assert said == (
         "Holds: A (both models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
         "Beside these: 1 inconclusive, 1 not testable."
     )
-    assert decided(claims(("", "holds", "D", 1.0), kind="control")) == "Holds: D."
-    assert decided(claims(("", "inconclusive", "D", 1.0))) == "1 inconclusive."
-    many = decided(claims(*[("tiny", "holds", f"claim {i}", 1.0) for i in range(9)]))
+    assert (
+        list_decided_claims(claims(("", "holds", "D", 1.0), kind="control"))
+        == "Holds: D."
+    )
+    assert (
+        list_decided_claims(claims(("", "inconclusive", "D", 1.0))) == "1 inconclusive."
+    )
+    many = list_decided_claims(
+        claims(*[("tiny", "holds", f"claim {i}", 1.0) for i in range(9)])
+    )
     assert many.count("claim ") == 4 and many.endswith("; 5 more.")
 
 
@@ -497,9 +504,9 @@ def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
     told = (
         "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
     )
-    assert found.seen == f"The search gains: {told}."
+    assert found.summary == f"The search gains: {told}."
     said = "ms_poe takes 1.25 times the time of unmodified (8 tokens; 1.20 to 1.50 over rounds)."
-    assert slow.seen == said
+    assert slow.summary == said
 
 
 def test_the_gallery_in_the_documentation(many, tmp_path, capsys):

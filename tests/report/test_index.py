@@ -15,7 +15,7 @@ import yaml
 
 from posbench.cli.main import main
 from posbench.errors import UserError
-from posbench.report.index import age, look, records, run_named, spelled, title
+from posbench.report.index import age, look, override_text, records, run_named, title
 from posbench.run.folder import RunDir, open_run, runs_in
 from posbench.run.lease import owned
 from posbench.stats.findings import COLUMNS
@@ -267,7 +267,7 @@ def test_age() -> None:
 
 
 def test_values_are_spelled_as_one_types_them() -> None:
-    assert [spelled(v) for v in ("a", None, True, 1.0, 0.5, ["0%", 1.0])] == [
+    assert [override_text(v) for v in ("a", None, True, 1.0, 0.5, ["0%", 1.0])] == [
         *("a", "null", "true", "1", "0.5", "[0%,1]")
     ]
 

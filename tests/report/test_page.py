@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from posbench.errors import UserError
-from posbench.report.page import fitted, read_run, render_run
+from posbench.report.page import breakable, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
 from tests.frames import attention, channels, metrics, search, sweep
 
@@ -236,8 +236,8 @@ def test_a_sweep_of_studies_shows_their_verdicts_side_by_side(tmp_path):
 
 def test_text_breaks_where_a_reader_expects_it():
     assert (
-        fitted("1 [-1.5, 2e-05] & [a, b]")
+        breakable("1 [-1.5, 2e-05] & [a, b]")
         == '1 <span class="whole">[-1.5, 2e-05]</span> &amp; [a, b]'
     )
-    assert fitted("v001/tiny__scale_channel") == "v001/<wbr>tiny__<wbr>scale_channel"
-    assert fitted("a_b") == "a_b"
+    assert breakable("v001/tiny__scale_channel") == "v001/<wbr>tiny__<wbr>scale_channel"
+    assert breakable("a_b") == "a_b"

@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from posbench.report.paper import (
     cells,
-    compared,
+    compare_cells,
     reference_table,
     reference_text,
     with_subsets,
@@ -56,7 +56,7 @@ def row(value: float, place: str = "50%", **more: Any) -> dict[str, Any]:
 def test_a_number_agrees_where_an_equivalence_test_says_so(
     printed: dict[str, Any], verdict: str, ours: float | None
 ) -> None:
-    (found,) = compared(metrics(), [printed]).itertuples()
+    (found,) = compare_cells(metrics(), [printed]).itertuples()
     assert found.verdict == verdict
     if ours is None:
         assert pd.isna(found.ours) and pd.isna(found.difference)
@@ -133,12 +133,14 @@ def test_each_cell_counts_once_and_those_near_zero_apart() -> None:
 
 def test_a_swept_setting_must_match_too() -> None:
     swept = row(0.82, "1", method="scale_channel", **{"method.factor": 1})
-    assert list(compared(sweep([1.0, 0.0]), [swept])["ours"]) == [pytest.approx(0.8)]
+    assert list(compare_cells(sweep([1.0, 0.0]), [swept])["ours"]) == [
+        pytest.approx(0.8)
+    ]
 
 
 def test_without_an_interval_nothing_agrees() -> None:
     assert list(
-        compared(metrics().assign(ci_low=float("nan")), [row(0.6)])["verdict"]
+        compare_cells(metrics().assign(ci_low=float("nan")), [row(0.6)])["verdict"]
     ) == ["no interval"]
 
 
@@ -168,7 +170,7 @@ def test_data_sets_of_a_benchmark_are_compared_by_their_name() -> None:
     table = with_subsets(
         metrics(), pd.DataFrame([{**common, **subset}, {**common, **whole}])
     )
-    found = compared(table, [row(0.1844, "gov_report"), row(0.1691, "all")])
+    found = compare_cells(table, [row(0.1844, "gov_report"), row(0.1691, "all")])
     # The average over everything is that of metrics.csv.
     assert list(found["verdict"]) == ["agrees", "differs"] and list(found["ours"]) == [
         0.19,

@@ -29,7 +29,7 @@ def test_the_tables_of_runs_stand_below_each_other(plain: bool, tmp_path: Path) 
         own.insert(1, "method.factor", value)
         wanted.append(own)
     found = pd.read_csv(
-        io.StringIO(sweep._together(files, ["method.factor"])),
+        io.StringIO(sweep._join_tables(files, ["method.factor"])),
         dtype=str,
         keep_default_na=False,
     )
@@ -38,11 +38,11 @@ def test_the_tables_of_runs_stand_below_each_other(plain: bool, tmp_path: Path) 
 
 def test_a_figure_shows_some_of_many_settings() -> None:
     every = summary([number / 10 for number in range(60)])
-    some = sweep._few(every, ["method.factor"])
+    some = sweep._spread_runs(every, ["method.factor"])
     drawn = sorted(
         every.loc[every["run"].isin(some), "method.factor"].astype(float).unique()
     )
-    assert len(drawn) == sweep.MOST and drawn[0] == 0
+    assert len(drawn) == sweep.MAX_SETTINGS and drawn[0] == 0
     assert max(b - a for a, b in pairwise(drawn)) < 0.31, "spread evenly"
     few = summary([0.0, 0.5, 1.0])
-    assert set(sweep._few(few, ["method.factor"])) == set(few["run"])
+    assert set(sweep._spread_runs(few, ["method.factor"])) == set(few["run"])

@@ -19,12 +19,12 @@ from posbench.report.tables import (
 )
 from posbench.report.terminal import show_findings, summary_table, text_table
 from posbench.report.text import (
-    answer,
-    applied,
+    describe_costs,
+    describe_method,
     headline,
+    run_title,
     shortened,
-    spent,
-    subject,
+    study_answer,
     title,
     verdict_table,
     verdicts,
@@ -100,12 +100,14 @@ def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops
         }
     }
     status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
-    assert spent(status) == {
+    assert describe_costs(status) == {
         "time": "intervene 3.3 s, evaluate 1.7 min",
         "tokens/s": "evaluate 2,500 (prompts and replies)",
         "peak memory": "2.35 GB resident",
     }
-    assert spent({"state": "done", "stages": {}}) == {}, "a run of an older version"
+    assert describe_costs({"state": "done", "stages": {}}) == {}, (
+        "a run of an older version"
+    )
 
 
 def test_intervals_go_below_where_a_table_is_too_wide_and_lists_do_not() -> None:
@@ -143,13 +145,13 @@ def test_a_method_is_told_with_every_parameter() -> None:
         "layers": [0, 1],
         "last": None,
     }
-    assert applied(one) == "scale_channel: channel 3, factor 0.0, layers [0, 1]"
+    assert describe_method(one) == "scale_channel: channel 3, factor 0.0, layers [0, 1]"
     both = {
         "name": "a-b",
         "parts": {"a": {"x": 1}, "b": {"y": None, "z": 2}},
         "source": "a: a paper",
     }
-    assert applied(both) == "a-b: a (x 1); b (z 2); constants: a: a paper"
+    assert describe_method(both) == "a-b: a (x 1); b (z 2); constants: a: a paper"
 
 
 def test_terminal_table_is_narrow_and_ends_with_all() -> None:
@@ -210,7 +212,7 @@ def test_other_scores_stand_apart_from_the_tasks_own_in_their_own_unit() -> None
         ("x", "exact_order_difference", 0.25),
     ]
     other = [("none", "lsd", 1.25), ("x", "lsd", 1.0), ("x", "lsd_difference", -0.25)]
-    header, table = subset_table(other_scores(_scores(*own, *other)), own="")
+    header, table = subset_table(other_scores(_scores(*own, *other)), task_metric="")
     assert header == ["subset", "metric", "unmodified", "x", "difference", "n"]
     cells = ["1.250 [1.250, 1.250]", "1.000 [1.000, 1.000]", "-0.250 [-0.250, -0.250]"]
     assert table == [["all", "lsd", *cells, "4"]]
@@ -286,13 +288,13 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(
 
 
 def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
-    assert answer(_judged()) == (
+    assert study_answer(_judged()) == (
         f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1.00 [0.50, 1.50]); A sum (of two: 2). "
         "Contradicted: A claim (statistic of contradicted: -1.00 [-1.50, -0.50])."
     )
     unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50))
     said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.10 [-1.00, 1.00])."
-    assert answer(findings.frame([unsure], "tiny")) == said
+    assert study_answer(findings.frame([unsure], "tiny")) == said
 
 
 def test_verdicts_stand_side_by_side() -> None:
@@ -318,19 +320,22 @@ def test_a_title_names_method_model_and_task() -> None:
         "task": {"name": "t"},
         "method": {"name": "none"},
     }
-    assert subject(config) == "unmodified on m, t"
+    assert run_title(config) == "unmodified on m, t"
     scaled = config | {
         "method": {"name": "x"},
         "search": {"name": "s"},
         "stages": ["search", "evaluate"],
     }
-    assert subject(scaled) == "x on m, t"
-    assert subject(scaled | {"stages": ["search"]}) == "search s for x on m, t"
-    assert subject(config | {"study": {"name": "chain"}}) == "study chain on m, t"
+    assert run_title(scaled) == "x on m, t"
+    assert run_title(scaled | {"stages": ["search"]}) == "search s for x on m, t"
+    assert run_title(config | {"study": {"name": "chain"}}) == "study chain on m, t"
     assert (
-        subject(scaled | {"study": {"name": "chain"}}) == "study chain with x on m, t"
+        run_title(scaled | {"study": {"name": "chain"}}) == "study chain with x on m, t"
     )
-    assert subject({"study": {"name": "rope"}}) == "study rope" and subject({}) == "run"
+    assert (
+        run_title({"study": {"name": "rope"}}) == "study rope"
+        and run_title({}) == "run"
+    )
     assert (
         title(["x", "x"], list("abcde"), ["t"], ["x.y"]) == "x on 5 models, t, by x.y"
     )
