@@ -418,7 +418,7 @@ def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> 
     """
     _, questions = np.unique(part["cluster"], return_inverse=True)
     order = np.argsort(questions, kind="stable")
-    blocks = np.zeros(len(questions))
+    blocks: NDArray[Any] = np.zeros(len(questions))
     if questions.max() + 1 < len(questions):
         blocks = questions[order]
     values = part[name].to_numpy(dtype=np.float64)[order]
