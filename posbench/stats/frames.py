@@ -19,7 +19,7 @@ def shown(method: object) -> str:
     return str(method)
 
 
-def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
+def need(frame: pd.DataFrame, name: str, *columns: str) -> None:
     """Raise `UserError` if a column is missing or the frame has no row."""
     missing = [column for column in columns if column not in frame]
     if missing:
@@ -29,10 +29,10 @@ def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
     else:
         return
     hint = "run the stage that writes these rows first"
-    raise UserError(what, problem, f"rows with {', '.join(columns)}", hint)
+    raise UserError(name, problem, f"rows with {', '.join(columns)}", hint)
 
 
-def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
+def need_one(frame: pd.DataFrame, name: str, *columns: str) -> None:
     """Raise `UserError` if a column holds several values, which a single panel would mix up."""
     for column in columns:
         if column not in frame:
@@ -41,7 +41,7 @@ def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
         if len(values) > 1:
             listed = ", ".join(str(value) for value in values)
             hint = "draw one figure for each"
-            raise UserError(f"{what} {column}", listed, "one", hint)
+            raise UserError(f"{name} {column}", listed, "one", hint)
 
 
 def own_metric(metrics: pd.DataFrame) -> pd.Series:

@@ -270,7 +270,7 @@ def statements(data: pd.DataFrame) -> pd.DataFrame:
 
 def _yu_statements(data: pd.DataFrame) -> Iterator[Statement]:
     """Section 4.2 and Appendix C.4: gains in points, times as ratios."""
-    place = f"{YU}, Section 4.2"
+    section = f"{YU}, Section 4.2"
     # Task, its name in the table, gain over all positions and over the last four.
     stated_gains = (
         ("NQ", "NaturalQuestions-20docs", 9.3, 11.3),
@@ -280,14 +280,14 @@ def _yu_statements(data: pd.DataFrame) -> Iterator[Statement]:
         gains = _gains(data, f"{YU}, Table 1", name, "Ours", "Original")
         gain = gains.mean(axis=1)
         text = f"largest gain on {task}"
-        yield _largest(place, text, printed, 0.05, gain)
+        yield _largest(section, text, printed, 0.05, gain)
         late_gain = gains.iloc[:, 1:].mean(axis=1)
         text = f"largest gain on {task}, last four positions"
-        yield _largest(place, text, printed_late, 0.05, late_gain)
+        yield _largest(section, text, printed_late, 0.05, late_gain)
     text = "models without a gain on KV retrieval"
     without_gain = (gain <= FLOAT_ERROR).sum()
     note = f"losses: {_top_three(-gain)}"
-    yield Statement(place, text, 1, 0, without_gain, len(gain), note)
+    yield Statement(section, text, 1, 0, without_gain, len(gain), note)
 
     gains = _gains(data, f"{YU}, Table 2", "LongBench", "Ours", "Original")
     stated = {
@@ -299,11 +299,11 @@ def _yu_statements(data: pd.DataFrame) -> Iterator[Statement]:
     }
     for cell, printed in stated.items():
         text = f"largest gain on LongBench, {cell}"
-        yield _largest(place, text, printed, 0.15, gains[cell])
+        yield _largest(section, text, printed, 0.15, gains[cell])
     text = "LongBench cells that fall (no capability is impaired)"
     falls = (gains < -0.1 - FLOAT_ERROR).sum().sum()
     note = f"losses: {_top_three(-gains.stack())}"
-    yield Statement(place, text, 0, 0, falls, gains.size, note)
+    yield Statement(section, text, 0, 0, falls, gains.size, note)
 
     ratio = _ratio(data, f"{YU}, Table 5", "Ms-PoE", "FlashAttention-2")
     text = "time of Ms-PoE over the unmodified model's (a doubling)"
@@ -320,10 +320,10 @@ def _lpes_statements(data: pd.DataFrame) -> Iterator[Statement]:
     gain = kv_gains.mean(axis=1)
     text = "largest gain on KV retrieval"
     yield _largest(f"{LPES}, Abstract", text, 11.2, 0.05, gain)
-    place = f"{LPES}, Section 4.2"
+    section = f"{LPES}, Section 4.2"
     text = "gain of Vicuna on KV retrieval"
     note = "printed averages: 80.9 and 92.1"
-    yield Statement(place, text, 11.2, 0.05, gain["Vicuna-7B-v1.5"], 1, note)
+    yield Statement(section, text, 11.2, 0.05, gain["Vicuna-7B-v1.5"], 1, note)
 
     curve_gains = _gains(data, f"{LPES}, Table 16", "MDQA", "Bézier Curve", base)
     text = "cells without a gain (consistently improves, all positions)"
@@ -340,7 +340,7 @@ def _lpes_statements(data: pd.DataFrame) -> Iterator[Statement]:
     for method, printed in (("Ms-PoE", 1.45), ("MoICE", 2.42)):
         ratio = _ratio(data, f"{LPES}, Table 5", method, lpes).max()
         text = f"time of {method} over its own"
-        yield Statement(place, text, printed, 0.02, ratio, 1, "")
+        yield Statement(section, text, printed, 0.02, ratio, 1, "")
 
     hours = data.loc[data["table"] == f"{LPES}, Table 10", "value"].sum() / 3600
     text = "hours of 20 epochs (3 to 4)"
@@ -353,18 +353,18 @@ def _lpes_statements(data: pd.DataFrame) -> Iterator[Statement]:
 
 
 def _largest(
-    place: str, text: str, printed: float, within: float, values: pd.Series
+    section: str, text: str, printed: float, within: float, values: pd.Series
 ) -> Statement:
     """A statement about the largest of some values."""
     note = _top_three(values)
-    return Statement(place, text, printed, within, values.max(), len(values), note)
+    return Statement(section, text, printed, within, values.max(), len(values), note)
 
 
-def _without_gain(place: str, text: str, gains: pd.Series) -> Statement:
+def _without_gain(section: str, text: str, gains: pd.Series) -> Statement:
     """The statement that every cell of a table gains."""
     count = (gains <= FLOAT_ERROR).sum()
     note = f"losses: {(gains < -FLOAT_ERROR).sum()}"
-    return Statement(place, text, 0, 0, count, len(gains), note)
+    return Statement(section, text, 0, 0, count, len(gains), note)
 
 
 def _gains(

@@ -285,8 +285,8 @@ def _setup_finding(setup: str, rows: pd.DataFrame) -> Finding:
     if len(failed):
         first = failed.iloc[0]
         parts = [first["model"], first["method"], first["quantity"]]
-        where = ", ".join(str(part) for part in parts if part)
-        note = f"the first: {where}: {first['reason'] or first['value']}"
+        check = ", ".join(str(part) for part in parts if part)
+        note = f"the first: {check}: {first['reason'] or first['value']}"
     elif is_bench:
         note = f"a 7B model and 10,000 tokens on a GPU: {FULL_BENCH}"
     elif "alone" in setup:

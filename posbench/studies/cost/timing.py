@@ -133,10 +133,10 @@ def _ratios(
     rounds = list(zip(seconds, base_seconds, strict=True))
     if faster:
         kind = "speedup"
-        ratios = [base / own for own, base in rounds]
+        ratios = [base / duration for duration, base in rounds]
     else:
         kind = "ratio"
-        ratios = [own / base for own, base in rounds]
+        ratios = [duration / base for duration, base in rounds]
     return {
         kind: median(ratios),
         f"{kind}_min": min(ratios),
