@@ -19,70 +19,46 @@ from posbench.theory import masks
 
 KINDS = {"attention alone": 0.0, "with the residual stream": 0.5}
 """Shares of a layer's own input: Wu et al. 2025, and the rollout of Abnar and Zuidema 2020."""
-ENTRIES = 1 << 24  # attention weights held at once
+MAX_BLOCK_WEIGHTS = 1 << 24  # attention weights in memory at once
 
 
 @guarded
 @inference_mode
 def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array]:
-    """Rollout and sinks of one prompt, from one forward whose attention rows are reduced block by block.
+    """Compute rollout and sinks of one prompt, from one forward.
 
     The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the
     layer's own input as :data:`KINDS` says. Only its product with equal parts of the prompt is carried from
-    layer to layer, so memory is linear in the tokens. Families that compute whole maps themselves (MPT,
-    Falcon) hold one layer's. Where a method runs several rows for a prompt (attention_buckets), these are
-    averaged; where it attends several times in a layer (moice), the last time counts.
+    layer to layer, and attention rows are reduced block by block, so memory is linear in the tokens. Families
+    that compute whole maps themselves (MPT, Falcon) hold one layer's. Where a method runs several rows for a
+    prompt (attention_buckets), these are averaged; where it attends several times in a layer (moice), the last
+    time counts.
+
+    Args:
+        lm: The model, with L layers.
+        ids: Token ids of the prompt.
+        parts: Number of equal parts of the prompt.
+        tokens: Number of the prompt's first tokens to examine as sinks.
 
     Returns:
         ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, by kind;
-        ``by_head`` and ``by_entry`` [tokens], of the prompt's first tokens: see :mod:`posbench.theory.masks`;
-        not there for a shorter prompt.
+        ``by_head`` and ``by_entry`` [tokens], of the prompt's first tokens, see :mod:`posbench.theory.masks`:
+        absent for a shorter prompt.
     """
-    length = len(ids)
-    seen = np.arange(tokens, 0, -1)
-    own = torch.tensor(list(KINDS.values()), dtype=torch.float64).view(-1, 1, 1)
-    leaving = torch.zeros(len(KINDS), length, parts, dtype=torch.float64)
-    for part, rows in enumerate(np.array_split(np.arange(length), parts)):
-        leaving[:, rows, part] = 1
-    entering = leaving
-    current = -1
-    last, heads, entries = (dict[int, Array]() for _ in range(3))
-
-    def reduce(layer: int, blocks: Iterable[tuple[int, Tensor]]) -> None:
-        nonlocal entering, leaving, current
-        if layer != current:
-            entering = leaving
-            current = layer
-        mixed = []
-        sums = 0.0
-        above = 0.0
-        for start, weights in blocks:
-            entering = entering.to(weights.device)
-            mixed.append(weights.mean(1).double()[:, None] @ entering)
-            early = weights[:, :, : max(tokens - start, 0), :tokens].double()
-            sums = sums + early.sum(2)
-            above = above + (early > masks.ENTRY).double().sum(2)
-        share = own.to(entering.device)
-        leaving = share * entering + (1 - share) * torch.cat(mixed, dim=2)
-        last[layer] = (
-            leaving[..., -1, :].reshape(-1, len(KINDS), parts).mean(0).cpu().numpy()
-        )
-        if length >= tokens:
-            # [rows of the prompt, H, tokens], over the queries that see each of the tokens.
-            heads[layer] = (
-                torch.as_tensor(sums).cpu().numpy() / seen > masks.HEAD
-            ).mean((0, 1))
-            entries[layer] = torch.as_tensor(above).cpu().numpy().mean((0, 1)) / seen
+    reduction = _Reduction(len(ids), parts, tokens)
 
     def read(
-        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **rest: Any
+        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **settings: Any
     ) -> Any:
-        following = rest.pop("following")
-        reduce(module.layer_idx, attention_rows(query, key, mask, **rest))
-        return following(module, query, key, value, mask, **rest)
+        following = settings.pop("following")
+        blocks = attention_rows(query, key, mask, **settings)
+        reduction.add_layer(module.layer_idx, blocks)
+        return following(module, query, key, value, mask, **settings)
 
-    def whole_map(layer: int) -> Callable[..., None]:
-        return lambda module, args, output: reduce(layer, [(0, output[1].float())])
+    def read_map(layer: int) -> Callable[..., None]:
+        return lambda module, args, output: reduction.add_layer(
+            layer, [(0, output[1].float())]
+        )
 
     with ExitStack() as stack:
         if families.family_of(lm.model).interface:
@@ -90,33 +66,90 @@ def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array
         else:
             stack.enter_context(lm.eager())
             for layer, module in enumerate(families.attention_modules(lm.model)):
-                stack.callback(module.register_forward_hook(whole_map(layer)).remove)
+                stack.callback(module.register_forward_hook(read_map(layer)).remove)
         finite(lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits)
-    found = {"rollout": np.stack([last[layer] for layer in sorted(last)], axis=1)}
-    # Layers have equally many heads and queries.
-    sinks = {"by_head": heads, "by_entry": entries} if heads else {}
-    return found | {
-        name: np.mean(list(each.values()), axis=0) for name, each in sinks.items()
-    }
+    return reduction.results()
+
+
+class _Reduction:
+    """What :func:`flow` keeps of the attention of one prompt; see there for the arguments."""
+
+    def __init__(self, length: int, parts: int, tokens: int) -> None:
+        self.length = length
+        self.parts = parts
+        self.tokens = tokens
+        self.num_queries = np.arange(tokens, 0, -1)  # that see each of the tokens
+        shares = torch.tensor(list(KINDS.values()), dtype=torch.float64)
+        self.input_shares = shares.view(-1, 1, 1)
+        # Rollout times the parts, [2, length, parts], before and after the current layer.
+        self.output = torch.zeros(len(KINDS), length, parts, dtype=torch.float64)
+        for part, rows in enumerate(np.array_split(np.arange(length), parts)):
+            self.output[:, rows, part] = 1
+        self.input = self.output
+        self.layer = -1
+        # By layer; a method that attends several times in a layer replaces the earlier times.
+        self.rollout: dict[int, Array] = {}
+        self.by_head: dict[int, Array] = {}
+        self.by_entry: dict[int, Array] = {}
+
+    def add_layer(self, layer: int, blocks: Iterable[tuple[int, Tensor]]) -> None:
+        """Reduce the attention of one layer, in blocks as :func:`attention_rows` yields them."""
+        tokens = self.tokens
+        if layer != self.layer:
+            self.input = self.output
+            self.layer = layer
+        mixed = []
+        sums: Any = 0.0
+        above: Any = 0.0
+        for start, weights in blocks:
+            self.input = self.input.to(weights.device)
+            mixed.append(weights.mean(1).double()[:, None] @ self.input)
+            # Of the first tokens, as queries and as keys.
+            early = weights[:, :, : max(tokens - start, 0), :tokens].double()
+            sums = sums + early.sum(2)
+            above = above + (early > masks.ENTRY).double().sum(2)
+        share = self.input_shares.to(self.input.device)
+        self.output = share * self.input + (1 - share) * torch.cat(mixed, dim=2)
+        last_token = self.output[..., -1, :].reshape(-1, len(KINDS), self.parts)
+        self.rollout[layer] = last_token.mean(0).cpu().numpy()
+        if self.length >= tokens:
+            # [rows of the prompt, H, tokens]: the mean over the queries that see each token.
+            attention = torch.as_tensor(sums).cpu().numpy() / self.num_queries
+            entries = torch.as_tensor(above).cpu().numpy()
+            self.by_head[layer] = (attention > masks.HEAD).mean((0, 1))
+            self.by_entry[layer] = entries.mean((0, 1)) / self.num_queries
+
+    def results(self) -> dict[str, Array]:
+        """See :func:`flow`."""
+        rollout = [self.rollout[layer] for layer in sorted(self.rollout)]
+        results = {"rollout": np.stack(rollout, axis=1)}
+        if self.by_head:
+            # Layers have equally many heads and queries.
+            results["by_head"] = np.mean(list(self.by_head.values()), axis=0)
+            results["by_entry"] = np.mean(list(self.by_entry.values()), axis=0)
+        return results
 
 
 def attention_rows(
     query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any
 ) -> Iterator[tuple[int, Tensor]]:
-    """Attention weights of all queries of a prompt, a block of at most `ENTRIES` weights at a time.
+    """Compute the attention weights of all queries of a prompt, block by block.
 
-    Takes what :func:`posbench.model.attention.attention_weights` takes; yields the first row of a block, and
-    its weights [B, H, rows, T] in float32 or better.
+    Args:
+        query: [B, H, T, d].
+        key: [B, G, T, d].
+        mask: As :func:`posbench.model.attention.attention_weights` takes it.
+        **settings: Further arguments of that function.
+
+    Yields:
+        The first row of a block, and its weights [B, H, rows, T] in float32 or better: at most
+        ``MAX_BLOCK_WEIGHTS`` at a time.
     """
-    # Once for all blocks.
-    keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(
-        torch.promote_types(query.dtype, torch.float32)
-    )
-    step = max(ENTRIES // (query.shape[0] * query.shape[1] * keys.shape[2]), 1)
+    # Repeated and converted once for all blocks.
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(dtype)
+    row_weights = query.shape[0] * query.shape[1] * keys.shape[2]
+    step = max(MAX_BLOCK_WEIGHTS // row_weights, 1)
     for start in range(0, query.shape[2], step):
-        yield (
-            start,
-            attention_weights(
-                query, keys, mask, slice(start, start + step), **settings
-            ),
-        )
+        rows = slice(start, start + step)
+        yield start, attention_weights(query, keys, mask, rows, **settings)

@@ -16,15 +16,20 @@ from posbench.tasks import Example
 
 
 def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
-    """First token of every item and the one behind its last; (0, 0) where the prompt lost the item.
+    """Span of tokens of every item, ``(first, last + 1)``; (0, 0) where the prompt lost the item.
 
     A token that an item shares with its neighbour belongs to both.
     """
-    starts, ends = (np.array(side) for side in zip(*encoded.offsets, strict=True))
+    offsets = np.array(encoded.offsets)
+    token_starts = offsets[:, 0]
+    token_ends = offsets[:, 1]
     spans = []
-    for first, last in example.items:
-        tokens = np.flatnonzero((starts < last) & (ends > first))
-        spans.append((int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0))
+    for start, end in example.items:
+        tokens = np.flatnonzero((token_starts < end) & (token_ends > start))
+        if len(tokens):
+            spans.append((int(tokens[0]), int(tokens[-1]) + 1))
+        else:
+            spans.append((0, 0))
     return spans
 
 
@@ -38,73 +43,97 @@ def attention_to_items(
     heads: bool = False,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Attention weight of the last token to each item, mean over heads and over the item's tokens.
+    """Compute the attention weight of the last token to each item, averaged over the item's tokens.
 
-    [B, L, N] for B prompts with N items each and L layers; with ``heads`` [B, L, H, N], the heads kept apart.
-    ``prefix`` holds all tokens of these prompts but the last.
+    Args:
+        lm: The model, with L layers of H heads.
+        encoded: B prompts as tokens.
+        examples: The same B prompts with their spans of N items.
+        heads: Return the weights of each head instead of their mean.
+        prefix: Cache with all tokens of these prompts but the last.
+
+    Returns:
+        [B, L, N], or with ``heads`` [B, L, H, N]; float32 on the CPU.
     """
-    inputs = lm.pad([e.ids for e in encoded], prefix)
+    inputs = lm.pad([code.ids for code in encoded], prefix)
     pool = item_pool(encoded, examples, inputs["attention_mask"].shape[1])
+    layers = []
     with lm.last_attention() as weights:
         finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
-        # A method may run a prompt as several rows next to each other, which are averaged as heads are.
-        rows = [
-            weights[layer].unflatten(0, (len(examples), -1)).mean(1)
-            for layer in range(lm.layers)
-        ]
-        kept = [
-            (row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows
-        ]
-    found = pooled(kept, pool)
-    return found if heads else found[:, :, 0]
+        for layer in range(lm.layers):
+            # A method may run a prompt as several rows next to each other, which are averaged as heads are.
+            rows = weights[layer].unflatten(0, (len(examples), -1)).mean(1)
+            if not heads:
+                rows = rows.mean(1, keepdim=True)
+            layers.append(rows.float().cpu())
+    attention = pooled(layers, pool)
+    if heads:
+        return attention
+    return attention[:, :, 0]
 
 
 def item_pool(
     encoded: Sequence[Encoded], examples: Sequence[Example], width: int
 ) -> Tensor:
-    """1 / (an item's tokens) at its tokens, else 0, [B, N, width]; prompts are padded on the left."""
+    """Make the matrix that averages over the tokens of each item.
+
+    Args:
+        encoded: B prompts as tokens.
+        examples: The same B prompts with their spans of N items.
+        width: Tokens T of a batch, which pads prompts on the left.
+
+    Returns:
+        1 / (an item's tokens) at its tokens, else 0; [B, N, T].
+    """
     pool = torch.zeros(len(examples), len(examples[0].items), width)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
-        for item, (first, last) in enumerate(item_tokens(code, example)):
-            pad = width - len(code.ids)
-            pool[row, item, pad + first : pad + last] = 1 / max(last - first, 1)
+        padding = width - len(code.ids)
+        for item, (start, end) in enumerate(item_tokens(code, example)):
+            pool[row, item, padding + start : padding + end] = 1 / max(end - start, 1)
     return pool
 
 
 def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
-    """Weights [B, H, T'] of each layer averaged over items' tokens by :func:`item_pool`: [B, L, H, N]."""
+    """Average attention over the tokens of each item.
+
+    Args:
+        weights: Attention weights of each of L layers, [B, H, T'].
+        pool: Averages from :func:`item_pool`, [B, N, T].
+
+    Returns:
+        [B, L, H, N].
+    """
     # A sliding-window layer may hold the newest keys only: the others have no weight.
-    layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
+    width = pool.shape[-1]
+    layers = [F.pad(layer, (width - layer.shape[-1], 0)) for layer in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)
 
 
 @guarded
 @inference_mode
 def attention_to_thirds(
-    lm: LM, prompts: Sequence[Sequence[int]], plan: Sequence[Sequence[int]]
+    lm: LM, prompts: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:
-    """Share of the last token's attention on each third of its prompt, mean over heads, [N, L, 3].
+    """Compute the share of the last token's attention on each third of its prompt, mean over heads.
 
-    The model has rotary embedding; ``plan`` has the numbers of the N prompts in each batch.
+    Args:
+        lm: A model with rotary embedding and L layers.
+        prompts: Token ids of N prompts.
+        batches: Indices of the prompts in each batch.
+
+    Returns:
+        [N, L, 3].
     """
-    found = np.zeros((len(prompts), lm.layers, 3))
-    for batch in plan:
+    shares = np.zeros((len(prompts), lm.layers, 3))
+    for batch in batches:
         with lm.last_attention() as weights:
-            given = lm.pad([prompts[i] for i in batch])
-            finite(lm.model(**given, use_cache=False, logits_to_keep=1).logits)
+            inputs = lm.pad([prompts[i] for i in batch])
+            finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows, which are averaged as heads are.
-            rows = (
-                weights[layer]
-                .unflatten(0, (len(batch), -1))
-                .flatten(1, 2)
-                .mean(1)
-                .double()
-                .cpu()
-                .numpy()
-            )
+            by_prompt = weights[layer].unflatten(0, (len(batch), -1))
+            rows = by_prompt.flatten(1, 2).mean(1).double().cpu().numpy()
             for row, i in zip(rows, batch, strict=True):
-                found[i, layer] = [
-                    part.sum() for part in np.array_split(row[-len(prompts[i]) :], 3)
-                ]
-    return found
+                thirds = np.array_split(row[-len(prompts[i]) :], 3)
+                shares[i, layer] = [third.sum() for third in thirds]
+    return shares

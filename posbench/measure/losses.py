@@ -21,35 +21,42 @@ def candidate_losses(
     pairs: Sequence[tuple[list[int], list[int]]],
     candidates: Sequence[ScaleChannel],
 ) -> NDArray[np.float64]:
-    """Nats per answer token of the unmodified model and of C candidates, each of one channel, [1 + C, B].
+    """Compute answer losses of the unmodified model and of candidates, from one prefill.
 
-    From one prefill of B pairs of prompt and answer (:meth:`LM.answer_ids`); each row equals what the
-    candidate gives on its own.
+    Args:
+        lm: The model.
+        pairs: Token ids of B prompts and their answers, see :meth:`LM.answer_ids`.
+        candidates: C settings of scale_channel, each of one channel.
+
+    Returns:
+        Nats per answer token, [1 + C, B], the unmodified model first; each row equals what the candidate gives
+        on its own.
     """
-    model, forward = lm.model, lm.model.forward
+    model = lm.model
+    forward = model.forward
     inputs, targets = lm.pad_with_answers(pairs)
     # The last prompt token and the answer, but for its last token, run together on every candidate's keys.
-    rows = targets.shape[1]
+    num_tail_tokens = targets.shape[1]
     mask = inputs.pop("attention_mask")
-    head = {"attention_mask": mask[:, :-rows]} | {
-        name: part[:, :-rows] for name, part in inputs.items()
-    }
-    tail = {"attention_mask": mask} | {
-        name: part[:, -rows:] for name, part in inputs.items()
-    }
-    channels = sorted({channel for c in candidates for channel in c.channels})
-    layers = sorted({layer for c in candidates for layer in c.layer_indices})
-    prefix, _ = prefill(model, forward, channels, layers, logits_to_keep=1, **head)
-    losses = [
-        lm.answer_nats(
-            forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits,
-            targets,
-        )
-    ]
+    head_inputs = {"attention_mask": mask[:, :-num_tail_tokens]}
+    tail_inputs = {"attention_mask": mask}
+    for name, tokens in inputs.items():
+        head_inputs[name] = tokens[:, :-num_tail_tokens]
+        tail_inputs[name] = tokens[:, -num_tail_tokens:]
+
+    channels = sorted({c for candidate in candidates for c in candidate.channels})
+    layers = sorted({i for candidate in candidates for i in candidate.layer_indices})
+    prefix, _ = prefill(
+        model, forward, channels, layers, logits_to_keep=1, **head_inputs
+    )
+    unmodified = forward(
+        past_key_values=fork(prefix.cache), use_cache=True, **tail_inputs
+    )
+    losses = [lm.answer_nats(unmodified.logits, targets)]
     for candidate in candidates:
         cache = scaled(prefix, model, candidate)
-        out = candidate.continue_with(
-            model, forward, past_key_values=cache, use_cache=True, **tail
+        output = candidate.continue_with(
+            model, forward, past_key_values=cache, use_cache=True, **tail_inputs
         )
-        losses.append(lm.answer_nats(out.logits, targets))
+        losses.append(lm.answer_nats(output.logits, targets))
     return torch.stack(losses).double().cpu().numpy()

@@ -14,18 +14,18 @@ from posbench.tasks import Example, Task
 
 
 def room(encoder: Encoder, task: Task, example: Example) -> int:
-    """Tokens of the window that an example's answer may take."""
+    """Tokens to reserve in the context window for an example's answer."""
     tokenizer = encoder.tokenizer
     if example.choices and tokenizer:
         return max(
-            len(tokenizer(c, add_special_tokens=False)["input_ids"])
-            for c in example.choices
+            len(tokenizer(choice, add_special_tokens=False)["input_ids"])
+            for choice in example.choices
         )
     return example.max_new_tokens or task.max_new_tokens
 
 
 def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
-    """An example's prompt as tokens, with room for its answer."""
+    """Tokenise an example's prompt so that its answer fits behind it."""
     return encoder.encode(
         example.prompt,
         truncation=task.truncation,
@@ -40,9 +40,9 @@ def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
 
 
 def encode_whole(encoder: Encoder, example: Example) -> Encoded:
-    """An example's prompt as tokens, however long it is."""
-    wide: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
-    return wide.encode(
+    """Tokenise an example's prompt, however long it is."""
+    unlimited: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
+    return unlimited.encode(
         example.prompt,
         chat=example.chat,
         system=example.system,
@@ -51,8 +51,8 @@ def encode_whole(encoder: Encoder, example: Example) -> Encoded:
 
 
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
-    """The evaluation example with the longest prompt in characters: what does not fit shows at once."""
-    longest = max(task.evaluation(), key=lambda e: len(e.prompt))
+    """Tokenise the evaluation example with the longest prompt in characters: what does not fit shows at once."""
+    longest = max(task.evaluation(), key=lambda example: len(example.prompt))
     return longest, encode(encoder, task, longest)
 
 
@@ -63,24 +63,34 @@ def plan(
     size: int,
     tokens: int | None,
 ) -> list[list[Example]]:
-    """Batches of examples that are decoded alike, the largest first; ``encoded`` has their prompts by id.
+    """Put examples that are decoded alike into batches.
 
-    At most ``size`` prompts each, and ``tokens`` tokens, padding and reply counted (None: any number).
+    Args:
+        task: The examples' task.
+        examples: What to put into batches.
+        encoded: Their prompts as tokens, by id.
+        size: Prompts of a batch at most.
+        tokens: Tokens of a batch at most, padding and reply counted; None for any number.
+
+    Returns:
+        Batches of examples, the one with the longest prompt first.
     """
-    alike: dict[tuple[Any, ...], list[Example]] = {}
-    for e in examples:
-        kind = (
-            bool(e.choices),
-            e.max_new_tokens or task.max_new_tokens,
-            e.min_new_tokens,
-            e.stop,
+    groups: dict[tuple[Any, ...], list[Example]] = {}
+    for example in examples:
+        decoding = (
+            bool(example.choices),
+            example.max_new_tokens or task.max_new_tokens,
+            example.min_new_tokens,
+            example.stop,
         )
-        alike.setdefault(kind, []).append(e)
-    out = []
-    for (chosen, new, *_), members in alike.items():
-        lengths = [len(encoded[e.id].ids) + (0 if chosen else new) for e in members]
-        out += [[members[i] for i in group] for group in batches(lengths, size, tokens)]
-    return sorted(out, key=lambda group: -len(encoded[group[0].id].ids))
+        groups.setdefault(decoding, []).append(example)
+    result = []
+    for (has_choices, max_new_tokens, *_), members in groups.items():
+        reply_tokens = 0 if has_choices else max_new_tokens
+        lengths = [len(encoded[member.id].ids) + reply_tokens for member in members]
+        for batch in batches(lengths, size, tokens):
+            result.append([members[i] for i in batch])
+    return sorted(result, key=lambda batch: -len(encoded[batch[0].id].ids))
 
 
 def replies(
@@ -90,27 +100,24 @@ def replies(
     encoded: Mapping[str, Encoded],
     prefix: Prefix | None = None,
 ) -> list[dict[str, Any]]:
-    """``output`` of each example of a batch, and ``loglikelihoods`` (nats) of its choices, if any; on a
-    prefix that holds all tokens of these prompts but the last."""
-    tokens = [encoded[e.id].ids for e in batch]
+    """Reply to a batch of examples that are decoded alike.
+
+    Args:
+        lm: The model.
+        task: The examples' task.
+        batch: The examples; all of them have choices, or none.
+        encoded: Their prompts as tokens, by id.
+        prefix: Cache with all tokens of these prompts but the last.
+
+    Returns:
+        For each example its ``output`` and, where it has choices, their ``loglikelihoods`` (nats).
+    """
+    prompts = [encoded[example.id].ids for example in batch]
     first = batch[0]
     if first.choices:
-        asked = [
-            [lm.continuation_ids(encoded[e.id], choice) for choice in e.choices]
-            for e in batch
-        ]
-        found = lm.continuations(tokens, asked, batch_size=len(batch), prefix=prefix)
-        nats = [[total for total, _ in row] for row in found]
-        best = [
-            e.choices[row.index(max(row))].strip()
-            for e, row in zip(batch, nats, strict=True)
-        ]
-        return [
-            {"output": text, "loglikelihoods": rounded(row, 8)}
-            for text, row in zip(best, nats, strict=True)
-        ]
+        return _choices(lm, prompts, batch, encoded, prefix)
     texts = lm.generate(
-        tokens,
+        prompts,
         max_new_tokens=first.max_new_tokens or task.max_new_tokens,
         min_new_tokens=first.min_new_tokens,
         stop=first.stop,
@@ -119,3 +126,26 @@ def replies(
         prefix=prefix,
     )
     return [{"output": text} for text in texts]
+
+
+def _choices(
+    lm: LM,
+    prompts: Sequence[list[int]],
+    batch: Sequence[Example],
+    encoded: Mapping[str, Encoded],
+    prefix: Prefix | None,
+) -> list[dict[str, Any]]:
+    """The most likely choice of each example of a batch; see :func:`replies`."""
+    choice_tokens = [
+        [lm.continuation_ids(encoded[example.id], choice) for choice in example.choices]
+        for example in batch
+    ]
+    scored = lm.continuations(
+        prompts, choice_tokens, batch_size=len(batch), prefix=prefix
+    )
+    result = []
+    for example, choices in zip(batch, scored, strict=True):
+        nats = [total for total, _ in choices]
+        best = example.choices[nats.index(max(nats))]
+        result.append({"output": best.strip(), "loglikelihoods": rounded(nats, 8)})
+    return result

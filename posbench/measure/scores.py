@@ -22,93 +22,111 @@ from posbench.theory.causal_mask import diagonal_normalised
 class MeanMap:
     """Inner products of queries and keys, averaged over heads and samples as these come, in linear memory.
 
-    ``each`` has ``near`` and ``shift`` of every sample; see :func:`contrasts`.
+    Attributes:
+        each: ``near`` and ``shift`` of every sample; see :func:`contrasts`.
     """
 
     def __init__(self, tokens: int) -> None:
+        # Sums over the samples of even and odd index.
         self._halves = torch.zeros(2, tokens, tokens, dtype=torch.float64)
         self.each: list[list[float]] = []
 
     def add(self, query: Tensor, key: Tensor, factor: float = 1.0) -> None:
-        """Add samples: queries and keys [B, H, n, d], and the factor of their products."""
+        """Add B samples.
+
+        Args:
+            query: Queries [B, H, n, d].
+            key: Keys [B, H, n, d].
+            factor: Of their inner products.
+        """
         query = query.float() * factor
         key = key.float()
         count, heads, tokens, _ = query.shape
-        half = (torch.arange(count) + len(self.each)) % 2
-        for number in (0, 1):
+        half_of_sample = (torch.arange(count) + len(self.each)) % 2
+        for half in (0, 1):
             # Summed over samples and heads at once: one product of [n, B H d] matrices.
-            rows = (half == number).to(query.device)
-            left, right = (
-                x[rows].permute(2, 0, 1, 3).reshape(tokens, -1) for x in (query, key)
-            )
-            self._halves[number] += (left @ right.T).double().cpu() / heads
-        told = [
+            members = (half_of_sample == half).to(query.device)
+            queries = query[members].permute(2, 0, 1, 3).reshape(tokens, -1)
+            keys = key[members].permute(2, 0, 1, 3).reshape(tokens, -1)
+            self._halves[half] += (queries @ keys.T).double().cpu() / heads
+        sample_contrasts = [
             (query * (weights @ key)).sum((2, 3)).mean(1)
             for weights in contrasts(tokens, query.device)
         ]
-        self.each += torch.stack(told, dim=1).tolist()
+        self.each += torch.stack(sample_contrasts, dim=1).tolist()
 
     @property
     def mean(self) -> Array:
-        """The mean map [n, n], not a number above the diagonal."""
-        return _lower(self._halves.sum(0), len(self.each))
+        """The mean map [n, n], NaN above the diagonal."""
+        return _lower_mean(self._halves.sum(0), len(self.each))
 
     @property
     def halves(self) -> tuple[Array, Array]:
-        """The means over every other sample."""
+        """The mean maps [n, n] of the samples of even and odd index."""
         count = len(self.each)
-        return _lower(self._halves[0], (count + 1) // 2), _lower(
-            self._halves[1], count // 2
-        )
+        even = _lower_mean(self._halves[0], (count + 1) // 2)
+        odd = _lower_mean(self._halves[1], count // 2)
+        return even, odd
 
     def facts(self) -> dict[str, Any]:
-        """What the map says in numbers, token 1 left out throughout.
+        """Summarise the map in numbers, token 1 left out throughout.
 
-        near and shift (:func:`contrasts`, means over samples) with normal 95 % intervals; score_low,
-        score_high (1 % and 99 % quantile below the diagonal); repeat (correlation of the scores of two halves
-        of the samples) and beyond (share of the variance that both halves have in common which is left
-        without each diagonal's mean; not a number where they have none); n samples.
+        Returns:
+            near and shift (:func:`contrasts`, means over samples) with normal 95 % intervals; score_low,
+            score_high (1 % and 99 % quantile below the diagonal); repeat (correlation of the scores of two
+            halves of the samples) and beyond (share of the variance that both halves have in common which is
+            left without each diagonal's mean; NaN where they have none); n samples.
         """
-        row: dict[str, Any] = {}
-        for name, values in zip(("near", "shift"), np.array(self.each).T, strict=True):
-            row |= ends(normal(values), name)
+        facts: dict[str, Any] = {}
+        near, shift = np.array(self.each).T
+        facts |= ends(normal(near), "near")
+        facts |= ends(normal(shift), "shift")
         lower = np.tril_indices(len(self.mean) - 1, -1)
-        one, other = (each[1:, 1:] for each in self.halves)
-        raw = np.cov(one[lower], other[lower])
-        left = np.cov(
-            diagonal_normalised(one)[lower], diagonal_normalised(other)[lower]
+        even, odd = (half[1:, 1:] for half in self.halves)
+        covariance = np.cov(even[lower], odd[lower])
+        residual_covariance = np.cov(
+            diagonal_normalised(even)[lower], diagonal_normalised(odd)[lower]
         )
-        row["score_low"], row["score_high"] = np.quantile(
-            self.mean[1:, 1:][lower], [0.01, 0.99]
-        )
-        row["repeat"] = raw[0, 1] / np.sqrt(raw[0, 0] * raw[1, 1])
-        row["beyond"] = max(left[0, 1], 0) / raw[0, 1] if raw[0, 1] > 0 else np.nan
-        return {**row, "n": len(self.each)}
+        scores = self.mean[1:, 1:][lower]
+        facts["score_low"], facts["score_high"] = np.quantile(scores, [0.01, 0.99])
+        common = covariance[0, 1]
+        facts["repeat"] = common / np.sqrt(covariance[0, 0] * covariance[1, 1])
+        facts["beyond"] = np.nan
+        if common > 0:
+            facts["beyond"] = max(residual_covariance[0, 1], 0) / common
+        facts["n"] = len(self.each)
+        return facts
 
 
-def _lower(total: Tensor, count: int) -> Array:
-    """A mean from its sum, not a number above the diagonal."""
+def _lower_mean(total: Tensor, count: int) -> Array:
+    """A mean map from its sum, NaN above the diagonal."""
     return np.where(np.tri(len(total), dtype=bool), (total / count).numpy(), np.nan)
 
 
 @functools.lru_cache(maxsize=2)
 def contrasts(tokens: int, device: torch.device) -> Tensor:
-    """Weights [2, n, n] of the scores below the diagonal, token 1 left out (it is an attention sink).
+    """Make the weights of the scores for two contrasts, token 1 left out (it is an attention sink).
 
     ``near``: for each query the nearest quarter of its keys minus the farthest, mean over queries with four
     keys or more. ``shift``: for each distance the earlier half of its pairs minus the later half, mean over
     distances; scores that depend on i - j alone give 0.
+
+    Returns:
+        Weights of ``near`` and ``shift``, [2, n, n], 0 above the diagonal.
     """
     near = torch.zeros(tokens, tokens)
     shift = torch.zeros(tokens, tokens)
-    for i in range(5, tokens):
-        width = (i - 1) // 4
-        near[i, i - width : i], near[i, 1 : 1 + width] = 1 / width, -1 / width
+    for query in range(5, tokens):
+        width = (query - 1) // 4
+        near[query, query - width : query] = 1 / width
+        near[query, 1 : 1 + width] = -1 / width
     for distance in range(1, tokens - 2):
         keys = torch.arange(1, tokens - distance)
         width = len(keys) // 2
-        shift[keys[:width] + distance, keys[:width]] = 1 / width
-        shift[keys[-width:] + distance, keys[-width:]] = -1 / width
+        earlier = keys[:width]
+        later = keys[-width:]
+        shift[earlier + distance, earlier] = 1 / width
+        shift[later + distance, later] = -1 / width
     return torch.stack([near / (tokens - 5), shift / (tokens - 3)]).to(device)
 
 
@@ -116,18 +134,24 @@ def contrasts(tokens: int, device: torch.device) -> Tensor:
 @inference_mode
 def score_maps(
     lm: LM,
-    plan: Sequence[Sequence[Sequence[int]]],
+    batches: Sequence[Sequence[Sequence[int]]],
     advance: Callable[[int], None] = lambda n: None,
 ) -> list[MeanMap]:
-    """Mean score of every pair of tokens, a map for each layer; see :func:`read_scores`.
+    """Compute the mean score of every pair of tokens in each layer; see :func:`read_scores`.
 
-    ``plan`` has batches of token rows, all of one length, and ``advance`` is told the size of each one done.
+    Args:
+        lm: The model.
+        batches: Batches of prompts as token ids, all of one length.
+        advance: Called with the size of each batch when it is done.
+
+    Returns:
+        A map for each layer.
     """
-    found = [MeanMap(len(plan[0][0])) for _ in range(lm.layers)]
-    for batch in plan:
-        read_scores(lm, batch, lambda layer, *scored: found[layer].add(*scored))
+    maps = [MeanMap(len(batches[0][0])) for _ in range(lm.layers)]
+    for batch in batches:
+        read_scores(lm, batch, lambda layer, *scores: maps[layer].add(*scores))
         advance(len(batch))
-    return found
+    return maps
 
 
 @guarded
@@ -136,37 +160,47 @@ def read_scores(
     batch: Sequence[Sequence[int]],
     add: Callable[[int, Tensor, Tensor, float], None],
 ) -> None:
-    """Run token rows of one length; add each layer, its queries and keys [B, H, n, d] and the scores' factor.
+    """Run prompts of one length and pass on the queries and keys of each layer.
 
     Queries and keys are rotated; soft-caps are left out. Where a method runs several rows for a sample
     (attention_buckets), these count as heads; where it attends several times in a layer (moice), the last
     time counts. The family must pass :func:`check_interface`.
+
+    Args:
+        lm: The model.
+        batch: Token ids of B prompts, all of one length n.
+        add: Called with each layer, its queries and keys [B, H, n, d], and the factor of their products.
     """
+    # Queries, keys and factor of the layer that ran last, until the next layer runs.
     pending: dict[int, tuple[Tensor, Tensor, float]] = {}
 
-    def give() -> None:
-        for layer, found in pending.items():
-            add(layer, *found)
+    def add_pending() -> None:
+        for layer, (query, key, factor) in pending.items():
+            add(layer, query, key, factor)
         pending.clear()
 
     def read(
-        module: Any, query: Tensor, key: Tensor, *args: Any, following: Any, **rest: Any
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        *args: Any,
+        following: Any,
+        **settings: Any,
     ) -> Any:
         # A method may attend several times in a layer: the last one replaces those before it.
         if module.layer_idx not in pending:
-            give()
-        factor = rest.get("scaling") or query.shape[-1] ** -0.5
+            add_pending()
         keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1])
         pending[module.layer_idx] = (
             by_sample(query, len(batch)),
             by_sample(keys, len(batch)),
-            factor,
+            settings.get("scaling") or query.shape[-1] ** -0.5,
         )
-        return following(module, query, key, *args, **rest)
+        return following(module, query, key, *args, **settings)
 
     with attending(lm.model, read):
         finite(lm.model(**lm.pad(batch), use_cache=False, logits_to_keep=1).logits)
-    give()
+    add_pending()
 
 
 def by_sample(states: Tensor, count: int) -> Tensor:

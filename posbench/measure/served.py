@@ -13,7 +13,10 @@ from posbench.tasks import Example, Task
 
 
 def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
-    """What a server does otherwise than a model in process, in words; nothing for one in process.
+    """Check that a server can do a task, and tell what it does otherwise than a model in process.
+
+    Returns:
+        Differences in words; none for a model in process.
 
     Raises:
         UserError: It has no way to do what the task asks, or the longest prompt does not fit the window.
@@ -27,48 +30,64 @@ def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
             "task.repetition_penalty", task.repetition_penalty, allowed, hint
         )
     examples = task.evaluation()
-    chat = model.api == "chat"
-    if chat and any(e.prefill for e in examples):
+    is_chat = model.api == "chat"
+    if is_chat and any(example.prefill for example in examples):
         allowed = f"completions: {task.name} begins the reply, which messages cannot do alike on all servers"
         raise UserError("model.api", model.api, allowed, "set model.api=completions")
     encode_longest(encoder, task)
-    template = "for a chat template set model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"
-    bare = not all(e.chat for e in examples)
-    least = any(e.min_new_tokens for e in examples)
-    said = {
-        f"prompts are sent as plain text; {template}": not (chat or model.path or bare),
-        f"{task.name} asks without a chat template, model.api=chat adds one": chat
-        and bare,
-        f"{task.name} asks for a token at least, and a server may reply nothing": least,
-    }
-    return tuple(words for words, holds in said.items() if holds)
+
+    differences = []
+    without_template = not all(example.chat for example in examples)
+    if not (is_chat or model.path or without_template):
+        differences.append(
+            "prompts are sent as plain text; for a chat template set "
+            "model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"
+        )
+    if is_chat and without_template:
+        differences.append(
+            f"{task.name} asks without a chat template, model.api=chat adds one"
+        )
+    if any(example.min_new_tokens for example in examples):
+        differences.append(
+            f"{task.name} asks for a token at least, and a server may reply nothing"
+        )
+    return tuple(differences)
 
 
 def reply(
-    endpoint: Endpoint, encoder: Encoder, task: Task, e: Example, encoded: Encoded
+    endpoint: Endpoint, encoder: Encoder, task: Task, example: Example, encoded: Encoded
 ) -> dict[str, Any]:
-    """``output`` of an example, and what the server tells of it: tokens as it counts, why the reply ended
-    (``finish``), its model; of a choice ``by`` which way it was read, with ``loglikelihoods`` (nats); and a
-    ``note`` where the model did not get to read the prompt."""
-    prompt = endpoint.prompt(encoder, encoded, e.system)
-    if e.choices:
-        found = endpoint.choose(prompt, e.choices)
+    """Ask a server for the reply to an example.
+
+    Args:
+        endpoint: The server.
+        encoder: Tokenizer of the served model.
+        task: The example's task.
+        example: What to reply to.
+        encoded: Its prompt as tokens.
+
+    Returns:
+        ``output``, and what the server says of it, where it does: tokens as it counts (``prompt_tokens``,
+        ``reply_tokens``), why the reply ended (``finish``), its model (``server``); of a choice which way it was
+        read (``by``), with ``loglikelihoods`` (nats); and a ``note`` where the model did not get to read the
+        prompt.
+    """
+    prompt = endpoint.prompt(encoder, encoded, example.system)
+    if example.choices:
+        response = endpoint.choose(prompt, example.choices)
+        output = response.text
     else:
-        found = endpoint.generate(
-            prompt, e.max_new_tokens or task.max_new_tokens, e.stop
-        )
+        max_new_tokens = example.max_new_tokens or task.max_new_tokens
+        response = endpoint.generate(prompt, max_new_tokens, example.stop)
+        output = cut(response.text, example.stop)
     facts = {
-        "output": found.text if e.choices else cut(found.text, e.stop),
-        "loglikelihoods": list(found.nats),
-        "by": found.by,
-        "finish": found.finish,
-        "prompt_tokens": found.prompt_tokens,
-        "reply_tokens": found.reply_tokens,
-        "server": found.server,
-        "note": found.note,
+        "loglikelihoods": list(response.nats),
+        "by": response.by,
+        "finish": response.finish,
+        "prompt_tokens": response.prompt_tokens,
+        "reply_tokens": response.reply_tokens,
+        "server": response.server,
+        "note": response.note,
     }
-    return {
-        name: value
-        for name, value in facts.items()
-        if name == "output" or value not in ("", [])
-    }
+    stated = {name: value for name, value in facts.items() if value not in ("", [])}
+    return {"output": output, **stated}

@@ -24,7 +24,7 @@ Array = NDArray[np.floating]
 Alphabet = Literal["characters", "tokens"]
 
 SAVE_EVERY = 200  # strings between two calls of ``keep``
-GROUPS = 20  # groups of strings whose means are kept apart
+GROUPS = 20  # groups of strings, each with means of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +49,25 @@ class Strings:
         rng = random.Random(f"posbench random strings {self.seed}")
         tokenizer = lm.need_tokenizer()
         if self.alphabet == "tokens":
-            special = set(tokenizer.all_special_ids)
-            usable = [i for i in range(len(tokenizer)) if i not in special]
-            return [rng.choices(usable, k=self.length) for _ in range(self.count)]
-        rows = list[list[int]]()
+            special_ids = set(tokenizer.all_special_ids)
+            usable_ids = [i for i in range(len(tokenizer)) if i not in special_ids]
+            return [rng.choices(usable_ids, k=self.length) for _ in range(self.count)]
+        characters = string.ascii_letters + string.digits
+        rows = []
         for _ in range(self.count):
-            ids = list[int]()
-            letters = self.length * 4
+            ids: list[int] = []
+            num_characters = self.length * 4
             while len(ids) < self.length:
-                text = "".join(
-                    rng.choices(string.ascii_letters + string.digits, k=letters)
-                )
+                text = "".join(rng.choices(characters, k=num_characters))
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                letters *= 2
+                num_characters *= 2
             rows.append(ids[: self.length])
         return rows
 
 
 @dataclass
 class Sums:
-    """Running sums of hidden states over so many strings, by site."""
+    """Running sums of hidden states by site, over ``count`` strings."""
 
     count: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -84,63 +83,76 @@ def average_states(
     keep: Callable[[Sums], None] = lambda sums: None,
     advance: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Array]:
-    """Hidden states averaged over random strings, float32.
+    """Average hidden states over random strings.
 
-    Goes on from the sums of ``start`` and calls ``keep`` with them every `SAVE_EVERY` strings; ``advance`` is
-    told how many strings more are done.
+    Args:
+        lm: The model, with L layers of width D.
+        strings: The strings, of P tokens each.
+        start: Sums of an earlier call to continue from.
+        keep: Called with the sums every `SAVE_EVERY` strings.
+        advance: Called with the number of strings that were just run.
 
     Returns:
-        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
-        embedding, block outputs, the last after the final norm, as in transformers' ``hidden_states``.
+        In float32, ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual``
+        [L + 1, P, D]: embedding, block outputs, the last after the final norm, as in transformers'
+        ``hidden_states``.
     """
     rows = strings.draw(lm)
     state = start or Sums()
-    captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
+    # Sums over the strings of a batch, by site and layer.
+    attention_input: dict[int, Tensor] = {}
+    residual: dict[int, Tensor] = {}
 
-    def add(site: Site) -> Callable[[int, Tensor], None]:
-        return lambda layer, hidden: captured[site].update(
-            {layer: hidden.float().sum(0)}
-        )
+    def read_attention_input(layer: int, hidden: Tensor) -> None:
+        attention_input[layer] = hidden.float().sum(0)
 
-    saved_at = state.count
+    def read_residual(layer: int, hidden: Tensor) -> None:
+        residual[layer] = hidden.float().sum(0)
+
+    saved_count = state.count
     with (
-        reading(lm, "attention_input", add("attention_input")),
-        reading(lm, "residual", add("residual")),
+        reading(lm, "attention_input", read_attention_input),
+        reading(lm, "residual", read_residual),
     ):
         for first in range(state.count, len(rows), strings.batch_size):
             batch = torch.tensor(
                 rows[first : first + strings.batch_size], device=lm.device
             )
-            out = lm.model.base_model(input_ids=batch, use_cache=False)
-            captured["residual"][lm.layers] = (
-                finite(out.last_hidden_state).float().sum(0)
-            )
-            for site, parts in captured.items():
-                total = torch.stack([parts[i].to(lm.device) for i in sorted(parts)])
-                state.sums[site] = (
-                    state.sums[site] + total if site in state.sums else total
-                )
+            output = lm.model.base_model(input_ids=batch, use_cache=False)
+            read_residual(lm.layers, finite(output.last_hidden_state))
+            _add_batch(state, "attention_input", attention_input, lm.device)
+            _add_batch(state, "residual", residual, lm.device)
             state.count += len(batch)
             advance(len(batch))
-            if state.count - saved_at >= SAVE_EVERY:
+            if state.count - saved_count >= SAVE_EVERY:
                 keep(state)
-                saved_at = state.count
+                saved_count = state.count
     return {
-        name: (value / state.count).cpu().numpy() for name, value in state.sums.items()
+        site: (total / state.count).cpu().numpy() for site, total in state.sums.items()
     }
 
 
+def _add_batch(
+    state: Sums, site: Site, by_layer: Mapping[int, Tensor], device: torch.device
+) -> None:
+    """Add a batch's sums of each layer, [P, D], to the running sums of a site, [L, P, D]."""
+    total = torch.stack([by_layer[layer].to(device) for layer in sorted(by_layer)])
+    if site in state.sums:
+        total = state.sums[site] + total
+    state.sums[site] = total
+
+
 def reading(
-    lm: LM, site: Site, see: Callable[[int, Tensor], None]
+    lm: LM, site: Site, read: Callable[[int, Tensor], None]
 ) -> AbstractContextManager[None]:
-    """Show a function every layer and its input [B, T, D], in each forward inside the block."""
-    modules = families.site_modules(lm.model, site)
-    given = families.attention_input
-    return before_each(
-        modules,
-        None,
-        lambda layer: lambda _, args, kwargs: see(layer, given(args, kwargs)),
-    )
+    """Call a function with every layer and its input [B, T, D], in each forward inside the block."""
+
+    def before(layer: int) -> Callable[..., None]:
+        return lambda _, args, kwargs: read(
+            layer, families.attention_input(args, kwargs)
+        )
+
+    return before_each(families.site_modules(lm.model, site), None, before)
 
 
 @contextmanager
@@ -149,26 +161,32 @@ def channel_input(
 ) -> Iterator[dict[int, Tensor]]:
     """Yield a dict that holds C channels of every layer's input in the latest forward, layer -> [B, T, C].
 
-    Outer blocks have changed them already.
+    Methods that are applied outside have changed them already.
     """
-    found: dict[int, Tensor] = {}
-    with reading(
-        lm,
-        site,
-        lambda layer, hidden: found.update({layer: hidden[..., list(channels)]}),
-    ):
-        yield found
+    states: dict[int, Tensor] = {}
+    indices = list(channels)
+
+    def read(layer: int, hidden: Tensor) -> None:
+        states[layer] = hidden[..., indices]
+
+    with reading(lm, site, read):
+        yield states
 
 
-def stacked(found: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
-    """What :func:`channel_input` collected of so many prompts B, [B, L, T, C] in float64.
+def stacked(states: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
+    """Stack what :func:`channel_input` collected.
 
-    A method may run a prompt as several rows next to each other: these are averaged.
+    Args:
+        states: C channels of each layer, [rows, T, C]. A method may run a prompt as several rows next to each
+            other: these are averaged.
+        prompts: Number B of prompts.
+
+    Returns:
+        [B, L, T, C].
     """
-    every = np.stack(
-        [found[layer].double().cpu().numpy() for layer in sorted(found)], axis=1
-    )
-    return every.reshape(prompts, -1, *every.shape[1:]).mean(1)
+    layers = [states[layer].double().cpu().numpy() for layer in sorted(states)]
+    rows = np.stack(layers, axis=1)
+    return rows.reshape(prompts, -1, *rows.shape[1:]).mean(1)
 
 
 class Moments(NamedTuple):
@@ -194,58 +212,63 @@ def moments(
 ) -> Moments:
     """Run random strings and keep sums alone: memory is linear in the length of a string.
 
-    At the site ``residual`` the states are block outputs, the last after the final norm. ``channels`` have
-    their groups and variance kept; the first ``skip`` positions are not shuffled, nor in the variance.
+    Args:
+        lm: The model.
+        strings: The strings.
+        site: Where to read the states; at ``residual`` they are block outputs, the last after the final norm.
+        channels: The channels whose averages by group and variance are computed.
+        skip: First positions that are not shuffled, and not part of the variance.
+        advance: Called with the number of strings that were just run.
     """
     rows = strings.draw(lm)
     rng = np.random.default_rng(strings.seed)
-    n = len(rows)
+    count = len(rows)
     width = families.text_config(lm.model).hidden_size
     shape = (lm.layers, strings.length)
-    mean, shuffled = torch.zeros(2, *shape, width, device=lm.device)
+    sums = torch.zeros(*shape, width, device=lm.device)
+    shuffled_sums = torch.zeros(*shape, width, device=lm.device)
     squares = torch.zeros(*shape, len(channels), device=lm.device)
-    groups = torch.zeros(GROUPS, *shape, len(channels), device=lm.device)
-    order = group = torch.empty(0)
+    group_sums = torch.zeros(GROUPS, *shape, len(channels), device=lm.device)
+    # Of the current batch: the shuffled positions and the group of each string.
+    order = torch.empty(0)
+    group = torch.empty(0)
 
-    def see(layer: int, hidden: Tensor) -> None:
-        layer -= (
-            site == "residual"
-        )  # the output of a block is the input of the next one
+    def read(layer: int, hidden: Tensor) -> None:
+        if site == "residual":
+            layer -= 1  # the output of a block is the input of the next one
         if layer < 0:
             return
         states = hidden.float().to(lm.device)
-        part = states[..., channels]
-        mean[layer] += states.sum(0)
-        squares[layer] += (part**2).sum(0)
-        groups[:, layer].index_add_(0, group, part)
-        shuffled[layer] += states[
-            torch.arange(len(states), device=lm.device)[:, None], order
-        ].sum(0)
+        chosen = states[..., channels]
+        sums[layer] += states.sum(0)
+        squares[layer] += (chosen**2).sum(0)
+        group_sums[:, layer].index_add_(0, group, chosen)
+        string_indices = torch.arange(len(states), device=lm.device)[:, None]
+        shuffled_sums[layer] += states[string_indices, order].sum(0)
 
-    with reading(lm, site, see):
-        for start in range(0, n, strings.batch_size):
+    with reading(lm, site, read):
+        for start in range(0, count, strings.batch_size):
             ids = rows[start : start + strings.batch_size]
-            places = np.tile(np.arange(strings.length), (len(ids), 1))
-            places[:, skip:] = rng.permuted(places[:, skip:], axis=1)
-            order = torch.tensor(places, device=lm.device)
+            positions = np.tile(np.arange(strings.length), (len(ids), 1))
+            positions[:, skip:] = rng.permuted(positions[:, skip:], axis=1)
+            order = torch.tensor(positions, device=lm.device)
             group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
-            out = lm.model.base_model(
+            output = lm.model.base_model(
                 input_ids=torch.tensor(ids, device=lm.device), use_cache=False
             )
-            finite(out.last_hidden_state)
+            finite(output.last_hidden_state)
             if site == "residual":
-                see(lm.layers, out.last_hidden_state)
+                read(lm.layers, output.last_hidden_state)
             advance(len(ids))
-    sizes = np.bincount(np.arange(n) % GROUPS, minlength=GROUPS).astype(np.float64)
-    kept, squared = (
-        part.cpu().numpy().astype(np.float64) for part in (groups, squares)
-    )
+    sizes = np.bincount(np.arange(count) % GROUPS, minlength=GROUPS).astype(np.float64)
+    group_totals = group_sums.cpu().numpy().astype(np.float64)
+    mean_squares = squares.cpu().numpy().astype(np.float64)[:, skip:] / count
+    chosen_means = group_totals.sum(0)[:, skip:] / count
     return Moments(
-        mean=(mean / n).cpu().numpy(),
-        shuffled=(shuffled / n).cpu().numpy(),
-        groups=kept / sizes[:, None, None, None],
+        mean=(sums / count).cpu().numpy(),
+        shuffled=(shuffled_sums / count).cpu().numpy(),
+        groups=group_totals / sizes[:, None, None, None],
         sizes=sizes,
-        variance=(squared[:, skip:] / n).mean(1)
-        - (kept.sum(0)[:, skip:] / n).mean(1) ** 2,
-        strings=n,
+        variance=mean_squares.mean(1) - chosen_means.mean(1) ** 2,
+        strings=count,
     )

@@ -1,4 +1,4 @@
-"""Intervals: prompts of one question are not independent, so whole questions (clusters) are drawn."""
+"""Confidence intervals over questions: prompts of one question are not independent, so a question is a cluster."""
 
 from __future__ import annotations
 
@@ -16,23 +16,37 @@ Group = tuple[Values, Sequence[str]]
 """Values, and the cluster (question) that each belongs to."""
 
 RESAMPLES = 2000
-CHUNK = 1 << 22  # resampled entries held at once
+MAX_RESAMPLED_ENTRIES = 1 << 22  # in memory at once
 Z95 = 1.959963984540054
 
 
 def with_interval(value: float, low: float, high: float, form: str = "") -> str:
-    """``12.3 [10.0, 14.5]``: a number and its interval with the same decimals: those of ``form``
-    (``+z.1f``), else three digits of the largest; without an interval the number alone."""
+    """Format a number and its interval with the same decimals, such as ``12.3 [10.0, 14.5]``.
+
+    Args:
+        value: The number.
+        low: Lower end of its interval; where it is NaN the number is returned alone.
+        high: Upper end.
+        form: Format specification (``+z.1f``); empty for three digits of the largest of the three.
+    """
     if np.isnan(low):
         return format(value, form or ".3g")
-    digits = np.floor(np.log10(max(map(abs, (value, low, high))) or 1))
-    form = form or (f"z.{max(2 - int(digits), 0)}f" if -5 < digits < 6 else ".2e")
-    plain = form.removeprefix("+")
-    return f"{value:{form}} [{low:{plain}}, {high:{plain}}]"
+    if not form:
+        form = _three_digit_format(max(abs(value), abs(low), abs(high)))
+    unsigned_form = form.removeprefix("+")
+    return f"{value:{form}} [{low:{unsigned_form}}, {high:{unsigned_form}}]"
+
+
+def _three_digit_format(largest: float) -> str:
+    """Format specification that shows three digits of a number."""
+    exponent = np.floor(np.log10(largest or 1))
+    if -5 < exponent < 6:
+        return f"z.{max(2 - int(exponent), 0)}f"
+    return ".2e"
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval and the observations behind it."""
+    """A number with its 95 % interval and the count of observations behind it."""
 
     value: float
     ci_low: float
@@ -41,37 +55,48 @@ class Estimate(NamedTuple):
 
     @property
     def loss_verdict(self) -> str:
-        """How a change of a loss reads."""
-        return (
-            "worse"
-            if self.ci_low > 0
-            else "better"
-            if self.ci_high < 0
-            else "cannot be told apart"
-        )
+        """Whether a change of a loss is for the worse, the better, or neither for sure."""
+        if self.ci_low > 0:
+            return "worse"
+        if self.ci_high < 0:
+            return "better"
+        return "cannot be told apart"
 
     @property
     def words(self) -> str:
-        """As notes quote it: ``0.12 [0.10, 0.14]``."""
-        return with_interval(*self[:3])
+        """The estimate as notes quote it: ``0.12 [0.10, 0.14]``."""
+        return with_interval(self.value, self.ci_low, self.ci_high)
 
 
-def chunks(resamples: int, width: int) -> Iterator[int]:
-    """Sizes of the parts in which draws of ``width`` entries each are made."""
-    step = max(CHUNK // width, 1)
-    return (min(step, resamples - start) for start in range(0, resamples, step))
+def chunk_sizes(resamples: int, width: int) -> Iterator[int]:
+    """Split so many resamples of ``width`` entries each into chunks that fit in memory; yield their sizes."""
+    largest = max(MAX_RESAMPLED_ENTRIES // width, 1)
+    return (min(largest, resamples - start) for start in range(0, resamples, largest))
 
 
-def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Array]:
-    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size."""
+def _resampled_weights(
+    strata: NDArray[np.int64], resamples: int, seed: int
+) -> Iterator[Array]:
+    """Draw clusters with replacement within strata, and count how often each cluster occurs.
+
+    Args:
+        strata: Stratum of each of C clusters, [C]; every draw keeps the size of each stratum.
+        resamples: Number of draws.
+        seed: Of the random generator.
+
+    Yields:
+        Counts by draw and cluster, [r, C], for a chunk of r draws.
+    """
     rng = np.random.default_rng(seed)
-    clusters = len(strata)
-    for part in chunks(resamples, clusters):
-        weights = np.zeros((part, clusters))
-        for number in range(strata.max() + 1):
-            members = np.flatnonzero(strata == number)
-            even = np.full(len(members), 1 / len(members))
-            weights[:, members] = rng.multinomial(len(members), even, size=part)
+    num_clusters = len(strata)
+    for chunk_size in chunk_sizes(resamples, num_clusters):
+        weights = np.zeros((chunk_size, num_clusters))
+        for stratum in range(strata.max() + 1):
+            members = np.flatnonzero(strata == stratum)
+            equal_shares = np.full(len(members), 1 / len(members))
+            weights[:, members] = rng.multinomial(
+                len(members), equal_shares, size=chunk_size
+            )
         yield weights
 
 
@@ -82,191 +107,252 @@ def resampled(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[K, tuple[float, Array]]:
-    """Mean of every group, exact and resampled [R]; all groups share each draw, which keeps pairs together.
+    """Compute the mean of every group, and its means in bootstrap draws of clusters.
 
-    ``stratified`` draws clusters among those that occur in the same groups, so that no group runs out. For
-    gold positions this draws prompts within a position where each is a question of its own, and whole
-    questions where each is asked at every position.
+    All groups share each draw, which keeps pairs together.
+
+    Args:
+        groups: Values and their clusters, by group.
+        stratified: Draw clusters among those that occur in the same groups, so that no group runs out of
+            values. For gold positions this draws prompts within a position where each prompt is a question
+            of its own, and whole questions where each question has a prompt at every position.
+        resamples: Number of draws R.
+        seed: Of the random generator.
+
+    Returns:
+        By group, the mean and the resampled means, [R].
     """
-    clusters = np.concatenate([np.asarray(names) for _, names in groups.values()])
-    names, member = np.unique(clusters, return_inverse=True)
+    all_clusters = np.concatenate(
+        [np.asarray(clusters) for _, clusters in groups.values()]
+    )
+    names, all_indices = np.unique(all_clusters, return_inverse=True)
     totals = []
     sizes = []
+    start = 0
     for values, _ in groups.values():
-        here, member = np.split(member, [len(values)])
-        totals.append(
-            np.bincount(
-                here, weights=np.asarray(values, dtype=np.float64), minlength=len(names)
-            )
-        )
-        sizes.append(np.bincount(here, minlength=len(names)).astype(np.float64))
+        indices = all_indices[start : start + len(values)]
+        start += len(values)
+        weights = np.asarray(values, dtype=np.float64)
+        totals.append(np.bincount(indices, weights=weights, minlength=len(names)))
+        sizes.append(np.bincount(indices, minlength=len(names)).astype(np.float64))
+
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
-        _, strata = np.unique(np.stack(sizes, axis=1) > 0, axis=0, return_inverse=True)
-    parts = list[Array]()
-    with np.errstate(invalid="ignore"):
-        for weights in _draws(strata.ravel(), resamples, seed):
-            pairs = zip(totals, sizes, strict=True)
-            parts.append(
-                np.stack(
-                    [(weights @ total) / (weights @ size) for total, size in pairs],
-                    axis=1,
-                )
-            )
-    exact = [t.sum() / s.sum() for t, s in zip(totals, sizes, strict=True)]
-    drawn = np.concatenate(parts)
-    return {key: (float(exact[i]), drawn[:, i]) for i, key in enumerate(groups)}
+        occurs = np.stack(sizes, axis=1) > 0
+        _, strata = np.unique(occurs, axis=0, return_inverse=True)
+
+    chunks = []
+    with np.errstate(invalid="ignore"):  # a draw may miss all clusters of a group
+        for weights in _resampled_weights(strata.ravel(), resamples, seed):
+            chunk = [
+                (weights @ total) / (weights @ size)
+                for total, size in zip(totals, sizes, strict=True)
+            ]
+            chunks.append(np.stack(chunk, axis=1))
+    resampled_means = np.concatenate(chunks)
+    return {
+        key: (float(totals[i].sum() / sizes[i].sum()), resampled_means[:, i])
+        for i, key in enumerate(groups)
+    }
 
 
-def drawn_means(
+def resampled_means(
     values: Array, clusters: Iterable[str], resamples: int, seed: int
 ) -> Array:
-    """Means of draws of clusters, [R], over the values that are numbers; equal clusters give equal draws."""
-    _, member = np.unique(np.asarray(clusters), return_inverse=True)
-    there = ~np.isnan(values)
+    """Compute means of bootstrap draws of clusters, over the values that are not NaN.
+
+    Equal clusters and seeds give equal draws.
+
+    Args:
+        values: [n], NaN where an observation has no value.
+        clusters: Cluster of each value.
+        resamples: Number of draws R.
+        seed: Of the random generator.
+
+    Returns:
+        A mean for each draw, [R].
+    """
+    _, indices = np.unique(np.asarray(clusters), return_inverse=True)
+    has_value = ~np.isnan(values)
+    totals = np.bincount(indices, weights=np.where(has_value, values, 0))
+    sizes = np.bincount(indices, weights=has_value)
+    num_clusters = len(totals)
     rng = np.random.default_rng(seed)
-    totals = np.bincount(member, weights=np.where(there, values, 0))
-    sizes = np.bincount(member, weights=there)
-    count = len(totals)
-    draws = (
-        rng.integers(0, count, size=(part, count)) for part in chunks(resamples, count)
-    )
+    chunks = []
     with np.errstate(invalid="ignore"):
-        return np.concatenate(
-            [totals[which].sum(1) / sizes[which].sum(1) for which in draws]
-        )
+        for chunk_size in chunk_sizes(resamples, num_clusters):
+            draws = rng.integers(0, num_clusters, size=(chunk_size, num_clusters))
+            chunks.append(totals[draws].sum(1) / sizes[draws].sum(1))
+    return np.concatenate(chunks)
 
 
-def tail(clusters: int) -> float:
-    """Share of the draws beyond each end of an interval: 2.5 %, and less for few clusters, whose draws vary
-    too little (Hesterberg 2015, "expanded percentile interval")."""
-    return float(
-        scipy.special.ndtr(
-            -scipy.special.stdtrit(clusters - 1, 0.975)
-            * np.sqrt(clusters / (clusters - 1))
-        )
-    )
+def tail_probability(num_clusters: int) -> float:
+    """Share of the draws to leave out beyond each end of a percentile interval.
+
+    2.5 %, and less for few clusters, whose draws vary too little (Hesterberg 2015, "expanded percentile
+    interval").
+    """
+    t = scipy.special.stdtrit(num_clusters - 1, 0.975)
+    expansion = np.sqrt(num_clusters / (num_clusters - 1))
+    return float(scipy.special.ndtr(-t * expansion))
 
 
-def quantiles(values: Array, clusters: int) -> tuple[float, float]:
-    """Ends of the interval that draws [R] of so many clusters give; not a number for a single cluster."""
-    if clusters < 2:
+def quantiles(draws: Array, num_clusters: int) -> tuple[float, float]:
+    """Ends of the percentile interval of draws [R] of so many clusters; NaN for a single cluster."""
+    if num_clusters < 2:
         return np.nan, np.nan
-    low, high = np.nanquantile(values, [tail(clusters), 1 - tail(clusters)])
+    tail = tail_probability(num_clusters)
+    low, high = np.nanquantile(draws, [tail, 1 - tail])
     return float(low), float(high)
 
 
 def percentile(
     value: float | Array, draws: Array, n: int, clusters: int | None = None
 ) -> Estimate:
-    """A number with the interval of its draws [R]; each of n observations is a cluster unless said."""
-    return Estimate(float(value), *quantiles(draws, clusters or n), n)
+    """Pair a number with its percentile interval.
+
+    Args:
+        value: The number.
+        draws: Its bootstrap draws, [R].
+        n: Observations behind it.
+        clusters: Number of clusters that were drawn; None where each observation is one.
+    """
+    low, high = quantiles(draws, clusters or n)
+    return Estimate(float(value), low, high, n)
 
 
 def statistic(
     groups: Mapping[K, Group],
-    of: Callable[[Mapping[K, Array]], Array],
+    function: Callable[[Mapping[K, Array]], Array],
     *,
     resamples: int,
 ) -> Estimate:
-    """A statistic of group means, each [R] to [R], with its percentile interval; see :func:`resampled`."""
-    found = resampled(groups, stratified=False, resamples=resamples)
-    value = of({key: np.array([mean]) for key, (mean, _) in found.items()})[0]
-    drawn = of({key: values for key, (_, values) in found.items()})
+    """Estimate a statistic of group means with its percentile interval.
+
+    Args:
+        groups: Values and their clusters, by group; see :func:`resampled`.
+        function: Maps the means of each group, [R], to the statistic, [R].
+        resamples: Number of draws R.
+
+    Returns:
+        The estimate; its n is the size of the first group.
+    """
+    means = resampled(groups, stratified=False, resamples=resamples)
+    value = function({key: np.array([mean]) for key, (mean, _) in means.items()})[0]
+    resampled_values = function({key: draws for key, (_, draws) in means.items()})
     clusters = set[str]().union(*(names for _, names in groups.values()))
-    return percentile(value, drawn, len(next(iter(groups.values()))[0]), len(clusters))
+    first_values, _ = next(iter(groups.values()))
+    return percentile(value, resampled_values, len(first_values), len(clusters))
 
 
 def difference(values: Values, clusters: Sequence[str]) -> Estimate:
-    """A mean, of paired differences or of any numbers, with its interval over clusters: Student's without the
-    skewness of the clusters' sums, which Hall's (1992) cubic transformation takes off; not a number for a
-    single cluster."""
+    """Estimate the mean of paired differences, or of any numbers.
+
+    The interval over clusters is Student's, with the skewness of the clusters' sums removed by Hall's (1992)
+    cubic transformation; NaN for a single cluster.
+    """
     array = np.asarray(values, dtype=np.float64)
-    value, (sums, sizes) = float(array.mean()), _sums(array, clusters)
-    count = len(sums)
-    errors = (sums - sizes * value) / sizes.mean()
-    if count < 2:
+    value = float(array.mean())
+    sums, sizes = _cluster_sums(array, clusters)
+    num_clusters = len(sums)
+    if num_clusters < 2:
         return Estimate(value, np.nan, np.nan, len(array))
+    errors = (sums - sizes * value) / sizes.mean()
     spread = np.sqrt((errors**2).mean())
-    skew = (errors**3).mean() / max(spread, 1e-12) ** 3 / (3 * np.sqrt(count))
-    reach = scipy.special.stdtrit(count - 1, 0.975) * np.array([1, -1])
-    if abs(skew) > 1e-6:
-        reach = (np.cbrt(1 + 3 * skew * (reach - skew / 2)) - 1) / skew
-    low, high = value - reach * spread / np.sqrt(count - 1)
+    skewness = (
+        (errors**3).mean() / max(spread, 1e-12) ** 3 / (3 * np.sqrt(num_clusters))
+    )
+    t = scipy.special.stdtrit(num_clusters - 1, 0.975) * np.array([1, -1])
+    if abs(skewness) > 1e-6:
+        t = (np.cbrt(1 + 3 * skewness * (t - skewness / 2)) - 1) / skewness
+    low, high = value - t * spread / np.sqrt(num_clusters - 1)
     return Estimate(value, float(low), float(high), len(array))
 
 
 def paired(after: Values, before: Values, clusters: Sequence[str]) -> Estimate:
-    """Mean of paired differences with its interval: :func:`difference`, but of scores in 0..1 Bonett and
-    Price's (2012: half a pair more each way), for n over the design effect; scores between 0 and 1 get pairs
-    as far apart as those that differ are (root of the mean square)."""
+    """Estimate the mean of the paired differences ``after - before``.
+
+    Scores in 0..1 get Bonett and Price's (2012) interval, which adds half a pair of each sign, with n divided
+    by the design effect; the added pairs of scores strictly between 0 and 1 differ by the root mean square of
+    those that differ. Anything else gets the interval of :func:`difference`.
+    """
     pairs = np.array([after, before], dtype=np.float64)
     array = pairs[0] - pairs[1]
     if pairs.min() < 0 or pairs.max() > 1:
         return difference(array, clusters)
-    value, (n, sums, _) = float(array.mean()), _worth(array, clusters)
-    more = (array**2).sum() / max(np.count_nonzero(array), 1) or 1.0
+    value = float(array.mean())
+    sums, sizes = _cluster_sums(array, clusters)
+    n = _effective_size(array, sums, sizes)
+    added_square = (array**2).sum() / max(np.count_nonzero(array), 1) or 1.0
     centre = value * n / (n + 1)
-    square = ((array**2).mean() * n + more) / (n + 1)
-    half = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt(
-        (square - centre**2) / (n + 1)
-    )
-    return Estimate(
-        value, float(max(centre - half, -1)), float(min(centre + half, 1)), len(array)
-    )
+    mean_square = ((array**2).mean() * n + added_square) / (n + 1)
+    t = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975)
+    half = t * np.sqrt((mean_square - centre**2) / (n + 1))
+    low = float(max(centre - half, -1))
+    high = float(min(centre + half, 1))
+    return Estimate(value, low, high, len(array))
 
 
 def mean(values: Values, clusters: Sequence[str]) -> Estimate:
-    """A mean with its interval: Wilson's for scores in 0..1, else that of :func:`difference`.
+    """Estimate a mean: with Wilson's interval for scores in 0..1, else with that of :func:`difference`.
 
-    Of clusters of several it is that of n over the design effect (Korn and Graubard 1998), with t's quantile:
-    degrees of freedom are the clusters that tell of the rarer answer, at least 3. Scores between 0 and 1 are
-    worth as many right-or-wrong ones as have their variance.
+    Where clusters hold several values, Wilson's n is divided by the design effect (Korn and Graubard 1998),
+    and t's quantile replaces the normal one; its degrees of freedom are the clusters with the rarer answer, at
+    least 3. Scores strictly between 0 and 1 count as the number of right-or-wrong ones of equal variance.
     """
     array = np.asarray(values, dtype=np.float64)
     if (array < 0).any() or (array > 1).any():
         return difference(array, clusters)
-    value, (n, sums, sizes) = float(array.mean()), _worth(array, clusters)
-    whole = np.isin(array, (0, 1)).all()
+    value = float(array.mean())
+    sums, sizes = _cluster_sums(array, clusters)
+    num_clusters = len(sums)
+    n = _effective_size(array, sums, sizes)
+    is_binary = np.isin(array, (0, 1)).all()
     variance = array.var()
-    n *= 1 if whole or variance == 0 else value * (1 - value) / variance
-    # How many clusters tell of either answer: of equal sums their number, fewer of unequal ones.
-    each = (np.sign(sums), np.sign(sizes - sums)) if whole else (sums, sizes - sums)
-    rarer = min(side.sum() ** 2 / max((side**2).sum(), 1e-12) for side in each)
-    plain = len(sums) == 1 or (whole and len(sums) == len(array)) or not rarer
-    z = (
-        Z95
-        if plain
-        else float(scipy.special.stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
-    )
-    return Estimate(value, *wilson(value * n, n, z), len(array))
+    if not is_binary and variance != 0:
+        n *= value * (1 - value) / variance
+
+    # The number of clusters with either answer; fewer where the clusters' sums are unequal.
+    answers = (sums, sizes - sums)
+    if is_binary:
+        answers = (np.sign(sums), np.sign(sizes - sums))
+    rarer = min(counts.sum() ** 2 / max((counts**2).sum(), 1e-12) for counts in answers)
+    is_independent = is_binary and num_clusters == len(array)
+    if num_clusters == 1 or is_independent or not rarer:
+        z = Z95
+    else:
+        degrees_of_freedom = min(max(rarer, 3), num_clusters - 1)
+        z = float(scipy.special.stdtrit(degrees_of_freedom, 0.975))
+    low, high = wilson(value * n, n, z)
+    return Estimate(value, low, high, len(array))
 
 
-def _worth(values: Array, clusters: Sequence[str]) -> tuple[float, Array, Array]:
-    """How many independent values these are worth, n over the design effect (at least 1), which is that of
-    equal answers to each question where nothing varies; and sum and size of every cluster, [C]."""
-    sums, sizes = _sums(values, clusters)
+def _effective_size(values: Array, sums: Array, sizes: Array) -> float:
+    """Number of independent values that clustered values [n] are worth: n over the design effect (at least 1).
+
+    The number of clusters where nothing varies. ``sums`` and ``sizes`` are those of the clusters, [C].
+    """
     n = len(values)
-    count = len(sums)
+    num_clusters = len(sums)
     variance = values.var()
-    if count in (1, n) or variance == 0:
-        return float(count), sums, sizes
-    between = count / (count - 1) * ((sums - sizes * values.mean()) ** 2).sum()
-    return float(n / max(between / (n * variance), 1)), sums, sizes
+    if num_clusters in (1, n) or variance == 0:
+        return float(num_clusters)
+    squared_errors = ((sums - sizes * values.mean()) ** 2).sum()
+    between = num_clusters / (num_clusters - 1) * squared_errors
+    design_effect = max(between / (n * variance), 1)
+    return float(n / design_effect)
 
 
-def _sums(values: Array, clusters: Sequence[str]) -> tuple[Array, Array]:
-    """Sum and size of every cluster, [C]."""
-    _, member = np.unique(np.asarray(clusters), return_inverse=True)
-    sums, sizes = (
-        np.bincount(member, weights=each).astype(float)
-        for each in (values, np.ones(len(values)))
-    )
+def _cluster_sums(values: Array, clusters: Sequence[str]) -> tuple[Array, Array]:
+    """Sum and number of the values of every cluster, [C] each."""
+    _, indices = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(indices, weights=values).astype(float)
+    sizes = np.bincount(indices, weights=np.ones(len(values))).astype(float)
     return sums, sizes
 
 
 def normal(values: Array) -> Estimate:
-    """A mean of independent values with Student's interval."""
+    """Estimate the mean of independent values [n] with Student's interval."""
     value = float(values.mean())
     n = len(values)
     half = float(scipy.special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n))
@@ -274,7 +360,7 @@ def normal(values: Array) -> Estimate:
 
 
 def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
-    """Wilson score interval (95 %) of a proportion, from the sum of n >= 1 scores in 0..1."""
+    """Wilson score interval of a proportion, from the sum of n >= 1 scores in 0..1; ``z`` sets its level."""
     p = successes / n
     z2 = z**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
@@ -283,25 +369,38 @@ def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
 
 
 def combined(
-    parts: Sequence[Estimate], weights: Values, n: int, r: float = 0.0
+    parts: Sequence[Estimate], weights: Values, n: int, correlation: float = 0.0
 ) -> Estimate:
-    """A weighted sum of estimates, any two of which correlate by r, its interval made of theirs (Zou and
-    Donner 2008); for two shares and weights 1 and -1 it is Newcombe's (1998, method 10)."""
-    value = sum(w * part.value for w, part in zip(weights, parts, strict=True))
+    """Estimate a weighted sum, with an interval made of those of its parts (Zou and Donner 2008).
+
+    For two shares and weights 1 and -1 it is Newcombe's (1998, method 10).
+
+    Args:
+        parts: Estimates to add up.
+        weights: A weight for each of them.
+        n: Observations behind the sum.
+        correlation: Of any two parts.
+    """
+    value = sum(
+        weight * part.value for weight, part in zip(weights, parts, strict=True)
+    )
     ends = []
     for side in (-1, 1):
-        # What each part moves the sum by where it stands at its own end, with its weight's sign.
-        at = [
-            (p.ci_high if side * w > 0 else p.ci_low) - p.value
-            for w, p in zip(weights, parts, strict=True)
+        # How far each part moves the sum when the part itself moves to its end on that side.
+        reaches = [
+            (part.ci_high if side * weight > 0 else part.ci_low) - part.value
+            for weight, part in zip(weights, parts, strict=True)
         ]
-        moved = np.abs(np.array(weights) * at)
-        mixed = (moved * np.sign(weights)).sum() ** 2 - (moved**2).sum()
-        ends.append(value + side * np.sqrt(max((moved**2).sum() + r * mixed, 0)))
+        shifts = np.abs(np.array(weights) * reaches)
+        variance = (shifts**2).sum()
+        cross_terms = (shifts * np.sign(weights)).sum() ** 2 - variance
+        ends.append(
+            value + side * np.sqrt(max(variance + correlation * cross_terms, 0))
+        )
     return Estimate(float(value), float(ends[0]), float(ends[1]), n)
 
 
 def difference_of_shares(first: int, second: int, n: int) -> Estimate:
-    """Difference of two counts as shares of n with its 95 % interval."""
-    parts = [Estimate(count / n, *wilson(count, n), n) for count in (first, second)]
-    return combined(parts, (1, -1), n)._replace(value=(first - second) / n)
+    """Estimate the difference of two counts as shares of n."""
+    shares = [Estimate(count / n, *wilson(count, n), n) for count in (first, second)]
+    return combined(shares, (1, -1), n)._replace(value=(first - second) / n)

@@ -1,4 +1,4 @@
-"""Spearman's rank correlation, of many rows at once."""
+"""Spearman's rank correlation of many rows at once."""
 
 from __future__ import annotations
 
@@ -10,21 +10,34 @@ from posbench.stats.bootstrap import Array
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> Array:
-    """Rank correlation over the last axis of x and y, [..., P] each or [P]; NaN where a row is constant."""
-    a, b = (
-        scipy.stats.rankdata(np.asarray(values, dtype=np.float64), axis=-1)
-        for values in (x, y)
-    )
-    a = a - a.mean(-1, keepdims=True)
-    b = b - b.mean(-1, keepdims=True)
-    scale = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
-    return np.divide(
-        (a * b).sum(-1), scale, out=np.full(np.shape(scale), np.nan), where=scale > 0
-    )
+    """Rank correlation over the last axis.
+
+    Args:
+        x: [..., P], or [P] for all rows of the other.
+        y: As ``x``.
+
+    Returns:
+        [...], NaN where a row is constant.
+    """
+    x_ranks = _centred_ranks(x)
+    y_ranks = _centred_ranks(y)
+    scale = np.sqrt((x_ranks**2).sum(-1) * (y_ranks**2).sum(-1))
+    missing = np.full(np.shape(scale), np.nan)
+    return np.divide((x_ranks * y_ranks).sum(-1), scale, out=missing, where=scale > 0)
+
+
+def _centred_ranks(values: ArrayLike) -> Array:
+    """Ranks over the last axis minus their mean."""
+    ranks = scipy.stats.rankdata(np.asarray(values, dtype=np.float64), axis=-1)
+    return ranks - ranks.mean(-1, keepdims=True)
 
 
 def permutation_p(x: Array, y: Array, draws: int = 20000, seed: int = 0) -> float:
-    """Share of random pairings of x and y [P] whose correlation reaches theirs, the given pairing counted."""
-    shuffled = np.random.default_rng(seed).permuted(np.tile(y, (draws, 1)), axis=1)
-    reached = spearman(x, shuffled) >= spearman(x, y) - 1e-12
-    return float((1 + reached.sum()) / (1 + draws))
+    """One-sided permutation p of the rank correlation of x and y, [P] each.
+
+    It is the share of random pairings whose correlation is at least as large, the actual pairing included.
+    """
+    rng = np.random.default_rng(seed)
+    shuffled = rng.permuted(np.tile(y, (draws, 1)), axis=1)
+    reaches = spearman(x, shuffled) >= spearman(x, y) - 1e-12
+    return float((1 + reaches.sum()) / (1 + draws))

@@ -1,4 +1,4 @@
-"""A claim held against a number, and claims held against each other: what may be said of them together."""
+"""A claim held against a number, and what may be said of several claims together."""
 
 from __future__ import annotations
 
@@ -17,48 +17,59 @@ Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Kind = Literal["paper", "control"]
 COLUMNS = (
-    *(
-        "model",
-        "kind",
-        "verdict",
-        "claim",
-        "statistic",
-        "value",
-        "ci_low",
-        "ci_high",
-        "n",
-        "p",
-        "p_holm",
-    ),
+    "model",
+    "kind",
+    "verdict",
+    "claim",
+    "statistic",
+    "value",
+    "ci_low",
+    "ci_high",
+    "n",
+    "p",
+    "p_holm",
     "note",
 )
 """Columns of ``findings.csv``."""
 ALPHA = 0.05
-FEW = 6  # observations from which on a sign test can reach ALPHA at all
+MIN_OBSERVATIONS = 6  # with fewer a sign test cannot reach ALPHA at all
 CONSTANT = "nothing varies here: every draw gives one value, or none"
-TOO_FEW = f"fewer than {FEW} observations"
+TOO_FEW = f"fewer than {MIN_OBSERVATIONS} observations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A claim held against a number: ``holds`` where its interval lies on the claimed side, ``contradicted``
-    on the other, ``inconclusive`` where it cannot tell, ``not testable`` where this run says nothing."""
+    """A claim held against a number.
 
-    kind: Kind = "paper"  # whose claim it is: a paper's, or a control of ours
+    The verdict is ``holds`` where the number's interval lies on the claimed side of a bound, ``contradicted``
+    where it lies on the other, ``inconclusive`` where it contains the bound, and ``not testable`` where the
+    run says nothing about the claim.
+
+    Attributes:
+        kind: Whose claim it is: a paper's, or a control of ours.
+        verdict: See above.
+        claim: The claim with its source.
+        statistic: What ``value`` is, with its unit.
+        value: The number.
+        ci_low: Lower end of its 95 % interval; NaN where it has none.
+        ci_high: Upper end.
+        n: Observations behind it.
+        p: Two-sided p of the claim's bound; NaN for an exact claim.
+        p_holm: ``p`` adjusted within its family, see :func:`corrected`.
+        note: What a reader must know to judge it.
+    """
+
+    kind: Kind = "paper"
     verdict: Verdict
-    claim: str  # the claim with its source
-    statistic: str  # what ``value`` is, with its unit
-    value: float  # the number
-    ci_low: float = (
-        math.nan
-    )  # ends of its 95 % interval; not a number where it has none
+    claim: str
+    statistic: str
+    value: float
+    ci_low: float = math.nan
     ci_high: float = math.nan
-    n: int  # observations behind it
-    p: float = (
-        math.nan
-    )  # two-sided, of the claim's bound; not a number for an exact claim
-    p_holm: float = math.nan  # adjusted within its family, see :func:`corrected`
-    note: str = ""  # what a reader must know to judge it
+    n: int
+    p: float = math.nan
+    p_holm: float = math.nan
+    note: str = ""
 
     @classmethod
     def that(
@@ -66,22 +77,31 @@ class Finding:
         holds: bool,
         claim: str,
         statistic: str,
-        at: Sequence[float],
+        number: Sequence[float],
         note: str = "",
     ) -> Self:
-        """An exact claim (theory, a count, a criterion), judged by the caller; ``at`` is the number with its
-        interval, or number and n. It takes no part in a correction."""
-        value, low, high, n = at if len(at) == 4 else (at[0], math.nan, math.nan, at[1])
-        numbers: dict[str, Any] = ends(
-            Estimate(float(value), float(low), float(high), int(n))
-        )
-        verdict: Verdict = "holds" if holds else "contradicted"
+        """State an exact claim (theory, a count, a criterion), which takes no part in a correction.
+
+        Args:
+            holds: Whether it holds, as the caller judges.
+            claim: The claim with its source.
+            statistic: What the number is, with its unit.
+            number: An :class:`Estimate`, or value and n of a number without an interval.
+            note: What a reader must know to judge it.
+        """
+        if len(number) == 4:
+            value, low, high, n = number
+        else:
+            value, n = number
+            low = high = math.nan
         return cls(
+            verdict="holds" if holds else "contradicted",
             claim=claim,
             statistic=statistic,
-            **numbers,
+            value=float(value),
+            ci_low=float(low),
+            ci_high=float(high),
             n=int(n),
-            verdict=verdict,
             note=note,
         )
 
@@ -91,71 +111,90 @@ class Finding:
         holds: bool,
         claim: str,
         statistic: str,
-        at: Sequence[float],
+        number: Sequence[float],
         p: float,
         note: str = "",
     ) -> Self:
-        """A claim with a test of its own: which side the number speaks for, and the test's two-sided p."""
-        found = cls.that(holds, claim, statistic, at, note)
-        if math.isnan(found.value) or math.isnan(p) or found.n < FEW:
-            return found.not_testable(TOO_FEW if found.n < FEW else CONSTANT)
-        p = min(
-            max(p, 2.0 ** (1 - found.n)), 1
-        )  # no n observations can say more than a sign test of them
-        return replace(
-            found, p=p, verdict=found.verdict if p <= ALPHA else "inconclusive"
-        )
+        """State a claim that comes with a test of its own.
+
+        Args:
+            holds: Whether the number speaks for the claim rather than against it.
+            claim: The claim with its source.
+            statistic: What the number is, with its unit.
+            number: An :class:`Estimate`, or value and n of a number without an interval.
+            p: The test's two-sided p.
+            note: What a reader must know to judge it.
+        """
+        finding = cls.that(holds, claim, statistic, number, note)
+        if finding.n < MIN_OBSERVATIONS:
+            return finding.not_testable(TOO_FEW)
+        if math.isnan(finding.value) or math.isnan(p):
+            return finding.not_testable(CONSTANT)
+        # No n observations can say more than a sign test of them.
+        p = min(max(p, 2.0 ** (1 - finding.n)), 1)
+        if p > ALPHA:
+            return replace(finding, p=p, verdict="inconclusive")
+        return replace(finding, p=p)
 
     @classmethod
     def within(
         cls,
         claim: str,
         statistic: str,
-        at: Estimate,
+        estimate: Estimate,
         low: float,
         high: float,
         note: str = "",
     ) -> Self:
-        """Holds where the whole interval lies between two bounds; contradicted beyond one of them."""
-        inside = low < at.ci_low and at.ci_high < high
-        beyond = at.ci_low > high or at.ci_high < low
-        p = (
-            math.nan
-            if at.ci_low == at.ci_high in (low, high)
-            else p_value(at, low, high)
-        )
-        found = cls.tested(inside, claim, statistic, at, p, note)
-        # By the interval as it is printed, whatever the last digit of p.
-        sure = inside or beyond or found.verdict == "not testable"
-        return found if sure else replace(found, verdict="inconclusive")
+        """State the claim that a number lies between two bounds.
+
+        It holds where the whole interval does, and is contradicted where the whole interval lies beyond one.
+
+        Args:
+            claim: The claim with its source.
+            statistic: What the number is, with its unit.
+            estimate: The number with its interval.
+            low: Lower bound, -inf for none.
+            high: Upper bound, inf for none.
+            note: What a reader must know to judge it.
+        """
+        is_inside = low < estimate.ci_low and estimate.ci_high < high
+        is_beyond = estimate.ci_low > high or estimate.ci_high < low
+        is_bound_itself = estimate.ci_low == estimate.ci_high in (low, high)
+        p = math.nan if is_bound_itself else p_value(estimate, low, high)
+        finding = cls.tested(is_inside, claim, statistic, estimate, p, note)
+        if is_inside or is_beyond or finding.verdict == "not testable":
+            return finding
+        # The interval as it is printed decides, whatever the last digit of p.
+        return replace(finding, verdict="inconclusive")
 
     @classmethod
     def above(
         cls,
         claim: str,
         statistic: str,
-        at: Estimate,
+        estimate: Estimate,
         bound: float = 0.0,
         note: str = "",
     ) -> Self:
-        """Holds where the whole interval lies above a bound; contradicted below it."""
-        return cls.within(claim, statistic, at, bound, math.inf, note)
+        """State the claim that a number lies above a bound; see :meth:`within`."""
+        return cls.within(claim, statistic, estimate, bound, math.inf, note)
 
     @classmethod
     def below(
         cls,
         claim: str,
         statistic: str,
-        at: Estimate,
+        estimate: Estimate,
         bound: float = 0.0,
         note: str = "",
     ) -> Self:
-        """Holds where the whole interval lies below a bound; contradicted above it."""
-        return cls.within(claim, statistic, at, -math.inf, bound, note)
+        """State the claim that a number lies below a bound; see :meth:`within`."""
+        return cls.within(claim, statistic, estimate, -math.inf, bound, note)
 
     @classmethod
     def untestable(cls, claim: str, statistic: str, note: str, n: int = 0) -> Self:
-        """A claim that this run says nothing about."""
+        """State that a run says nothing about a claim; the note says why."""
         return cls(
             claim=claim,
             statistic=statistic,
@@ -166,103 +205,126 @@ class Finding:
         )
 
     def not_testable(self, note: str = "") -> Self:
-        """The same number without a verdict, and why."""
-        told = "; ".join(filter(None, [note, self.note]))
-        return replace(self, verdict="not testable", p=math.nan, note=told)
+        """The same number without a verdict; the note, put before the finding's own, says why."""
+        notes = "; ".join(filter(None, [note, self.note]))
+        return replace(self, verdict="not testable", p=math.nan, note=notes)
 
     def control(self) -> Self:
-        """The same as a control of ours, which no paper claims."""
+        """The same finding as a control of ours, which no paper claims."""
         return replace(self, kind="control")
 
 
-def p_value(at: Estimate, low: float = -math.inf, high: float = math.inf) -> float:
-    """Two-sided p of the bound that separates the claim from the number: of the less sure one between two
-    bounds, of the one passed beyond them. Normal, with the standard error of the interval's half towards the
-    bound; so p is below 0.05 where the interval leaves the bound out, also where the interval is lopsided."""
-    value, first, last, _ = at
-    value = (
-        value if first < value < last else (first + last) / 2
-    )  # a bias taken off may leave it outside
+def p_value(
+    estimate: Estimate, low: float = -math.inf, high: float = math.inf
+) -> float:
+    """Two-sided p of the bound that separates a claim (``low`` < number < ``high``) from the number.
 
-    def of(bound: float) -> float:
-        half = value - first if bound < value else last - value
-        away = abs(value - bound)
-        return (
-            float(2 * scipy.stats.norm.sf(Z95 * away / half))
-            if half
-            else float(away == 0)
-        )
+    Between the bounds it is the larger p of the two, beyond one of them that bound's. The p is normal, with the
+    half of the interval towards the bound as 1.96 standard errors: below 0.05 exactly where the interval leaves
+    the bound out, also where the interval is lopsided. NaN without a finite bound.
+    """
+    value = estimate.value
+    if not estimate.ci_low < value < estimate.ci_high:
+        # A correction for bias may leave the number outside its interval.
+        value = (estimate.ci_low + estimate.ci_high) / 2
 
-    if value < low or value > high:
-        return of(low if value < low else high)
+    if value < low:
+        return _bound_p(value, estimate, low)
+    if value > high:
+        return _bound_p(value, estimate, high)
+    finite_bounds = [bound for bound in (low, high) if math.isfinite(bound)]
     return max(
-        (of(bound) for bound in (low, high) if math.isfinite(bound)), default=math.nan
+        (_bound_p(value, estimate, bound) for bound in finite_bounds), default=math.nan
     )
 
 
-def joint(parts: Sequence[Finding], shown: Finding | None = None) -> Finding:
-    """One claim of several parts, with the numbers of the part that decides, or of ``shown``.
+def _bound_p(value: float, estimate: Estimate, bound: float) -> float:
+    """Two-sided normal p of one bound, from a value and the half of its interval towards the bound."""
+    half = estimate.ci_high - value
+    if bound < value:
+        half = value - estimate.ci_low
+    distance = abs(value - bound)
+    if not half:
+        return float(distance == 0)
+    return float(2 * scipy.stats.norm.sf(Z95 * distance / half))
 
-    It holds where all parts do, with the largest p (intersection-union test), and is contradicted where one
-    is, with its p times the number of parts (Bonferroni).
+
+def joint(parts: Sequence[Finding], shown: Finding | None = None) -> Finding:
+    """Join the findings on the parts of one claim, with the numbers of the part that decides.
+
+    The claim holds where all parts do, with the largest p (intersection-union test), and is contradicted where
+    one is, with its p times the number of parts (Bonferroni).
+
+    Args:
+        parts: A finding for each part.
+        shown: The part whose numbers to take instead.
     """
-    against = [part for part in parts if part.verdict == "contradicted"]
-    if against:
-        worst = min(against, key=lambda part: part.p)
-        worst = replace(worst, p=min(worst.p * len(parts), 1))
-        worst = worst if not worst.p > ALPHA else replace(worst, verdict="inconclusive")
+    contradicted = [part for part in parts if part.verdict == "contradicted"]
+    if contradicted:
+        decisive = min(contradicted, key=lambda part: part.p)
+        p = min(decisive.p * len(parts), 1)
+        verdict: Verdict = "inconclusive" if p > ALPHA else "contradicted"
     else:
         order = ("not testable", "inconclusive", "holds")
-        worst = min(parts, key=lambda part: (order.index(part.verdict), -part.p))
-    return replace(shown or worst, verdict=worst.verdict, p=worst.p)
+        decisive = min(parts, key=lambda part: (order.index(part.verdict), -part.p))
+        p = decisive.p
+        verdict = decisive.verdict
+    return replace(shown or decisive, verdict=verdict, p=p)
 
 
 def holm(p: Sequence[float]) -> Array:
-    """Adjusted p values (Holm 1979) of one family; what is not a number stays so and counts for nothing."""
+    """Adjust the p values of one family (Holm 1979).
+
+    Args:
+        p: Raw p values, [P]; NaN stays NaN and does not count.
+
+    Returns:
+        Adjusted p values, [P].
+    """
     raw = np.asarray(p, dtype=float)
-    order = np.argsort(raw)[: np.count_nonzero(~np.isnan(raw))]
-    steps = np.maximum.accumulate(raw[order] * np.arange(len(order), 0, -1))
-    out = np.full(len(raw), np.nan)
-    out[order] = np.minimum(steps, 1)
-    return out
+    count = np.count_nonzero(~np.isnan(raw))
+    order = np.argsort(raw)[:count]
+    steps = np.maximum.accumulate(raw[order] * np.arange(count, 0, -1))
+    adjusted = np.full(len(raw), np.nan)
+    adjusted[order] = np.minimum(steps, 1)
+    return adjusted
 
 
 def corrected(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings of one study on one model, whose verdicts rest on adjusted p values.
+    """Rest the verdicts of one study on one model on adjusted p values.
 
     A family is the paper's claims there, or our controls. In it the chance that any true bound is taken for
     passed is at most 5 %: a verdict whose adjusted p is larger becomes ``inconclusive``.
     """
-    out = list(findings)
+    result = list(findings)
     for kind in get_args(Kind):
-        family = [index for index, found in enumerate(out) if found.kind == kind]
-        for index, p in zip(
-            family, holm([out[index].p for index in family]), strict=True
-        ):
-            verdict: Verdict = "inconclusive" if p > ALPHA else out[index].verdict
-            out[index] = replace(out[index], p_holm=float(p), verdict=verdict)
-    return out
+        family = [i for i, finding in enumerate(result) if finding.kind == kind]
+        adjusted = holm([result[i].p for i in family])
+        for i, p in zip(family, adjusted, strict=True):
+            result[i] = replace(result[i], p_holm=float(p))
+            if p > ALPHA:
+                result[i] = replace(result[i], verdict="inconclusive")
+    return result
 
 
 def columns(name: str = "") -> list[str]:
-    """Columns of an estimate: ``value``, ``ci_low`` and ``ci_high``, or those that ``name`` begins."""
-    return [
-        name or "value",
-        *(f"{name}_{end}".strip("_") for end in ("ci_low", "ci_high")),
-    ]
+    """Columns of an estimate: ``value``, ``ci_low``, ``ci_high``, or ``name``, ``<name>_ci_low``, ..."""
+    if not name:
+        return ["value", "ci_low", "ci_high"]
+    return [name, f"{name}_ci_low", f"{name}_ci_high"]
 
 
 def estimate(
     row: Mapping[str, Any] | pd.Series, name: str = "", scale: float = 1.0
 ) -> Estimate:
-    """The estimate in a table's row: :func:`columns` times a factor, and ``n``."""
+    """Read an estimate from a table's row: its :func:`columns` times ``scale``, and ``n``."""
     value, low, high = (scale * float(row[column]) for column in columns(name))
     return Estimate(value, low, high, int(row["n"]))
 
 
-def ends(at: Estimate, name: str = "") -> dict[str, float]:
+def ends(estimate: Estimate, name: str = "") -> dict[str, float]:
     """A row's columns for an estimate, without n: the inverse of :func:`estimate`."""
-    return dict(zip(columns(name), at[:3], strict=True))
+    return dict(zip(columns(name), estimate[:3], strict=True))
 
 
 def frame(findings: Sequence[Finding], model: str) -> pd.DataFrame:

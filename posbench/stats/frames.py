@@ -7,67 +7,82 @@ from posbench.late import pd
 from posbench.stats.position_bias import STATISTICS
 
 UNMODIFIED = "none"
+"""Name of the unmodified model in tables."""
 SERVED = "served"
-"""What tables call the unmodified model, and one behind a server, of which it is not known what it is."""
+"""Name of a model behind a server, of which it is not known how it is modified."""
 
 
 def shown(method: object) -> str:
     """A method's name for readers."""
-    return "unmodified" if method == UNMODIFIED else str(method)
+    if method == UNMODIFIED:
+        return "unmodified"
+    return str(method)
 
 
-def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
+def need(frame: pd.DataFrame, name: str, *columns: str) -> None:
     """Raise `UserError` if a column is missing or the frame has no row."""
     missing = [column for column in columns if column not in frame]
-    if missing or frame.empty:
-        problem = f"columns missing: {', '.join(missing)}" if missing else "no row"
-        hint = "run the stage that writes these rows first"
-        raise UserError(what, problem, f"rows with {', '.join(columns)}", hint)
+    if missing:
+        problem = f"columns missing: {', '.join(missing)}"
+    elif frame.empty:
+        problem = "no row"
+    else:
+        return
+    hint = "run the stage that writes these rows first"
+    raise UserError(name, problem, f"rows with {', '.join(columns)}", hint)
 
 
-def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
+def need_one(frame: pd.DataFrame, name: str, *columns: str) -> None:
     """Raise `UserError` if a column holds several values, which a single panel would mix up."""
     for column in columns:
-        found = (
-            [str(value) for value in frame[column].unique()] if column in frame else []
-        )
-        if len(found) > 1:
-            raise UserError(
-                f"{what} {column}", ", ".join(found), "one", "draw one figure for each"
-            )
+        if column not in frame:
+            continue
+        values = frame[column].unique()
+        if len(values) > 1:
+            listed = ", ".join(str(value) for value in values)
+            hint = "draw one figure for each"
+            raise UserError(f"{name} {column}", listed, "one", hint)
 
 
 def own_metric(metrics: pd.DataFrame) -> pd.Series:
     """For each row the metric that its task is judged by: the first one in the task's table."""
-    task = metrics["task"] if "task" in metrics else pd.Series("", index=metrics.index)
-    derived = metrics["metric"].str.endswith("_difference") | metrics["metric"].isin(
-        STATISTICS
-    )
-    return metrics["metric"].mask(derived).groupby(task, sort=False).transform("first")
+    task = pd.Series("", index=metrics.index)
+    if "task" in metrics:
+        task = metrics["task"]
+    is_difference = metrics["metric"].str.endswith("_difference")
+    is_statistic = metrics["metric"].isin(STATISTICS)
+    scores = metrics["metric"].mask(is_difference | is_statistic)
+    return scores.groupby(task, sort=False).transform("first")
 
 
 def metric_name(metrics: pd.DataFrame) -> str:
     """The task's own metric in words; `score` where several tasks have different ones."""
     names = own_metric(metrics).unique()
-    return str(names[0]).replace("_", " ") if len(names) == 1 else "score"
+    if len(names) > 1:
+        return "score"
+    return str(names[0]).replace("_", " ")
 
 
 def of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
     """Rows of one metric: the task's own (empty), its paired ``difference``, or one by its name."""
-    own = own_metric(metrics)
-    name = {"": own, "difference": own + "_difference"}.get(metric, metric)
+    name: pd.Series | str = metric
+    if metric == "":
+        name = own_metric(metrics)
+    elif metric == "difference":
+        name = own_metric(metrics) + "_difference"
     return metrics[metrics["metric"] == name]
 
 
 def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of :func:`of_metric` at a gold position (not `all`), with `depth` as a number in 0..1; where the
-    task does not say how many items its prompts hold, the last position counts as 1."""
+    """Rows of :func:`of_metric` at a gold position (not `all`), with `depth` as a number in 0..1.
+
+    Where the task does not say how many items its prompts hold, the last position counts as 1.
+    """
     rows = of_metric(metrics, metric)
     rows = rows[rows["gold_position"].astype(str) != "all"]
     index = pd.to_numeric(rows["gold_position"])
-    return rows.assign(
-        depth=pd.to_numeric(rows["depth"]).fillna(index / max(index.max(), 1))
-    )
+    relative_index = index / max(index.max(), 1)
+    return rows.assign(depth=pd.to_numeric(rows["depth"]).fillna(relative_index))
 
 
 def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
@@ -78,9 +93,8 @@ def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
     """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
-    need(
-        attention, "attention", "method", "gold_position", "layer", "item", "attention"
-    )
+    columns = ("method", "gold_position", "layer", "item", "attention")
+    need(attention, "attention", *columns)
     items = int(attention["item"].max()) + 1
     rows = attention[attention["item"] == attention["gold_position"]]
     need(rows, "attention (rows with item = gold_position)", "attention")
@@ -88,11 +102,11 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 
 
 def strongest_layer(gold: pd.DataFrame) -> int:
-    """The layer (0-based) with the most attention to the gold item on average, unmodified where that ran."""
-    unmodified = gold[gold["method"] == UNMODIFIED]
-    return int(
-        (gold if unmodified.empty else unmodified)
-        .groupby("layer")["attention"]
-        .mean()
-        .idxmax()
-    )
+    """The layer (0-based) with the most attention to the gold item on average.
+
+    Of the unmodified model's rows where it has some, else of all.
+    """
+    rows = gold[gold["method"] == UNMODIFIED]
+    if rows.empty:
+        rows = gold
+    return int(rows.groupby("layer")["attention"].mean().idxmax())

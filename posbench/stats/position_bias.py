@@ -1,4 +1,4 @@
-"""What a score over gold positions amounts to: spread, gap, primacy, recency, drop (docs/metrics.md)."""
+"""Statistics of a score over gold positions: spread, gap, primacy, recency, middle drop (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -13,56 +13,71 @@ from posbench.stats.bootstrap import (
     Z95,
     Array,
     Estimate,
-    chunks,
+    chunk_sizes,
     combined,
     mean,
     percentile,
     quantiles,
     resampled,
-    tail,
+    tail_probability,
 )
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
 """Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
 what that is where positions do not matter, and the others of :func:`curve_statistics`."""
 
-ALMOST = 0.05
-"""So much more often than by guessing, or less often than always, is as good as that; see :func:`limit`."""
+NEGLIGIBLE_SHARE = 0.05
+"""A score that exceeds guessing, or falls short of 1, by no more than this shows no bias; see :func:`limit`."""
 
 
 def curves(
     frame: pd.DataFrame, name: str, by: str, resamples: int, seed: int = 0
 ) -> dict[Any, tuple[Array, Array]]:
-    """Mean score over K gold positions: for each value of ``by``, the curve [K] and its draws [R, K].
+    """Mean score at K gold positions, with bootstrap draws of questions that all curves share.
 
-    Equal questions (``cluster``) are drawn for all. A curve is not a number at a position without a row.
+    Args:
+        frame: Rows with gold_position, cluster, and the columns ``name`` and ``by``.
+        name: Column of the score.
+        by: Column with a curve for each of its values.
+        resamples: Number of draws R.
+        seed: Of the random generator.
+
+    Returns:
+        For each value of ``by`` the curve [K] and its draws [R, K], NaN at a position without a row.
     """
     frame = frame.dropna(subset=[name])
-    places = sorted(frame["gold_position"].unique())
+    positions = sorted(frame["gold_position"].unique())
     keys = list(dict.fromkeys(frame[by]))
-    parts = dict(iter(frame.groupby([by, "gold_position"], sort=False)))
-    cells = [(key, place) for key in keys for place in places if (key, place) in parts]
-    groups = {
-        cell: (parts[cell][name].to_numpy(), list(parts[cell]["cluster"]))
-        for cell in cells
-    }
-    found = resampled(groups, stratified=True, resamples=resamples, seed=seed)
-    nothing = np.nan, np.full(resamples, np.nan)
-    out = {}
+    cells = dict(iter(frame.groupby([by, "gold_position"], sort=False)))
+    groups = {}
     for key in keys:
-        means, drawn = zip(
-            *(found.get((key, place), nothing) for place in places), strict=True
-        )
-        out[key] = np.array(means), np.stack(drawn, axis=-1)
-    return out
+        for position in positions:
+            cell = cells.get((key, position))
+            if cell is not None:
+                groups[key, position] = (cell[name].to_numpy(), list(cell["cluster"]))
+    means = resampled(groups, stratified=True, resamples=resamples, seed=seed)
+    missing = (np.nan, np.full(resamples, np.nan))
+    result = {}
+    for key in keys:
+        points = [means.get((key, position), missing) for position in positions]
+        curve = np.array([value for value, _ in points])
+        draws = np.stack([point_draws for _, point_draws in points], axis=-1)
+        result[key] = (curve, draws)
+    return result
 
 
 def curve_statistics(means: Array) -> dict[str, Array]:
-    """What mean scores at K >= 3 gold positions in order, [..., K], amount to: by name, [...].
+    """Compute the statistics of mean scores at K >= 3 gold positions in order.
 
     ``primacy`` and ``recency`` are first and last position minus the mean of the inner ones; ``middle_drop``
     is the mean of the ends minus the lowest inner one; ``gap`` is best minus worst (Zhang et al. 2024,
     Ms-PoE: "Gap"). Sampling noise alone raises the last two.
+
+    Args:
+        means: Curves, [..., K].
+
+    Returns:
+        Each statistic, [...], by name.
     """
     first = means[..., 0]
     inner = means[..., 1:-1]
@@ -76,84 +91,116 @@ def curve_statistics(means: Array) -> dict[str, Array]:
 
 
 def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[Estimate, Array]:
-    """1 - mean of a column in the middle / its mean at the lower of the two ends: :func:`dip` and draws [R].
+    """Estimate the :func:`dip` of a column: 1 - its mean in the middle / its mean at the lower end.
 
     The middle is every gold position at a depth of 25 to 75 % of the prompt, give or take 5 for rounded
-    positions. The frame is of one number of items, with items, gold_position, depth (0..1) and cluster.
+    positions.
+
+    Args:
+        frame: Rows of one number of items, with items, gold_position, depth (0..1), cluster, and the column.
+        name: The column.
+        resamples: Number of draws R.
+
+    Returns:
+        The estimate and its draws, [R].
     """
     ((curve, draws),) = curves(frame, name, "items", resamples).values()
     depth = np.sort(frame["depth"].unique())
     middle = (depth >= 0.2) & (depth <= 0.8)
     middle[[0, -1]] = False
-    at = dip(curve, draws, middle, len(frame), frame["cluster"].nunique())
-    return at, _dips(draws, middle).min(1)
+    estimate = dip(curve, draws, middle, len(frame), frame["cluster"].nunique())
+    return estimate, _dips_from_ends(draws, middle).min(1)
 
 
 def dip(
     curve: Array, draws: Array, middle: NDArray[np.bool_], n: int, questions: int
 ) -> Estimate:
-    """1 - mean of a curve [K] in the middle, a mask [K], / its lower end; interval from the draws [R, K].
+    """Estimate 1 - mean of a curve in the middle / its lower end.
 
-    The lower one of two equal ends is the unluckier one. So each end of the interval is the lower of the two
+    Of two equal ends the lower one is the unluckier one. So each end of the interval is the lower of the two
     that the ends of the curve give one by one.
+
+    Args:
+        curve: Means at K gold positions, [K].
+        draws: Its bootstrap draws, [R, K].
+        middle: Mask of the positions in the middle, [K].
+        n: Prompts behind the curve.
+        questions: Clusters behind the curve.
     """
-    low, high = np.min(
-        [quantiles(each, questions) for each in _dips(draws, middle).T], axis=0
-    )
-    return Estimate(float(_dips(curve[None], middle).min()), float(low), float(high), n)
+    intervals = [
+        quantiles(draws_of_end, questions)
+        for draws_of_end in _dips_from_ends(draws, middle).T
+    ]
+    low, high = np.min(intervals, axis=0)
+    value = _dips_from_ends(curve[None], middle).min()
+    return Estimate(float(value), float(low), float(high), n)
 
 
-def _dips(means: Array, middle: NDArray[np.bool_]) -> Array:
-    """1 - mean in the middle / at either end of curves [..., K], [..., 2]; not a number where an end is 0."""
+def _dips_from_ends(means: Array, middle: NDArray[np.bool_]) -> Array:
+    """1 - mean in the middle / first and last position of curves [N, K], [N, 2]; NaN where an end is 0."""
     ends = means[:, [0, -1]]
-    none = np.full((len(means), 2), np.nan)
-    inner = means[:, middle].mean(1, keepdims=True) if middle.any() else none
-    return np.divide(
-        ends - inner, ends, out=none, where=(ends > 0).all(1, keepdims=True)
-    )
+    missing = np.full((len(means), 2), np.nan)
+    if not middle.any():
+        return missing
+    inner = means[:, middle].mean(1, keepdims=True)
+    has_ends = (ends > 0).all(1, keepdims=True)
+    return np.divide(ends - inner, ends, out=missing, where=has_ends)
 
 
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
-    """Standard deviation of a curve over K >= 2 gold positions without what sampling noise adds.
+    """Compute the standard deviation of a curve over gold positions without what sampling noise adds.
 
-    From the curve [K] and its draws [R, K], the root of what is left of the variance, 0 where noise explains
-    more than all of it. And for each draw [R] the deviation with which a curve of this shape plus the errors
-    of that draw varies as much as the one found; 0 where the errors alone vary more.
+    Args:
+        curve: Means at K >= 2 gold positions, [K].
+        draws: Its bootstrap draws, [R, K].
+
+    Returns:
+        The root of the curve's variance minus that of the noise, 0 where noise explains all of it; and for
+        each draw [R] the deviation with which a curve of this shape plus the errors of that draw would vary as
+        much as the observed one, 0 where the errors alone vary more.
     """
     variance = curve.var(ddof=1)
     errors = draws - curve
     noise = np.nanmean(draws.var(-1, ddof=1)) - variance
-    spread = errors.var(-1, ddof=1)
+    error_variance = errors.var(-1, ddof=1)
     shape = (curve - curve.mean()) / np.sqrt(variance or 1)
-    along = errors @ shape / (len(curve) - 1)
-    left = max(variance, np.nanmean(spread)) - spread
-    found = np.sqrt(np.maximum(along**2 + left, 0)) - along
-    return float(np.sqrt(np.maximum(variance - noise, 0))), np.where(
-        left > 0, found, 0.0
-    )
+    # Solve var(deviation * shape + errors) = observed variance, a quadratic equation, for the deviation.
+    covariance = errors @ shape / (len(curve) - 1)
+    excess = max(variance, np.nanmean(error_variance)) - error_variance
+    deviations = np.sqrt(np.maximum(covariance**2 + excess, 0)) - covariance
+    bias = float(np.sqrt(np.maximum(variance - noise, 0)))
+    return bias, np.where(excess > 0, deviations, 0.0)
 
 
 def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
-    """Why the scores (0..1) at the gold positions leave no bias to be seen, by their 95 % intervals.
+    """Explain why the scores at the gold positions can show no bias, by their 95 % intervals.
 
-    ``at the floor: ...`` where none is surely above that of a guess, ``at the ceiling: ...`` where none is
-    surely below 1, both give or take :data:`ALMOST`; ``too few questions: ...`` where so many at each
-    position could not show that even if all were wrong, or right (Wilson's interval); else empty.
+    Args:
+        positions: Mean score (0..1) at each gold position.
+        chance: Score of a guess, 0..1.
+        questions: Questions at each position.
+
+    Returns:
+        ``at the floor: ...`` where no score is surely above that of a guess, ``at the ceiling: ...`` where none
+        is surely below 1, both give or take :data:`NEGLIGIBLE_SHARE`; ``too few questions: ...`` where so many
+        could not show that even if all were wrong, or right (Wilson's interval); else empty.
     """
-    ends = [(at.ci_low, at.ci_high) for at in positions]
-    top = 1 - ALMOST
-    if not max(low for low, _ in ends) > chance + ALMOST:
+    estimates = list(positions)
+    ceiling = 1 - NEGLIGIBLE_SHARE
+    if not max(estimate.ci_low for estimate in estimates) > chance + NEGLIGIBLE_SHARE:
         guess = f"a guess, {100 * chance:.1f} %" if chance else "zero"
-        note = f"floor: no score is surely {100 * ALMOST:.0f} points above {guess}"
-        share = chance + ALMOST
-    elif not min(high for _, high in ends) < top:
-        note = f"ceiling: no score is surely below {100 * top:.0f} %"
-        share = ALMOST
+        points = f"{100 * NEGLIGIBLE_SHARE:.0f} points"
+        note = f"floor: no score is surely {points} above {guess}"
+        share = chance + NEGLIGIBLE_SHARE
+    elif not min(estimate.ci_high for estimate in estimates) < ceiling:
+        note = f"ceiling: no score is surely below {100 * ceiling:.0f} %"
+        share = NEGLIGIBLE_SHARE
     else:
         return ""
     least = int(np.ceil(Z95**2 * (1 - share) / share))
-    few = f"too few questions: ask {least} or more at each gold position"
-    return few if questions < least else f"at the {note}"
+    if questions < least:
+        return f"too few questions: ask {least} or more at each gold position"
+    return f"at the {note}"
 
 
 def rows(
@@ -164,72 +211,86 @@ def rows(
     seed: int,
     chance: float = 0.0,
 ) -> Iterator[tuple[str, str, Estimate, str]]:
-    """Method, statistic of :data:`STATISTICS` or its difference from the unmodified model, estimate, note.
+    """Estimate each of :data:`STATISTICS` for each method, and its difference from the unmodified model.
 
-    The note is the :func:`limit` at which the method or, of a difference, the unmodified model stands; the
-    estimate is then not a number. A difference of two gaps gets no row: that of the position biases says
-    more. ``frame`` has method, gold_position, cluster and the score ``name``.
+    Methods without a score at some gold position are left out. A difference of two gaps gets no row: that of
+    the position biases says more.
+
+    Args:
+        frame: Rows with method, gold_position, cluster and the score.
+        name: Column of the score.
+        unmodified: Name of the unmodified model in the column method.
+        resamples: Number of draws R.
+        seed: Of the random generators.
+        chance: Score of a guess, 0..1.
+
+    Yields:
+        Method, statistic (or ``<statistic>_difference``), estimate, and a note: the :func:`limit` at which the
+        method or, of a difference, the unmodified model stands; the estimate is then NaN.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
         return
-    base: tuple[Told, str] | None = None
-    found = curves(placed, name, "method", resamples, seed)
-    whole = [
-        method for method, (curve, _) in found.items() if not np.isnan(curve).any()
+    all_curves = curves(placed, name, "method", resamples, seed)
+    complete = [
+        method for method, (curve, _) in all_curves.items() if not np.isnan(curve).any()
     ]
-    for number, method in enumerate(sorted(whole, key=lambda m: m != unmodified)):
+    complete.sort(key=lambda method: method != unmodified)
+    base: CurveEstimates | None = None
+    base_note = ""
+    for index, method in enumerate(complete):
         part = placed[placed["method"] == method]
-        places = [
-            (here[name].to_numpy(), list(here["cluster"]))
-            for _, here in part.groupby("gold_position")
+        groups = [
+            (group[name].to_numpy(), list(group["cluster"]))
+            for _, group in part.groupby("gold_position")
         ]
-        sizes = np.array([len(values) for values, _ in places])
-        questions = min(len(set(clusters)) for _, clusters in places)
-        told = Told(
-            *found[method],
-            sizes,
-            questions,
-            part[name].isin((0, 1)).all(),
-            (seed, number),
+        questions = min(len(set(clusters)) for _, clusters in groups)
+        curve, draws = all_curves[method]
+        estimates = CurveEstimates(
+            curve,
+            draws,
+            sizes=np.array([len(values) for values, _ in groups]),
+            questions=questions,
+            is_binary=part[name].isin((0, 1)).all(),
+            seed=(seed, index),
         )
-        note = limit((mean(*group) for group in places), chance, questions)
-        shuffled = _shuffled_gaps(part, name, resamples, seed)
-        low, high = np.quantile(shuffled, [0.025, 0.975])
-        all_of = told.estimates | {
-            "gap_null": Estimate(float(shuffled.mean()), low, high, len(part))
-        }
-        for key in (
-            "gap",
-            "gap_null",
-            "primacy",
-            "recency",
-            "middle_drop",
-            "position_bias",
-        ):
-            yield method, key, _unless(note, all_of[key]), note
-            if base and not key.startswith("gap"):
-                either = note or base[1]
-                yield (
-                    method,
-                    f"{key}_difference",
-                    _unless(either, told.minus(base[0], key)),
-                    either,
-                )
+        positions = (mean(values, clusters) for values, clusters in groups)
+        note = limit(positions, chance, questions)
+        gaps = _shuffled_gaps(part, name, resamples, seed)
+        low, high = np.quantile(gaps, [0.025, 0.975])
+        gap_null = Estimate(float(gaps.mean()), low, high, len(part))
+
+        gap = estimates.by_statistic["gap"]
+        yield method, "gap", _unless(note, gap), note
+        yield method, "gap_null", _unless(note, gap_null), note
+        for key in ("primacy", "recency", "middle_drop", "position_bias"):
+            estimate = estimates.by_statistic[key]
+            yield method, key, _unless(note, estimate), note
+            if base is not None:
+                difference = estimates.difference_from(base, key)
+                either_note = note or base_note
+                difference = _unless(either_note, difference)
+                yield method, f"{key}_difference", difference, either_note
         if method == unmodified:
-            base = told, note
+            base = estimates
+            base_note = note
 
 
-def _unless(note: str, at: Estimate) -> Estimate:
-    """An estimate; without a number where there is a note."""
-    return Estimate(np.nan, np.nan, np.nan, at.n) if note else at
+def _unless(note: str, estimate: Estimate) -> Estimate:
+    """The estimate; NaN where there is a note."""
+    if note:
+        return Estimate(np.nan, np.nan, np.nan, estimate.n)
+    return estimate
 
 
-class Told:
-    """What the curve of a method says: ``estimates`` of the statistics, by name.
+class CurveEstimates:
+    """Estimates of the statistics of one method's curve over gold positions.
 
-    From the curve [K] and its draws [R, K], the prompts at each position [K], the fewest questions at any,
-    and whether all scores are 0 or 1; ``seed`` is that of :func:`_smoothed`.
+    Attributes:
+        by_statistic: Estimate of each of :func:`curve_statistics` and of :func:`position_bias`, by name.
+        draws: Bootstrap draws of each, [R], by name.
+        n: Prompts behind the curve.
+        questions: Fewest questions at a position.
     """
 
     def __init__(
@@ -238,92 +299,137 @@ class Told:
         draws: Array,
         sizes: Array,
         questions: int,
-        shares: bool,
+        is_binary: bool,
         seed: tuple[int, int],
     ) -> None:
+        """Estimate the statistics of a curve.
+
+        Args:
+            curve: Means at K gold positions, [K].
+            draws: Its bootstrap draws, [R, K].
+            sizes: Prompts at each position, [K].
+            questions: Fewest questions at a position.
+            is_binary: Whether all scores are 0 or 1.
+            seed: Of the noise of :func:`_smoothed`.
+        """
         self.n = int(sizes.sum())
         self.questions = questions
-        exact = {key: float(value) for key, value in curve_statistics(curve).items()}
-        exact["position_bias"] = position_bias(curve, draws)[0]
-        draws = _smoothed(curve, draws, sizes, seed) if shares else draws
-        self.draws = {
-            **curve_statistics(draws),
-            "position_bias": position_bias(curve, draws)[1],
-        }
-        self.estimates = {
+        values = {key: float(value) for key, value in curve_statistics(curve).items()}
+        values["position_bias"] = position_bias(curve, draws)[0]
+        if is_binary:
+            draws = _smoothed(curve, draws, sizes, seed)
+        self.draws = curve_statistics(draws)
+        self.draws["position_bias"] = position_bias(curve, draws)[1]
+        self.by_statistic = {
             key: percentile(value, self.draws[key], self.n, questions)
-            for key, value in exact.items()
+            for key, value in values.items()
         }
-        one = np.eye(len(curve))
-        contrasts = {"middle_drop": (one[0] + one[-1]) / 2 - one[1:-1]}
-        contrasts["gap"] = (one[:, None] - one)[~one.astype(bool)]
-        for key, of in contrasts.items() if questions > 1 else ():
-            low, high = _largest(of, curve, draws, self.draws[key], tail(questions))
-            low, high = (max(low, 0.0), min(high, 1.0)) if key == "gap" else (low, high)
-            self.estimates[key] = Estimate(exact[key], low, high, self.n)
+        if questions < 2:
+            return
+        # The largest of several contrasts has an interval of its own.
+        unit = np.eye(len(curve))
+        tail = tail_probability(questions)
+        drops = (unit[0] + unit[-1]) / 2 - unit[1:-1]
+        low, high = _largest_interval(
+            drops, curve, draws, self.draws["middle_drop"], tail
+        )
+        self.by_statistic["middle_drop"] = Estimate(
+            values["middle_drop"], low, high, self.n
+        )
+        differences = (unit[:, None] - unit)[~unit.astype(bool)]
+        low, high = _largest_interval(
+            differences, curve, draws, self.draws["gap"], tail
+        )
+        self.by_statistic["gap"] = Estimate(
+            values["gap"], max(low, 0.0), min(high, 1.0), self.n
+        )
 
-    def minus(self, base: Told, key: str) -> Estimate:
+    def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
         """Difference of a statistic from that of another method on the same questions."""
-        at = self.estimates[key]
-        was = base.estimates[key]
-        n = self.n
+        own_estimate = self.by_statistic[key]
+        base_estimate = base.by_statistic[key]
         if key != "middle_drop":
-            return percentile(
-                at.value - was.value,
-                self.draws[key] - base.draws[key],
-                n,
-                self.questions,
-            )
+            value = own_estimate.value - base_estimate.value
+            draws = self.draws[key] - base.draws[key]
+            return percentile(value, draws, self.n, self.questions)
         with np.errstate(invalid="ignore"):
-            r = np.nan_to_num(np.corrcoef(self.draws[key], base.draws[key])[0, 1])
-        return combined((at, was), (1, -1), n, float(r))
+            correlations = np.corrcoef(self.draws[key], base.draws[key])
+        correlation = float(np.nan_to_num(correlations[0, 1]))
+        return combined((own_estimate, base_estimate), (1, -1), self.n, correlation)
 
 
 def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -> Array:
-    """Draws [R, K] of shares with the noise that they lack at positions where nearly all prompts are right or
-    nearly all wrong: what half a prompt more of each kind would add to the variance."""
-    more = (curve * sizes + 0.5) / (sizes + 1)
-    lacks = more * (1 - more) / (sizes + 1) - curve * (1 - curve) / sizes
-    return draws + np.sqrt(np.maximum(lacks, 0)) * np.random.default_rng(seed).normal(
-        size=draws.shape
-    )
+    """Add the noise that draws of shares lack where nearly all prompts are right or nearly all wrong.
 
+    It has the variance that half a prompt more of each kind would add at a position.
 
-def _largest(
-    of: Array, curve: Array, draws: Array, found: Array, beyond: float
-) -> tuple[float, float]:
-    """Interval of the largest of P contrasts [P, K] of a curve [K], from its draws [R, K] and its value in
-    them, ``found`` [R]; ``beyond`` is the share of the draws beyond each end.
+    Args:
+        curve: Shares at K gold positions, [K].
+        draws: Their bootstrap draws, [R, K].
+        sizes: Prompts at each position, [K].
+        seed: Of the random generator.
 
-    The largest one found is the luckiest. So the lower end allows for the largest error of all that may be
-    the largest in truth (Chernozhukov, Lee and Rosen 2013); the upper one is that of the basic bootstrap.
+    Returns:
+        The draws with noise, [R, K].
     """
-    values = of @ curve
-    spread = np.cov(draws.T)
-    apart = of - of[values.argmax()]
-    margin = (
-        2 * Z95 * np.sqrt(np.maximum(np.einsum("pk,kl,pl->p", apart, spread, apart), 0))
-    )
-    among = of[values >= values.max() - margin]
-    errors = (draws - curve) @ among.T
+    shares = (curve * sizes + 0.5) / (sizes + 1)
+    lacking = shares * (1 - shares) / (sizes + 1) - curve * (1 - curve) / sizes
+    noise = np.random.default_rng(seed).normal(size=draws.shape)
+    return draws + np.sqrt(np.maximum(lacking, 0)) * noise
+
+
+def _largest_interval(
+    contrasts: Array, curve: Array, draws: Array, maxima: Array, tail: float
+) -> tuple[float, float]:
+    """Compute the interval of the largest of P contrasts of a curve.
+
+    The largest observed one is the luckiest. So the lower end allows for the largest error of all contrasts
+    that may be the largest in truth (Chernozhukov, Lee and Rosen 2013); the upper one is that of the basic
+    bootstrap.
+
+    Args:
+        contrasts: Weights of the gold positions, [P, K].
+        curve: Means at the gold positions, [K].
+        draws: Its bootstrap draws, [R, K].
+        maxima: The largest contrast in each draw, [R].
+        tail: Share of the draws beyond each end.
+
+    Returns:
+        Lower and upper end.
+    """
+    values = contrasts @ curve
+    covariance = np.cov(draws.T)
+    differences = contrasts - contrasts[values.argmax()]
+    variances = np.einsum("pk,kl,pl->p", differences, covariance, differences)
+    margins = 2 * Z95 * np.sqrt(np.maximum(variances, 0))
+    candidates = contrasts[values >= values.max() - margins]
+    errors = (draws - curve) @ candidates.T
     scale = np.maximum(errors.std(0), 1e-12)
-    reach = np.quantile((errors / scale).max(1), 1 - beyond)
-    high = 2 * values.max() - np.quantile(found, beyond)
-    return float((among @ curve - reach * scale).max()), float(high)
+    reach = np.quantile((errors / scale).max(1), 1 - tail)
+    low = (candidates @ curve - reach * scale).max()
+    high = 2 * values.max() - np.quantile(maxima, tail)
+    return float(low), float(high)
 
 
 def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
-    """Best minus worst position, [R], positions shuffled within questions asked at several, else in all."""
-    _, member = np.unique(part["cluster"], return_inverse=True)
-    order = np.argsort(member, kind="stable")
-    block = member[order] if member.max() + 1 < len(member) else np.zeros(len(member))
+    """Best minus worst gold position after shuffling the positions, for each of R shuffles, [R].
+
+    Positions are shuffled within each question where questions are asked at several, else among all prompts.
+    """
+    _, questions = np.unique(part["cluster"], return_inverse=True)
+    order = np.argsort(questions, kind="stable")
+    blocks: NDArray[Any] = np.zeros(len(questions))
+    if questions.max() + 1 < len(questions):
+        blocks = questions[order]
     values = part[name].to_numpy(dtype=np.float64)[order]
-    places = part["gold_position"].to_numpy(dtype=np.int64)[order]
-    _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
-    shares = np.eye(len(counts))[place] / counts
+    positions = part["gold_position"].to_numpy(dtype=np.int64)[order]
+    _, columns, counts = np.unique(positions, return_inverse=True, return_counts=True)
+    averaging = np.eye(len(counts))[columns] / counts  # [prompts, positions]
     rng = np.random.default_rng(seed)
     gaps = []
-    for size in chunks(resamples, len(order)):
-        keys = rng.random((size, len(order))) + block
-        gaps.append(np.ptp(values[np.argsort(keys, axis=1)] @ shares, axis=1))
+    for chunk_size in chunk_sizes(resamples, len(order)):
+        # Sorting random numbers plus the number of the block shuffles within blocks.
+        keys = rng.random((chunk_size, len(order))) + blocks
+        shuffled = values[np.argsort(keys, axis=1)]
+        gaps.append(np.ptp(shuffled @ averaging, axis=1))
     return np.concatenate(gaps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,214 +13,253 @@ from posbench.errors import UserError
 from posbench.late import pd
 from posbench.schema import Count, Positive
 from posbench.stats.bootstrap import Z95, Estimate
-from posbench.stats.findings import FEW
+from posbench.stats.findings import MIN_OBSERVATIONS
 from posbench.tasks import Task
 from posbench.tasks.items import Placed, at_percent
 
 Z90 = 1.6448536269514722
 MARGIN = 0.05  # of a share: the largest distance that still counts as the same number
+BLANKS = ("—", "-", "/", "")  # cells that the papers leave empty
 
 
 def table(file: str, *columns: str) -> pd.DataFrame:
-    """A table of ``experiments/reference`` or of the user's own path, every cell as printed. Raises
-    `UserError` where there is no such file or it lacks one of the columns."""
+    """Read a table of ``experiments/reference`` or of the user's own path, every cell as printed.
+
+    Raises:
+        UserError: There is no such file, or it lacks one of the columns.
+    """
     path = paths.EXPERIMENTS / "reference" / file
-    found = (
-        pd.read_csv(path, dtype=str, keep_default_na=False)
-        if path.is_file()
-        else pd.DataFrame()
-    )
-    if found.empty or not set(columns) <= set(found):
-        allowed = f"a CSV in {path.parent}" + (
-            f" with columns {', '.join(columns)}" if columns else ""
-        )
+    cells = pd.DataFrame()
+    if path.is_file():
+        cells = pd.read_csv(path, dtype=str, keep_default_na=False)
+    if cells.empty or not set(columns) <= set(cells):
+        allowed = f"a CSV in {path.parent}"
+        if columns:
+            allowed += f" with columns {', '.join(columns)}"
         raise UserError("experiment.reference.file", file, allowed, "check the name")
-    return found
+    return cells
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Which rows of a paper's table an experiment is held against, and how their names map to ours."""
+    """Which rows of a paper's table an experiment is held against, and how their names map to ours.
 
-    file: str  # CSV in ``experiments/reference`` with columns model, method, task, position, metric, value
-    paper_task: str  # value of its task column
-    # our name of it; ``task/subset`` for a data set of a benchmark, whose name is then the position
+    Attributes:
+        file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
+        paper_task: Value of its task column.
+        task: Our name of that task; ``task/subset`` for a data set of a benchmark, whose name is then the
+            position.
+        source: Paper and table, for the report.
+        models: The paper's model name -> ours; rows of other models keep the paper's name.
+        methods: The paper's method name -> ours; rows of other methods are left out.
+        variant: What distinguishes this run within its sweep, an interpolation as ``${search.curve} curve``.
+        variants: Further methods of a run, by its variant.
+        further_tasks: Further tasks of the same table, the paper's name -> ours.
+        positions: The paper's position label -> ours (``all`` for the average); others stay as printed.
+        metrics: The paper's metric -> ours; values in percent become shares.
+        setting: Task fields that must have these values for the numbers to be comparable.
+        settings: Further ones by model (our name), which a run of that model takes unless the user typed the
+            key.
+        percent: Whether values are in percent although the metric's name does not say ``(%)``.
+        margin: Distance (of shares) within which a number of ours agrees, see `agreement`.
+        n: The paper's task name -> examples behind each of its cells, where the paper says so.
+    """
+
+    file: str
+    paper_task: str
     task: str
-    source: str  # paper and table, for the report
-    models: dict[
-        str, str
-    ]  # paper's model name -> ours; rows of other models keep the paper's name
-    methods: dict[
-        str, str
-    ]  # paper's method name -> ours; rows of other methods are left out
-    # what tells this run from others of its sweep, an interpolation as ``${search.curve} curve``, and by it
-    # further methods, those of this run alone
+    source: str
+    models: dict[str, str]
+    methods: dict[str, str]
     variant: str = ""
     variants: dict[str, dict[str, str]] = field(default_factory=dict)
-    # further tasks of the same table, paper's name -> ours
     further_tasks: dict[str, str] = field(default_factory=dict)
-    # paper's position label -> ours (``all`` for the average); others stay as printed
     positions: dict[str, str] = field(default_factory=dict)
-    # paper's metric -> ours; values in percent become shares
     metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
-    # task fields that must have these values for the numbers to be comparable
     setting: dict[str, Any] = field(default_factory=dict)
-    # further ones by model (our name), which a run of that model takes unless the user typed the key
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    percent: bool = False  # whether values are in percent although the metric's name does not say ``(%)``
-    margin: Positive = MARGIN  # distance (of shares) within which a number of ours agrees, see `agreement`
-    # paper's task name -> examples behind each of its cells, where the paper says so
+    percent: bool = False
+    margin: Positive = MARGIN
     n: dict[str, Count] = field(default_factory=dict)
 
     def beside(self, task: Task, model: str) -> tuple[list[dict[str, Any]], str]:
-        """The rows that hold in a run of this task and model, and why there are none, or no averages.
+        """Select the paper's rows that apply to a run of a task by a model.
 
-        Each row stands in the setting of its own model. A label such as ``25%`` becomes the index that the
-        task gives it. An average over other gold positions than the run's is left out. Raises as ``rows``.
+        Each row requires the setting of its own model. A label such as ``25%`` becomes the index that the
+        task gives it. An average over other gold positions than the run's is left out.
+
+        Returns:
+            The rows of :meth:`rows` that apply, and why there are none, or no averages.
+
+        Raises:
+            UserError: As :meth:`rows`.
         """
         rows = self.rows()
-        wanted: dict[str, list[Any]] = {
-            "task": list({row["task"]: None for row in rows})
-        }
-        here: dict[str, Any] = {"task": task.name}
-        if task.name in wanted["task"]:
+        table_tasks = list(dict.fromkeys(row["task"] for row in rows))
+        mismatches = []
+        if task.name not in table_tasks:
+            mismatches.append(_mismatch("task", task.name, table_tasks))
+        else:
             rows = [row for row in rows if row["task"] == task.name]
-            for name in [model] if model in self.settings else self.settings or [model]:
-                for key, value in self._setting(name).items():
-                    wanted.setdefault(key, []).append(value)
-                    here[key] = getattr(task, key, None)
-        other = [
-            f"{key}={here[key]} (paper {' or '.join(dict.fromkeys(map(str, values)))})"
-            for key, values in wanted.items()
-            if here[key] not in values
+            for key, allowed in self._allowed_settings(model).items():
+                value = getattr(task, key, None)
+                if value not in allowed:
+                    mismatches.append(_mismatch(key, value, allowed))
+        if mismatches:
+            listed = ", ".join(mismatches)
+            note = f"This run has {listed}: the paper's numbers do not apply to it."
+            return [], note
+        task_fields = vars(task)
+        applicable = [
+            row
+            for row in rows
+            if self._setting(row["model"]).items() <= task_fields.items()
         ]
-        if other:
-            return (
-                [],
-                f"This run has {', '.join(other)}: the paper's numbers do not apply to it.",
-            )
-        mine = [
-            self._setting(row["model"]).items() <= vars(task).items() for row in rows
-        ]
-        return _placed(
-            [row for row, same in zip(rows, mine, strict=True) if same], task
-        )
+        return _at_gold_positions(applicable, task)
 
     def _setting(self, model: str) -> dict[str, Any]:
+        """Values that task fields must have for the rows of a model."""
         return {**self.setting, **self.settings.get(model, {})}
 
+    def _allowed_settings(self, model: str) -> dict[str, list[Any]]:
+        """Values that each task field may have in a run of a model; of any model where it has no setting."""
+        models = list(self.settings)
+        if model in self.settings or not self.settings:
+            models = [model]
+        allowed: dict[str, list[Any]] = {}
+        for name in models:
+            for key, value in self._setting(name).items():
+                allowed.setdefault(key, []).append(value)
+        return allowed
+
     def rows(self) -> list[dict[str, Any]]:
-        """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source,
-        margin, and n where the paper states it.
-        Raises `UserError` where the file, the task, a mapped name or a number of it is missing."""
-        printed = table(
-            self.file, "model", "method", "task", "position", "metric", "value"
-        )
+        """The paper's rows in our names.
+
+        Returns:
+            Rows of model, method, task, gold_position, metric, value (0..1), source, margin, and n where the
+            paper states it.
+
+        Raises:
+            UserError: The file, the task, a mapped name or a number is missing.
+        """
+        columns = ("model", "method", "task", "position", "metric", "value")
+        printed = table(self.file, *columns)
         tasks = {self.paper_task: self.task, **self.further_tasks}
         methods = {**self.methods, **self.variants.get(self.variant, {})}
-        for column, names in {
-            "task": tasks,
-            "method": methods,
-            "metric": self.metrics,
-        }.items():
-            printed = printed[printed[column].isin(list(names))]
+        printed = printed[printed["task"].isin(list(tasks))]
+        printed = printed[printed["method"].isin(list(methods))]
+        printed = printed[printed["metric"].isin(list(self.metrics))]
         if printed.empty:
-            where = "experiment.reference.paper_task"
+            key = "experiment.reference.paper_task"
             allowed = f"a task in {self.file}"
-            raise UserError(where, self.paper_task, allowed, "check the name")
-        for key in (
-            "paper_task",
-            "further_tasks",
-            "models",
-            "methods",
-            "positions",
-            "n",
-        ):
-            there = printed[
-                "task" if "task" in key or key == "n" else key.removesuffix("s")
-            ]
-            mapped: Sequence[str] = (
-                [self.paper_task] if key == "paper_task" else getattr(self, key)
-            )
-            mapped = list(methods) if key == "methods" else mapped
-            for name in set(mapped) - set(there):
-                hint = f"write it as {self.file} does"
-                raise UserError(
-                    f"experiment.reference.{key}",
-                    name,
-                    ", ".join(dict.fromkeys(there)),
-                    hint,
-                )
-        filled = printed[
-            ~printed["value"].isin(["—", "-", "/", ""])
-        ]  # cells that the papers leave blank
-        task = filled["task"].map(tasks).str.partition("/")
-        place = filled["position"].replace("", "all")
-        number = pd.to_numeric(filled["value"], errors="coerce")
-        for text in filled.loc[number.isna(), "value"]:
+            raise UserError(key, self.paper_task, allowed, "check the name")
+        self._check_names(printed, methods)
+
+        filled = printed[~printed["value"].isin(BLANKS)]
+        values = pd.to_numeric(filled["value"], errors="coerce")
+        for text in filled.loc[values.isna(), "value"]:
+            key = "experiment.reference.file"
             hint = f"correct {self.file}, or leave the cell blank"
-            raise UserError(
-                "experiment.reference.file", text, "numbers in the column value", hint
-            )
-        percent = self.percent | filled["metric"].str.endswith("(%)")
-        columns = {
-            "model": filled["model"].replace(self.models),
-            "method": filled["method"].map(methods),
-            "task": task[0],
-            "gold_position": task[2].where(
-                task[2] != "", place.replace(self.positions)
-            ),
-            "metric": filled["metric"].map(self.metrics),
-            "value": number / np.where(percent, 100, 1),
-        }
-        rows = (
-            pd.DataFrame(columns)
-            .assign(source=self.source, margin=self.margin)
-            .to_dict("records")
+            raise UserError(key, text, "numbers in the column value", hint)
+        is_percent = self.percent | filled["metric"].str.endswith("(%)")
+        task_and_subset = filled["task"].map(tasks).str.partition("/")
+        subset = task_and_subset[2]
+        position = filled["position"].replace("", "all").replace(self.positions)
+        result = pd.DataFrame(
+            {
+                "model": filled["model"].replace(self.models),
+                "method": filled["method"].map(methods),
+                "task": task_and_subset[0],
+                "gold_position": subset.where(subset != "", position),
+                "metric": filled["metric"].map(self.metrics),
+                "value": values / np.where(is_percent, 100, 1),
+                "source": self.source,
+                "margin": self.margin,
+            }
         )
-        sizes = filled["task"].map(self.n)
-        return [
-            r if pd.isna(n) else {**r, "n": int(n)}
-            for r, n in zip(rows, sizes, strict=True)
-        ]
+        rows = result.to_dict("records")
+        for row, n in zip(rows, filled["task"].map(self.n), strict=True):
+            if not pd.isna(n):
+                row["n"] = int(n)
+        return rows
+
+    def _check_names(self, printed: pd.DataFrame, methods: Mapping[str, str]) -> None:
+        """Raise `UserError` for a mapped name that is not in the paper's table."""
+        names_by_field: dict[str, tuple[str, Iterable[str]]] = {
+            "paper_task": ("task", [self.paper_task]),
+            "further_tasks": ("task", self.further_tasks),
+            "models": ("model", self.models),
+            "methods": ("method", methods),
+            "positions": ("position", self.positions),
+            "n": ("task", self.n),
+        }
+        for key, (column, names) in names_by_field.items():
+            for name in set(names) - set(printed[column]):
+                allowed = ", ".join(dict.fromkeys(printed[column]))
+                hint = f"write it as {self.file} does"
+                raise UserError(f"experiment.reference.{key}", name, allowed, hint)
 
 
-def _placed(rows: list[dict[str, Any]], task: Task) -> tuple[list[dict[str, Any]], str]:
-    """The rows with the indices of their gold positions; averages only over the positions that are asked."""
+def _mismatch(key: str, value: Any, allowed: list[Any]) -> str:
+    """How a run differs from the paper, such as ``pairs=10 (paper 75 or 140)``."""
+    return f"{key}={value} (paper {' or '.join(dict.fromkeys(map(str, allowed)))})"
+
+
+def _at_gold_positions(
+    rows: list[dict[str, Any]], task: Task
+) -> tuple[list[dict[str, Any]], str]:
+    """Replace labels such as ``25%`` by the gold positions of a run's prompts.
+
+    Returns:
+        The rows, without averages over other gold positions than the run's, and a note where there are such.
+    """
     labels = {
         row["gold_position"] for row in rows if row["gold_position"].endswith("%")
     }
     if not labels or not isinstance(task, Placed):
         return rows, ""
-    index = {label: at_percent(label, task.items) for label in labels}
-    asked = {place: str(place) for place in task.gold_positions}
-    rows = [
-        {**r, "gold_position": asked.get(index.get(at := r["gold_position"], -1), at)}
-        for r in rows
-    ]
-    if set(index.values()) == set(asked):
-        return rows, ""
+    positions = {label: at_percent(label, task.items) for label in labels}
+    run_positions = set(task.gold_positions)
+    result = []
+    for row in rows:
+        position = positions.get(row["gold_position"])
+        if position in run_positions:
+            row = {**row, "gold_position": str(position)}
+        result.append(row)
+    if set(positions.values()) == run_positions:
+        return result, ""
     note = "The paper's averages are over other gold positions and are left out."
-    return [row for row in rows if row["gold_position"] != "all"], note
+    return [row for row in result if row["gold_position"] != "all"], note
 
 
 def agreement(ours: Estimate, paper: Estimate, margin: float) -> str:
-    """Whether a number of ours is the paper's, up to a margin: an equivalence test of two one-sided tests.
+    """Test whether a number of ours equals the paper's up to a margin, by two one-sided tests.
 
-    ``agrees``: the 90 % interval of ours minus the paper's lies within +-margin (each side at 5 %);
-    ``differs``: it lies wholly beyond; else ``inconclusive``. It adds both 95 % intervals by their halves
-    (Zou and Donner 2008); the paper's has no width where its n is not known.
+    The interval of the difference adds both 95 % intervals by their halves (Zou and Donner 2008) and is scaled
+    to 90 %, so that each side is tested at 5 %.
+
+    Args:
+        ours: Our number.
+        paper: The paper's; its interval has no width where its n is not known.
+        margin: The largest distance that still counts as equal, in the numbers' unit.
+
+    Returns:
+        ``agrees`` where the interval lies within +-margin, ``differs`` where it lies wholly beyond,
+        ``no interval`` where our number has none, else ``inconclusive``.
     """
-    if any(np.isnan([ours.ci_low, ours.ci_high])):
+    if np.isnan(ours.ci_low) or np.isnan(ours.ci_high):
         return "no interval"
-    away = ours.value - paper.value
-    part = Z90 / Z95
-    low = away - part * np.hypot(
+    difference = ours.value - paper.value
+    to_90_percent = Z90 / Z95
+    low = difference - to_90_percent * np.hypot(
         max(ours.value - ours.ci_low, 0), paper.ci_high - paper.value
     )
-    high = away + part * np.hypot(
+    high = difference + to_90_percent * np.hypot(
         max(ours.ci_high - ours.value, 0), paper.value - paper.ci_low
     )
-    if ours.n < FEW or low <= -margin <= high or low <= margin <= high:
+    contains_bound = low <= -margin <= high or low <= margin <= high
+    if ours.n < MIN_OBSERVATIONS or contains_bound:
         return "inconclusive"
-    return "agrees" if -margin < low and high < margin else "differs"
+    if -margin < low and high < margin:
+        return "agrees"
+    return "differs"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +16,10 @@ from posbench.stats.bootstrap import (
     Array,
     Estimate,
     combined,
-    drawn_means,
     mean,
     paired,
     percentile,
+    resampled_means,
 )
 from posbench.tasks.base import Task
 
@@ -32,8 +33,40 @@ the curve over gold positions; their note says why no bias can be seen, where th
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""
 
-Line = tuple[str, str, str, str, Estimate]
-"""Method, subset or average, kind, metric, estimate."""
+
+class ScoreGroup(NamedTuple):
+    """One method's rows with a metric.
+
+    Attributes:
+        method: Name of the method.
+        metric: Column of the metric.
+        label: The metric's name in tables: the same, or ``<metric>_difference`` of rows that also hold the
+            unmodified model's value on the same prompt, in ``<metric>_base``.
+        rows: Rows of prompts, from :func:`scored`.
+    """
+
+    method: str
+    metric: str
+    label: str
+    rows: pd.DataFrame
+
+    def mean(self, rows: pd.DataFrame) -> Estimate:
+        """Estimate the mean, or that of the paired differences, over some of the rows."""
+        values = rows[self.metric].to_numpy()
+        clusters = list(rows["cluster"])
+        if self.label == self.metric:
+            return mean(values, clusters)
+        return paired(values, rows[f"{self.metric}_base"].to_numpy(), clusters)
+
+
+class SubsetEstimate(NamedTuple):
+    """A method's mean of a metric over a subset, or a named average over subsets (``kind``)."""
+
+    method: str
+    subset: str
+    kind: str
+    label: str
+    estimate: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,195 +83,248 @@ class Tabulator:
     resamples: int
     seed: int
 
+    @property
+    def _composes_score(self) -> bool:
+        """Whether the task makes its metric from the means of several metrics."""
+        return type(self.task).total is not Task.total
+
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-        """The scores at every gold position and over all prompts: :data:`COLUMNS`; see :func:`scored`."""
-        frame, names = scored(rows, self.task)
-        own = self.task.metric
+        """Tabulate the scores at every gold position and over all prompts.
+
+        Args:
+            rows: Prediction rows, see :func:`scored`.
+
+        Returns:
+            ``metrics.csv`` with :data:`COLUMNS`.
+        """
+        frame, metrics = scored(rows, self.task)
+        task_metric = self.task.metric
         items = self.task.items or 0
-        totals = self._totals(frame, names)
-        out = []
-        for method, name, shown, part in self._parts(frame, names):
-            for place, group in (
-                part.groupby("gold_position", sort=True) if name == own else ()
-            ):
-                depth = place / (items - 1) if items > 1 else np.nan
-                at = self._mean(group, name, shown)
-                out.append((*self._row(method, str(int(place)), depth, shown, at), ""))
-            if (method, shown) in totals or len(part):
-                at = totals.get((method, shown)) or self._mean(part, name, shown)
-                out.append((*self._row(method, "all", np.nan, shown, at), ""))
-        chance = self.task.chance or 0.0
-        draws = (self.resamples, self.seed)
-        for method, name, at, note in position_bias.rows(
-            frame, own, self.unmodified, *draws, chance
-        ):
-            out.append((*self._row(method, "all", np.nan, name, at), note))
-        return pd.DataFrame(out, columns=list(COLUMNS))
+        totals = self._totals(frame, metrics)
+        over_all = {"gold_position": "all", "depth": np.nan}
+        lines = []
+        for group in self._groups(frame, metrics):
+            if group.metric == task_metric:
+                for position, part in group.rows.groupby("gold_position", sort=True):
+                    estimate = group.mean(part)
+                    lines.append(
+                        {
+                            **self._line(group.method, group.label, estimate),
+                            "gold_position": str(int(position)),
+                            "depth": position / (items - 1) if items > 1 else np.nan,
+                            "note": "",
+                        }
+                    )
+            total = totals.get((group.method, group.label))
+            if total is None and len(group.rows):
+                total = group.mean(group.rows)
+            if total is not None:
+                line = self._line(group.method, group.label, total)
+                lines.append({**line, **over_all, "note": ""})
+
+        statistics = position_bias.rows(
+            frame,
+            task_metric,
+            self.unmodified,
+            self.resamples,
+            self.seed,
+            self.task.chance or 0.0,
+        )
+        for method, statistic, estimate, note in statistics:
+            line = self._line(method, statistic, estimate)
+            lines.append({**line, **over_all, "note": note})
+        return pd.DataFrame(lines, columns=list(COLUMNS))
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-        """Every subset with all metrics, every named average with the task's own: :data:`SUBSET_COLUMNS`; no
-        row where the task has one subset."""
-        frame, names = scored(rows, self.task)
-        found = self._subsets(frame, names) if frame["subset"].nunique() > 1 else ()
-        out = [self._row(*line) for line in found]
-        return pd.DataFrame(out, columns=list(SUBSET_COLUMNS))
+        """Tabulate every subset with all metrics, and every named average with the task's own.
 
-    def _row(self, method: str, *cells: Any) -> tuple[Any, ...]:
-        """A row of either table; the last cell is the estimate."""
-        *front, at = cells
-        return (
-            self.model,
-            method,
-            self.task.name,
-            *front,
-            at.value,
-            at.n,
-            at.ci_low,
-            at.ci_high,
-            self.seed,
-        )
+        Args:
+            rows: Prediction rows, see :func:`scored`.
 
-    def _parts(
-        self, frame: pd.DataFrame, names: Sequence[str]
-    ) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
-        """Method, metric, its name in tables, rows: the scores, then those that have one of the unmodified
-        model beside them, ``<metric>_base``, for paired differences."""
-        for name in names:
-            by_method = dict(
-                iter(frame.dropna(subset=[name]).groupby("method", sort=False))
-            )
-            yield from (
-                (str(method), name, name, part) for method, part in by_method.items()
-            )
-            base = by_method.pop(self.unmodified, frame.iloc[:0])[["id", name]]
-            for method, part in by_method.items():
-                both = part.merge(base, on="id", suffixes=("", "_base"))
-                yield str(method), name, f"{name}_difference", both
+        Returns:
+            ``subsets.csv`` with :data:`SUBSET_COLUMNS`; no row where the task has one subset.
+        """
+        frame, metrics = scored(rows, self.task)
+        lines = []
+        if frame["subset"].nunique() > 1:
+            for method, subset, kind, label, estimate in self._subset_estimates(
+                frame, metrics
+            ):
+                line = self._line(method, label, estimate)
+                lines.append({**line, "subset": subset, "kind": kind})
+        return pd.DataFrame(lines, columns=list(SUBSET_COLUMNS))
 
-    def _mean(self, group: pd.DataFrame, name: str, shown: str) -> Estimate:
-        """A mean, or that of paired differences, with its interval."""
-        values = group[name].to_numpy()
-        clusters = list(group["cluster"])
-        if shown == name:
-            return mean(values, clusters)
-        before = group[f"{name}_base"].to_numpy()
-        return paired(values, before, clusters)
-
-    def _totals(
-        self, frame: pd.DataFrame, names: list[str]
-    ) -> dict[tuple[str, str], Estimate]:
-        """By method and metric, what the subsets amount to; empty where that is the mean over all prompts."""
-        if frame["subset"].nunique() == 1 and type(self.task).total is Task.total:
-            return {}
-        found = self._subsets(frame, names)
+    def _line(self, method: str, label: str, estimate: Estimate) -> dict[str, Any]:
+        """Cells that both tables have in a row."""
         return {
-            (method, name): at for method, where, _, name, at in found if where == "all"
+            "model": self.model,
+            "method": method,
+            "task": self.task.name,
+            "metric": label,
+            "value": estimate.value,
+            "n": estimate.n,
+            "ci_low": estimate.ci_low,
+            "ci_high": estimate.ci_high,
+            "seed": self.seed,
         }
 
-    def _subsets(self, frame: pd.DataFrame, names: list[str]) -> Iterator[Line]:
-        """Every subset's and average's estimates; no question is in two subsets."""
-        own = self.task.metric
+    def _groups(
+        self, frame: pd.DataFrame, metrics: Sequence[str]
+    ) -> Iterator[ScoreGroup]:
+        """For each metric the scores of every method, then their pairs with the unmodified model's."""
+        for metric in metrics:
+            with_score = frame.dropna(subset=[metric])
+            rows_by_method = dict(iter(with_score.groupby("method", sort=False)))
+            for method, rows in rows_by_method.items():
+                yield ScoreGroup(str(method), metric, metric, rows)
+            unmodified = rows_by_method.pop(self.unmodified, frame.iloc[:0])
+            base = unmodified[["id", metric]]
+            for method, rows in rows_by_method.items():
+                pairs = rows.merge(base, on="id", suffixes=("", "_base"))
+                yield ScoreGroup(str(method), metric, f"{metric}_difference", pairs)
+
+    def _totals(
+        self, frame: pd.DataFrame, metrics: Sequence[str]
+    ) -> dict[tuple[str, str], Estimate]:
+        """The average ``all`` over subsets, by method and label; empty where it is the mean over all prompts."""
+        if frame["subset"].nunique() == 1 and not self._composes_score:
+            return {}
+        return {
+            (method, label): estimate
+            for method, subset, _, label, estimate in self._subset_estimates(
+                frame, metrics
+            )
+            if subset == "all"
+        }
+
+    def _subset_estimates(
+        self, frame: pd.DataFrame, metrics: Sequence[str]
+    ) -> Iterator[SubsetEstimate]:
+        """Estimate every subset and every average; no question is in two subsets."""
+        task_metric = self.task.metric
         subsets = list(dict.fromkeys(frame["subset"]))
         methods = list(dict.fromkeys(frame["method"]))
-        averages = {"all": tuple(subsets)} | dict(self.task.averages())
-        # An average that is made of other averages comes after them, and the total last.
-        averages["all"] = averages.pop("all")
-        found: dict[tuple[str, str, str], Estimate] = {}
+        estimates: dict[tuple[str, str, str], Estimate] = {}
         for subset in subsets:
-            here = frame[frame["subset"] == subset].sort_values("id")
-            for method, name, shown, part in self._parts(here, names):
-                if len(part):
-                    found[method, subset, shown] = self._mean(part, name, shown)
-            if type(self.task).total is not Task.total:
-                seed = zlib.crc32(subset.encode())
-                found |= {
-                    (m, subset, shown): at
-                    for m, shown, at in self._made(here, names, seed)
-                }
-        lines = [("subset", s, n) for s in subsets for n in names] + [
-            ("average", a, own) for a in averages
-        ]
-        for kind, where, name in lines:
-            for method, shown in (
-                (m, n) for m in methods for n in (name, f"{name}_difference")
-            ):
-                key = (method, where, shown)
-                inner = averages[where] if kind == "average" else ()
+            rows = frame[frame["subset"] == subset].sort_values("id")
+            for group in self._groups(rows, metrics):
+                if len(group.rows):
+                    key = (group.method, subset, group.label)
+                    estimates[key] = group.mean(group.rows)
+            if self._composes_score:
+                for method, label, estimate in self._composed_scores(rows, metrics):
+                    estimates[method, subset, label] = estimate
+
+        for subset, metric in product(subsets, metrics):
+            labels = (metric, f"{metric}_difference")
+            for method, label in product(methods, labels):
+                key = (method, subset, label)
+                if key in estimates:
+                    yield SubsetEstimate(
+                        method, subset, "subset", label, estimates[key]
+                    )
+
+        averages = {"all": tuple(subsets)} | dict(self.task.averages())
+        # An average may be made of other averages, which stand before it; the total is the last.
+        averages["all"] = averages.pop("all")
+        for average, members in averages.items():
+            labels = (task_metric, f"{task_metric}_difference")
+            for method, label in product(methods, labels):
+                key = (method, average, label)
                 parts = [
-                    found[method, part, shown]
-                    for part in inner
-                    if (method, part, shown) in found
+                    estimates[method, member, label]
+                    for member in members
+                    if (method, member, label) in estimates
                 ]
                 if parts:
-                    found[key] = self._average(parts)
-                if key in found:
-                    yield method, where, kind, shown, found[key]
+                    estimates[key] = self._average(parts)
+                if key in estimates:
+                    yield SubsetEstimate(
+                        method, average, "average", label, estimates[key]
+                    )
 
     def _average(self, parts: Sequence[Estimate]) -> Estimate:
         """Mean over subsets, weighted as the task says."""
         counts = np.array([part.n for part in parts])
-        even = np.full(len(parts), 1 / len(parts))
-        weights = counts / counts.sum() if self.task.average == "examples" else even
+        weights = np.full(len(parts), 1 / len(parts))
+        if self.task.average == "examples":
+            weights = counts / counts.sum()
         return combined(parts, weights, int(counts.sum()))
 
-    def _made(
-        self, rows: pd.DataFrame, names: Sequence[str], seed: int
+    def _composed_scores(
+        self, rows: pd.DataFrame, metrics: Sequence[str]
     ) -> Iterator[tuple[str, str, Estimate]]:
-        """Method, column and estimate of a subset's score that is made of the means of several metrics, and
-        of its difference from that of the unmodified model."""
-        drawn: dict[str, tuple[float, Array]] = {}
-        for method, part in sorted(
+        """Estimate a score that a task makes from the means of several metrics, in the rows of one subset.
+
+        Yields:
+            Method, label and estimate, of the score and of its difference from the unmodified model's.
+        """
+        metric = self.task.metric
+        subset = rows["subset"].iloc[0]
+        seed = self.seed + zlib.crc32(subset.encode())
+        base: tuple[float, Array] | None = None
+        by_method = sorted(
             rows.groupby("method"), key=lambda pair: pair[0] != self.unmodified
-        ):
-            there = {
-                name: part[name].to_numpy()
-                for name in names
-                if part[name].notna().any()
-            }
-            if self.task.metric not in there:
+        )
+        for method, part in by_method:
+            means: dict[str, Array] = {}
+            draws: dict[str, Array] = {}
+            for name in metrics:
+                values = part[name].to_numpy()
+                if part[name].notna().any():
+                    means[name] = np.asarray(np.nanmean(values))
+                    draws[name] = resampled_means(
+                        values, part["cluster"], self.resamples, seed
+                    )
+            if metric not in means:
                 continue
-            exact = {
-                name: np.asarray(np.nanmean(values)) for name, values in there.items()
-            }
-            draws = {
-                name: drawn_means(
-                    values, part["cluster"], self.resamples, self.seed + seed
-                )
-                for name, values in there.items()
-            }
-            value, of = (
-                self.task.total(rows["subset"].iloc[0], means)
-                for means in (exact, draws)
-            )
-            n = int(part[self.task.metric].notna().sum())
+            value = self.task.total(subset, means)
+            score_draws = self.task.total(subset, draws)
+            n = int(part[metric].notna().sum())
             questions = part["cluster"].nunique()
-            drawn[method] = float(value), of
-            yield method, self.task.metric, percentile(value, of, n, questions)
-            base = drawn.get(self.unmodified)
-            if method != self.unmodified and base:
-                change = percentile(value - base[0], of - base[1], n, questions)
-                yield method, f"{self.task.metric}_difference", change
+            yield method, metric, percentile(value, score_draws, n, questions)
+            if method == self.unmodified:
+                base = (float(value), score_draws)
+            elif base is not None:
+                base_value, base_draws = base
+                change = percentile(
+                    value - base_value, score_draws - base_draws, n, questions
+                )
+                yield method, f"{metric}_difference", change
 
 
 def scored(
     rows: Sequence[Mapping[str, Any]], task: Task
 ) -> tuple[pd.DataFrame, list[str]]:
-    """One row per scored reply (method, id, gold_position, cluster, subset, each metric), and the metrics.
+    """Put the scored replies of a run into a frame.
 
-    Prediction rows without scores (no gold answer is known) are left out; `ValueError` where none has any.
+    Args:
+        rows: Prediction rows; those without scores (no gold answer is known) are left out.
+        task: The task that scored them.
+
+    Returns:
+        A row per reply with method, id, gold_position, cluster, subset and each metric (NaN where a reply lacks
+        it), and the names of the metrics, the task's own first.
+
+    Raises:
+        ValueError: No row has scores.
     """
-    kept = [r for r in rows if r["scores"]]
-    if not kept:
+    scored_rows = [row for row in rows if row["scores"]]
+    if not scored_rows:
         raise ValueError("no scored rows to tabulate")
-    names = list(
-        dict.fromkeys([task.metric, *(name for r in kept for name in r["scores"])])
-    )
+    metrics = [task.metric]
+    for row in scored_rows:
+        metrics += [name for name in row["scores"] if name not in metrics]
     lines = []
-    for row in kept:
-        front = {column: row[column] for column in ("method", "id", "gold_position")}
-        front |= {
+    for row in scored_rows:
+        line = {
+            "method": row["method"],
+            "id": row["id"],
+            "gold_position": row["gold_position"],
             "cluster": row["cluster"] or row["id"],
             "subset": row.get("subset", ""),
         }
-        lines.append({**front, **dict.fromkeys(names, np.nan), **row["scores"]})
-    return pd.DataFrame(lines), names
+        for name in metrics:
+            line[name] = row["scores"].get(name, np.nan)
+        lines.append(line)
+    return pd.DataFrame(lines), metrics

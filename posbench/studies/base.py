@@ -19,16 +19,20 @@ Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """An analysis other than "score a task"; its fields are the keys of ``study.*``, with their defaults."""
+    """An analysis other than "score a task"; its fields are the keys of ``study.*``, with their defaults.
 
-    needs_model: ClassVar[bool] = True  # without one ``run.lm`` stays untouched
-    needs_task: ClassVar[bool] = True  # whether it asks the task's prompts
-    # Whether it applies the method itself. Otherwise all of it runs inside the method that the user typed,
-    # and on the unmodified model where none was typed.
+    Attributes:
+        needs_model: Whether it runs the model; otherwise ``run.lm`` stays untouched.
+        needs_task: Whether it runs the task's prompts.
+        uses_method: Whether it applies the run's method itself. Otherwise all of it runs inside the method that
+            the user typed, and on the unmodified model where none was typed.
+        all_methods: Whether it measures ``run.every`` method, and takes none.
+    """
+
+    needs_model: ClassVar[bool] = True
+    needs_task: ClassVar[bool] = True
     uses_method: ClassVar[bool] = False
-    all_methods: ClassVar[bool] = (
-        False  # whether it measures ``run.every`` method, and takes none
-    )
+    all_methods: ClassVar[bool] = False
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.
@@ -42,7 +46,7 @@ class Study(ABC):
         return ()
 
     def reads(self, run: Run) -> Sequence[Looks | Reads]:
-        """What it asks of the model at most; nothing where that cannot be told before."""
+        """What it asks of the model at most; nothing where that cannot be known before."""
         return ()
 
     @abstractmethod

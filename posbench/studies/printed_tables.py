@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -18,21 +18,41 @@ from posbench.studies.base import Study, Tables
 
 YU = "Yu et al. 2025"
 LPES = "LPES"
-# Tables by the questions behind each cell; 0: not said, or no share of right answers.
+# Tables by the questions behind each cell; 0: not stated, or no share of right answers.
 FILES = {
     500: "yu2025_table1_nq_kv lpes_table1_mdqa_kv lpes_table6_curve_types lpes_table8_runs "
     "lpes_table11_gradient lpes_table15_lambda lpes_table16_curve_13b",
     0: "yu2025_table2_longbench yu2025_table5_latency lpes_table2_zeroscrolls lpes_table3_leval "
     "lpes_table5_latency lpes_table10_ga_runtime lpes_table17_16k",
 }
-EXAMS = {
-    "QuALITY": 202,
-    "TOEFL": 269,
-}  # questions in L-Eval's files, one right answer each
+# Questions in L-Eval's files, one right answer each.
+EXAMS = {"QuALITY": 202, "TOEFL": 269}
 HOLDS = "follows"
 ROUNDED = "within the rounding of its cells"
 NOT = "does not follow"
-TINY = 1e-9  # decimals are not exact in floats
+FLOAT_ERROR = 1e-9  # decimals are not exact in floats
+
+
+class Statement(NamedTuple):
+    """A number that a text states, and what the cells of its tables give.
+
+    Attributes:
+        place: Paper and section.
+        statement: What the number is.
+        printed: The number.
+        within: Difference that rounding of both allows (half of a last digit).
+        cells: What the cells give.
+        n: Cells or rows that it is made of.
+        note: Further numbers.
+    """
+
+    place: str
+    statement: str
+    printed: float
+    within: float
+    cells: float
+    n: int
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,180 +68,228 @@ class PrintedTables(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``averages``, ``shares``, ``repeated`` and ``statements``, see the functions below."""
-        data = printed_cells()
+        cells = printed_cells()
         return {
-            make.__name__: make(data)
-            for make in (averages, shares, repeated, statements)
+            "averages": averages(cells),
+            "shares": shares(cells),
+            "repeated": repeated(cells),
+            "statements": statements(cells),
         }
 
     def findings(self, tables: Tables) -> list[Finding]:
         """One for the averages and the shares of each table, the repeated cells, and each statement."""
-        found = []
-        claims = {
-            "averages": "averages follow from their cells",
-            "shares": "cells are shares k / n",
-        }
-        parts = [
-            (claims[name], *part)
-            for name in claims
-            for part in tables[name].groupby("table", sort=False)
+        findings = [
+            *_cell_findings(tables["averages"], "averages follow from their cells"),
+            *_cell_findings(tables["shares"], "cells are shares k / n"),
         ]
-        for claim, table, rows in parts:
-            off = rows[rows["verdict"] == NOT]
-            told = [
-                f"{r.model} {r.method} {r.cell} {r.printed}: {r.expected:.2f}"
-                for r in off.itertuples()
-            ]
-            at = (len(off), len(rows))
-            note = "; ".join(told)
-            found.append(
-                Finding.that(off.empty, f"{table}: {claim}", "that do not", at, note)
-            )
-        twice = tables["repeated"].query("same >= 3 and not one_model")
+
+        copies = tables["repeated"].query("same >= 3 and not one_model")
         note = "; ".join(
-            f"{r.table}: {r.first} = {r.second}: {r.cells}" for r in twice.itertuples()
+            f"{row.table}: {row.first} = {row.second}: {row.cells}"
+            for row in copies.itertuples()
         )
         claim = "Rows of two models do not share three cells"
-        at = (len(twice), len(tables["repeated"]))
-        found.append(
-            Finding.that(
-                twice.empty, claim, "pairs that do, of those that share two", at, note
+        statistic = "pairs that do, of those that share two"
+        number = (len(copies), len(tables["repeated"]))
+        findings.append(Finding.that(copies.empty, claim, statistic, number, note))
+
+        for row in tables["statements"].itertuples():
+            claim = f"{row.place}: {row.statement}"
+            note = f"printed: {row.printed:g}, within {row.within:g}; {row.note}"
+            number = (row.cells, row.n)
+            findings.append(
+                Finding.that(
+                    row.verdict == HOLDS,
+                    claim,
+                    "by the cells",
+                    number,
+                    note.rstrip("; "),
+                )
             )
+        return findings
+
+
+def _cell_findings(rows: pd.DataFrame, claim: str) -> Iterator[Finding]:
+    """A finding for each table of the papers: whether a claim holds for all of its rows."""
+    for table, table_rows in rows.groupby("table", sort=False):
+        wrong = table_rows[table_rows["verdict"] == NOT]
+        note = "; ".join(
+            f"{row.model} {row.method} {row.cell} {row.printed}: {row.expected:.2f}"
+            for row in wrong.itertuples()
         )
-        for r in tables["statements"].itertuples():
-            claim = f"{r.place}: {r.statement}"
-            at = (r.cells, r.n)
-            note = f"printed: {r.printed:g}, within {r.within:g}; {r.note}".rstrip("; ")
-            found.append(
-                Finding.that(r.verdict == HOLDS, claim, "by the cells", at, note)
-            )
-        return found
+        number = (len(wrong), len(table_rows))
+        yield Finding.that(
+            wrong.empty, f"{table}: {claim}", "that do not", number, note
+        )
 
 
 def printed_cells() -> pd.DataFrame:
-    """All cells: table, model, method, task, cell, printed, value, half (of a last digit), n, average."""
+    """Read the cells of all tables.
+
+    Returns:
+        Rows of table, model, method, task, cell, printed, value, half (of the last digit), n (questions behind
+        the cell, or 0), average (whether the cell is one).
+    """
     columns = ("model", "method", "task", "position", "metric", "value")
     parts = []
-    for n, file in ((n, file) for n, files in FILES.items() for file in files.split()):
-        paper, number = re.findall(r"^(.+)_table(\d+)", file)[0]
-        table = f"{YU if paper == 'yu2025' else LPES}, Table {number}"
-        read = reference.table(f"{file}.csv", *columns).rename(
-            columns={"value": "printed"}
-        )
-        parts.append(read.assign(table=table, n=n))
+    for n, files in FILES.items():
+        for file in files.split():
+            paper, number = re.findall(r"^(.+)_table(\d+)", file)[0]
+            paper_name = YU if paper == "yu2025" else LPES
+            part = reference.table(f"{file}.csv", *columns)
+            part = part.rename(columns={"value": "printed"})
+            parts.append(part.assign(table=f"{paper_name}, Table {number}", n=n))
     data = pd.concat(parts, ignore_index=True)
-    data["value"] = pd.to_numeric(
-        data["printed"], errors="coerce"
-    )  # a dash or a slash: not applicable
+    # A dash or a slash, not applicable, becomes NaN.
+    data["value"] = pd.to_numeric(data["printed"], errors="coerce")
     data = data.dropna(subset="value")
-    data["half"] = 0.5 * 10.0 ** -data["printed"].str.partition(".")[2].str.len()
-    subset = data["task"].str.partition(":")
-    data["task"], data["cell"] = (
-        subset[0],
-        subset[2].where(subset[2] != "", data["position"]),
-    )
+    num_decimals = data["printed"].str.partition(".")[2].str.len()
+    data["half"] = 0.5 * 10.0**-num_decimals
+    task_and_subset = data["task"].str.partition(":")
+    subset = task_and_subset[2]
+    data["task"] = task_and_subset[0]
+    data["cell"] = subset.where(subset != "", data["position"])
     data["average"] = data["cell"].isin(["Average", "Avg.", "AVG"])
     return data.assign(n=data["cell"].map(EXAMS).fillna(data["n"]).astype(int))
 
 
 def averages(data: pd.DataFrame) -> pd.DataFrame:
-    """Printed averages, the means of their cells (expected), and what the cells lack in sum (missing)."""
+    """Compare printed averages with the means of their cells.
+
+    Args:
+        data: Cells, see :func:`printed_cells`.
+
+    Returns:
+        Rows of table, model, method, cell (the task), printed, expected (the mean), n (cells), missing (what the
+        cells lack in sum), verdict.
+    """
     rows = []
-    for key, row in data.groupby(["table", "model", "method", "task"], sort=False):
+    keys = ["table", "model", "method", "task"]
+    for (table, model, method, task), row in data.groupby(keys, sort=False):
         cells = row[~row["average"]]
-        for said in row[row["average"]].itertuples():
-            mean = cells["value"].mean()
-            half = said.half + TINY
-            away = abs(said.value - mean)
-            loose = 0.0 if (cells["n"] == 500).all() else cells["half"].max()
-            verdict = (
-                HOLDS if away <= half else ROUNDED if away <= half + loose else NOT
-            )
+        mean = cells["value"].mean()
+        is_exact = (cells["n"] == 500).all()
+        cell_rounding = 0.0 if is_exact else cells["half"].max()
+        for average in row[row["average"]].itertuples():
+            tolerance = average.half + FLOAT_ERROR
+            distance = abs(average.value - mean)
+            if distance <= tolerance:
+                verdict = HOLDS
+            elif distance <= tolerance + cell_rounding:
+                verdict = ROUNDED
+            else:
+                verdict = NOT
             rows.append(
-                (
-                    *key,
-                    said.printed,
-                    mean,
-                    len(cells),
-                    (said.value - mean) * len(cells),
-                    verdict,
-                )
+                {
+                    "table": table,
+                    "model": model,
+                    "method": method,
+                    "cell": task,
+                    "printed": average.printed,
+                    "expected": mean,
+                    "n": len(cells),
+                    "missing": (average.value - mean) * len(cells),
+                    "verdict": verdict,
+                }
             )
-    names = [
-        "table",
-        "model",
-        "method",
-        "cell",
-        "printed",
-        "expected",
-        "n",
-        "missing",
-        "verdict",
-    ]
-    return pd.DataFrame(rows, columns=names)
+    return pd.DataFrame(rows)
 
 
 def shares(data: pd.DataFrame) -> pd.DataFrame:
-    """Cells that count right answers, and the nearest share that a whole number of them gives (expected)."""
-    kept = data[(data["n"] > 0) & ~data["average"]].copy()
-    kept["expected"] = 100 * (kept["value"] * kept["n"] / 100).round() / kept["n"]
-    fits = (kept["expected"] - kept["value"]).abs() <= kept["half"] + TINY
-    kept["verdict"] = np.where(fits, HOLDS, NOT)
-    return kept[
+    """Compare cells that count right answers with the nearest share that a whole number of them gives.
+
+    Args:
+        data: Cells, see :func:`printed_cells`.
+
+    Returns:
+        Rows of table, model, method, cell, printed, expected (that share), n (questions), verdict.
+    """
+    rows = data[(data["n"] > 0) & ~data["average"]].copy()
+    right_answers = (rows["value"] * rows["n"] / 100).round()
+    rows["expected"] = 100 * right_answers / rows["n"]
+    distance = (rows["expected"] - rows["value"]).abs()
+    follows = distance <= rows["half"] + FLOAT_ERROR
+    rows["verdict"] = np.where(follows, HOLDS, NOT)
+    return rows[
         ["table", "model", "method", "cell", "printed", "expected", "n", "verdict"]
     ]
 
 
 def repeated(data: pd.DataFrame) -> pd.DataFrame:
-    """Pairs of a table's rows with two or more equal cells in the same columns (0 and 100 left out)."""
+    """Find pairs of a table's rows with two or more equal cells in the same columns (0 and 100 left out).
+
+    Args:
+        data: Cells, see :func:`printed_cells`.
+
+    Returns:
+        Rows of table, first, second (model and method of the two), one_model, same (equal cells), of (cells),
+        cells (the equal ones).
+    """
     rows = []
-    kept = data[~data["average"] & ~data["value"].isin([0, 100])]
-    for table, cells in kept.groupby("table", sort=False):
+    informative = data[~data["average"] & ~data["value"].isin([0, 100])]
+    for table, cells in informative.groupby("table", sort=False):
         wide = cells.pivot(
             index=["model", "method"], columns=["task", "cell"], values="printed"
         )
-        for (one, a), (two, b) in combinations(wide.iterrows(), 2):
-            same = (a == b).to_numpy()
-            if same.sum() >= 2:
-                equal = " ".join(one), " ".join(two), one[0] == two[0]
-                rows.append((table, *equal, same.sum(), len(a), ", ".join(a[same])))
-    return pd.DataFrame(
-        rows, columns=["table", "first", "second", "one_model", "same", "of", "cells"]
-    )
+        for (first, first_cells), (second, second_cells) in combinations(
+            wide.iterrows(), 2
+        ):
+            is_same = (first_cells == second_cells).to_numpy()
+            if is_same.sum() >= 2:
+                rows.append(
+                    (
+                        table,
+                        " ".join(first),
+                        " ".join(second),
+                        first[0] == second[0],
+                        is_same.sum(),
+                        len(first_cells),
+                        ", ".join(first_cells[is_same]),
+                    )
+                )
+    columns = ["table", "first", "second", "one_model", "same", "of", "cells"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def statements(data: pd.DataFrame) -> pd.DataFrame:
-    """Numbers that the texts state, and what the cells give (``within``: half digits of both)."""
-    names = ["place", "statement", "printed", "within", "cells", "n", "note"]
-    found = pd.DataFrame([*_of_yu(data), *_of_lpes(data)], columns=names)
-    close = (found["cells"] - found["printed"]).abs() <= found["within"] + TINY
-    return found.assign(verdict=np.where(close, HOLDS, NOT))
+    """Compare the numbers that the texts state with what the cells give.
+
+    Args:
+        data: Cells, see :func:`printed_cells`.
+
+    Returns:
+        The fields of :class:`Statement`, and the verdict.
+    """
+    table = pd.DataFrame(
+        [*_yu_statements(data), *_lpes_statements(data)], columns=Statement._fields
+    )
+    distance = (table["cells"] - table["printed"]).abs()
+    follows = distance <= table["within"] + FLOAT_ERROR
+    return table.assign(verdict=np.where(follows, HOLDS, NOT))
 
 
-def _of_yu(data: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
+def _yu_statements(data: pd.DataFrame) -> Iterator[Statement]:
     """Section 4.2 and Appendix C.4: gains in points, times as ratios."""
-    place = f"{YU}, Section 4.2"
-    tasks = {"NQ": "NaturalQuestions-20docs", "KV retrieval": "KV-retrieval-140pairs"}
-    for (task, name), printed, late in zip(
-        tasks.items(), (9.3, 15.2), (11.3, 16.8), strict=True
-    ):
-        more = _gains(data, f"{YU}, Table 1", name, "Ours", "Original")
-        gain = more.mean(axis=1)
-        later = more.iloc[:, 1:].mean(axis=1)
-        yield (
-            place,
-            f"largest gain on {task}",
-            printed,
-            0.05,
-            gain.max(),
-            len(gain),
-            _told(gain),
-        )
-        words = f"largest gain on {task}, last four positions"
-        yield place, words, late, 0.05, later.max(), len(later), _told(later)
-    words = "models without a gain on KV retrieval"
-    yield place, words, 1, 0, (gain <= TINY).sum(), len(gain), f"losses: {_told(-gain)}"
-    more = _gains(data, f"{YU}, Table 2", "LongBench", "Ours", "Original")
+    section = f"{YU}, Section 4.2"
+    # Task, its name in the table, gain over all positions and over the last four.
+    stated_gains = (
+        ("NQ", "NaturalQuestions-20docs", 9.3, 11.3),
+        ("KV retrieval", "KV-retrieval-140pairs", 15.2, 16.8),
+    )
+    for task, name, printed, printed_late in stated_gains:
+        gains = _gains(data, f"{YU}, Table 1", name, "Ours", "Original")
+        gain = gains.mean(axis=1)
+        text = f"largest gain on {task}"
+        yield _largest(section, text, printed, 0.05, gain)
+        late_gain = gains.iloc[:, 1:].mean(axis=1)
+        text = f"largest gain on {task}, last four positions"
+        yield _largest(section, text, printed_late, 0.05, late_gain)
+    text = "models without a gain on KV retrieval"
+    without_gain = (gain <= FLOAT_ERROR).sum()
+    note = f"losses: {_top_three(-gain)}"
+    yield Statement(section, text, 1, 0, without_gain, len(gain), note)
+
+    gains = _gains(data, f"{YU}, Table 2", "LongBench", "Ours", "Original")
     stated = {
         "FewShot": 1.5,
         "Code": 3.4,
@@ -230,105 +298,82 @@ def _of_yu(data: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
         "MultiDoc": 1.9,
     }
     for cell, printed in stated.items():
-        words = f"largest gain on LongBench, {cell}"
-        yield (
-            place,
-            words,
-            printed,
-            0.15,
-            more[cell].max(),
-            len(more),
-            _told(more[cell]),
-        )
-    words = "LongBench cells that fall (no capability is impaired)"
-    falls = (more < -0.1 - TINY).sum().sum()
-    yield place, words, 0, 0, falls, more.size, f"losses: {_told(-more.stack())}"
+        text = f"largest gain on LongBench, {cell}"
+        yield _largest(section, text, printed, 0.15, gains[cell])
+    text = "LongBench cells that fall (no capability is impaired)"
+    falls = (gains < -0.1 - FLOAT_ERROR).sum().sum()
+    note = f"losses: {_top_three(-gains.stack())}"
+    yield Statement(section, text, 0, 0, falls, gains.size, note)
+
     ratio = _ratio(data, f"{YU}, Table 5", "Ms-PoE", "FlashAttention-2")
-    words = "time of Ms-PoE over the unmodified model's (a doubling)"
-    yield f"{YU}, Appendix C.4", words, 2, 0.5, ratio.max(), len(ratio), _told(ratio)
+    text = "time of Ms-PoE over the unmodified model's (a doubling)"
+    yield _largest(f"{YU}, Appendix C.4", text, 2, 0.5, ratio)
 
 
-def _of_lpes(data: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
+def _lpes_statements(data: pd.DataFrame) -> Iterator[Statement]:
     """Abstract, Sections 1 and 4.2, Table 2, Appendices B and H."""
-    one = f"{LPES}, Table 1"
-    own = "LPES (Ours)"
+    table = f"{LPES}, Table 1"
+    lpes = "LPES (Ours)"
     base = "Baseline"
-    both = [
-        _gains(data, one, task, own, base) for task in ("Key-Value Retrieval", "MDQA")
-    ]
-    gain = both[0].mean(axis=1)
-    yield (
-        f"{LPES}, Abstract",
-        "largest gain on KV retrieval",
-        11.2,
-        0.05,
-        gain.max(),
-        len(gain),
-        _told(gain),
-    )
-    words = "gain of Vicuna on KV retrieval"
-    value = gain["Vicuna-7B-v1.5"]
-    yield (
-        f"{LPES}, Section 4.2",
-        words,
-        11.2,
-        0.05,
-        value,
-        1,
-        "printed averages: 80.9 and 92.1",
-    )
-    curve = _gains(data, f"{LPES}, Table 16", "MDQA", "Bézier Curve", base)
-    for where, parts in ((one, both), (f"{LPES}, Appendix H, Table 16", [curve])):
-        flat = pd.concat([part.stack() for part in parts])
-        words = "cells without a gain (consistently improves, all positions)"
-        yield (
-            where,
-            words,
-            0,
-            0,
-            (flat <= TINY).sum(),
-            len(flat),
-            f"losses: {(flat < -TINY).sum()}",
-        )
-    flat = _gains(data, f"{LPES}, Table 2", "ZeroSCROLLS", own, base).stack()
-    words = "cells that fall (improves performance on seven tasks)"
-    falls = (flat < -0.01 - TINY).sum()
-    yield f"{LPES}, Table 2", words, 0, 0, falls, len(flat), f"losses: {_told(-flat)}"
-    for other, printed in (("Ms-PoE", 1.45), ("MoICE", 2.42)):
-        ratio = _ratio(data, f"{LPES}, Table 5", other, own).max()
-        yield (
-            f"{LPES}, Section 4.2",
-            f"time of {other} over its own",
-            printed,
-            0.02,
-            ratio,
-            1,
-            "",
-        )
-    spent = data.loc[data["table"] == f"{LPES}, Table 10", "value"].sum() / 3600
-    words = "hours of 20 epochs (3 to 4)"
-    note = f"4 hours are {4 / spent:.1f} epochs of Table 10"
-    yield f"{LPES}, Section 1", words, 3.5, 0.5, 20 * spent, 1, note
-    factor = 32 * np.log10(11) - 4 * np.log10(32 * 11)
-    yield (
-        f"{LPES}, Appendix B",
-        "powers of ten from 11^32 to 352^4",
-        20,
-        0.5,
-        factor,
-        1,
-        "",
-    )
+    kv_gains = _gains(data, table, "Key-Value Retrieval", lpes, base)
+    mdqa_gains = _gains(data, table, "MDQA", lpes, base)
+    gain = kv_gains.mean(axis=1)
+    text = "largest gain on KV retrieval"
+    yield _largest(f"{LPES}, Abstract", text, 11.2, 0.05, gain)
+    section = f"{LPES}, Section 4.2"
+    text = "gain of Vicuna on KV retrieval"
+    note = "printed averages: 80.9 and 92.1"
+    yield Statement(section, text, 11.2, 0.05, gain["Vicuna-7B-v1.5"], 1, note)
+
+    curve_gains = _gains(data, f"{LPES}, Table 16", "MDQA", "Bézier Curve", base)
+    text = "cells without a gain (consistently improves, all positions)"
+    cells = pd.concat([kv_gains.stack(), mdqa_gains.stack()])
+    yield _without_gain(table, text, cells)
+    yield _without_gain(f"{LPES}, Appendix H, Table 16", text, curve_gains.stack())
+
+    cells = _gains(data, f"{LPES}, Table 2", "ZeroSCROLLS", lpes, base).stack()
+    text = "cells that fall (improves performance on seven tasks)"
+    falls = (cells < -0.01 - FLOAT_ERROR).sum()
+    note = f"losses: {_top_three(-cells)}"
+    yield Statement(f"{LPES}, Table 2", text, 0, 0, falls, len(cells), note)
+
+    for method, printed in (("Ms-PoE", 1.45), ("MoICE", 2.42)):
+        ratio = _ratio(data, f"{LPES}, Table 5", method, lpes).max()
+        text = f"time of {method} over its own"
+        yield Statement(section, text, printed, 0.02, ratio, 1, "")
+
+    hours = data.loc[data["table"] == f"{LPES}, Table 10", "value"].sum() / 3600
+    text = "hours of 20 epochs (3 to 4)"
+    note = f"4 hours are {4 / hours:.1f} epochs of Table 10"
+    yield Statement(f"{LPES}, Section 1", text, 3.5, 0.5, 20 * hours, 1, note)
+
+    exponent = 32 * np.log10(11) - 4 * np.log10(32 * 11)
+    text = "powers of ten from 11^32 to 352^4"
+    yield Statement(f"{LPES}, Appendix B", text, 20, 0.5, exponent, 1, "")
+
+
+def _largest(
+    section: str, text: str, printed: float, within: float, values: pd.Series
+) -> Statement:
+    """A statement about the largest of some values."""
+    note = _top_three(values)
+    return Statement(section, text, printed, within, values.max(), len(values), note)
+
+
+def _without_gain(section: str, text: str, gains: pd.Series) -> Statement:
+    """The statement that every cell of a table gains."""
+    count = (gains <= FLOAT_ERROR).sum()
+    note = f"losses: {(gains < -FLOAT_ERROR).sum()}"
+    return Statement(section, text, 0, 0, count, len(gains), note)
 
 
 def _gains(
     data: pd.DataFrame, table: str, task: str, method: str, base: str
 ) -> pd.DataFrame:
     """A method's cells minus another's: models by columns, in the printed order."""
-    kept = data[(data["table"] == table) & (data["task"] == task) & ~data["average"]]
-    wide = kept.pivot(index=["method", "model"], columns="cell", values="value")[
-        kept["cell"].unique()
-    ]
+    cells = data[(data["table"] == table) & (data["task"] == task) & ~data["average"]]
+    wide = cells.pivot(index=["method", "model"], columns="cell", values="value")
+    wide = wide[cells["cell"].unique()]
     return (wide.loc[method] - wide.loc[base]).dropna()
 
 
@@ -340,10 +385,11 @@ def _ratio(data: pd.DataFrame, table: str, method: str, base: str) -> pd.Series:
     return times[method] / times[base]
 
 
-def _told(values: pd.Series) -> str:
-    """The three largest, with names."""
+def _top_three(values: pd.Series) -> str:
+    """The three largest values with their names."""
     top = values.sort_values(ascending=False, kind="stable").head(3)
-    names = (" ".join(key) if isinstance(key, tuple) else str(key) for key in top.index)
-    return ", ".join(
-        f"{name} {value:.2f}" for name, value in zip(names, top, strict=True)
-    )
+    texts = []
+    for key, value in top.items():
+        name = " ".join(key) if isinstance(key, tuple) else str(key)
+        texts.append(f"{name} {value:.2f}")
+    return ", ".join(texts)

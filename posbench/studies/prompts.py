@@ -1,4 +1,4 @@
-"""What studies of gold positions share: prompts ready to run, layers to look at, tables of effects."""
+"""What studies of gold positions share: tokenised prompts, layers to look at, tables of effects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -37,19 +38,26 @@ Measured = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
 CROP = (1, 7)
 RETRIEVAL = (15, 20)
 """Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
+MIN_LAYERS_FOR_SHARE = 16  # of fewer layers a share of the paper's says little
 NO_ROPE = "the model has no rotary embedding in attention that runs through the library's functions"
 
 
 def need_items(task: Task) -> list[Example]:
-    """The evaluation examples with a gold item among others, sorted by gold position; UserError without."""
-    # A task without items would first have to be downloaded.
-    there = placed(task.evaluation()) if task.items else []
-    if not there or any(e.choices or len(e.items) < 2 for e in there):
+    """The evaluation examples with a gold item among others, sorted by gold position.
+
+    Raises:
+        UserError: There are none, or their replies are not generated.
+    """
+    examples: list[Example] = []
+    if task.items:  # a task without items would first have to be downloaded
+        examples = placed(task.evaluation())
+    has_choices = any(example.choices for example in examples)
+    if not examples or has_choices or any(len(e.items) < 2 for e in examples):
         allowed = "a task with a gold item among others, with generated replies"
         raise UserError(
             "task", task.name, allowed, "take task=kv_retrieval or task=nq_multidoc"
         )
-    return there
+    return examples
 
 
 def need_whole_maps(run: Run) -> None:
@@ -68,55 +76,73 @@ def check_prompts(run: Run, task: Task | None = None) -> None:
 
 def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     """Raise UserError unless a list names some layers, all of them the model's; None is for a default."""
-    if layers is not None and (
-        not layers or any(not 0 <= layer < lm.layers for layer in layers)
-    ):
+    if layers is None:
+        return
+    if not layers or any(not 0 <= layer < lm.layers for layer in layers):
         allowed = f"layers from 0 to {lm.layers - 1}, or null"
         raise UserError(name, list(layers), allowed, f"set {name}=null")
 
 
-def retrieval_layers(given: Range | None, unmodified: Sequence[float] | Array) -> Range:
-    """The layers to look at: those given, else the paper's 15 to 20 of 32 or that share of another depth.
+def retrieval_layers(
+    layers: Range | None, unmodified: Sequence[float] | Array
+) -> Range:
+    """First and last layer to look at.
 
-    A share says little below 16 layers: there it is the one with the strongest attention to the gold item in
-    the unmodified model, given for each layer, [L].
+    Args:
+        layers: The user's choice; None for the paper's 15 to 20 of 32, or that share of another depth.
+        unmodified: Attention to the gold item by layer in the unmodified model, [L]. Below 16 layers a share
+            says little, and the default is the one layer where it is strongest.
     """
-    if given is None and len(unmodified) < 16:
-        return (int(np.argmax(unmodified)),) * 2
-    return given or share(RETRIEVAL, len(unmodified))
+    if layers is not None:
+        return layers
+    if len(unmodified) < MIN_LAYERS_FOR_SHARE:
+        strongest = int(np.argmax(unmodified))
+        return (strongest, strongest)
+    return share(RETRIEVAL, len(unmodified))
 
 
 def named(first: int, last: int) -> str:
     """``layer 1`` or ``layers 1-3``."""
-    return f"layer {first}" if first == last else f"layers {first}-{last}"
+    if first == last:
+        return f"layer {first}"
+    return f"layers {first}-{last}"
 
 
 def channels(run: Run, channel: int | None, controls: int, seed: int) -> list[int]:
-    """The channel given or of the model's scale_channel block, then random ones; UserError for too few."""
+    """A channel to study, then random channels as controls, in order.
+
+    Args:
+        run: The run.
+        channel: The channel; None for that of the model's scale_channel block.
+        controls: Number of control channels.
+        seed: Of their draw.
+
+    Raises:
+        UserError: There is no channel, or there are too few others.
+    """
     lm = run.lm
-    block = run.model.blocks.get("scale_channel", {})
-    found = block.get("channel") if channel is None else channel
-    if found is None:
+    if channel is None:
+        channel = run.model.blocks.get("scale_channel", {}).get("channel")
+    if channel is None:
         allowed = f"a channel (model {lm.name} has no scale_channel block with one)"
         hint = (
             f"find one: posbench stages=[search] model={lm.name} method=scale_channel"
         )
         raise UserError("study.channel", None, allowed, hint)
-    check_channels(lm, "study.channel", [int(found)])
-    others = [
-        c for c in range(families.text_config(lm.model).hidden_size) if c != found
-    ]
-    if controls > len(others):
-        allowed = f"at most {len(others)}, the other channels of {lm.name}"
+    check_channels(lm, "study.channel", [int(channel)])
+    width = families.text_config(lm.model).hidden_size
+    candidates = [index for index in range(width) if index != channel]
+    if controls > len(candidates):
+        allowed = f"at most {len(candidates)}, the other channels of {lm.name}"
         raise UserError("study.controls", controls, allowed, "set study.controls=3")
-    drawn = random.Random(f"posbench control channels {seed}").sample(others, controls)
-    return [int(found), *sorted(drawn)]
+    rng = random.Random(f"posbench control channels {seed}")
+    return [int(channel), *sorted(rng.sample(candidates, controls))]
 
 
 def other_item(example: Example, name: str, seed: int) -> int:
-    """An item of the prompt that is not the gold one, drawn by example."""
-    others = [i for i in range(len(example.items)) if i != example.gold_position]
-    return random.Random(f"posbench {name} {seed} {example.id}").choice(others)
+    """Index of a random item of the prompt that is not the gold one, drawn by example."""
+    candidates = [i for i in range(len(example.items)) if i != example.gold_position]
+    return random.Random(f"posbench {name} {seed} {example.id}").choice(candidates)
 
 
 def gold(example: Example) -> int:
@@ -125,76 +151,124 @@ def gold(example: Example) -> int:
 
 
 def gold_attention(batch: Sequence[Example], attention: Array) -> list[Row]:
-    """What :meth:`Prompts.under` keeps of the attention [B, L, N]: that to the gold item, by layer."""
-    pairs = zip(batch, attention, strict=True)
-    return [{"attention": rounded(layers[:, gold(e)])} for e, layers in pairs]
+    """Attention to the gold item of each prompt, by layer, as :meth:`Prompts.under` takes it.
+
+    Args:
+        batch: B examples.
+        attention: Attention to their items, [B, L, N].
+    """
+    rows = []
+    for example, layers in zip(batch, attention, strict=True):
+        rows.append({"attention": rounded(layers[:, gold(example)])})
+    return rows
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a task, ready to run."""
+    """Tokenised prompts of a task, in batches.
+
+    Attributes:
+        run: The run that they belong to.
+        task: The task.
+        examples: The examples, sorted by gold position.
+        encoded: Their prompts as tokens, by id.
+        tokens: Token spans of every item, by example id.
+        batches: Examples that are decoded alike, the longest first as in LM.generate.
+    """
 
     run: Run
     task: Task
-    examples: list[Example]  # sorted by gold position
-    encoded: dict[str, Encoded]  # by example id
-    tokens: dict[str, list[tuple[int, int]]]  # spans of every item, by example id
-    batches: list[
-        list[Example]
-    ]  # those of a batch decoded alike, the longest first as in LM.generate
+    examples: list[Example]
+    encoded: dict[str, Encoded]
+    tokens: dict[str, list[tuple[int, int]]]
+    batches: list[list[Example]]
 
     @classmethod
     def of(
         cls,
         run: Run,
-        most: int | None = None,
+        max_per_position: int | None = None,
         examples: Sequence[Example] = (),
         task: Task | None = None,
     ) -> Prompts:
-        """Tokenise the task's examples, or those given, at most so many per gold position; plan batches."""
+        """Tokenise a task's prompts and plan their batches.
+
+        Args:
+            run: The run.
+            max_per_position: Prompts at each gold position at most; None for all.
+            examples: Examples of the task; empty for all with gold items.
+            task: The task; None for the run's.
+        """
         task = task or run.task
-        chosen = placed(examples or need_items(task), most)
-        encoded = run.encode(chosen, task)
-        tokens = {e.id: item_tokens(encoded[e.id], e) for e in chosen}
-        return cls(run, task, chosen, encoded, tokens, run.plan(chosen, encoded, task))
+        examples = placed(examples or need_items(task), max_per_position)
+        encoded = run.encode(examples, task)
+        tokens = {
+            example.id: item_tokens(encoded[example.id], example)
+            for example in examples
+        }
+        batches = run.plan(examples, encoded, task)
+        return cls(run, task, examples, encoded, tokens, batches)
 
     def lengths(self, batch: Sequence[Example]) -> list[int]:
         """Tokens of each prompt of a batch."""
-        return [len(self.encoded[e.id].ids) for e in batch]
+        return [len(self.encoded[example.id].ids) for example in batch]
 
     def spans(
         self, batch: Sequence[Example], item: Callable[[Example], int]
     ) -> list[tuple[int, int]]:
-        """Tokens of one item of each prompt of a batch."""
-        return [self.tokens[e.id][item(e)] for e in batch]
+        """Token span of one item of each prompt of a batch; ``item`` gives its index."""
+        return [self.tokens[example.id][item(example)] for example in batch]
 
     def frame(self) -> pd.DataFrame:
         """Rows of items (per prompt), id, cluster, gold_position, depth (0..1), in the examples' order."""
-        count = len(self.examples[0].items)
-        every = self.examples
-        frame = pd.DataFrame({"items": count, "id": [e.id for e in every]})
-        frame["cluster"] = [e.cluster or e.id for e in every]
-        frame["gold_position"] = [e.gold_position for e in every]
-        return frame.assign(depth=frame["gold_position"] / max(count - 1, 1))
+        items = len(self.examples[0].items)
+        rows = [
+            {
+                "items": items,
+                "id": example.id,
+                "cluster": example.cluster or example.id,
+                "gold_position": example.gold_position,
+            }
+            for example in self.examples
+        ]
+        frame = pd.DataFrame(rows)
+        return frame.assign(depth=frame["gold_position"] / max(items - 1, 1))
 
     def results(
         self, rows: Mapping[str, Row], layers: Range | None = None
     ) -> pd.DataFrame:
-        """:meth:`frame` with attention and score of rows by id; attention by layer is averaged over some."""
-        found = [rows[e.id] for e in self.examples]
-        seen = [row["attention"] for row in found]
-        if layers is not None:
-            seen = [
-                float(np.mean(by_layer[layers[0] : layers[1] + 1])) for by_layer in seen
-            ]
-        return self.frame().assign(
-            attention=seen, score=[float(row["score"]) for row in found]
-        )
+        """Add columns attention and score to :meth:`frame`.
+
+        Args:
+            rows: Rows with attention (by layer) and score, by example id.
+            layers: First and last layer to average the attention over; None for the attention as it is.
+        """
+        attention = []
+        scores = []
+        for example in self.examples:
+            row = rows[example.id]
+            value = row["attention"]
+            if layers is not None:
+                first, last = layers
+                value = float(np.mean(value[first : last + 1]))
+            attention.append(value)
+            scores.append(float(row["score"]))
+        return self.frame().assign(attention=attention, score=scores)
 
     def complete(
         self, file: str, label: str, key: Mapping[str, object], compute: Compute
     ) -> dict[str, Row]:
-        """A row of each example by id, resumed from a JSON-lines file; the key tells them from its others."""
+        """Compute a row for each example, resumed from a JSON-lines file.
+
+        Args:
+            file: The file, which may hold rows of other keys as well.
+            label: Name of the work in the progress bar.
+            key: Columns that identify these rows in the file, besides the id.
+            compute: Makes the rows of a batch.
+
+        Returns:
+            Rows by example id.
+        """
         rows = self.run.complete(
             file, label, self.batches, lambda e: {**key, "id": e.id}, compute
         )
@@ -203,22 +277,32 @@ class Prompts:
     def as_read(
         self, file: str, label: str, key: Mapping[str, object], compute: OnPrefix
     ) -> dict[str, Row]:
-        """As :meth:`complete`, of prompts that nothing changes but the run's method: what several have in
-        common is read once, where that method allows it."""
-        run, method = self.run, self.run.method()
+        """As :meth:`complete`, for prompts that nothing changes but the run's method.
+
+        A prefix that several prompts share is computed once, where that method allows it: ``compute`` also
+        gets the cache with all tokens of a batch's prompts but the last, or None.
+        """
+        run = self.run
+        method = run.method()
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
-        plan = lambda part, most: run.plan(part, self.encoded, self.task, most)  # noqa: E731
-        asks = Asks.of(
-            [Subject(run, "", Unmodified())], self.examples, self.encoded, plan
-        )
 
-        def made(batch: Sequence[Ask]) -> list[Row]:
+        def plan(examples: Sequence[Example], size: int | None) -> list[list[Example]]:
+            return run.plan(examples, self.encoded, self.task, size)
+
+        subject = Subject(run, "", Unmodified())
+        asks = Asks.of([subject], self.examples, self.encoded, plan)
+
+        def compute_batch(batch: Sequence[Ask]) -> list[Row]:
             with asks.under(batch) as prefix:
                 return compute([ask.example for ask in batch], prefix)
 
-        own: Callable[[Ask], Row] = lambda ask: {**key, "id": ask.example.id}  # noqa: E731
-        rows = run.complete(file, label, asks.batches, own, made, asks.order)
+        def row_key(ask: Ask) -> Row:
+            return {**key, "id": ask.example.id}
+
+        rows = run.complete(
+            file, label, asks.batches, row_key, compute_batch, asks.order
+        )
         return {row["id"]: row for row in rows}
 
     def attention(
@@ -228,28 +312,24 @@ class Prompts:
         *,
         heads: bool = False,
     ) -> Array:
-        """See :func:`posbench.measure.items.attention_to_items`."""
-        codes = [self.encoded[e.id] for e in batch]
-        return (
-            attention_to_items(self.run.lm, codes, batch, heads=heads, prefix=prefix)
-            .double()
-            .numpy()
+        """Attention of the last token to the items of a batch; see :func:`attention_to_items`."""
+        encoded = [self.encoded[example.id] for example in batch]
+        weights = attention_to_items(
+            self.run.lm, encoded, batch, heads=heads, prefix=prefix
         )
+        return weights.double().numpy()
 
     def replies(
         self, batch: Sequence[Example], prefix: Prefix | None = None
     ) -> list[Row]:
         """``output`` and ``score`` (the task's metric) of each example of a batch."""
-        said = replies(self.run.lm, self.task, batch, self.encoded, prefix)
-        outputs = [str(row["output"]) for row in said]
-        scores = [
-            self.task.score(e, text)[self.task.metric]
-            for e, text in zip(batch, outputs, strict=True)
-        ]
-        return [
-            {"output": text, "score": score}
-            for text, score in zip(outputs, scores, strict=True)
-        ]
+        rows = []
+        batch_replies = replies(self.run.lm, self.task, batch, self.encoded, prefix)
+        for example, reply in zip(batch, batch_replies, strict=True):
+            output = str(reply["output"])
+            score = self.task.score(example, output)[self.task.metric]
+            rows.append({"output": output, "score": score})
+        return rows
 
     def under(
         self,
@@ -257,65 +337,84 @@ class Prompts:
         block: Block,
         keep: Callable[[Sequence[Example], Array], list[Row]],
     ) -> dict[str, Row]:
-        """Rows by id, resumed from ``rows.jsonl``: the score of every prompt inside its batch's block.
+        """Measure every prompt under a variant, resumed from ``rows.jsonl``.
 
-        And what ``keep`` keeps of each, from the batch and the attention to its items, [B, L, N].
+        Args:
+            variant: Name of the variant, which identifies its rows.
+            block: Makes the context in which a batch runs.
+            keep: Selects what to store of a batch's attention to its items, [B, L, N]: a row per prompt.
+
+        Returns:
+            By example id the score and what ``keep`` selected.
         """
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             with block(batch):
-                kept = keep(batch, self.attention(batch))
+                selected = keep(batch, self.attention(batch))
                 scored = self.replies(batch)
             return [
-                {"score": said["score"], **row}
-                for said, row in zip(scored, kept, strict=True)
+                {"score": reply["score"], **row}
+                for reply, row in zip(scored, selected, strict=True)
             ]
 
-        return self.complete(
-            "rows.jsonl", variant.replace("_", " "), {"variant": variant}, compute
-        )
+        label = variant.replace("_", " ")
+        return self.complete("rows.jsonl", label, {"variant": variant}, compute)
 
 
 def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Means of columns at each gold position and number of items, from rows as of :meth:`Prompts.frame`.
+    """Average columns at each gold position and number of items.
+
+    Args:
+        frame: Rows as of :meth:`Prompts.frame`.
+        columns: The columns.
 
     Returns:
         Rows of items, gold_position, depth, n, and each column with its _ci_low and _ci_high.
     """
     rows = []
-    for (items, position, depth), part in frame.groupby(
-        ["items", "gold_position", "depth"], sort=True
-    ):
+    keys = ["items", "gold_position", "depth"]
+    for (items, position, depth), part in frame.groupby(keys, sort=True):
         row = {
             "items": items,
             "gold_position": position,
             "depth": depth,
             "n": len(part),
         }
+        clusters = list(part["cluster"])
         for column in columns:
-            row |= ends(
-                bootstrap.mean(part[column].to_numpy(), list(part["cluster"])), column
-            )
+            row |= ends(bootstrap.mean(part[column].to_numpy(), clusters), column)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
-    """Columns of a method's row, from the scores of :func:`posbench.run.answers.compared`.
+    """Compare the scores of a method with those of others on the same prompts.
 
-    Its score (value) and n; paired, the ``difference`` from a base and the ``gain`` on the unmodified model.
+    Args:
+        scores: As of :func:`posbench.run.answers.compared`.
+        method: The method.
+        base: Another method.
+
+    Returns:
+        The method's mean (value) and n; paired, its ``difference`` from the base and its ``gain`` on the
+        unmodified model; each with its interval.
     """
-    own = scores[scores["method"] == method]
-    value = bootstrap.mean(own["score"].to_numpy(), list(own["cluster"]))
-    wide = scores.pivot(index="id", columns="method", values="score")
-    clusters = list(
-        scores.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"]
+    method_scores = scores[scores["method"] == method]
+    value = bootstrap.mean(
+        method_scores["score"].to_numpy(), list(method_scores["cluster"])
     )
-    row: dict[str, float] = {**ends(value), "n": value.n}
-    for name, other in (("difference", base), ("gain", UNMODIFIED)):
-        scored = wide[method].to_numpy(), wide[other].to_numpy()
-        row |= ends(bootstrap.paired(*scored, clusters), name)
-    return row
+    wide = scores.pivot(index="id", columns="method", values="score")
+    cluster_of_id = scores.drop_duplicates("id").set_index("id")["cluster"]
+    clusters = list(cluster_of_id.loc[wide.index])
+    after = wide[method].to_numpy()
+    difference = bootstrap.paired(after, wide[base].to_numpy(), clusters)
+    gain = bootstrap.paired(after, wide[UNMODIFIED].to_numpy(), clusters)
+    return {
+        **ends(value),
+        "n": value.n,
+        **ends(difference, "difference"),
+        **ends(gain, "gain"),
+    }
 
 
 # Effects: estimates by name, and the claims that are held against them
@@ -323,10 +422,8 @@ def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
 
 def effects_table(effects: Mapping[str, Estimate]) -> pd.DataFrame:
     """Rows of effect, value, ci_low, ci_high, n."""
-    return pd.DataFrame(
-        [(name, *at) for name, at in effects.items()],
-        columns=["effect", *Estimate._fields],
-    )
+    rows = [(name, *effect) for name, effect in effects.items()]
+    return pd.DataFrame(rows, columns=["effect", *Estimate._fields])
 
 
 def group(rows: pd.DataFrame, column: str) -> Group:
@@ -334,13 +431,19 @@ def group(rows: pd.DataFrame, column: str) -> Group:
     return list(rows[column]), list(rows["cluster"])
 
 
-def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estimate:
-    """Mean of a group minus that of another: :func:`posbench.stats.bootstrap.paired` of the same prompts,
-    else :func:`posbench.stats.bootstrap.statistic`."""
-    (after, asked), (before, also) = groups[one], groups[other]
-    if list(asked) == list(also):
-        return bootstrap.paired(after, before, asked)
-    return bootstrap.statistic(groups, lambda m: m[one] - m[other], resamples=resamples)
+def minus(groups: Mapping[K, Group], after: K, before: K, resamples: int) -> Estimate:
+    """Estimate the mean of one group minus that of another.
+
+    It is :func:`posbench.stats.bootstrap.paired` where both have the same prompts, else
+    :func:`posbench.stats.bootstrap.statistic`.
+    """
+    after_values, after_clusters = groups[after]
+    before_values, before_clusters = groups[before]
+    if list(after_clusters) == list(before_clusters):
+        return bootstrap.paired(after_values, before_values, after_clusters)
+    return bootstrap.statistic(
+        groups, lambda means: means[after] - means[before], resamples=resamples
+    )
 
 
 def judged(
@@ -351,36 +454,47 @@ def judged(
     missing: str = NO_ROPE,
     **words: str,
 ) -> list[Finding]:
-    """The verdicts on a study's claims of ``yu2025_claims.csv``, from a table of effects.
+    """Judge a study's claims of ``yu2025_claims.csv`` by a table of effects.
 
-    A claim holds where the interval of an effect, and that of ``also``, lies above a bound. Behind its name
-    stand the effects that the note quotes; a claim without its effect is not testable, and
-    ``missing`` says why.
+    A claim holds where the interval of an effect, and that of ``also``, lies above a bound. A claim without its
+    effect is not testable.
+
+    Args:
+        table: Effects, see :func:`effects_table`.
+        study: Name of the study in the claims.
+        note: Start of the notes.
+        missing: Why an effect may be missing.
+        **words: Values of the placeholders in the statistics' names.
     """
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
-    found = []
     columns = ("study", "kind", "effects", "claim", "statistic", "bound", "also")
     claims = reference.table("yu2025_claims.csv", *columns)
-    for each in claims[claims["study"] == study].itertuples():
-        statistic, (name, *quoted) = (
-            each.statistic.format(**words),
-            each.effects.split(),
-        )
-        if name in effects:
-            told = [
-                f"{q.replace('_', ' ')} {effects[q].value:.3g}"
-                for q in quoted
-                if q in effects
-            ]
-            text = "; ".join(filter(None, [note, *told]))
-            bound = float(each.bound or 0)
-            both = dict.fromkeys((name, each.also or name))
-            parts = [
-                Finding.above(each.claim, statistic, effects[part], bound, text)
-                for part in both
-            ]
-            found.append(joint(parts, shown=parts[0]))
+    findings = []
+    for claim in claims[claims["study"] == study].itertuples():
+        statistic = claim.statistic.format(**words)
+        if claim.effects.split()[0] in effects:
+            finding = _judged_claim(claim, statistic, effects, note)
         else:
-            found.append(Finding.untestable(each.claim, statistic, missing))
-        found[-1] = replace(found[-1], kind=each.kind)
-    return found
+            finding = Finding.untestable(claim.claim, statistic, missing)
+        findings.append(replace(finding, kind=claim.kind))
+    return findings
+
+
+def _judged_claim(
+    claim: Any, statistic: str, effects: Mapping[str, Estimate], note: str
+) -> Finding:
+    """The verdict on a row of the claims, with the effects that it quotes in the note."""
+    name, *quoted = claim.effects.split()
+    quotes = [
+        f"{effect.replace('_', ' ')} {effects[effect].value:.3g}"
+        for effect in quoted
+        if effect in effects
+    ]
+    text = "; ".join(filter(None, [note, *quotes]))
+    bound = float(claim.bound or 0)
+    finding = Finding.above(claim.claim, statistic, effects[name], bound, text)
+    parts = [finding]
+    if claim.also and claim.also != name:
+        also = effects[claim.also]
+        parts.append(Finding.above(claim.claim, statistic, also, bound, text))
+    return joint(parts, shown=finding)

@@ -56,7 +56,7 @@ def test_rollout_and_sinks_are_those_of_whole_maps(
     tokens = 16
     kernel = lm.model.config._attn_implementation
     # Blocks of three rows: what is compared is the sum over blocks.
-    monkeypatch.setattr(module, "ENTRIES", 3 * 4 * 41)
+    monkeypatch.setattr(module, "MAX_BLOCK_WEIGHTS", 3 * 4 * 41)
     found = flow(lm, ids, parts, tokens)
     assert lm.model.config._attn_implementation == kernel
     maps = _whole_maps(lm, ids)
@@ -85,7 +85,7 @@ def test_rollout_and_sinks_are_those_of_whole_maps(
 def test_attention_rows_hold_one_block_and_know_every_kind_of_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ENTRIES", 4 * 11 * 2)
+    monkeypatch.setattr(module, "MAX_BLOCK_WEIGHTS", 4 * 11 * 2)
     torch.manual_seed(2)
     query = torch.randn(1, 4, 11, 8)
     key = torch.randn(1, 2, 11, 8)

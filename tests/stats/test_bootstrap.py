@@ -20,7 +20,7 @@ from posbench.stats.bootstrap import (
     paired,
     resampled,
     statistic,
-    tail,
+    tail_probability,
     wilson,
     with_interval,
 )
@@ -113,7 +113,8 @@ def test_a_statistic_of_two_groups_keeps_questions_paired() -> None:
     }
     found = statistic(groups, lambda means: means["x"] / means["y"], resamples=40000)
     assert found[1:3] == pytest.approx(
-        tuple(np.quantile(exact, [tail(4), 1 - tail(4)])), abs=0.03
+        tuple(np.quantile(exact, [tail_probability(4), 1 - tail_probability(4)])),
+        abs=0.03,
     )
     assert np.isnan(
         statistic({"x": ([1.0, 2.0], ["q", "q"])}, lambda m: m["x"], resamples=100)[1:3]
@@ -221,9 +222,9 @@ def test_a_sum_of_estimates_is_newcombes_interval_for_two_shares() -> None:
     assert combined(parts, (0.5, 0.5), 10) == pytest.approx(
         (1.5, 1.5 - 0.5**0.5, 1.5 + 1.25**0.5, 10)
     )
-    assert combined([parts[1]] * 2, (1, -1), 5, r=1.0) == pytest.approx((0, 0, 0, 5)), (
-        "the same twice"
-    )
+    assert combined([parts[1]] * 2, (1, -1), 5, correlation=1.0) == pytest.approx(
+        (0, 0, 0, 5)
+    ), "the same twice"
 
 
 def test_independent_prompts_give_the_normal_interval() -> None:

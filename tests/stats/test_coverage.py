@@ -116,16 +116,20 @@ def curve_tally(
             draws = np.einsum("rkc,ck->rk", drawn, right) if own else drawn @ right
             seed = (int(rng.integers(1 << 30)), number)
             told.append(
-                position_bias.Told(right.mean(0), draws, sizes, questions, True, seed)
+                position_bias.CurveEstimates(
+                    right.mean(0), draws, sizes, questions, True, seed
+                )
             )
             means = (mean(at, range(questions)) for at in right.T)
             limited = limited or bool(position_bias.limit(means, 0, questions))
-            for key, at in told[-1].estimates.items() if not limited else ():
+            for key, at in told[-1].by_statistic.items() if not limited else ():
                 tally.add(key, at, float(true[number][key]))
-        for key in told[0].estimates if not limited else ():
+        for key in told[0].by_statistic if not limited else ():
             if key != "gap":
                 truth = float(true[1][key] - true[0][key])
-                tally.add(f"{key}_difference", told[1].minus(told[0], key), truth)
+                tally.add(
+                    f"{key}_difference", told[1].difference_from(told[0], key), truth
+                )
         withheld += limited
     return tally, withheld / runs
 

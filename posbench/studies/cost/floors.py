@@ -1,4 +1,4 @@
-"""What methods of several RoPE bases cannot leave out of a prompt, as ways of the latency study."""
+"""Lower bounds of the time that methods of several RoPE bases need for a prompt, for the latency study."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from posbench.methods.moice import MoICE
 from posbench.model.hooks import attending, replaced
 from posbench.model.lm import LM
 
-ROWS = 128  # queries of a tile: of 64 to 384 the fastest with 2048 keys
+TILE_QUERIES = 128  # of 64 to 384 the fastest with 2048 keys
 
 
 def floors(methods: Mapping[str, Method]) -> dict[str, Method]:
     """The floors of methods that have one, by name; Attention Buckets also with all bases in one batch."""
-    found: dict[str, Method] = {}
+    result: dict[str, Method] = {}
     for name, method in methods.items():
         if isinstance(method, MoICE):
             count = len(method.bases)
-            found[f"{name}: {count} kernel calls alone"] = Kernels(count=count)
-            found[f"{name}: own kernel alone"] = Tiles(count=count)
+            result[f"{name}: {count} kernel calls alone"] = Kernels(count=count)
+            result[f"{name}: own kernel alone"] = Tiles(count=count)
         elif isinstance(method, AttentionBuckets):
-            found[f"{name}: {len(method.bases)} forwards alone"] = Forwards(
-                **vars(method)
-            )
-            found[f"{name}: one batch"] = replace(method, batch_tokens=None)
-    return found
+            forwards = Forwards(**vars(method))
+            result[f"{name}: {len(method.bases)} forwards alone"] = forwards
+            result[f"{name}: one batch"] = replace(method, batch_tokens=None)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,41 +46,49 @@ class Kernels(Unmodified):
         with attending(lm.model, self.attend):
             yield
 
-    def attend(self, *given: Any, following: Any, **rest: Any) -> Any:
+    def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
         """What the last of the calls returns."""
-        return [following(*given, **rest) for _ in range(self.count)][-1]
+        for _ in range(self.count):
+            output = following(*args, **settings)
+        return output
 
 
 class Tiles(Kernels):
     """A kernel for all bases: ``count`` softmaxes, whose mean is multiplied with the values once.
 
-    For prompts without padding. A tile of scores, [ROWS, keys] of one head, stays in a processor's cache.
+    For prompts without padding. A tile of scores, [TILE_QUERIES, keys] of one head, stays in a processor's
+    cache.
     """
 
-    def attend(self, *given: Any, following: Any, **settings: Any) -> Any:
+    def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
         """The mean output [B, T, H, d] of queries [B, H, T, d], and of keys and values [B, G, T, d]."""
-        _, query, key, value, _ = given
-        rows, heads, total, _ = query.shape
-        out = torch.empty_like(query)
+        _, query, key, value, _ = args
+        batch_size, heads, num_tokens, _ = query.shape
+        output = torch.empty_like(query)
         query = query * settings["scaling"]
-        shut = query.new_full((ROWS, ROWS), float("-inf")).triu(1)
+        causal_mask = query.new_full((TILE_QUERIES, TILE_QUERIES), float("-inf")).triu(
+            1
+        )
         value = sdpa.repeat_kv(value, heads // value.shape[1])
-        # Every base has keys of its own: one copy alone would stay in the cache.
+        # Every base has keys of its own: a single copy would stay in the cache.
         keys = [
             sdpa.repeat_kv(key, heads // key.shape[1]).clone()
             for _ in range(self.count)
         ]
-        for at in product(range(rows), range(heads)):
-            for start in range(0, total, ROWS):
-                end = min(start + ROWS, total)
+        for row_and_head in product(range(batch_size), range(heads)):
+            for start in range(0, num_tokens, TILE_QUERIES):
+                end = min(start + TILE_QUERIES, num_tokens)
+                queries = query[row_and_head][start:end]
+                tile_mask = causal_mask[: end - start, : end - start]
                 scores = query.new_empty(end - start, end)
-                mixed = query.new_zeros(end - start, end)
-                for own in keys:
-                    torch.mm(query[at][start:end], own[at][:end].T, out=scores)
-                    scores[:, start:] += shut[: end - start, : end - start]
-                    mixed += torch.softmax(scores, -1, out=scores)
-                torch.mm(mixed, value[at][:end], out=out[at][start:end])
-        return (out / self.count).transpose(1, 2), None
+                weights = query.new_zeros(end - start, end)
+                for base_keys in keys:
+                    torch.mm(queries, base_keys[row_and_head][:end].T, out=scores)
+                    scores[:, start:] += tile_mask
+                    weights += torch.softmax(scores, -1, out=scores)
+                tile = output[row_and_head][start:end]
+                torch.mm(weights, value[row_and_head][:end], out=tile)
+        return (output / self.count).transpose(1, 2), None
 
 
 class Forwards(AttentionBuckets):
@@ -93,10 +100,9 @@ class Forwards(AttentionBuckets):
         forward = lm.model.forward
 
         @wraps(forward)
-        def bare(*args: Any, **kwargs: Any) -> Any:
-            return forward(
-                *args, **kwargs | {"use_cache": False, "past_key_values": None}
-            )
+        def without_cache(*args: Any, **kwargs: Any) -> Any:
+            kwargs |= {"use_cache": False, "past_key_values": None}
+            return forward(*args, **kwargs)
 
-        with replaced(lm.model, "forward", bare), super().changed(lm):
+        with replaced(lm.model, "forward", without_cache), super().changed(lm):
             yield

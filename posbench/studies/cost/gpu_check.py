@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 from annotated_types import Ge, Le
 
@@ -35,68 +35,85 @@ TINY = "tiny"
 Model = Literal[
     "tiny", "check_llama", "check_qwen3", "check_gemma2", "check_phi3", "check_mpt"
 ]
-EXACT = 1e-4  # of the largest value: what float32 may differ by
-TIMES = 3.0  # the CPU's own difference in a type of 16 bits: what may be
-BATCH = 3
-NEW = 3
-TEXT = 180
-LOW: tuple[Dtype, ...] = ("bfloat16", "float16")
+FLOAT32_TOLERANCE = 1e-4  # of the largest value
+ROUNDING_FACTOR = 3.0  # 16 bits may differ by this times the CPU's own difference
+BATCH_SIZE = 3
+NEW_TOKENS = 3
+REASON_CHARACTERS = 180
+HALF_PRECISION: tuple[Dtype, ...] = ("bfloat16", "float16")
 NOT_RUN = "not run"
-FULL = (
+FULL_BENCH = (
     "posbench study=latency study.shape=mistral7b study.dtype=bfloat16 study.methods_at=[10000] "
     "study.prompts=[10000] runtime=gpu"
 )
 
 
 class Setup(NamedTuple):
-    """Where and how models run; ``missing`` says why they cannot here."""
+    """Where and how models run.
+
+    Attributes:
+        name: For readers.
+        device: Device of the model, or of the first half of its layers.
+        dtype: Of the weights.
+        kernel: Attention kernel.
+        second: Device of the second half of the layers; empty for the same.
+        missing: Why it cannot run here; empty where it can.
+    """
 
     name: str
     device: str = "cpu"
     dtype: Dtype = "float32"
     kernel: Kernel = "auto"
-    second: str = ""  # device of the second half of the layers
+    second: str = ""
     missing: str = ""
 
 
-PLAIN = Setup("the CPU")
+CPU_SETUP = Setup("the CPU")
 
 
 def setups(device: torch.device, gpus: int, flash: bool) -> list[Setup]:
-    """What to check with so many GPUs visible, and with flash-attn installed or not.
+    """List what to check.
 
-    Without a GPU all that needs one is told as missing, and the CPU is held against itself with another
-    kernel or placement: that shows that the checks work, and nothing about CUDA.
+    Without a GPU every setup that needs one is listed as missing, and the CPU is held against itself with
+    another kernel or placement: that shows that the checks work, and nothing about CUDA.
+
+    Args:
+        device: Where the run computes.
+        gpus: Number of GPUs that are visible.
+        flash: Whether flash-attn is installed.
     """
-    none = (
-        ""
-        if device.type == "cuda"
-        else "no GPU on this machine"
-        if not gpus
-        else "runtime.device=cpu"
-    )
-    gpu = partial(Setup, device="cuda" if none else str(device))
-    no_flash = none or ("" if flash else "flash-attn is not installed")
-    alone = none or ("" if gpus > 1 else "one GPU only")
-    found = [gpu("CUDA, float32", missing=none)]
-    found += [gpu(f"CUDA, {dtype}", dtype=dtype, missing=none) for dtype in LOW]
-    kernel: Kernel = "flash_attention_2"
-    found += [
-        gpu(
+    no_gpu = ""
+    if device.type != "cuda":
+        no_gpu = "runtime.device=cpu" if gpus else "no GPU on this machine"
+    no_flash = no_gpu
+    if not no_gpu and not flash:
+        no_flash = "flash-attn is not installed"
+    no_second_gpu = no_gpu
+    if not no_gpu and gpus <= 1:
+        no_second_gpu = "one GPU only"
+
+    cuda = partial(Setup, device="cuda" if no_gpu else str(device))
+    plan = [cuda("CUDA, float32", missing=no_gpu)]
+    for dtype in HALF_PRECISION:
+        plan.append(cuda(f"CUDA, {dtype}", dtype=dtype, missing=no_gpu))
+    plan.append(
+        cuda(
             "CUDA, flash-attention, bfloat16",
             dtype="bfloat16",
-            kernel=kernel,
+            kernel="flash_attention_2",
             missing=no_flash,
         )
-    ]
-    found += [Setup("layers on two GPUs", "cuda:0", second="cuda:1", missing=alone)]
-    if none:
-        found += [Setup("CPU alone: eager", kernel="eager")]
-        found += [
-            Setup(f"CPU alone: eager, {dtype}", "cpu", dtype, "eager") for dtype in LOW
-        ]
-        found += [Setup("CPU alone: layers on disk", second="disk")]
-    return found
+    )
+    plan.append(
+        Setup("layers on two GPUs", "cuda:0", second="cuda:1", missing=no_second_gpu)
+    )
+    if no_gpu:
+        plan.append(Setup("CPU alone: eager", kernel="eager"))
+        for dtype in HALF_PRECISION:
+            name = f"CPU alone: eager, {dtype}"
+            plan.append(Setup(name, dtype=dtype, kernel="eager"))
+        plan.append(Setup("CPU alone: layers on disk", second="disk"))
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +124,13 @@ class GpuCheck(Study):
     one prompt may be answered otherwise (a tie). In 16 bits that of the median prompt may be three times what
     the CPU's own is under any method: rounding may turn a choice, as of ms_poe's heads, in a few prompts.
     Then ``latency`` and ``throughput`` run: on a GPU at the size of a 7B model and 10,000 tokens.
+
+    Attributes:
+        models: Small models of several families.
+        prompts: Number of prompts, of two lengths, so that batches are padded.
+        bench: Whether times are measured, too.
+        shape: Shape of the model that is timed; None for mistral7b in bfloat16 on a GPU, else small.
+        tokens: Of its prompt; None for 10,000 on a GPU, else 128.
     """
 
     needs_model: ClassVar[bool] = False
@@ -114,14 +138,10 @@ class GpuCheck(Study):
     all_methods: ClassVar[bool] = True
 
     models: tuple[Model, ...] = get_args(Model)
-    prompts: Annotated[int, Ge(4), Le(MOST)] = (
-        8  # of two lengths, so that batches are padded
-    )
-    bench: bool = True  # whether times are measured, too
-    shape: Shape | None = (
-        None  # of the model that is timed; None: mistral7b in bfloat16 on a GPU, else small
-    )
-    tokens: Count | None = None  # of its prompt; None: 10,000 on a GPU, else 128
+    prompts: Annotated[int, Ge(4), Le(MOST)] = 8
+    bench: bool = True
+    shape: Shape | None = None
+    tokens: Count | None = None
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
@@ -130,151 +150,170 @@ class GpuCheck(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``checks`` (a row per setup, model, method and quantity) and those of the bench."""
         device = torch_device(run.runtime.device)
-        flash = transformers.utils.is_flash_attn_2_available()
-        plan = setups(device, torch.cuda.device_count(), flash)
-        rows = [
-            _row(setup, verdict=NOT_RUN, reason=setup.missing)
-            for setup in plan
-            if setup.missing
-        ]
-        if plan[0].missing:
-            run.console.print(f"no GPU is checked: {plan[0].missing}", soft_wrap=True)
-        plan = [setup for setup in plan if not setup.missing]
+        has_flash = transformers.utils.is_flash_attn_2_available()
+        plan = setups(device, torch.cuda.device_count(), has_flash)
+        no_gpu = plan[0].missing
+        if no_gpu:
+            run.console.print(f"no GPU is checked: {no_gpu}", soft_wrap=True)
+        rows = []
+        available = []
+        for setup in plan:
+            if setup.missing:
+                rows.append(_row(setup, verdict=NOT_RUN, reason=setup.missing))
+            else:
+                available.append(setup)
+
+        examples = self.asked()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # models this small gain nothing from a second one
         with run.progress("models", len(self.models)) as advance:
             for name in self.models:
-                rows += Checked(name, run, self.asked()).rows(plan)
+                rows += Checked(name, run, examples).rows(available)
                 advance(1)
         torch.set_num_threads(threads)
-        timed: dict[str, pd.DataFrame] = {}
-        for what, bench in self.benches(device).items() if self.bench else ():
-            front = partial(_row, Setup("bench", str(device)), quantity=what)
-            # A GPU too small, or replies that differ in a batch: told beside what was measured.
-            try:
-                timed |= bench.measure(run)
-                rows.append(front(verdict="passed"))
-            except RuntimeError as error:
-                rows.append(front(verdict="failed", reason=_reason(error)))
-        return {"checks": table(rows), **timed}
+
+        tables: dict[str, pd.DataFrame] = {}
+        if self.bench:
+            setup = Setup("bench", str(device))
+            for quantity, bench in self.benches(device).items():
+                # A GPU too small, or replies that differ in a batch, is a result like the others.
+                try:
+                    tables |= bench.measure(run)
+                    rows.append(_row(setup, quantity=quantity, verdict="passed"))
+                except RuntimeError as error:
+                    reason = _reason(error)
+                    rows.append(
+                        _row(setup, quantity=quantity, verdict="failed", reason=reason)
+                    )
+        return {"checks": table(rows), **tables}
 
     def asked(self) -> list[Example]:
-        """Prompts of two lengths."""
-        made: dict[str, Any] = {
-            "records": "words",
-            "prompt": "compact",
-            "limit": -(-self.prompts // 2),
-        }
-        sizes = [
-            KVRetrieval(pairs=n, positions=(n // 2,), **made).examples("evaluation")
-            for n in (9, 6)
-        ]
-        return [example for both in zip(*sizes, strict=True) for example in both][
-            : self.prompts
-        ]
+        """Prompts of two lengths, in turn."""
+        questions = -(-self.prompts // 2)
+        long_examples = _kv_examples(9, questions)
+        short_examples = _kv_examples(6, questions)
+        examples: list[Example] = []
+        for pair in zip(long_examples, short_examples, strict=True):
+            examples += pair
+        return examples[: self.prompts]
 
     def benches(self, device: torch.device) -> dict[str, Study]:
         """The studies of cost, at the size of the device."""
-        gpu = device.type == "cuda"
-        shape: Shape = self.shape or ("mistral7b" if gpu else "small")
-        tokens = self.tokens or (10_000 if gpu else 128)
-        at: dict[str, Any] = {"shape": shape, "methods_at": (tokens,)}
-        if gpu:
-            full = Latency(**at, prompts=(tokens,), dtype="bfloat16")
-            works: dict[str, Any] = {
-                "shape": shape,
-                "dtype": "bfloat16",
-                "works": ("Table 1",),
-            }
-            return {
-                "latency": full,
-                "throughput": Throughput(**works, pairs=(), tokens=tokens),
-            }
-        few = Throughput(
-            pairs=(8,),
-            examples=2,
-            new_tokens=1,
-            repeats=1,
-            tokens=64,
-            works=("Table 1",),
-        )
-        return {
-            "latency": Latency(**at, prompts=(), search_tokens=0, repeats=1),
-            "throughput": few,
-        }
+        if device.type == "cuda":
+            shape = self.shape or "mistral7b"
+            tokens = self.tokens or 10_000
+            latency = Latency(
+                shape=shape, methods_at=(tokens,), prompts=(tokens,), dtype="bfloat16"
+            )
+            throughput = Throughput(
+                shape=shape,
+                dtype="bfloat16",
+                works=("Table 1",),
+                pairs=(),
+                tokens=tokens,
+            )
+        else:
+            latency = Latency(
+                shape=self.shape or "small",
+                methods_at=(self.tokens or 128,),
+                prompts=(),
+                search_tokens=0,
+                repeats=1,
+            )
+            throughput = Throughput(
+                pairs=(8,),
+                examples=2,
+                new_tokens=1,
+                repeats=1,
+                tokens=64,
+                works=("Table 1",),
+            )
+        return {"latency": latency, "throughput": throughput}
 
     def figures(self, tables: Tables) -> Drawn:
         """Differences over their tolerances, and the times."""
-        words = "Largest difference of any model over its tolerance (2: or more); beyond 1 a check fails."
-        found = dict[str, tuple[Figure, str]]()
+        figures: dict[str, tuple[Figure, str]] = {}
         if tables["checks"]["value"].notna().any():
-            found["checks"] = checks_figure(tables["checks"]), words
-        for bench, names in (
-            (Latency(), ("generation", "search")),
-            (Throughput(), ("throughput",)),
-        ):
-            found.update(
-                bench.figures({name: tables[name] for name in names if name in tables})
-            )
-        return found
+            caption = "Largest difference of any model over its tolerance (2: or more); beyond 1 a check fails."
+            figures["checks"] = (checks_figure(tables["checks"]), caption)
+        figures |= Latency().figures(_present(tables, "generation", "search"))
+        figures |= Throughput().figures(_present(tables, "throughput"))
+        return figures
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Setup by setup: do all checks pass; what did not run is not testable."""
-        found = []
         texts = ("model", "method", "quantity", "reason")
-        checks = (
-            tables["checks"]
-            .astype(dict.fromkeys(texts, object))
-            .fillna(dict.fromkeys(texts, ""))
-        )
-        for setup, rows in checks.groupby("setup", sort=False):
-            ran = rows[rows["verdict"] != NOT_RUN]
-            bad = rows[rows["verdict"] == "failed"]
-            bench = setup == "bench"
-            claim = (
-                "runs to its end"
-                if bench
-                else "every method gives what the CPU gives in float32"
-            )
-            claim = f"{setup}: {claim}"
-            statistic = "checks that failed"
-            if not len(ran):
-                note = f"not run, so nothing is known: {rows['reason'].iloc[0]}"
-                found.append(Finding.untestable(claim, statistic, note).control())
-                continue
-            note = (
-                "the CPU against itself says nothing about a GPU"
-                if "alone" in setup
-                else ""
-            )
-            note = f"a 7B model and 10,000 tokens on a GPU: {FULL}" if bench else note
-            if len(bad):
-                first = bad.iloc[0]
-                where = ", ".join(
-                    str(first[key])
-                    for key in ("model", "method", "quantity")
-                    if first[key]
-                )
-                note = f"the first: {where}: {first['reason'] or first['value']}"
-            found.append(
-                Finding.that(
-                    not len(bad), claim, statistic, (len(bad), len(ran)), note
-                ).control()
-            )
-        return found
+        checks = tables["checks"].astype(dict.fromkeys(texts, object))
+        checks = checks.fillna(dict.fromkeys(texts, ""))
+        return [
+            _setup_finding(setup, rows).control()
+            for setup, rows in checks.groupby("setup", sort=False)
+        ]
+
+
+def _present(tables: Tables, *names: str) -> dict[str, pd.DataFrame]:
+    """Those of some tables that there are."""
+    return {name: tables[name] for name in names if name in tables}
+
+
+def _kv_examples(pairs: int, questions: int) -> list[Example]:
+    """Questions of key-value retrieval whose gold pair is in the middle."""
+    task = KVRetrieval(
+        records="words",
+        prompt="compact",
+        pairs=pairs,
+        positions=(pairs // 2,),
+        limit=questions,
+    )
+    return task.examples("evaluation")
+
+
+def _setup_finding(setup: str, rows: pd.DataFrame) -> Finding:
+    """Whether all checks of a setup pass."""
+    is_bench = setup == "bench"
+    claim = f"{setup}: every method gives what the CPU gives in float32"
+    if is_bench:
+        claim = f"{setup}: runs to its end"
+    statistic = "checks that failed"
+    checks = rows[rows["verdict"] != NOT_RUN]
+    if checks.empty:
+        note = f"not run, so nothing is known: {rows['reason'].iloc[0]}"
+        return Finding.untestable(claim, statistic, note)
+
+    failed = checks[checks["verdict"] == "failed"]
+    note = ""
+    if len(failed):
+        first = failed.iloc[0]
+        parts = [first["model"], first["method"], first["quantity"]]
+        check = ", ".join(str(part) for part in parts if part)
+        note = f"the first: {check}: {first['reason'] or first['value']}"
+    elif is_bench:
+        note = f"a 7B model and 10,000 tokens on a GPU: {FULL_BENCH}"
+    elif "alone" in setup:
+        note = "the CPU against itself says nothing about a GPU"
+    number = (len(failed), len(checks))
+    return Finding.that(failed.empty, claim, statistic, number, note)
+
+
+class Answers(NamedTuple):
+    """What a model gives for N prompts: logits of the next token, losses of the answers, greedy replies."""
+
+    logits: Tensor  # [N, V], float64
+    losses: Tensor  # [N], float64, nats per token
+    replies: list[str]
 
 
 class Checked:
     """One small model: what it gives on the CPU, and every setup against that."""
 
-    def __init__(self, name: str, run: Run, asked: Sequence[Example]) -> None:
+    def __init__(self, name: str, run: Run, examples: Sequence[Example]) -> None:
         self.name = name
-        self.asked = asked
+        self.examples = examples
         self.tiny = load(TINY, device="cpu")
         self.weights: Mapping[str, Tensor] = {}
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            base = self.model(PLAIN)
+            base = self.model(CPU_SETUP)
         self.weights = base.model.state_dict()
         self.methods = applicable(
             base, run.every, lambda choice: choice.cls.example(base)
@@ -282,33 +321,37 @@ class Checked:
         self.exact = {
             name: self.answers(base, method) for name, method in self.methods.items()
         }
+        # The CPU's own differences in a type of 16 bits, by type, method and quantity.
         self.errors: dict[str, dict[str, dict[str, float]]] = {}
 
     def model(self, setup: Setup) -> LM:
         """The model in a setup; random weights are drawn once, on the CPU."""
-        how: dict[str, Any] = {"dtype": setup.dtype, "attention": setup.kernel}
         if self.name == TINY:
-            half = self.tiny.layers // 2
-            ends = ("embed_tokens", "rotary_emb", "norm")
-            places = dict.fromkeys(
-                ["lm_head", *(f"model.{end}" for end in ends)], setup.device
-            )
-            for i in range(2 * half):
-                places[f"model.layers.{i}"] = setup.device if i < half else setup.second
+            device_map = self._device_map(setup) if setup.second else None
             return load(
                 TINY,
                 device=setup.device,
-                device_map=places if setup.second else None,
-                **how,
+                device_map=device_map,
+                dtype=setup.dtype,
+                attention=setup.kernel,
             )
-        lm = random_model(
-            self.name, torch.device(setup.device), setup.dtype, self.tiny.tokenizer
-        )
+        device = torch.device(setup.device)
+        lm = random_model(self.name, device, setup.dtype, self.tiny.tokenizer)
         if self.weights:
             lm.model.load_state_dict(self.weights)
         if setup.kernel != "auto":
             lm.model.set_attn_implementation(setup.kernel)
         return load(lm.model, tokenizer=self.tiny.tokenizer, name=self.name)
+
+    def _device_map(self, setup: Setup) -> dict[str, str]:
+        """The embedded model's modules on two devices, half of the layers on each."""
+        modules = ["lm_head", "model.embed_tokens", "model.rotary_emb", "model.norm"]
+        device_map = dict.fromkeys(modules, setup.device)
+        half = self.tiny.layers // 2
+        for layer in range(2 * half):
+            device = setup.device if layer < half else setup.second
+            device_map[f"model.layers.{layer}"] = device
+        return device_map
 
     def rows(self, plan: Sequence[Setup]) -> Iterator[Row]:
         """A row for each setup, method and quantity; one for a setup that this family does not have."""
@@ -324,135 +367,156 @@ class Checked:
                     setup, model=self.name, verdict=verdict, reason=_reason(error)
                 )
                 continue
-            for name, method in self.methods.items():
-                front = partial(_row, setup, model=self.name, method=name)
-                allowed = self.allowed(setup, name)
-                if not allowed:
-                    yield front(
-                        verdict=NOT_RUN,
-                        reason=f"the CPU itself gives no numbers in {setup.dtype}",
-                    )
-                    continue
-                try:
-                    found = differences(
-                        self.answers(lm, method), self.exact[name], setup.dtype
-                    )
-                except Exception as error:  # noqa: BLE001
-                    yield front(verdict="failed", reason=_reason(error))
-                    continue
-                for quantity, most in allowed.items():
-                    verdict = "passed" if found[quantity] <= most else "failed"
-                    yield front(
-                        quantity=quantity,
-                        value=found[quantity],
-                        tolerance=most,
-                        verdict=verdict,
-                    )
+            for name in self.methods:
+                yield from self._method_rows(setup, lm, name)
 
-    def allowed(self, setup: Setup, name: str) -> dict[str, float]:
+    def _method_rows(self, setup: Setup, lm: LM, name: str) -> Iterator[Row]:
+        """A row for each quantity of a method in a setup."""
+        row = partial(_row, setup, model=self.name, method=name)
+        tolerances = self.tolerances(setup, name)
+        if not tolerances:
+            reason = f"the CPU itself gives no numbers in {setup.dtype}"
+            yield row(verdict=NOT_RUN, reason=reason)
+            return
+        try:
+            answers = self.answers(lm, self.methods[name])
+            values = differences(answers, self.exact[name], setup.dtype)
+        except Exception as error:  # noqa: BLE001
+            yield row(verdict="failed", reason=_reason(error))
+            return
+        for quantity, tolerance in tolerances.items():
+            value = values[quantity]
+            verdict = "passed" if value <= tolerance else "failed"
+            yield row(
+                quantity=quantity, value=value, tolerance=tolerance, verdict=verdict
+            )
+
+    def tolerances(self, setup: Setup, name: str) -> dict[str, float]:
         """The tolerance of each quantity; empty where the CPU gives no numbers in that type."""
-        if setup.dtype not in LOW:
-            return {"logits": EXACT, "losses": EXACT, "replies": 1 / len(self.asked)}
-        if setup.dtype not in self.errors:
-            self.errors[setup.dtype] = self.rounding(setup.dtype)
-        own = self.errors[setup.dtype]
-        least = torch.finfo(getattr(torch, setup.dtype)).eps
-        # Of all methods: the errors of a few prompts under one of them are too few to go by.
-        most = {
-            k: max(each[k] for each in own.values())
-            for k in ("logits", "losses")
-            if name in own
-        }
-        return {quantity: max(TIMES * error, least) for quantity, error in most.items()}
+        dtype = setup.dtype
+        if dtype not in HALF_PRECISION:
+            return {
+                "logits": FLOAT32_TOLERANCE,
+                "losses": FLOAT32_TOLERANCE,
+                "replies": 1 / len(self.examples),
+            }
+        if dtype not in self.errors:
+            self.errors[dtype] = self.rounding_errors(dtype)
+        errors = self.errors[dtype]
+        if name not in errors:
+            return {}
+        smallest = torch.finfo(getattr(torch, dtype)).eps
+        tolerances = {}
+        for quantity in ("logits", "losses"):
+            # Of all methods: the errors of a few prompts under one of them are too few to go by.
+            largest = max(of_method[quantity] for of_method in errors.values())
+            tolerances[quantity] = max(ROUNDING_FACTOR * largest, smallest)
+        return tolerances
 
-    def rounding(self, dtype: Dtype) -> dict[str, dict[str, float]]:
+    def rounding_errors(self, dtype: Dtype) -> dict[str, dict[str, float]]:
         """By method, the CPU's own differences in a type; without those that give no numbers in it."""
-        lm = self.model(PLAIN._replace(dtype=dtype))
-        found = dict[str, dict[str, float]]()
+        lm = self.model(CPU_SETUP._replace(dtype=dtype))
+        errors = {}
         for name, method in self.methods.items():
             with suppress(UserError):
-                found[name] = differences(
-                    self.answers(lm, method), self.exact[name], dtype
-                )
-        return found
+                answers = self.answers(lm, method)
+                errors[name] = differences(answers, self.exact[name], dtype)
+        return errors
 
-    def answers(self, lm: LM, method: Method) -> dict[str, Any]:
-        """Logits of the first answer token [N, V], losses of the answers [N], and greedy replies."""
-        prompts = [e.prompt for e in self.asked]
-        answers = [e.answers[0] for e in self.asked]
-        logits = next_logits(
-            lm, method, [lm.encode(prompt).ids for prompt in prompts], BATCH
-        )
+    def answers(self, lm: LM, method: Method) -> Answers:
+        """What a model gives for the examples under a method."""
+        texts = [example.prompt for example in self.examples]
+        gold = [example.answers[0] for example in self.examples]
+        prompts = [lm.encode(text).ids for text in texts]
+        logits = next_logits(lm, method, prompts, BATCH_SIZE)
         with method.applied(lm):
-            losses = lm.answer_loss(prompts, answers, batch_size=BATCH).double()
-            replies = lm.generate(prompts, max_new_tokens=NEW, batch_size=BATCH)
-        return {"logits": logits, "losses": losses, "replies": replies}
+            losses = lm.answer_loss(texts, gold, batch_size=BATCH_SIZE).double()
+            replies = lm.generate(
+                texts, max_new_tokens=NEW_TOKENS, batch_size=BATCH_SIZE
+            )
+        return Answers(logits, losses, replies)
 
 
-def differences(
-    found: Mapping[str, Any], exact: Mapping[str, Any], dtype: Dtype
-) -> dict[str, float]:
-    """Largest difference over the largest value, of the worst prompt, or in 16 bits of the median one; of
-    replies, the share that differ."""
-    out = {}
-    for name in ("logits", "losses"):
-        each = (found[name] - exact[name]).abs().reshape(len(exact[name]), -1).amax(1)
-        out[name] = (
-            (each.median() if dtype in LOW else each.max()) / exact[name].abs().max()
-        ).item()
-    pairs = zip(found["replies"], exact["replies"], strict=True)
-    return {**out, "replies": sum(a != b for a, b in pairs) / len(exact["replies"])}
+def differences(answers: Answers, exact: Answers, dtype: Dtype) -> dict[str, float]:
+    """Compare answers with exact ones.
+
+    Args:
+        answers: What a setup gives.
+        exact: What the CPU gives in float32.
+        dtype: Weight type of the setup.
+
+    Returns:
+        Of ``logits`` and ``losses`` the largest difference over the largest exact value, of the worst prompt, or
+        in 16 bits of the median one; of ``replies`` the share that differ.
+    """
+    pairs = list(zip(answers.replies, exact.replies, strict=True))
+    return {
+        "logits": _relative_difference(answers.logits, exact.logits, dtype),
+        "losses": _relative_difference(answers.losses, exact.losses, dtype),
+        "replies": sum(a != b for a, b in pairs) / len(pairs),
+    }
 
 
-def _row(setup: Setup, *, verdict: str, **rest: Any) -> Row:
+def _relative_difference(values: Tensor, exact: Tensor, dtype: Dtype) -> float:
+    """See :func:`differences`; values of N prompts, [N, ...]."""
+    by_prompt = (values - exact).abs().reshape(len(exact), -1).amax(1)
+    difference = by_prompt.median() if dtype in HALF_PRECISION else by_prompt.max()
+    return (difference / exact.abs().max()).item()
+
+
+def _row(
+    setup: Setup,
+    *,
+    verdict: str,
+    model: str = "",
+    method: str = "",
+    quantity: str = "",
+    value: float = float("nan"),
+    tolerance: float = float("nan"),
+    reason: str = "",
+) -> Row:
     """A row of ``checks``."""
-    where = f"{setup.device}, {setup.second}" if setup.second else setup.device
-    front = {
+    devices = [setup.device, setup.second] if setup.second else [setup.device]
+    return {
         "setup": setup.name,
-        "device": where,
+        "device": ", ".join(devices),
         "dtype": setup.dtype,
         "kernel": setup.kernel,
+        "model": model,
+        "method": method,
+        "quantity": quantity,
+        "value": value,
+        "tolerance": tolerance,
+        "verdict": verdict,
+        "reason": reason,
     }
-    blank = {
-        "model": "",
-        "method": "",
-        "quantity": "",
-        "value": float("nan"),
-        "tolerance": float("nan"),
-    }
-    return {**front, **blank, "verdict": verdict, "reason": "", **rest}
 
 
 def _reason(error: Exception) -> str:
     """What went wrong, in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:TEXT]}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:REASON_CHARACTERS]}"
 
 
 @plot.styled
 def checks_figure(checks: pd.DataFrame) -> Figure:
     """A panel for each quantity: per method and setup the largest difference over its tolerance."""
-    rows = checks[checks["value"].notna()].assign(
-        over=checks["value"] / checks["tolerance"]
-    )
+    rows = checks[checks["value"].notna()]
+    rows = rows.assign(ratio=rows["value"] / rows["tolerance"])
     methods = list(rows["method"].unique())[::-1]
-    names = list(rows["setup"].unique())
+    setups = list(rows["setup"].unique())
     quantities = list(rows["quantity"].unique())
     figure, grid = plot.new_figure(
         plot.PAGE, 3.4, 1, len(quantities), squeeze=False, sharey=True
     )
     for axes, quantity in zip(grid.flat, quantities, strict=True):
-        for index, name in enumerate(names):
-            part = rows[(rows["quantity"] == quantity) & (rows["setup"] == name)]
-            worst = part.groupby("method")["over"].max()
-            at = [
-                methods.index(method) + 0.16 * ((len(names) - 1) / 2 - index)
-                for method in worst.index
-            ]
-            axes.plot(
-                worst.clip(upper=2),
-                at,
-                **plot.line_style(index) | {"linestyle": "", "label": name},
-            )
+        for index, setup in enumerate(setups):
+            part = rows[(rows["quantity"] == quantity) & (rows["setup"] == setup)]
+            worst = part.groupby("method")["ratio"].max()
+            offset = 0.16 * ((len(setups) - 1) / 2 - index)
+            y = [methods.index(method) + offset for method in worst.index]
+            style = plot.line_style(index) | {"linestyle": "", "label": setup}
+            axes.plot(worst.clip(upper=2), y, **style)
         axes.set_yticks(range(len(methods)), [shown(method) for method in methods])
         axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
         axes.set(title=quantity, xlabel="difference / tolerance", xlim=(-0.05, 2.1))

@@ -27,12 +27,24 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.floors import floors
 from posbench.studies.cost.timing import Shape, Timed, applicable, random_model, table
 
-ANSWER = 4  # tokens whose loss the search measures
+ANSWER_TOKENS = 4  # whose loss the search measures
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latency(Timed):
-    """Prefill and decoding under every method, scale_channel and its direct way, and the channel search."""
+    """Prefill and decoding under every method, scale_channel and its direct way, and the channel search.
+
+    Attributes:
+        shape: Shape of the model.
+        dtype: Of its weights.
+        methods_at: Prompt lengths at which all methods run side by side.
+        prompts: Prompt lengths of scale_channel and its direct way.
+        new_tokens: Generated tokens; 1 measures the prefill.
+        search_tokens: Prompt length of the search; 0 leaves it out.
+        candidates: Of the search.
+        methods: These only, with the unmodified model; empty for all that apply.
+        floors: Whether to measure also what moice and attention_buckets cannot leave out of a prompt.
+    """
 
     all_methods: ClassVar[bool] = True
     caption: ClassVar[str] = (
@@ -41,21 +53,13 @@ class Latency(Timed):
 
     shape: Shape = "small"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    methods_at: tuple[Count, ...] = (
-        2048,
-    )  # prompt lengths at which all methods run side by side
-    prompts: tuple[Count, ...] = (
-        4096,
-    )  # prompt lengths of scale_channel and its direct way
-    new_tokens: tuple[Count, ...] = (1,)  # generated; 1 measures the prefill
-    search_tokens: Whole = 2048  # prompt length of the search; 0 leaves it out
-    candidates: Count = 40  # of the search
-    methods: tuple[
-        str, ...
-    ] = ()  # these only, with the unmodified model; empty: all that apply
-    floors: bool = (
-        False  # also what moice and attention_buckets cannot leave out of a prompt
-    )
+    methods_at: tuple[Count, ...] = (2048,)
+    prompts: tuple[Count, ...] = (4096,)
+    new_tokens: tuple[Count, ...] = (1,)
+    search_tokens: Whole = 2048
+    candidates: Count = 40
+    methods: tuple[str, ...] = ()
+    floors: bool = False
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -64,12 +68,9 @@ class Latency(Timed):
                 "study.floors", True, "a prompt alone", "study.new_tokens=[1]"
             )
         for name in sorted(set(self.methods) - set(run.every)):
-            raise UserError(
-                "study.methods",
-                name,
-                ", ".join(run.every),
-                "posbench ls methods shows them",
-            )
+            allowed = ", ".join(run.every)
+            hint = "posbench ls methods shows them"
+            raise UserError("study.methods", name, allowed, hint)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``generation`` (a way is a method; with the papers' ratios) and ``search``."""
@@ -78,94 +79,118 @@ class Latency(Timed):
         # Stopping early would compare different amounts of work; MPT's own default is to go without a cache.
         lm.model.generation_config = copy.copy(lm.model.generation_config)
         lm.model.generation_config.update(eos_token_id=None, use_cache=True)
-        methods = applicable(
-            lm, run.every, lambda choice: choice.cls.example(lm), run.console.out
-        )
-        asked = (UNMODIFIED, *(self.methods or run.every))
+
+        methods = self._chosen_methods(run, lm)
         example = ScaleChannel.example(lm)
-        chosen = {name: method for name, method in methods.items() if name in asked}
-        chosen |= floors(chosen) if self.floors else {}
-        direct = {
+        direct_ways: dict[str, Method] = {
+            UNMODIFIED: Unmodified(),
             "scale_channel": example,
             "re-projection": Reprojection(**vars(example)),
         }
-        plan = [(tokens, chosen) for tokens in self.methods_at]
-        plan += [
-            (tokens, {UNMODIFIED: Unmodified(), **direct}) for tokens in self.prompts
-        ]
-        rows: dict[str, list[Row]] = {"generation": [], "search": []}
-        with run.progress(
-            "works", len(plan) * len(self.new_tokens) + bool(self.search_tokens)
-        ) as advance:
-            for (tokens, methods), new in product(plan, self.new_tokens):
-                rows["generation"] += self.generation(lm, methods, tokens, new)
+        plan = [(tokens, methods) for tokens in self.methods_at]
+        plan += [(tokens, direct_ways) for tokens in self.prompts]
+        generation: list[Row] = []
+        search: list[Row] = []
+        num_works = len(plan) * len(self.new_tokens) + bool(self.search_tokens)
+        with run.progress("works", num_works) as advance:
+            for (tokens, methods), new_tokens in product(plan, self.new_tokens):
+                generation += self.generation(lm, methods, tokens, new_tokens)
                 advance(1)
-            rows["search"] += self.search(lm) if self.search_tokens else []
-        return {name: table(each) for name, each in rows.items() if each}
+            if self.search_tokens:
+                search += self.search(lm)
+        rows = {"generation": generation, "search": search}
+        return {name: table(part) for name, part in rows.items() if part}
+
+    def _chosen_methods(self, run: Run, lm: LM) -> dict[str, Method]:
+        """The methods to run side by side, with their floors where these are measured."""
+        names = (UNMODIFIED, *(self.methods or run.every))
+        methods = applicable(
+            lm, run.every, lambda choice: choice.cls.example(lm), run.console.out
+        )
+        chosen = {name: method for name, method in methods.items() if name in names}
+        if self.floors:
+            chosen |= floors(chosen)
+        return chosen
 
     @inference_mode
     def generation(
-        self, lm: LM, methods: Mapping[str, Method], tokens: int, new: int
+        self, lm: LM, methods: Mapping[str, Method], tokens: int, new_tokens: int
     ) -> list[Row]:
-        """Rows of prefill and greedy decoding of one prompt, and the papers' ratios in ``paper``."""
-        ids = torch.randint(
-            5, lm.model.config.vocab_size, (1, tokens), device=lm.device
-        )
-        fixed = {
-            "max_new_tokens": new,
-            "min_new_tokens": new,
-            "do_sample": False,
-            "pad_token_id": 0,
-        }
+        """Time prefill and greedy decoding of one prompt under each method.
+
+        Args:
+            lm: The model.
+            methods: Methods by name; the first one is the base.
+            tokens: Of the prompt.
+            new_tokens: Generated tokens.
+
+        Returns:
+            Rows of :meth:`Timed.compared`, and the papers' ratios in ``paper``.
+        """
+        vocab_size = lm.model.config.vocab_size
+        ids = torch.randint(5, vocab_size, (1, tokens), device=lm.device)
 
         def generate(method: Method) -> None:
             with method.applied(lm):
-                lm.model.generate(ids, attention_mask=torch.ones_like(ids), **fixed)
+                lm.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
 
         ways = {name: partial(generate, method) for name, method in methods.items()}
-        rows = self.compared(f"{tokens} + {new} tokens", ways, lm.device, faster=False)
-        printed = reference.table("latency.csv", "method", "ratio", "source").groupby(
-            "method"
-        )
-        told = {
-            m: "; ".join(f"{r.ratio} ({r.source})" for r in part.itertuples())
-            for m, part in printed
+        work = f"{tokens} + {new_tokens} tokens"
+        rows = self.compared(work, ways, lm.device, faster=False)
+        printed = reference.table("latency.csv", "method", "ratio", "source")
+        ratios = {
+            method: "; ".join(
+                f"{row.ratio} ({row.source})" for row in part.itertuples()
+            )
+            for method, part in printed.groupby("method")
         }
-        return [{**row, "paper": told.get(row["way"], "")} for row in rows]
+        for row in rows:
+            row["paper"] = ratios.get(row["way"], "")
+        return rows
 
     @inference_mode
     def search(self, lm: LM) -> list[Row]:
-        """Rows of a forward for each candidate and of one prefill for all, their losses equal bit by bit."""
+        """Time a forward for each candidate against one prefill for all; their losses are equal bit by bit."""
         width = lm.model.config.hidden_size
         layers = share((10, 25), lm.layers)
         settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
-        tried = [ScaleChannel(channel=c, factor=f, layers=layers) for c, f in settings][
-            : self.candidates
+        all_candidates = [
+            ScaleChannel(channel=channel, factor=factor, layers=layers)
+            for channel, factor in settings
         ]
-        prompt = torch.randint(
-            5, lm.model.config.vocab_size, (self.search_tokens + ANSWER,)
+        candidates = all_candidates[: self.candidates]
+        ids = torch.randint(
+            5, lm.model.config.vocab_size, (self.search_tokens + ANSWER_TOKENS,)
         ).tolist()
-        pair = prompt[: self.search_tokens], prompt[self.search_tokens :]
+        pair = (ids[: self.search_tokens], ids[self.search_tokens :])
 
-        def shared() -> list[float]:
-            return candidate_losses(lm, [pair], tried)[1:, 0].tolist()
+        def shared_prefill() -> list[float]:
+            return candidate_losses(lm, [pair], candidates)[1:, 0].tolist()
 
-        def apart() -> list[float]:
-            found, (inputs, targets) = [], lm.pad_with_answers([pair])
-            for each in tried:
-                with replace(each, last=ANSWER).applied(lm):
-                    found.append(
-                        lm.answer_nats(
-                            lm.model(**inputs, logits_to_keep=ANSWER).logits, targets
-                        )
-                    )
-            return torch.cat(found).double().tolist()
+        def separate_forwards() -> list[float]:
+            losses = []
+            inputs, targets = lm.pad_with_answers([pair])
+            for candidate in candidates:
+                with replace(candidate, last=ANSWER_TOKENS).applied(lm):
+                    output = lm.model(**inputs, logits_to_keep=ANSWER_TOKENS)
+                    losses.append(lm.answer_nats(output.logits, targets))
+            return torch.cat(losses).double().tolist()
 
-        ways = {"one forward per candidate": apart, "one shared prefill": shared}
-        what = f"{len(tried)} candidates, {self.search_tokens} + {ANSWER} tokens"
-        return replace(self, repeats=max(1, self.repeats // 2)).compared(
-            what, ways, lm.device
-        )
+        ways = {
+            "one forward per candidate": separate_forwards,
+            "one shared prefill": shared_prefill,
+        }
+        tokens = f"{self.search_tokens} + {ANSWER_TOKENS} tokens"
+        work = f"{len(candidates)} candidates, {tokens}"
+        half_as_often = replace(self, repeats=max(1, self.repeats // 2))
+        return half_as_often.compared(work, ways, lm.device)
 
 
 class Reprojection(ScaleChannel):
@@ -181,33 +206,41 @@ class Reprojection(ScaleChannel):
         attentions = families.attention_modules(lm.model)
         with ExitStack() as stack:
             for index in self.layer_indices:
-                twice = partial(self._twice, lm.model, index, attentions[index].forward)
-                stack.enter_context(replaced(attentions[index], "forward", twice))
+                attention = attentions[index]
+                forward = partial(self._run_twice, lm.model, index, attention.forward)
+                stack.enter_context(replaced(attention, "forward", forward))
             yield lm
 
-    def _twice(
+    def _run_twice(
         self,
         model: PreTrainedModel,
-        index: int,
+        layer: int,
         forward: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Both runs of one attention module, joined."""
-        name = "layer_past" if "layer_past" in kwargs else "past_key_values"
-        cache = kwargs.pop(name)
-        prompt = families.attention_input(args, kwargs).shape[1] > 1
-        base = (
-            forward(*args, **{name: transformers.DynamicCache()}, **kwargs)
-            if prompt
-            else None
-        )
+        """Run an attention module as it is and with scaled queries and keys, and join the outputs.
+
+        Args:
+            model: The model.
+            layer: Index of the module.
+            forward: The module's own forward.
+            *args: Its arguments.
+            **kwargs: Its arguments, among them the cache.
+
+        Returns:
+            Output [B, T, D] and what else the module returns.
+        """
+        cache_name = "layer_past" if "layer_past" in kwargs else "past_key_values"
+        cache = kwargs.pop(cache_name)
+        is_prompt = families.attention_input(args, kwargs).shape[1] > 1
+        if is_prompt:
+            scratch = {cache_name: transformers.DynamicCache()}
+            base, *_ = forward(*args, **scratch, **kwargs)
         with ExitStack() as stack:
-            for handle in families.on_query_key_input(model, index, self.scale):
+            for handle in families.on_query_key_input(model, layer, self.scale):
                 stack.callback(handle.remove)
-            scaled = forward(*args, **{name: cache}, **kwargs)
-        return (
-            scaled
-            if base is None
-            else (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])
-        )
+            scaled = forward(*args, **{cache_name: cache}, **kwargs)
+        if not is_prompt:
+            return scaled
+        return torch.cat([base[:, :-1], scaled[0][:, -1:]], dim=1), scaled[1]

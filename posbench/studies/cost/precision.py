@@ -22,7 +22,7 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.cost.timing import applicable, table
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
-BATCHES = (1, 4, 16)
+BATCH_SIZES = (1, 4, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,14 @@ class Precision(Study):
 
     Float64 is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
     batches are padded on the left and sum in another order.
+
+    Attributes:
+        prompts: Number of prompts, of several lengths, so that batches are padded.
     """
 
     all_methods: ClassVar[bool] = True
 
-    prompts: Count = 512  # of several lengths, so that batches are padded
+    prompts: Count = 512
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
@@ -43,84 +46,95 @@ class Precision(Study):
         ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
         moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
-        chosen = run.evaluation[:: max(1, len(run.evaluation) // self.prompts)][
-            : self.prompts
-        ]
-        rows = [code.ids for code in run.encode(chosen).values()]
-        # Every other prompt loses some of its first pairs: equal lengths would need no padding.
-        rows = [
-            row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :]
-            for i, row in enumerate(rows)
-        ]
+        prompts = self._prompts(run)
         methods = applicable(run.lm, run.every, MethodChoice.build, run.console.out)
-        errors = list[Row]()
-        drifts = list[Row]()
+        errors: list[Row] = []
+        drifts: list[Row] = []
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
             lm = _load(run, "float64")
             exact = {
-                name: next_logits(lm, method, rows, 1)
+                name: next_logits(lm, method, prompts, 1)
                 for name, method in methods.items()
             }
             advance(1)
             for dtype in DTYPES:
                 lm = _load(run, dtype)
                 for name, method in methods.items():
-                    alone, *others = (
-                        next_logits(lm, method, rows, size) for size in BATCHES
-                    )
-                    front = {"method": name, "weights": dtype}
-                    errors.append({**front, **compare(alone, exact[name])})
-                    for size, found in zip(BATCHES[1:], others, strict=True):
-                        drifts.append({**front, "batch": size, **compare(found, alone)})
+                    logits = {
+                        size: next_logits(lm, method, prompts, size)
+                        for size in BATCH_SIZES
+                    }
+                    one_by_one = logits.pop(1)
+                    key = {"method": name, "weights": dtype}
+                    errors.append({**key, **compare(one_by_one, exact[name])})
+                    for size, in_batches in logits.items():
+                        drift = compare(in_batches, one_by_one)
+                        drifts.append({**key, "batch": size, **drift})
                 advance(1)
         unmodified = exact.pop(UNMODIFIED)
-        for name, found in exact.items():
-            errors.append(
-                {"method": name, "weights": "float64", **compare(found, unmodified)}
-            )
+        for name, exact_logits in exact.items():
+            effect = compare(exact_logits, unmodified)
+            errors.append({"method": name, "weights": "float64", **effect})
         return {"errors": table(errors), "drifts": table(drifts)}
+
+    def _prompts(self, run: Run) -> list[list[int]]:
+        """Token ids of evaluation prompts, spread over all of them, of several lengths."""
+        step = max(1, len(run.evaluation) // self.prompts)
+        chosen = run.evaluation[::step][: self.prompts]
+        prompts = [encoded.ids for encoded in run.encode(chosen).values()]
+        # Every second prompt loses some of its first pairs: equal lengths would need no padding.
+        for i in range(0, len(prompts), 2):
+            prompt = prompts[i]
+            prompts[i] = prompt[:1] + prompt[1 + 4 * (i % 7) :]
+        return prompts
 
     def figures(self, tables: Tables) -> Drawn:
         """Errors and effects."""
-        words = "Mean difference of logits: error of each weight type, and what the method itself does."
-        return {"errors": (errors_figure(tables["errors"]), words)}
+        caption = "Mean difference of logits: error of each weight type, and what the method itself does."
+        return {"errors": (errors_figure(tables["errors"]), caption)}
 
 
 def _load(run: Run, dtype: Dtype) -> LM:
-    where = run.runtime
-    config = replace(run.model, dtype=dtype)
+    """The run's model with another weight type."""
+    runtime = run.runtime
     return load(
-        config,
-        device=where.device,
-        device_map=where.device_map,
-        max_memory=where.max_memory,
+        replace(run.model, dtype=dtype),
+        device=runtime.device,
+        device_map=runtime.device_map,
+        max_memory=runtime.max_memory,
     )
 
 
 @guarded
 @inference_mode
 def next_logits(
-    lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_size: int
+    lm: LM, method: Method, prompts: Sequence[Sequence[int]], batch_size: int
 ) -> Tensor:
-    """Logits of the first answer token, [N, V] in float64, for N prompts of token ids."""
-    out = torch.empty(
-        len(rows), lm.model.get_output_embeddings().out_features, dtype=torch.float64
-    )
+    """Compute the logits of the first answer token under a method.
+
+    Args:
+        lm: The model, with a vocabulary of V tokens.
+        method: The method.
+        prompts: Token ids of N prompts.
+        batch_size: Prompts of a batch.
+
+    Returns:
+        [N, V] in float64 on the CPU.
+    """
+    vocab_size = lm.model.get_output_embeddings().out_features
+    result = torch.empty(len(prompts), vocab_size, dtype=torch.float64)
     with method.applied(lm):
-        for batch in batches([len(row) for row in rows], batch_size):
-            inputs = lm.pad([rows[i] for i in batch])
-            out[batch] = (
-                finite(lm.model(**inputs, logits_to_keep=1).logits[:, -1])
-                .double()
-                .cpu()
-            )
-    return out
+        for batch in batches([len(prompt) for prompt in prompts], batch_size):
+            inputs = lm.pad([prompts[i] for i in batch])
+            logits = lm.model(**inputs, logits_to_keep=1).logits[:, -1]
+            result[batch] = finite(logits).double().cpu()
+    return result
 
 
-def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
+def compare(logits: Tensor, reference: Tensor) -> dict[str, float]:
     """Largest and mean absolute difference of logits [N, V], and share of prompts with another best token."""
-    error = (found - reference).abs()
-    changed = (found.argmax(-1) != reference.argmax(-1)).double().mean()
+    error = (logits - reference).abs()
+    changed = (logits.argmax(-1) != reference.argmax(-1)).double().mean()
     return {
         "largest": error.max().item(),
         "mean": error.mean().item(),
@@ -133,17 +147,11 @@ def errors_figure(errors: pd.DataFrame) -> Figure:
     """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
     figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
-        label = (
-            "effect of the method, float64"
-            if weights == "float64"
-            else f"error of {weights}"
-        )
-        names = rows["method"].map(shown)
-        axes.plot(
-            rows["mean"],
-            names,
-            **plot.line_style(index) | {"linestyle": "", "label": label},
-        )
+        label = f"error of {weights}"
+        if weights == "float64":
+            label = "effect of the method, float64"
+        style = plot.line_style(index) | {"linestyle": "", "label": label}
+        axes.plot(rows["mean"], rows["method"].map(shown), **style)
     axes.set(xscale="log", xlabel="mean absolute difference of logits")
     plot.legend_below(figure)
     return figure

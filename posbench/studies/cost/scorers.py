@@ -23,70 +23,64 @@ from posbench.tasks.reading import rows
 from posbench.tasks.scorers import best_subspan_em
 
 Scored = Iterator[tuple[str, float, float]]
-"""Subset, official score and ours of one output after the other."""
+"""Subset, official score and ours, of one output after the other."""
 TOLERANCE = 1e-9  # sums of floats may round otherwise elsewhere
-SHIPPED = (
-    paths.PACKAGE.parent / "tests" / "data" / "scored"
-)  # what is free to redistribute
+# Outputs that are free to redistribute.
+SHIPPED = paths.PACKAGE.parent / "tests" / "data" / "scored"
 
 
 def longbench(folder: Path) -> Scored:
     """Fields ``_id``, ``pred``, ``answers``, ``all_classes``, ``official_score``; one file per task."""
     task = LongBench(subsets=tuple(PROMPTS))
-    for name in task.subsets:
-        for _, row in rows(
-            "study.data", folder / "scored_predictions" / f"{name}.jsonl"
-        ):
-            meta = {"task": name, "all_classes": row["all_classes"]}
+    for subset in task.subsets:
+        file = folder / "scored_predictions" / f"{subset}.jsonl"
+        for _, row in rows("study.data", file):
             example = Example(
                 id=row["_id"],
                 prompt="",
                 answers=tuple(row["answers"]),
-                subset=name,
-                meta=meta,
+                subset=subset,
+                meta={"task": subset, "all_classes": row["all_classes"]},
             )
-            yield name, row["official_score"], task.score(example, row["pred"])["score"]
+            ours = task.score(example, row["pred"])["score"]
+            yield subset, row["official_score"], ours
 
 
 def nq(folder: Path) -> Scored:
     """Fields ``answers``, ``model_answer``, ``metric_best_subspan_em`` (the script of Liu et al. 2023)."""
-    for _, row in rows(
-        "study.data", folder / "scored_predictions_gpt35_first300.jsonl"
-    ):
+    file = folder / "scored_predictions_gpt35_first300.jsonl"
+    for _, row in rows("study.data", file):
         ours = best_subspan_em(row["model_answer"], row["answers"], strip_first=False)
         yield "20 documents", row["metric_best_subspan_em"], ours
 
 
 def leval(folder: Path) -> Scored:
     """Fields ``prediction``, ``gt``, ``official_score``; one file per model and exam."""
-    for model in ("turbo-16k-0613_{}", "xgen-7b-8k-inst_{}_firsthalf"):
+    for name in ("turbo-16k-0613_{}", "xgen-7b-8k-inst_{}_firsthalf"):
+        model = name.partition("_")[0]
         for exam in ("coursera", "quality", "tpo"):
-            for _, row in rows(
-                "study.data",
-                folder / "scored_predictions" / f"{model.format(exam)}.jsonl",
-            ):
-                said = letters(row["prediction"], several=exam == "coursera")
-                ours = letter_score(said, gold_letters(row["gt"]))
-                yield f"{exam}, {model.partition('_')[0]}", row["official_score"], ours
+            file = folder / "scored_predictions" / f"{name.format(exam)}.jsonl"
+            for _, row in rows("study.data", file):
+                answer = letters(row["prediction"], several=exam == "coursera")
+                ours = letter_score(answer, gold_letters(row["gt"]))
+                yield f"{exam}, {model}", row["official_score"], ours
 
 
 def loogle(folder: Path) -> Scored:
     """Fields ``gold``, ``llm_output``, ``official_function_value`` (no order: ``official_worst_value``)."""
-    names = {
+    official_names = {
         "lsd": "location_square",
         "lmd": "location_mean",
         "sd": "swap",
         "sdd": "swap_distance",
     }
     for _, row in rows("study.data", folder / "timeline_reorder_gold_and_gpt4.jsonl"):
-        official = (
-            row["official_function_value"]
-            if row["standard_format"]
-            else row["official_worst_value"]
-        )
+        field = "official_worst_value"
+        if row["standard_format"]:
+            field = "official_function_value"
         ours = reorder_scores(row["llm_output"], row["gold"])
-        for short, name in names.items():
-            yield short, official[f"{name}_deviation"], ours[short]
+        for metric, name in official_names.items():
+            yield metric, row[field][f"{name}_deviation"], ours[metric]
 
 
 BENCHMARKS: dict[str, tuple[str, Callable[[Path], Scored]]] = {
@@ -100,34 +94,41 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Path], Scored]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scorers(Study):
-    """Whether our scorers give real outputs the scores that the released evaluations gave them."""
+    """Whether our scorers give real outputs the scores that the released evaluations gave them.
+
+    Attributes:
+        data: A folder with outputs and official scores of some BENCHMARKS; None for POSBENCH_DATA, else for what
+            ships.
+    """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
 
-    # A folder with outputs and official scores of some BENCHMARKS; None: POSBENCH_DATA, else what ships.
     data: str | None = None
 
     @property
     def folder(self) -> Path:
         """Where the outputs are."""
-        return Path(
-            self.data or os.environ.get("POSBENCH_DATA") or SHIPPED
-        ).expanduser()
+        folder = self.data or os.environ.get("POSBENCH_DATA") or SHIPPED
+        return Path(folder).expanduser()
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`."""
-        outputs = tuple(f"{name}/**/*.jsonl" for name, _ in BENCHMARKS.values())
-        return (
-            Source(kind="path", id=str(self.folder), field="study.data", files=outputs),
+        outputs = tuple(f"{folder}/**/*.jsonl" for folder, _ in BENCHMARKS.values())
+        source = Source(
+            kind="path", id=str(self.folder), field="study.data", files=outputs
         )
+        return (source,)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         if parity(self.folder).empty:
-            allowed = f"a folder with one of {', '.join(name for name, _ in BENCHMARKS.values())}"
+            folders = ", ".join(folder for folder, _ in BENCHMARKS.values())
             raise UserError(
-                "study.data", str(self.folder), allowed, "set study.data=DIR"
+                "study.data",
+                str(self.folder),
+                f"a folder with one of {folders}",
+                "set study.data=DIR",
             )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -139,44 +140,44 @@ class Scorers(Study):
         table = tables["scores"]
         equal = int(table["equal"].sum())
         outputs = int(table["outputs"].sum())
-        missing = (
-            ", ".join(
-                name for name in BENCHMARKS if name not in set(table["benchmark"])
-            )
-            or "none"
+        present = set(table["benchmark"])
+        missing = ", ".join(name for name in BENCHMARKS if name not in present)
+        finding = Finding.that(
+            equal == outputs,
+            "Our scorers give the scores of the benchmarks' own programs",
+            "share of equal scores",
+            (equal / outputs, outputs),
+            f"{equal} of {outputs}; not in that folder: {missing or 'none'}",
         )
-        claim = "Our scorers give the scores of the benchmarks' own programs"
-        note = f"{equal} of {outputs}; not in that folder: {missing}"
-        at = (equal / outputs, outputs)
-        return [
-            Finding.that(
-                equal == outputs, claim, "share of equal scores", at, note
-            ).control()
-        ]
+        return [finding.control()]
 
 
 def parity(root: Path) -> pd.DataFrame:
-    """Rows of benchmark, subset, outputs, equal (scores that agree), largest_difference, both means.
+    """Compare our scores with the official ones.
 
-    Differences and means are in the benchmark's own unit; LooGLE's are deviations, four for each output.
+    Args:
+        root: Folder with the folders of some BENCHMARKS.
+
+    Returns:
+        Rows of benchmark, subset, outputs, equal (scores that agree), largest_difference, both means. Differences
+        and means are in the benchmark's own unit; LooGLE's are deviations, four for each output.
 
     Raises:
         UserError: A file of outputs is missing or cannot be read.
     """
-    there = {
-        key: read(root / name)
-        for key, (name, read) in BENCHMARKS.items()
-        if (root / name).is_dir()
-    }
-    scored = [(key, *each) for key, outputs in there.items() for each in outputs]
+    scored = []
+    for benchmark, (name, read) in BENCHMARKS.items():
+        folder = root / name
+        if folder.is_dir():
+            scored += [(benchmark, *output) for output in read(folder)]
     frame = pd.DataFrame(scored, columns=["benchmark", "subset", "official", "ours"])
-    frame["away"] = (frame["official"] - frame["ours"]).abs()
-    frame["equal"] = frame["away"] <= TOLERANCE
-    found = frame.groupby(["benchmark", "subset"], sort=False).agg(
+    frame["difference"] = (frame["official"] - frame["ours"]).abs()
+    frame["equal"] = frame["difference"] <= TOLERANCE
+    table = frame.groupby(["benchmark", "subset"], sort=False).agg(
         outputs=("equal", "size"),
         equal=("equal", "sum"),
-        largest_difference=("away", "max"),
+        largest_difference=("difference", "max"),
         official_mean=("official", "mean"),
         our_mean=("ours", "mean"),
     )
-    return found.reset_index()
+    return table.reset_index()

@@ -23,7 +23,7 @@ OPERATIONS = {  # the paper's names, and ours
     "Mutation": "mutation",
     "Crossover": "crossover",
 }
-LEAST = 0.9  # of the time: what "dominates" is held against
+DOMINANT_SHARE = 0.9  # of the time: what "dominates" is held against
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,72 +48,75 @@ class SearchCost(Timed):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``operations``: seconds and share of each, and the paper's."""
         block = run.model.blocks.get("genetic", {})
-        names = GeneticSearch.__dataclass_fields__
-        ways = self.operations(
-            run, GeneticSearch(**{k: v for k, v in block.items() if k in names})
-        )
+        fields = GeneticSearch.__dataclass_fields__
+        settings = {key: value for key, value in block.items() if key in fields}
+        ways = self.operations(run, GeneticSearch(**settings))
         with run.progress("operations", len(ways) * (self.repeats + 1)) as advance:
-            timed = self.compared(
+            rows = self.compared(
                 "one generation", ways, run.lm.device, faster=False, advance=advance
             )
-        found = table(timed)
-        printed = reference.table(
-            "lpes_table10_ga_runtime.csv", "task", "value"
-        ).set_index("task")["value"]
-        found["paper_seconds"] = printed.loc[list(OPERATIONS)].astype(float).to_numpy()
-        shares = {f"{name}share": found[f"{name}seconds"] for name in ("", "paper_")}
-        return {
-            "operations": found.assign(
-                **{k: each / each.sum() for k, each in shares.items()}
-            )
-        }
+        operations = table(rows)
+        printed = reference.table("lpes_table10_ga_runtime.csv", "task", "value")
+        printed_seconds = printed.set_index("task")["value"].loc[list(OPERATIONS)]
+        operations["paper_seconds"] = printed_seconds.astype(float).to_numpy()
+        for prefix in ("", "paper_"):
+            seconds = operations[f"{prefix}seconds"]
+            operations[f"{prefix}share"] = seconds / seconds.sum()
+        return {"operations": operations}
 
     def operations(
         self, run: Run, search: GeneticSearch
     ) -> dict[str, Callable[[], Any]]:
-        """The operations of a generation, by our names; each is whole work, repeated as it is."""
-        lm, rng, layers = run.lm, random.Random(0), run.lm.layers
-        examples, places = calibration(run.task)
+        """The operations of a generation by our names, each as a function that does the work of a generation."""
+        lm = run.lm
+        num_layers = lm.layers
+        rng = random.Random(0)
+        examples, positions = calibration(run.task)
+        num_questions = len(positions)
         answer = answering(lm, run.task, examples)
-        batch = search.batch_size
         parents: list[Genome] = [
-            search.mutate(search.first(layers), rng, layers)
+            search.mutate(search.first(num_layers), rng, num_layers)
             for _ in range(search.parents)
         ]
-        children = [search.mutate(parent, rng, layers) for parent in parents]
-        count = search.mutations + search.crossovers
-        offspring = (children * (count // len(children) + 1))[:count]
+        children = [search.mutate(parent, rng, num_layers) for parent in parents]
+        num_offspring = search.mutations + search.crossovers
+        copies = num_offspring // len(children) + 1
+        offspring = (children * copies)[:num_offspring]
 
-        def scales() -> None:
+        def fitness() -> None:
             for genome in offspring:
-                with LayerScaling(scales=search.decode(genome, layers)).applied(lm):
+                scales = search.decode(genome, num_layers)
+                for start in range(0, num_questions, search.batch_size):
+                    end = min(start + search.batch_size, num_questions)
+                    answer(scales, list(range(start, end)))
+
+        def apply_scales() -> None:
+            for genome in offspring:
+                scales = search.decode(genome, num_layers)
+                with LayerScaling(scales=scales).applied(lm):
                     pass
 
         def mutation() -> None:
             for _ in range(search.mutations):
-                search.mutate(rng.choice(parents), rng, layers)
+                search.mutate(rng.choice(parents), rng, num_layers)
 
         def crossover() -> None:
             for _ in range(search.crossovers):
-                any(search.cross(parents, rng) for _ in range(search.crossover_tries))
+                for _ in range(search.crossover_tries):
+                    if search.cross(parents, rng):
+                        break
 
-        def fitness() -> None:
-            for genome in offspring:
-                each = search.decode(genome, layers)
-                for start in range(0, len(places), batch):
-                    answer(each, list(range(start, min(start + batch, len(places)))))
-
-        return dict(
-            zip(
-                OPERATIONS.values(), (fitness, scales, mutation, crossover), strict=True
-            )
-        )
+        functions = (fitness, apply_scales, mutation, crossover)
+        return dict(zip(OPERATIONS.values(), functions, strict=True))
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether the answers of the model take nearly all of the time."""
-        found = tables["operations"].iloc[0]
-        claim = "LPES, Table 10: the answers of the model take nearly all of the time of the genetic search"
-        size = f"their share of a generation's time; holds above {LEAST:g}"
-        note = f"the paper's: {found['paper_share']:.3f}; one machine and model, no interval"
-        at = found["share"], self.repeats
-        return [Finding.that(found["share"] > LEAST, claim, size, at, note)]
+        answers = tables["operations"].iloc[0]
+        finding = Finding.that(
+            answers["share"] > DOMINANT_SHARE,
+            "LPES, Table 10: the answers of the model take nearly all of the time of the genetic search",
+            f"their share of a generation's time; holds above {DOMINANT_SHARE:g}",
+            (answers["share"], self.repeats),
+            f"the paper's: {answers['paper_share']:.3f}; one machine and model, no interval",
+        )
+        return [finding]

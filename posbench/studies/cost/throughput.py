@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -29,6 +29,7 @@ from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
 CHOICES = 4
 POSITIONS = 5
+SAMPLE_PAIRS = 64  # of which the tokens of a pair are estimated
 Work = Literal["Table 1", "Figure 6"]
 FACTORS: Mapping[Work, tuple[float, ...]] = {
     "Table 1": (0.0,),
@@ -48,6 +49,17 @@ class Throughput(Timed):
     Where prompts have nothing in common, and under the unmodified model alone, sharing prefills gains nothing
     and should cost nothing. Works in the shape of Yu et al.'s Table 1 and Figure 6 have the same question at
     five gold positions, under the unmodified model and factors of scale_channel.
+
+    Attributes:
+        shape: Shape of the model with random weights.
+        dtype: Of the random weights; in 16 bits rounding lets ways differ, and ``equal`` is the share of outputs
+            that do not.
+        pairs: Pairs per prompt of key-value retrieval: short and long prompts.
+        examples: Number of these prompts.
+        new_tokens: Generated tokens.
+        tokens: Of a prompt in the shapes of the paper, about.
+        questions: Number of questions in these.
+        works: The shapes of the paper to measure.
     """
 
     caption: ClassVar[str] = (
@@ -55,163 +67,173 @@ class Throughput(Timed):
     )
 
     shape: Shape = "small"
-    # of the random model; of 16 bits, rounding lets ways differ, and ``equal`` tells in how many outputs
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    pairs: tuple[Several, ...] = (
-        8,
-        56,
-    )  # per prompt of key-value retrieval: short and long prompts
+    pairs: tuple[Several, ...] = (8, 56)
     examples: Several = 60
-    new_tokens: Count = 8  # generated
-    tokens: Tokens = 2000  # of a prompt in the shapes of the paper, about
-    questions: Count = 1  # in these
-    works: tuple[Work, ...] = tuple(FACTORS)  # these
+    new_tokens: Count = 8
+    tokens: Tokens = 2000
+    questions: Count = 1
+    works: tuple[Work, ...] = tuple(FACTORS)
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
         return (replace(checkpoint(f"{paths.EMBEDDED}tiny"), field="study.model"),)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``throughput``: see :meth:`Timed.compared`; and the prompt tokens that a way was asked for
-        (``tokens_asked``) and computed; of batches also ``operations``, as a run is told to take, and those
-        of a second in units of 1e9, ``gflops``."""
+        """Time the evaluate stage and the loop.
+
+        Returns:
+            Table ``throughput``: rows of :meth:`Timed.compared`; the prompt tokens that a way was asked for
+            (``tokens_asked``) and computed (``tokens_computed``); of batches also ``operations``, as a run's
+            estimate counts them, and those of a second in units of 1e9, ``gflops``.
+        """
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
         device = torch_device(run.runtime.device)
-        other = random_model(self.shape, device, self.dtype, tokenizer=tiny.tokenizer)
+        random_lm = random_model(
+            self.shape, device, self.dtype, tokenizer=tiny.tokenizer
+        )
         rows: list[Row] = []
         with run.progress("works", 4 * len(self.pairs) + len(self.works)) as advance:
-            for lm in (tiny, other):
+            for lm in (tiny, random_lm):
                 for pairs in self.pairs:
-                    rows += self.replied(run, lm, pairs)
+                    rows += self.time_replies(run, lm, pairs)
                     advance(2)
             for work in self.works:
-                rows += self.shaped(run, other, work)
+                rows += self.time_paper_work(run, random_lm, work)
                 advance(1)
         return {"throughput": table(rows)}
 
-    def replied(self, run: Run, lm: LM, pairs: int) -> list[Row]:
+    def time_replies(self, run: Run, lm: LM, pairs: int) -> list[Row]:
         """Rows of the unmodified model at one number of pairs, generation first, then choices."""
         count = self.examples
-        places = tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
-        made: dict[str, Any] = {"records": "words", "prompt": "compact"}
-        made |= {"pairs": pairs, "positions": places, "limit": -(-count // len(places))}
-        generated = KVRetrieval(**made).examples("evaluation")[:count]
-        values = [e.answers[0] for e in generated]
-        asked = (
-            tuple(values[(i + k) % count] for k in range(CHOICES)) for i in range(count)
+        positions = tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
+        task = KVRetrieval(
+            records="words",
+            prompt="compact",
+            pairs=pairs,
+            positions=positions,
+            limit=-(-count // len(positions)),
         )
+        generated = task.examples("evaluation")[:count]
+        values = [example.answers[0] for example in generated]
         chosen = [
-            replace(e, choices=choices)
-            for e, choices in zip(generated, asked, strict=True)
+            replace(
+                example,
+                choices=tuple(values[(i + k) % count] for k in range(CHOICES)),
+            )
+            for i, example in enumerate(generated)
         ]
+        methods = {UNMODIFIED: Unmodified()}
+        work = f"generate {self.new_tokens}"
         return [
-            *self.timed(
-                run,
-                lm,
-                generated,
-                {UNMODIFIED: Unmodified()},
-                f"generate {self.new_tokens}",
-            ),
-            *self.timed(
-                run, lm, chosen, {UNMODIFIED: Unmodified()}, f"{CHOICES} choices"
-            ),
+            *self.time_ways(run, lm, generated, methods, work),
+            *self.time_ways(run, lm, chosen, methods, f"{CHOICES} choices"),
         ]
 
-    def shaped(self, run: Run, lm: LM, work: Work) -> list[Row]:
+    def time_paper_work(self, run: Run, lm: LM, work: Work) -> list[Row]:
         """Rows of the work of a table or figure of Yu et al. 2025."""
-        channel = ScaleChannel.example(lm)
-        methods = dict[str, Method]({UNMODIFIED: Unmodified()})
-        methods |= {
-            f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[work]
-        }
-        examples = [
-            e
-            for number in range(self.questions)
-            for e in moved(lm, self.tokens, number)
-        ]
-        factors = f"unmodified and {len(methods) - 1} factor{'s' * (len(methods) > 2)}"
-        return self.timed(
-            run, lm, examples, methods, f"{work}: {factors}, {POSITIONS} positions"
-        )
+        scale_channel = ScaleChannel.example(lm)
+        methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
+        for factor in FACTORS[work]:
+            methods[f"{factor:g}"] = replace(scale_channel, factor=factor)
+        examples: list[Example] = []
+        for question in range(self.questions):
+            examples += moved_gold(lm, self.tokens, question)
+        num_factors = len(methods) - 1
+        factors = "1 factor" if num_factors == 1 else f"{num_factors} factors"
+        name = f"{work}: unmodified and {factors}, {POSITIONS} positions"
+        return self.time_ways(run, lm, examples, methods, name)
 
-    def timed(
+    def time_ways(
         self,
         run: Run,
         lm: LM,
         examples: Sequence[Example],
         methods: Mapping[str, Method],
-        what: str,
+        work: str,
     ) -> list[Row]:
-        """Rows of each way to make the same outputs."""
+        """Time each way to make the same outputs.
+
+        Args:
+            run: The run of the study; another task and runtime replace its own.
+            lm: The model.
+            examples: What to reply to.
+            methods: Methods by name, each of which replies to all examples.
+            work: End of the work's name.
+
+        Returns:
+            Rows of :meth:`measure`.
+        """
         task = KVRetrieval(
             records="words", prompt="compact", max_new_tokens=self.new_tokens, pairs=8
         )
-        plain = replace(run.runtime, share=None)
-        shared = replace(run.runtime, share=run.runtime.share or Runtime.share)
-        ways = {
-            ALONE: partial(looped, lm, task, examples, methods),
-            BATCHED: partial(
-                staged, replace(run, task=task, runtime=plain), lm, examples, methods
-            ),
-            SHARED: partial(
-                staged, replace(run, task=task, runtime=shared), lm, examples, methods
-            ),
+        runtimes = {
+            BATCHED: replace(run.runtime, share=None),
+            SHARED: replace(run.runtime, share=run.runtime.share or Runtime.share),
         }
-        lengths = [len(lm.encode(e.prompt).ids) for e in examples]
-        computed = dict[str, int]()
-        shape = Costs.of(lm)
-        told = dict[str, float]()
-        for way, runtime in ((BATCHED, plain), (SHARED, shared)):
-            asks, _ = asked_of(
-                replace(run, task=task, runtime=runtime), lm, examples, methods
-            )
-            told[way] = shape.flops(asks.work("evaluate", answered=True))
+        ways: dict[str, Callable[[], Outputs]] = {
+            ALONE: partial(looped, lm, task, examples, methods)
+        }
+        operations: dict[str, float] = {}
+        costs = Costs.of(lm)
+        for way, runtime in runtimes.items():
+            stage_run = replace(run, task=task, runtime=runtime)
+            asks, _ = stage_plan(replace(stage_run), lm, examples, methods)
+            operations[way] = costs.flops(asks.work("evaluate", answered=True))
+            ways[way] = partial(staged, stage_run, lm, examples, methods)
+        tokens_computed: dict[str, int] = {}
 
-        def counted(way: str) -> Outputs:
+        def count_tokens(way: str) -> Outputs:
             before = lm.read
-            found = ways[way]()
-            computed[way] = lm.read - before
-            return found
+            outputs = ways[way]()
+            tokens_computed[way] = lm.read - before
+            return outputs
 
-        work = f"{lm.name}: {len(examples)} prompts of {round(median(lengths))} tokens, {what}"
-        exact = lm.model.dtype == torch.float32
-        timed = {way: partial(counted, way) for way in ways}
-        rows = self.compared(work, timed, lm.device, same=exact)
-        asked = sum(lengths) * len(methods)
+        lengths = [len(lm.encode(example.prompt).ids) for example in examples]
+        prompts = f"{len(examples)} prompts of {round(median(lengths))} tokens"
+        rows = self.compared(
+            f"{lm.name}: {prompts}, {work}",
+            {way: partial(count_tokens, way) for way in ways},
+            lm.device,
+            same=lm.model.dtype == torch.float32,
+        )
         for row in rows:
             way = row["way"]
-            flops = told.get(row["way"], float("nan"))
-            row |= {
-                "tokens_asked": asked,
-                "tokens_computed": computed[way],
-                "operations": flops,
-            }
+            flops = operations.get(way, float("nan"))
+            row["tokens_asked"] = sum(lengths) * len(methods)
+            row["tokens_computed"] = tokens_computed[way]
+            row["operations"] = flops
             row["gflops"] = flops / row["seconds"] / 1e9
         return rows
 
 
-def moved(lm: LM, tokens: int, number: int) -> list[Example]:
-    """A question of about so many tokens, its gold pair at each of five positions."""
-    draw = random.Random(f"posbench throughput {number}")
-    words = [one + other for one in WORDS for other in WORDS]
-    draw.shuffle(words)
-    drawn = list(zip(words[::2], words[1::2], strict=True))
-    some = len(lm.encode(compact_prompt(drawn[:64], words[0])[0]).ids)
-    size = max(POSITIONS, round(64 * tokens / some))
-    gold = drawn[0]
-    others = drawn[1:size]
+def moved_gold(lm: LM, tokens: int, question: int) -> list[Example]:
+    """A question with its gold pair at each of five positions, in prompts of about so many tokens."""
+    rng = random.Random(f"posbench throughput {question}")
+    words = [first + second for first in WORDS for second in WORDS]
+    rng.shuffle(words)
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    sample, _ = compact_prompt(pairs[:SAMPLE_PAIRS], words[0])
+    sample_tokens = len(lm.encode(sample).ids)
+    num_pairs = max(POSITIONS, round(SAMPLE_PAIRS * tokens / sample_tokens))
+    gold = pairs[0]
+    distractors = pairs[1:num_pairs]
+    key, value = gold
     examples = []
-    for place in range(POSITIONS):
-        at = place * (size - 1) // (POSITIONS - 1)
-        prompt, spans = compact_prompt([*others[:at], gold, *others[at:]], gold[0])
-        given: dict[str, Any] = {
-            "gold_position": at,
-            "items": spans,
-            "cluster": str(number),
-        }
+    for i in range(POSITIONS):
+        position = i * (num_pairs - 1) // (POSITIONS - 1)
+        items = [*distractors[:position], gold, *distractors[position:]]
+        prompt, spans = compact_prompt(items, key)
         examples.append(
-            Example(id=f"{number}-{at}", prompt=prompt, answers=(gold[1],), **given)
+            Example(
+                id=f"{question}-{position}",
+                prompt=prompt,
+                answers=(value,),
+                gold_position=position,
+                items=spans,
+                cluster=str(question),
+            )
         )
     return examples
 
@@ -219,26 +241,23 @@ def moved(lm: LM, tokens: int, number: int) -> list[Example]:
 def staged(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> Outputs:
-    """Outputs as the evaluate stage makes them."""
-    asks, compute = asked_of(run, lm, examples, methods)
-    out: dict[tuple[str, str], str] = {}
+    """Outputs as the evaluate stage makes them, method by method."""
+    asks, compute = stage_plan(run, lm, examples, methods)
+    outputs: dict[tuple[str, str], str] = {}
     for batch in asks.batches:
-        rows = zip(batch, compute(batch), strict=True)
-        out |= {
-            (ask.subject.name, ask.example.id): str(row["output"]) for ask, row in rows
-        }
-    return [out[name, e.id] for name in methods for e in examples]
+        for ask, row in zip(batch, compute(batch), strict=True):
+            outputs[ask.subject.name, ask.example.id] = str(row["output"])
+    return [outputs[name, example.id] for name in methods for example in examples]
 
 
-def asked_of(
+def stage_plan(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
 ) -> tuple[Asks, Compute]:
-    """The evaluate stage's plan."""
+    """The evaluate stage's plan for a model and examples, which are put into the run."""
     run.lm = lm
     run.evaluation = list(examples)
-    return planned(
-        [Subject(run, *each) for each in methods.items()], run.encode(examples)
-    )
+    subjects = [Subject(run, name, method) for name, method in methods.items()]
+    return planned(subjects, run.encode(examples))
 
 
 @inference_mode
@@ -249,38 +268,35 @@ def looped(
     methods: Mapping[str, Method],
 ) -> Outputs:
     """The same outputs from stock transformers, prompt by prompt; each choice costs a forward of its own."""
-    out = []
-    tokenizer = lm.need_tokenizer()
-    fixed = {
-        "max_new_tokens": task.max_new_tokens,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    outputs = []
     for method in methods.values():
         with method.applied(lm):
-            for e in examples:
-                prompt = tokenizer(e.prompt, return_tensors="pt")["input_ids"].to(
-                    lm.device
-                )
-                lm.read += prompt.numel() * max(len(e.choices), 1)
-                width = prompt.shape[1]
-                totals = []
-                for choice in e.choices:
-                    ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
-                    given = torch.tensor([ids], device=lm.device)
-                    logits = lm.model(torch.cat([prompt, given], dim=1)).logits[
-                        0, width - 1 : -1
-                    ]
-                    totals.append(
-                        float(logits.float().log_softmax(-1).gather(1, given.T).sum())
-                    )
-                if totals:
-                    out.append(e.choices[totals.index(max(totals))])
-                else:
-                    new = lm.model.generate(
-                        prompt, attention_mask=torch.ones_like(prompt), **fixed
-                    )
-                    out.append(
-                        str(tokenizer.decode(new[0, width:], skip_special_tokens=True))
-                    )
-    return out
+            for example in examples:
+                outputs.append(_stock_reply(lm, task, example))
+    return outputs
+
+
+def _stock_reply(lm: LM, task: KVRetrieval, example: Example) -> str:
+    """The most likely choice of an example, or the generated reply."""
+    tokenizer = lm.need_tokenizer()
+    prompt = tokenizer(example.prompt, return_tensors="pt")["input_ids"].to(lm.device)
+    lm.read += prompt.numel() * max(len(example.choices), 1)
+    length = prompt.shape[1]
+    if not example.choices:
+        output = lm.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=task.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        reply: Any = tokenizer.decode(output[0, length:], skip_special_tokens=True)
+        return str(reply)
+    nats = []
+    for choice in example.choices:
+        ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
+        choice_ids = torch.tensor([ids], device=lm.device)
+        logits = lm.model(torch.cat([prompt, choice_ids], dim=1)).logits
+        log_probs = logits[0, length - 1 : -1].float().log_softmax(-1)
+        nats.append(float(log_probs.gather(1, choice_ids.T).sum()))
+    return example.choices[nats.index(max(nats))]

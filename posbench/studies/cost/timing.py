@@ -1,4 +1,4 @@
-"""What studies of cost share: times of ways side by side, methods that apply, random models."""
+"""What studies of cost share: times of several ways side by side, methods that apply, random models."""
 
 from __future__ import annotations
 
@@ -35,16 +35,20 @@ Shape = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Study):
-    """A study that compares times."""
+    """A study that compares times.
+
+    Attributes:
+        caption: Of its figures.
+        repeats: Measured rounds.
+        clock: ``processor`` counts the process's own time, for a CPU that is shared with other work.
+    """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
     caption: ClassVar[str]
 
-    repeats: Count = 3  # measured rounds
-    clock: Literal["wall", "processor"] = (
-        "wall"  # processor where a CPU is shared with other work
-    )
+    repeats: Count = 3
+    clock: Literal["wall", "processor"] = "wall"
 
     def compared(
         self,
@@ -56,50 +60,57 @@ class Timed(Study):
         same: bool = True,
         advance: Callable[[int], None] = lambda n: None,
     ) -> list[Row]:
-        """Time the ways of doing a work in turn, A B C A B C ..., after a warm-up: drift hits all alike.
+        """Time several ways of doing a work in turn, A B C A B C ..., so that drift affects all of them.
+
+        A first round warms up.
+
+        Args:
+            work: Name of the work.
+            ways: Functions that do it, by name; the first one is the base.
+            device: Where they run.
+            faster: Report the speed-up over the base instead of the ratio of times.
+            same: All ways must return the same. Otherwise each returns a list of one length.
+            advance: Called with 1 after each call of a way.
 
         Returns:
-            Rows of work, way, base (the first way), seconds (median round) and ``speedup`` over the base, or
-            with ``faster`` off ``ratio`` to it: median over the n rounds, its range in ``_min`` and ``_max``.
-            With ``same`` off a way may return another list than the base; ``equal`` is the share that it has.
+            Rows of work, way, base, seconds (median round), ``speedup`` over the base or ``ratio`` to it (median
+            over the n rounds, its range in ``_min`` and ``_max``), n; with ``same`` off also ``equal``, the share
+            of the list that is the base's.
 
         Raises:
             RuntimeError: A way returns something else than the base.
         """
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-        base = next(iter(ways))
-        found = dict[str, Any]()
         clock = CLOCKS[self.clock]
-        for number in range(self.repeats + 1):
-            for way, do in ways.items():
-                wait(device)
+        base = next(iter(ways))
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        results: dict[str, Any] = {}
+        for round_index in range(self.repeats + 1):
+            for way, function in ways.items():
+                _synchronize(device)
                 start = clock()
-                found[way] = do()
-                wait(device)
-                spent = clock() - start
-                times[way] += [spent] if number else []
+                results[way] = function()
+                _synchronize(device)
+                duration = clock() - start
+                if round_index > 0:
+                    seconds[way].append(duration)
                 advance(1)
-                if same and found[way] != found[base]:
+                if same and results[way] != results[base]:
                     raise RuntimeError(f"{work}: {way} gives other results than {base}")
+
         rows = []
-        kind = "speedup" if faster else "ratio"
-        for way, own in times.items():
-            each = [
-                b / a if faster else a / b
-                for a, b in zip(own, times[base], strict=True)
-            ]
-            ratios = {
-                kind: median(each),
-                f"{kind}_min": min(each),
-                f"{kind}_max": max(each),
+        for way in ways:
+            row = {
+                "work": work,
+                "way": way,
+                "base": base,
+                "seconds": median(seconds[way]),
+                **_ratios(seconds[way], seconds[base], faster),
+                "n": len(seconds[way]),
             }
-            told = {"work": work, "way": way, "base": base, "seconds": median(own)}
-            pairs = [] if same else list(zip(found[way], found[base], strict=True))
-            alike = (
-                {"equal": sum(a == b for a, b in pairs) / len(pairs)} if pairs else {}
-            )
-            rows.append({**told, **ratios, "n": len(own), **alike})
+            if not same and results[base]:
+                pairs = zip(results[way], results[base], strict=True)
+                row["equal"] = sum(a == b for a, b in pairs) / len(results[base])
+            rows.append(row)
         return rows
 
     def figures(self, tables: Tables) -> Drawn:
@@ -109,6 +120,30 @@ class Timed(Study):
         }
 
 
+def _synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ratios(
+    seconds: Sequence[float], base_seconds: Sequence[float], faster: bool
+) -> dict[str, float]:
+    """Median, smallest and largest ratio of times over the rounds, or speed-up with ``faster``."""
+    rounds = list(zip(seconds, base_seconds, strict=True))
+    if faster:
+        kind = "speedup"
+        ratios = [base / duration for duration, base in rounds]
+    else:
+        kind = "ratio"
+        ratios = [duration / base for duration, base in rounds]
+    return {
+        kind: median(ratios),
+        f"{kind}_min": min(ratios),
+        f"{kind}_max": max(ratios),
+    }
+
+
 def table(rows: Sequence[Row]) -> pd.DataFrame:
     """Measured rows, with the hardware and the versions that they were made on."""
     return pd.DataFrame(rows).assign(hardware=hardware(), versions=versions.summary())
@@ -116,26 +151,43 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
 
 def applicable(
     lm: LM,
-    every: Mapping[str, MethodChoice],
-    make: Callable[[MethodChoice], Method],
-    tell: Callable[[str], object] = lambda text: None,
+    choices: Mapping[str, MethodChoice],
+    build: Callable[[MethodChoice], Method],
+    report: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Method]:
-    """The methods that apply to a model, by name, the unmodified one first; tells which are left out."""
-    found: dict[str, Method] = {UNMODIFIED: Unmodified()}
-    for name, choice in every.items():
+    """Build the methods that apply to a model.
+
+    Args:
+        lm: The model.
+        choices: Methods by name.
+        build: Makes a method; raises `UserError` where it cannot.
+        report: Called with a line for each method that is left out.
+
+    Returns:
+        Methods by name, the unmodified one first.
+    """
+    methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
+    for name, choice in choices.items():
         try:
-            method = make(choice)
+            method = build(choice)
             method.check(lm)
-            found[name] = method
+            methods[name] = method
         except UserError as error:
-            tell(f"left out: {name} ({error.field}: {error.allowed})")
-    return found
+            report(f"left out: {name} ({error.field}: {error.allowed})")
+    return methods
 
 
 def random_model(
     shape: str, device: torch.device, dtype: str = "float32", tokenizer: Any = None
 ) -> LM:
-    """A model of a shape of ``shapes.yaml`` with random weights."""
+    """Make a model of a shape of ``shapes.yaml`` with random weights.
+
+    Args:
+        shape: Key of ``shapes.yaml``.
+        device: Where the weights are drawn and kept.
+        dtype: Of the weights.
+        tokenizer: A tokenizer of transformers, where prompts are texts.
+    """
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
     config = transformers.AutoConfig.for_model(**shapes[shape])
     with device:
@@ -147,45 +199,53 @@ def random_model(
 
 @plot.styled
 def ratio_figure(measured: pd.DataFrame) -> Figure:
-    """A panel for each work: median ratio of each way, and its range over rounds."""
+    """Draw a panel for each work: median ratio of each way, and its range over rounds."""
     panels = list(measured.groupby("work", sort=False))
     kind = "ratio" if "ratio" in measured else "speedup"
-    height = 0.3 + 0.22 * len(measured) + 0.55 * len(panels)
-    ratios = [len(rows) + 1.5 for _, rows in panels]
-    shape = dict(
-        sharex=True, squeeze=False, height_ratios=ratios, n=measured.get("n", ())
+    figure, grid = plot.new_figure(
+        plot.PAGE,
+        0.3 + 0.22 * len(measured) + 0.55 * len(panels),
+        len(panels),
+        sharex=True,
+        squeeze=False,
+        height_ratios=[len(rows) + 1.5 for _, rows in panels],
+        n=measured.get("n", ()),
     )
-    figure, grid = plot.new_figure(plot.PAGE, height, len(panels), **shape)
     for axes, (work, rows) in zip(grid.flat, panels, strict=True):
-        for place, row in enumerate(rows[::-1].to_dict("records")):
-            away = [[row[kind] - row[f"{kind}_min"]], [row[f"{kind}_max"] - row[kind]]]
-            colour = plot.BLACK if row["way"] == UNMODIFIED else plot.BLUE
-            style = {"color": colour, "capsize": 2, "label": "posbench"}
+        for y, row in enumerate(rows[::-1].to_dict("records")):
+            below = row[kind] - row[f"{kind}_min"]
+            above = row[f"{kind}_max"] - row[kind]
             axes.errorbar(
-                [row[kind]], [place], xerr=away, fmt="o", clip_on=False, **style
+                [row[kind]],
+                [y],
+                xerr=[[below], [above]],
+                fmt="o",
+                clip_on=False,
+                color=plot.BLACK if row["way"] == UNMODIFIED else plot.BLUE,
+                capsize=2,
+                label="posbench",
             )
-            if printed := _printed(row, rows):
-                axes.plot(printed, [place] * len(printed), **plot.OPEN_DIAMOND)
-        axes.set_yticks(
-            range(len(rows)), rows["way"][::-1].replace(UNMODIFIED, "unmodified")
-        )
+            printed = _printed_ratios(row, rows)
+            if printed:
+                axes.plot(printed, [y] * len(printed), **plot.OPEN_DIAMOND)
+        names = rows["way"][::-1].replace(UNMODIFIED, "unmodified")
+        axes.set_yticks(range(len(rows)), names)
         axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
-    words = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
+    quantity = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
     base = str(measured["base"].iloc[0]).replace(UNMODIFIED, "unmodified")
-    axes.set(xlabel=f"{words} {base} (median and range over rounds)", xlim=(0, None))
+    label = f"{quantity} {base} (median and range over rounds)"
+    axes.set(xlabel=label, xlim=(0, None))
     if "paper" in plot.entries(figure)[1]:
         plot.legend_below(figure)
     return figure
 
 
-def _printed(row: Row, rows: pd.DataFrame) -> list[float]:
-    """The papers' ratios of a way: seconds over the base's, or as in ``1.45 (LPES, Table 5)``."""
+def _printed_ratios(row: Row, rows: pd.DataFrame) -> list[float]:
+    """The papers' ratios of a way: from seconds, or from texts such as ``1.45 (LPES, Table 5)``."""
     if "paper_seconds" in row:
         base = rows.loc[rows["way"] == row["base"], "paper_seconds"].item()
         return [row["paper_seconds"] / base]
-    return [
-        float(ratio)
-        for ratio in re.findall(r"(?:^|; )([\d.]+) \(", str(row.get("paper", "")))
-    ]
+    text = str(row.get("paper", ""))
+    return [float(ratio) for ratio in re.findall(r"(?:^|; )([\d.]+) \(", text)]

@@ -30,14 +30,19 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpeed(Timed):
-    """Trainings of one seed on the CPU, causal mask, without and with RoPE; take runtime.threads=1."""
+    """Trainings of one seed on the CPU, causal mask, without and with RoPE; take runtime.threads=1.
+
+    Attributes:
+        depths: Attention layers of the networks.
+        iterations: Training steps in a round of each way.
+    """
 
     caption: ClassVar[str] = (
         "Trainings and a plain loop, of the same network (logits equal to 1e-5)."
     )
 
     depths: tuple[Count, ...] = (2, 6)
-    iterations: Count = 20  # a round of each way
+    iterations: Count = 20
     repeats: Count = 5
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -48,18 +53,16 @@ class TrainingSpeed(Timed):
             for depth, pe in works:
                 rows += self.work(depth, pe)
                 advance(1)
-        each = [
-            {**row, "iterations_per_second": self.iterations / row["seconds"]}
-            for row in rows
-        ]
-        return {"training_speed": table(each)}
+        for row in rows:
+            row["iterations_per_second"] = self.iterations / row["seconds"]
+        return {"training_speed": table(rows)}
 
     def work(self, depth: int, pe: str) -> list[Row]:
         """Rows of one network."""
         condition = Condition(depth=depth, pe=pe)  # type: ignore[arg-type]
         ensemble = Ensemble(condition, [0], CPU)
-        loop, step = plain_steps(condition, Ensemble(condition, [0], CPU))
-        draw = partial(
+        plain_loop, plain_step = plain_steps(condition, Ensemble(condition, [0], CPU))
+        draw_batch = partial(
             training_batch,
             condition,
             ensemble.worlds[0],
@@ -67,18 +70,19 @@ class TrainingSpeed(Timed):
             ensemble.data[0],
         )
         ways: dict[str, Callable[[], object]] = {
-            "plain loop, sequences built in Python": loop
+            "plain loop, sequences built in Python": plain_loop,
+            "plain loop, its training step alone": plain_step,
+            "posbench": ensemble.step,
+            "posbench, its batches alone": draw_batch,
         }
-        ways |= {"plain loop, its training step alone": step, "posbench": ensemble.step}
-        ways["posbench, its batches alone"] = draw
-        rounds = {way: partial(self._repeated, work) for way, work in ways.items()}
-        return self.compared(
-            f"depth {depth}, {'RoPE' if pe == 'rope' else 'no PE'}", rounds, CPU
-        )
+        rounds = {way: partial(self._repeat, step) for way, step in ways.items()}
+        encoding = "RoPE" if pe == "rope" else "no PE"
+        return self.compared(f"depth {depth}, {encoding}", rounds, CPU)
 
-    def _repeated(self, work: Callable[[], object]) -> None:
+    def _repeat(self, step: Callable[[], object]) -> None:
+        """Take the steps of a round."""
         for _ in range(self.iterations):
-            work()
+            step()
 
 
 @dataclass
@@ -92,27 +96,27 @@ class PlainSequences(Dataset[tuple[Tensor, Tensor]]):
         return 10**9
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Items and labels in turn, then the query item, [n, D], and the query's label."""
         condition = self.condition
         world = self.world
         torch.manual_seed(index)
         random.seed(index)
         classes = random.sample(range(condition.classes), 2) * condition.copies
         random.shuffle(classes)
-        asked = random.choice(condition.bias or range(condition.items))
+        target = random.choice(condition.bias or range(condition.items))
         tokens = []
-        for each in classes:
-            tokens += [
-                self._vector(each),
-                world.label_vectors[int(world.class_labels[each])],
-            ]
-        tokens.append(self._vector(classes[asked]))
-        return torch.stack(tokens), world.class_labels[classes[asked]]
+        for item_class in classes:
+            tokens.append(self._item(item_class))
+            tokens.append(world.label_vectors[int(world.class_labels[item_class])])
+        tokens.append(self._item(classes[target]))
+        return torch.stack(tokens), world.class_labels[classes[target]]
 
-    def _vector(self, each: int) -> Tensor:
-        noise = torch.normal(0.0, self.condition.std, (self.condition.width,))
-        return (self.world.means[each] + self.condition.noise * noise) / (
-            1 + self.condition.noise**2
-        ) ** 0.5
+    def _item(self, item_class: int) -> Tensor:
+        """An item of a class, [D]: the mean of the class with noise."""
+        condition = self.condition
+        noise = torch.normal(0.0, condition.std, (condition.width,))
+        item = self.world.means[item_class] + condition.noise * noise
+        return item / (1 + condition.noise**2) ** 0.5
 
 
 class PlainNetwork(nn.Module):
@@ -120,50 +124,50 @@ class PlainNetwork(nn.Module):
 
     def __init__(self, condition: Condition) -> None:
         super().__init__()
-        self.condition, width = condition, condition.width
+        self.condition = condition
+        width = condition.width
         # Query, key and value of each layer.
-        projections = (
+        self.attention = nn.ModuleList(
             nn.Linear(width, width, bias=False) for _ in range(3 * condition.depth)
         )
         sizes = [width] * HIDDEN_LAYERS + [condition.labels]
-        self.attention = nn.ModuleList(projections)
         self.hidden = nn.ModuleList(nn.Linear(width, size) for size in sizes)
-        base = condition.rope_base ** (-torch.arange(0, width, 2) / width)
-        angles = torch.arange(condition.tokens)[:, None] * base
+        frequencies = condition.rope_base ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(condition.tokens)[:, None] * frequencies
         self.cos = angles.cos()
         self.sin = angles.sin()
         self.factor = condition.score_bias(condition.tokens).exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, L] from tokens [B, n, D]."""
-        if self.condition.pe == "sin":
+        condition = self.condition
+        if condition.pe == "sin":
             x = x + torch.stack([self.sin, self.cos], -1).flatten(1)
         for first in range(0, len(self.attention), 3):
             q, k, v = (linear(x) for linear in self.attention[first : first + 3])
-            if self.condition.pe == "rope":
+            if condition.pe == "rope":
                 q = self._rotated(q)
                 k = self._rotated(k)
-            weights = (
-                torch.exp(q @ k.transpose(-1, -2) / self.condition.width**0.5)
-                * self.factor
-            )
-            mixed = (weights / weights.sum(-1, keepdim=True)) @ v
-            x = x + mixed if self.condition.residual else mixed
+            scores = q @ k.transpose(-1, -2) / condition.width**0.5
+            weights = torch.exp(scores) * self.factor
+            output = (weights / weights.sum(-1, keepdim=True)) @ v
+            x = x + output if condition.residual else output
         x = x[:, -1]
         for linear in self.hidden[:-1]:
             x = torch.relu(linear(x))
         return self.hidden[-1](x)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        a = x[..., 0::2]
-        b = x[..., 1::2]
-        return torch.stack(
-            [a * self.cos - b * self.sin, a * self.sin + b * self.cos], -1
-        ).flatten(-2)
+        """Rotary embedding of queries or keys [B, n, D], whose pairs are neighbours."""
+        even = x[..., 0::2]
+        odd = x[..., 1::2]
+        rotated_even = even * self.cos - odd * self.sin
+        rotated_odd = even * self.sin + odd * self.cos
+        return torch.stack([rotated_even, rotated_odd], -1).flatten(-2)
 
     @torch.no_grad()
     def take(self, ensemble: Ensemble) -> None:
-        """The weights of the first model of an ensemble."""
+        """Copy the weights of the first model of an ensemble."""
         network = ensemble.network
         attention = chain(*zip(network.query, network.key, network.value, strict=True))
         linears = (*self.attention, *self.hidden)
@@ -177,25 +181,30 @@ class PlainNetwork(nn.Module):
 def plain_steps(
     condition: Condition, ensemble: Ensemble
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """From an ensemble's weights: the plain loop with its data loader, and its training step on one batch.
+    """Make the training steps of the plain loop, from an ensemble's weights.
+
+    Returns:
+        A step on the next batch of the data loader, and a step on one batch that stays the same.
 
     Raises:
         RuntimeError: The plain network gives other logits.
     """
     network = PlainNetwork(condition)
     network.take(ensemble)
-    rates = {"lr": condition.learning_rate, "weight_decay": condition.weight_decay}
-    optimizer = torch.optim.AdamW(network.parameters(), **rates)
+    optimizer = torch.optim.AdamW(
+        network.parameters(),
+        lr=condition.learning_rate,
+        weight_decay=condition.weight_decay,
+    )
     data = PlainSequences(condition, ensemble.worlds[0])
     # In order, as a shuffled index of a billion would not fit; the seed of each item makes the draw.
     loader = iter(
         DataLoader(data, batch_size=condition.batch, sampler=SequentialSampler(data))
     )
-    tokens, targets = next(loader)
+    first_tokens, first_targets = next(loader)
     with torch.no_grad():
-        difference = float(
-            (network(tokens) - ensemble.network(tokens[None])[0]).abs().max()
-        )
+        logits = ensemble.network(first_tokens[None])[0]
+        difference = float((network(first_tokens) - logits).abs().max())
     if difference > 1e-5:
         raise RuntimeError(f"the two networks' logits differ by {difference:.3g}")
 
@@ -205,4 +214,4 @@ def plain_steps(
         loss.backward()
         optimizer.step()
 
-    return lambda: step(*next(loader)), lambda: step(tokens, targets)
+    return lambda: step(*next(loader)), lambda: step(first_tokens, first_targets)

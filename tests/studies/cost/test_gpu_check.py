@@ -13,7 +13,13 @@ import torch
 from rich.console import Console
 
 from posbench.studies.cost import gpu_check
-from posbench.studies.cost.gpu_check import Checked, GpuCheck, differences, setups
+from posbench.studies.cost.gpu_check import (
+    Answers,
+    Checked,
+    GpuCheck,
+    differences,
+    setups,
+)
 from tests.conftest import Result, run_folders
 
 
@@ -34,15 +40,11 @@ def test_what_a_machine_lacks_is_named() -> None:
 
 
 def test_differences_by_hand() -> None:
-    exact = {
-        "logits": torch.tensor([[1.0, -4.0], [0.0, 2.0], [3.0, 3.0]]),
-        "losses": torch.tensor([1.0, 2.0, 0.5]),
-    }
-    found = {
-        "logits": exact["logits"] + torch.tensor([[0.4], [0.8], [0.0]]),
-        "losses": exact["losses"] * 1.5,
-    }
-    exact["replies"], found["replies"] = ["a", "b", "c"], ["a", "b", "d"]
+    logits = torch.tensor([[1.0, -4.0], [0.0, 2.0], [3.0, 3.0]])
+    losses = torch.tensor([1.0, 2.0, 0.5])
+    exact = Answers(logits, losses, ["a", "b", "c"])
+    shift = torch.tensor([[0.4], [0.8], [0.0]])
+    found = Answers(logits + shift, losses * 1.5, ["a", "b", "d"])
     worst = {"logits": 0.2, "losses": 0.5, "replies": 1 / 3}
     assert differences(found, exact, "float32") == pytest.approx(worst)
     assert differences(found, exact, "bfloat16") == pytest.approx(

@@ -157,7 +157,7 @@ def test_its_constants_are_those_of_the_model(
 def test_floors_do_all_that_the_bases_need_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("posbench.studies.cost.floors.ROWS", 8)
+    monkeypatch.setattr("posbench.studies.cost.floors.TILE_QUERIES", 8)
     lm = posbench.load(build("llama-gqa"))
     ids = torch.arange(1, 21)[None]
     buckets = AttentionBuckets(batch_tokens=1)

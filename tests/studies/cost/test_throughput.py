@@ -28,7 +28,7 @@ def test_all_ways_give_the_same_outputs(
 ) -> None:
     study = throughput.Throughput(examples=7, new_tokens=3, repeats=1)
     run = run_of()
-    rows = study.replied(run, tiny, 8)
+    rows = study.time_replies(run, tiny, 8)
     ways = ["one prompt at a time", "in batches", "in batches, prefills shared"]
     assert [row["way"] for row in rows] == ways * 2
     assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[3]["work"]
@@ -40,7 +40,7 @@ def test_all_ways_give_the_same_outputs(
 
     monkeypatch.setattr(answers, "replies", wrong)
     with pytest.raises(RuntimeError, match="in batches gives other results"):
-        study.replied(run, tiny, 8)
+        study.time_replies(run, tiny, 8)
 
 
 def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(
@@ -49,7 +49,7 @@ def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(
     """Tokens computed, from a count of different beginnings, and what the shapes let one hope for."""
     study = throughput.Throughput(new_tokens=1, repeats=1, tokens=400)
     for shape, factors, least in (("Table 1", 1, 2.5), ("Figure 6", 9, 8)):
-        examples = throughput.moved(tiny, 400, 0)
+        examples = throughput.moved_gold(tiny, 400, 0)
         assert (
             len(
                 {
@@ -59,7 +59,7 @@ def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(
             )
             == 1
         )
-        (alone, batched, shared) = study.shaped(run_of(), tiny, shape)
+        (alone, batched, shared) = study.time_paper_work(run_of(), tiny, shape)
         ids = [tiny.encode(e.prompt).ids for e in examples]
         assert (
             alone["tokens_computed"]
