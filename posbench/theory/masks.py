@@ -15,59 +15,65 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-HEAD = 0.3
-ENTRY = 0.2
-"""Thresholds of the sink metrics: a mean weight (Gu et al. 2024), single weights (Wu et al. 2025)."""
+# Thresholds of the sink metrics.
+HEAD = 0.3  # of a token's mean weight in a head (Gu et al. 2024)
+ENTRY = 0.2  # of single weights (Wu et al. 2025)
 
 
 def causal(n: int) -> Mask:
-    """Every token sees itself and all before it, [n, n]."""
+    """Causal mask, [n, n]: every token sees itself and all before it."""
     return np.tri(n, dtype=bool)
 
 
 def window(n: int, width: int) -> Mask:
-    """Every token sees the newest ``width`` tokens up to itself, [n, n]."""
+    """Sliding window, [n, n]: every token sees the newest ``width`` tokens, itself included."""
     return causal(n) & ~np.tri(n, k=-width, dtype=bool)
 
 
 def prefix(n: int, length: int) -> Mask:
-    """The first ``length`` tokens are seen by all, each other too; the rest is causal, [n, n]."""
+    """Prefix mask, [n, n]: causal, but every token sees all of the first ``length`` tokens."""
     mask = causal(n)
     mask[:, :length] = True
     return mask
 
 
 def decay(n: int, m: float) -> Array:
-    """Decay added to scores: -(i - j) m where j <= i, minus infinity elsewhere, [n, n]."""
+    """Decay mask, added to scores, [n, n]: -(i - j) m where j <= i, minus infinity elsewhere."""
     distance = np.subtract.outer(np.arange(n), np.arange(n))
     return np.where(distance >= 0, -m * distance, -np.inf)
 
 
 def attention(scores: Array, mask: Mask) -> Array:
-    """Softmax of the scores over what a token sees, [..., n, n]."""
-    shut = np.where(mask, scores, -np.inf)
-    weights = np.exp(shut - shut.max(axis=-1, keepdims=True))
+    """Softmax of scores [..., n, n] over the tokens that a mask [n, n] allows, [..., n, n]."""
+    masked = np.where(mask, scores, -np.inf)
+    weights = np.exp(masked - masked.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def uniform(mask: Mask) -> Array:
-    """Equal weight on everything a token sees, [n, n]."""
+    """Attention with equal weight on every token that a mask allows, [n, n]."""
     return attention(np.zeros(mask.shape), mask)
 
 
 def rollout(layers: Sequence[Array]) -> list[Array]:
-    """Cumulative context probability after 1, 2, ... layers, each [..., n, n]; first layer first.
+    """Cumulative context probability after 1, 2, ... layers.
 
     Source: Wu et al. 2025, Section 3; the rollout of Abnar and Zuidema 2020 without its residual.
+
+    Args:
+        layers: Attention weights of each layer, [..., n, n], first layer first.
+
+    Returns:
+        The product of the first 1, 2, ... layers, [..., n, n] each.
     """
-    return list(accumulate(layers, lambda state, weights: weights @ state))
+    return list(accumulate(layers, lambda product, weights: weights @ product))
 
 
 def causal_bound(n: int, layers: int, epsilon: float) -> Array:
     """Upper bound (1 - (j - 1) epsilon)^t of the weight of token j (from 1) after t layers, [n].
 
-    Every allowed attention weight is at least epsilon. Theorem 4.1 with C = 1 (1 - epsilon there counts a
-    layer less).
+    Every allowed attention weight is at least epsilon. Theorem 4.1 with C = 1 (its 1 - epsilon counts one
+    layer fewer).
     """
     return np.clip(1 - np.arange(n) * epsilon, 0, 1) ** layers
 
@@ -75,17 +81,28 @@ def causal_bound(n: int, layers: int, epsilon: float) -> Array:
 def decay_bounds(
     n: int, m: float, low: float, high: float, *, printed: bool = False
 ) -> tuple[Array, Array]:
-    """Bounds of a layer's attention under a decay mask, scores in [low, high], both [n, n] (Lemma 4.4).
+    """Bound one layer's attention under a decay mask (Lemma 4.4).
 
     Differs from source: the printed C_max, e^(high - low) / (1 + e^-m), fails in the first row, whose only
-    weight is 1; there the bound is e^(high - low). With ``printed`` it is as printed.
+    weight is 1; there the bound is e^(high - low).
+
+    Args:
+        n: Tokens.
+        m: Decay per token of distance.
+        low: Smallest score before the decay.
+        high: Largest score before the decay.
+        printed: Keep the printed C_max in the first row.
+
+    Returns:
+        Lower and upper bounds of the weights, both [n, n].
     """
     spread = np.exp(high - low)
-    near = np.exp(decay(n, m))
-    most = np.full((n, 1), spread / (1 + np.exp(-m)))
+    decayed = np.exp(decay(n, m))
+    c_max = np.full((n, 1), spread / (1 + np.exp(-m)))
     if not printed:
-        most[0] = spread
-    return (1 - np.exp(-m)) / spread * near, np.minimum(most * near, 1)
+        c_max[0] = spread
+    c_min = (1 - np.exp(-m)) / spread
+    return c_min * decayed, np.minimum(c_max * decayed, 1)
 
 
 def decay_law(layers: int, m: float, distance: NDArray[np.int64]) -> Array:
@@ -97,22 +114,27 @@ def decay_law(layers: int, m: float, distance: NDArray[np.int64]) -> Array:
 
 
 def decay_peak(layers: int, m: float) -> float:
-    """Distance of the largest weight after t layers: (t - 1) / (e^m - 1) (Theorem 4.5, with t from 0)."""
+    """Distance of the largest weight after t layers: (t - 1) / (e^m - 1) (Theorem 4.5 counts t from 0)."""
     return (layers - 1) / np.expm1(m)
 
 
 def window_half_time(n: int, width: int) -> float:
     """Layers until half of the last token's weight is on the first one, equal weights under a window mask.
 
-    The drift of a random walk while the window is short against n; the paper's rate is far below.
+    This is the drift of a random walk, for a window that is short against n; the paper's rate is far below.
     """
     return 2 * (n - 1) / (width - 1)
 
 
 def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
-    """Share of heads in which a token is a sink, [n], from causal weights [..., n, n] (Gu et al. 2024).
+    """Share of heads in which each token is a sink (Gu et al. 2024).
 
-    A token is one if its mean weight over the queries that see it is above the threshold.
+    Args:
+        weights: Causal attention weights, [..., n, n].
+        threshold: A token is a sink if its mean weight over the queries that see it is above this.
+
+    Returns:
+        Shares by token, [n].
     """
     n = weights.shape[-1]
     importance = weights.sum(axis=-2) / np.arange(n, 0, -1)
@@ -120,8 +142,16 @@ def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
 
 
 def sink_by_entry(weights: Array, mask: Mask, threshold: float = ENTRY) -> Array:
-    """Share of queries that give a token more than the threshold, [n], mean over heads (Appendix K.4)."""
+    """Share of single weights on each token that mark it as a sink (Wu et al. 2025, Appendix K.4).
+
+    Args:
+        weights: Attention weights, [..., n, n].
+        mask: Which keys each query sees, [n, n].
+        threshold: A weight counts if it is above this.
+
+    Returns:
+        Share of the queries that see a token, mean over heads, by token, [n].
+    """
     n = len(mask)
-    return ((weights > threshold) & mask).sum(axis=-2).reshape(-1, n).mean(
-        0
-    ) / mask.sum(0)
+    counts = ((weights > threshold) & mask).sum(axis=-2)
+    return counts.reshape(-1, n).mean(0) / mask.sum(0)

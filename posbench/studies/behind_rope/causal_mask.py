@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge, MinLen
 
 from posbench.errors import UserError
+from posbench.files.atomic import Row
 from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
@@ -26,11 +26,15 @@ from posbench.theory import causal_mask as theory
 PAPER = "Behind RoPE,"
 LAYERS = 4
 ALPHAS = (0.0, 0.2, 0.5, 0.8)
-NORMS = {
+NORMS: dict[theory.Norm, str] = {
     "l2": "",
     "layernorm": "LayerNorm / d",
     "layernorm_sqrt": "LayerNorm / sqrt(d)",
 }
+"""Norms in words."""
+FORM_TOLERANCE = 1e-8  # of a score in closed form against the exact limit
+SIMULATION_CORRELATION = 0.9  # from which on a simulation shows what the limit says
+NO_CORRELATION = 0.3  # below which two simulations have nothing in common
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,14 @@ class Setting:
     @property
     def name(self) -> str:
         """Words for titles and files."""
-        rope = "RoPE" if self.rope else ""
-        mask = "" if self.mask else "no mask"
-        return ", ".join(
-            filter(None, [f"alpha {self.alpha:g}", rope, mask, NORMS[self.norm]])
-        )
+        words = [f"alpha {self.alpha:g}"]
+        if self.rope:
+            words.append("RoPE")
+        if not self.mask:
+            words.append("no mask")
+        if self.norm != "l2":
+            words.append(NORMS[self.norm])
+        return ", ".join(words)
 
 
 FIGURES: dict[int, tuple[Setting, ...]] = {
@@ -57,10 +64,11 @@ FIGURES: dict[int, tuple[Setting, ...]] = {
     2: (Setting(0.0), Setting(0.2)),
     4: (Setting(0.0, rope=True),),
     6: (Setting(0.4), Setting(0.6), Setting(0.8)),
-    7: tuple(
-        Setting(alpha, norm=norm)
-        for norm in ("layernorm_sqrt", "layernorm")
-        for alpha in (0.0, 0.2)
+    7: (
+        Setting(0.0, norm="layernorm_sqrt"),
+        Setting(0.2, norm="layernorm_sqrt"),
+        Setting(0.0, norm="layernorm"),
+        Setting(0.2, norm="layernorm"),
     ),
     9: (Setting(0.5, rope=True),),
     10: (Setting(0.0, rope=True, mask=False),),
@@ -74,15 +82,20 @@ class CausalMask(Study):
 
     Source: Behind RoPE, Sections 3 to 5.1, Figures 1, 2, 4, 6, 7, 9, 10. The paper counts layers from 1.
 
-    ``input_norm`` is the length of the inputs of the LayerNorm runs. ``unit``: 1, as the text says of all
-    inputs; the first update then weighs sqrt(d) times the stream. ``sqrt_dim``: sqrt(d), with which LayerNorm
-    and scores over d are the model of the L2 norm again.
+    Attributes:
+        show: Which of these figures; 1 is exact, and so are the closed forms that come with it.
+        draws: Random inputs to average over (the paper: 100,000).
+        tokens: Tokens of an input.
+        dim: Dimensions of an input.
+        seed: Seed of the draws.
+        input_norm: Length of the inputs of the LayerNorm runs. ``unit``: 1, as the text says of all inputs; the
+            first update then weighs sqrt(d) times the stream. ``sqrt_dim``: sqrt(d), with which LayerNorm and
+            scores over d are the model of the L2 norm again.
     """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
 
-    # Which of these figures; 1 is exact, and so are the closed forms that come with it.
     show: Annotated[tuple[Literal[1, 2, 4, 6, 7, 9, 10], ...], MinLen(1)] = (
         1,
         2,
@@ -92,7 +105,7 @@ class CausalMask(Study):
         9,
         10,
     )
-    draws: Several = 10000  # random inputs to average over (the paper: 100,000)
+    draws: Several = 10000
     tokens: Annotated[int, Ge(4)] = 50
     dim: Several = 64
     seed: Seed = 0
@@ -101,20 +114,19 @@ class CausalMask(Study):
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         if len(set(self.show)) < len(self.show):
-            raise UserError(
-                "study.show",
-                list(self.show),
-                "each figure once",
-                "set study.show=[2,4]",
-            )
+            hint = "set study.show=[2,4]"
+            raise UserError("study.show", list(self.show), "each figure once", hint)
         if self.dim % 2:
-            raise UserError(
-                "study.dim", self.dim, "an even number", f"set study.dim={self.dim + 1}"
-            )
+            hint = f"set study.dim={self.dim + 1}"
+            raise UserError("study.dim", self.dim, "an even number", hint)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``scores`` (simulated means and standard errors) and ``facts``; with Figure 1
-        :func:`exact_tables`; with Figure 7 ``layernorm`` (the second layer's last row, with the L2 norm too).
+        """Simulate the figures.
+
+        Returns:
+            ``scores`` (means and standard errors of the simulations) and ``facts``; with Figure 1
+            :func:`exact_tables`; with Figure 7 ``layernorm`` (the second layer's last row, with the L2 norm
+            too).
         """
         parts: dict[str, list[pd.DataFrame]] = {
             "scores": [],
@@ -126,59 +138,68 @@ class CausalMask(Study):
         ]
         with run.progress("simulation", len(plan)) as advance:
             for figure, setting in plan:
-                mean, error, again = self.simulated(setting)
+                mean, error, repeated_mean = self.simulated(setting)
                 front = {"figure": figure, "setting": setting.name}
-                seen = np.tri(self.tokens, dtype=bool) if setting.mask else True
-                both = zip(np.where(seen, mean, np.nan), error, strict=True)
-                maps = {
-                    n: {"score": a, "standard_error": b}
-                    for n, (a, b) in enumerate(both)
-                }
-                parts["scores"].append(
-                    pd.DataFrame({**front, **long_table("layer", maps, self.tokens)})
-                )
-                told = facts(mean, again, self.limit(setting))
-                parts["facts"].append(pd.DataFrame({**front, **told, "n": self.draws}))
+                scores = self._score_table(setting, mean, error)
+                parts["scores"].append(pd.DataFrame({**front, **scores}))
+                rows = facts(mean, repeated_mean, self.limit(setting))
+                parts["facts"].append(pd.DataFrame({**front, **rows, "n": self.draws}))
                 if setting.norm != "l2":
-                    l2 = theory.limit(self.tokens, 2, setting.alpha)[1][-1, :-1]
-                    last = {
-                        "key": np.arange(1, self.tokens),
-                        "score": mean[1, -1, :-1],
-                        "l2": l2,
-                    }
-                    parts["layernorm"].append(
-                        pd.DataFrame({"setting": setting.name, **last})
-                    )
+                    parts["layernorm"].append(self._layernorm_table(setting, mean))
                 advance(1)
         tables = exact_tables(self.tokens) if 1 in self.show else {}
-        return tables | {
-            name: pd.concat(each, ignore_index=True)
-            for name, each in parts.items()
-            if each
+        for name, frames in parts.items():
+            if frames:
+                tables[name] = pd.concat(frames, ignore_index=True)
+        return tables
+
+    def _score_table(self, setting: Setting, mean: Array, error: Array) -> pd.DataFrame:
+        """Means and standard errors [L, n, n] as rows of layer, query, key, without what the mask hides."""
+        if setting.mask:
+            mean = np.where(np.tri(self.tokens, dtype=bool), mean, np.nan)
+        maps = {
+            layer: {"score": mean[layer], "standard_error": error[layer]}
+            for layer in range(LAYERS)
         }
+        return long_table("layer", maps, self.tokens)
+
+    def _layernorm_table(self, setting: Setting, mean: Array) -> pd.DataFrame:
+        """Scores of the second layer's last query, simulated with LayerNorm and exact with the L2 norm."""
+        _, l2 = theory.limit(self.tokens, 2, setting.alpha)
+        columns = {
+            "setting": setting.name,
+            "key": np.arange(1, self.tokens),
+            "score": mean[1, -1, :-1],
+            "l2": l2[-1, :-1],
+        }
+        return pd.DataFrame(columns)
 
     def simulated(self, setting: Setting) -> tuple[Array, Array, Array]:
         """Mean scores, standard errors, and means of half as many draws of another seed, each [L, n, n]."""
-        length = (
-            self.dim**0.5
-            if setting.norm != "l2" and self.input_norm == "sqrt_dim"
-            else 1.0
+        mean, error = self._simulate(setting, self.draws, self.seed)
+        repeated_mean, _ = self._simulate(setting, self.draws // 2, self.seed + 1)
+        return mean, error, repeated_mean
+
+    def _simulate(self, setting: Setting, draws: int, seed: int) -> tuple[Array, Array]:
+        """Mean scores and standard errors, both [L, n, n]."""
+        long_inputs = setting.norm != "l2" and self.input_norm == "sqrt_dim"
+        return theory.simulate(
+            self.tokens,
+            LAYERS,
+            setting.alpha,
+            dim=self.dim,
+            draws=draws,
+            mask=setting.mask,
+            rope=setting.rope,
+            norm=setting.norm,
+            input_norm=self.dim**0.5 if long_inputs else 1.0,
+            seed=seed,
         )
-        kind: dict[str, Any] = {
-            **asdict(setting),
-            "dim": self.dim,
-            "input_norm": length,
-        }
-        simulate = partial(theory.simulate, self.tokens, LAYERS, **kind)
-        mean, error = simulate(draws=self.draws, seed=self.seed)
-        return mean, error, simulate(draws=self.draws // 2, seed=self.seed + 1)[0]
 
     def limit(self, setting: Setting) -> list[Array] | None:
         """The exact map of each layer; None where LayerNorm makes another model than the L2 norm."""
-        if setting.norm != "l2" and (setting.norm, self.input_norm) != (
-            "layernorm",
-            "sqrt_dim",
-        ):
+        like_l2 = setting.norm == "layernorm" and self.input_norm == "sqrt_dim"
+        if setting.norm != "l2" and not like_l2:
             return None
         kernel = theory.rope_kernel(self.tokens, self.dim) if setting.rope else None
         return theory.limit(
@@ -189,69 +210,63 @@ class CausalMask(Study):
         """Each of the paper's figures by its number, and the closed forms."""
         drawn: dict[str, tuple[Figure, str]] = {}
         if "steps" in tables:
-            words = f"{PAPER} Figure 1: from three inputs to the scores of the second layer."
-            drawn["figure_1"] = first_figure(tables["steps"]), words
-            words = "The closed forms, and where the scores of the last query stop rising at alpha 0."
-            drawn["closed_forms"] = (
-                forms_figure(tables["lengths"], tables["last_rows"]),
-                words,
-            )
-        words = "Mean scores before the softmax, no diagonal. Normalised: each diagonal's mean subtracted."
-        for figure, frame in (
-            tables["scores"].groupby("figure", sort=False) if "scores" in tables else ()
-        ):
-            rows = []
-            for setting in FIGURES[int(figure)]:
-                scores = stacked(frame[frame["setting"] == setting.name], "score")
-                rows.append((setting.name, by_layer(scores)))
-                if setting.rope:
-                    rows.append(
-                        (
-                            f"{setting.name}, normalised",
-                            by_layer(theory.diagonal_normalised(scores)),
-                        )
-                    )
-            drawn[f"figure_{figure}"] = (
-                maps_figure(rows),
-                f"{PAPER} Figure {figure}. {words}",
-            )
+            caption = f"{PAPER} Figure 1: from three inputs to the scores of the second layer."
+            drawn["figure_1"] = (first_figure(tables["steps"]), caption)
+            caption = "The closed forms, and where the scores of the last query stop rising at alpha 0."
+            figure = forms_figure(tables["lengths"], tables["last_rows"])
+            drawn["closed_forms"] = (figure, caption)
+        if "scores" in tables:
+            for number, frame in tables["scores"].groupby("figure", sort=False):
+                caption = (
+                    f"{PAPER} Figure {number}. Mean scores before the softmax, no diagonal. "
+                    "Normalised: each diagonal's mean subtracted."
+                )
+                figure = _scores_figure(FIGURES[int(number)], frame)
+                drawn[f"figure_{number}"] = (figure, caption)
         if "layernorm" in tables:
-            words = "LayerNorm for the L2 norm: scores of the second layer's last query, over the largest."
+            caption = "LayerNorm for the L2 norm: scores of the second layer's last query, over the largest."
             length = "1" if self.input_norm == "unit" else "sqrt(d)"
-            drawn["layernorm"] = layernorm_figure(tables["layernorm"], length), words
+            figure = layernorm_figure(tables["layernorm"], length)
+            drawn["layernorm"] = (figure, caption)
         return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """The paper's claims, as far as the figures shown bear on them."""
-        found = _of_closed_forms(tables) if "steps" in tables else []
+        findings: list[Finding] = []
+        if "steps" in tables:
+            findings.append(_equation_4(tables["closed_forms"]))
+            findings += _rising_scores(tables["rising"])
+            findings.append(_appendix_a2(tables["lengths"].dropna()))
         if "facts" not in tables:
-            return found
+            return findings
         rows = tables["facts"].set_index(["setting", "layer"])
-        plain = [
-            setting.name
-            for figure in (2, 6)
-            if figure in self.show
-            for setting in FIGURES[figure]
-        ]
-        if plain:
-            found.append(_of_simulation(rows.loc[plain].dropna(subset=["correlation"])))
+        l2_figures = [figure for figure in (2, 6) if figure in self.show]
+        settings = [s.name for figure in l2_figures for s in FIGURES[figure]]
+        if settings:
+            later = rows.loc[settings].dropna(subset=["correlation"])
+            findings.append(_section_4_1(later))
         if 7 in self.show:
-            found.append(_of_layernorm(rows, theory.limit(self.tokens, 2, 0.2)[1]))
-        if {4, 10} <= set(self.show):
-            found.append(_of_rope(rows))
-        return found
+            _, l2 = theory.limit(self.tokens, 2, 0.2)
+            findings.append(_appendix_b(rows, l2))
+        if 4 in self.show and 10 in self.show:
+            findings.append(_section_5_1(rows))
+        return findings
 
 
-def _of_closed_forms(tables: Tables) -> list[Finding]:
-    """Section 3.2, Appendix A, and strict increase in the limit."""
-    forms = tables["closed_forms"]
-    lengths = tables["lengths"].dropna()
-    rising = tables["rising"]
-    away = (forms["closed"] - forms["limit"]).abs().max()
+def _equation_4(forms: pd.DataFrame) -> Finding:
+    """The closed form of the second layer's scores."""
+    error = (forms["closed"] - forms["limit"]).abs().max()
     claim = f"{PAPER} Equation 4: the score of the second layer is g(i) / (h(i) h(j))"
+    statistic = "largest distance to the exact limit of many dimensions"
     note = f"alpha {', '.join(f'{alpha:g}' for alpha in ALPHAS)}; nine digits"
-    size = "largest distance to the exact limit of many dimensions"
-    found = [Finding.that(away < 1e-8, claim, size, (away, len(forms)), note)]
+    holds = error < FORM_TOLERANCE
+    return Finding.that(holds, claim, statistic, (error, len(forms)), note)
+
+
+def _rising_scores(rising: pd.DataFrame) -> list[Finding]:
+    """Sections 3.2 and 4.1: scores rise strictly with the key, in the limit."""
+    statistic = "share of rows that rise in the limit"
+    findings = []
     for claim, layers, alphas in (
         ("3.2: the second layer's scores rise strictly with the key", [1], ALPHAS),
         (
@@ -265,87 +280,101 @@ def _of_closed_forms(tables: Tables) -> list[Finding]:
             ALPHAS[1:],
         ),
     ):
-        rows = rising[rising["layer"].isin(layers) & rising["alpha"].isin(alphas)]
-        falling = rows[rows["rising"] < rows["rows"]].itertuples()
+        maps = rising[rising["layer"].isin(layers) & rising["alpha"].isin(alphas)]
         falls = [
-            f"layer {r.layer}: {r.rising} of {r.rows}, last row from key {r.top} on"
-            for r in falling
+            f"layer {row.layer}: {row.rising} of {row.rows}, last row from key {row.top} on"
+            for row in maps[maps["rising"] < maps["rows"]].itertuples()
         ]
-        note = f"rows that rise: {', '.join(falls)} it falls" if falls else ""
-        at = rows["rising"].sum() / rows["rows"].sum(), rows["rows"].sum()
-        size = "share of rows that rise in the limit"
-        found.append(
-            Finding.that(not falls, f"{PAPER} Section {claim}", size, at, note)
-        )
-    printed = (lengths["printed"] / lengths["step"] - 1).abs().max()
-    corrected = (lengths["corrected"] - lengths["step"]).abs().max()
-    still, wrong = (int((lengths[name] >= 0).sum()) for name in ("step", "printed"))
+        note = ""
+        if falls:
+            note = f"rows that rise: {', '.join(falls)} it falls"
+        rows = maps["rows"].sum()
+        share = maps["rising"].sum() / rows
+        claim = f"{PAPER} Section {claim}"
+        findings.append(Finding.that(not falls, claim, statistic, (share, rows), note))
+    return findings
+
+
+def _appendix_a2(lengths: pd.DataFrame) -> Finding:
+    """The printed difference h'(i + 1)^2 - h'(i)^2 against the true one."""
+    error = (lengths["printed"] / lengths["step"] - 1).abs().max()
+    corrected_error = (lengths["corrected"] - lengths["step"]).abs().max()
+    wrong = int((lengths["printed"] >= 0).sum())
+    still_wrong = int((lengths["step"] >= 0).sum())
     claim = f"{PAPER} Appendix A.2: h'(i + 1)^2 - h'(i)^2 has the printed numerator"
-    size = "largest relative distance of the printed to the true difference"
-    note = f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it is "
-    note += f"away by {corrected:.0e} at most, and {still} true ones are not below 0: the conclusion stands"
-    return [
-        *found,
-        Finding.that(printed < 1e-6, claim, size, (printed, len(lengths)), note),
-    ]
-
-
-def _of_simulation(rows: pd.DataFrame) -> Finding:
-    """Section 4.1."""
-    # The mean of a bounded cosine lies below its limit by about one part in d.
-    second = rows.xs(1, level="layer").assign(
-        limit=lambda each: each["score"] - each["bias"]
+    statistic = "largest relative distance of the printed to the true difference"
+    note = (
+        f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it is "
+        f"away by {corrected_error:.0e} at most, and {still_wrong} true ones are not below 0: "
+        "the conclusion stands"
     )
-    told = [
-        f"{name}: {row.bias:+.4f} ({row.bias / row.limit:+.1%})"
-        for name, row in second.iterrows()
+    return Finding.that(error < 1e-6, claim, statistic, (error, len(lengths)), note)
+
+
+def _section_4_1(rows: pd.DataFrame) -> Finding:
+    """The simulation with the L2 norm against the limit."""
+    # The mean of a bounded cosine lies below its limit by about one part in d.
+    second = rows.xs(1, level="layer")
+    limit = second["score"] - second["bias"]
+    biases = [
+        f"{name}: {bias:+.4f} ({bias / limit[name]:+.1%})"
+        for name, bias in second["bias"].items()
     ]
     claim = f"{PAPER} Section 4.1: the simulation shows what the derivation says"
-    size = "smallest correlation of simulated and exact scores below the diagonal, from the second layer on"
-    note = f"second layer minus its limit, mean: {', '.join(told)}"
-    least = rows["correlation"].min()
-    return Finding.that(least > 0.9, claim, size, (least, len(rows)), note)
+    statistic = "smallest correlation of simulated and exact scores below the diagonal, from the second layer on"
+    note = f"second layer minus its limit, mean: {', '.join(biases)}"
+    smallest = rows["correlation"].min()
+    holds = smallest > SIMULATION_CORRELATION
+    return Finding.that(holds, claim, statistic, (smallest, len(rows)), note)
 
 
-def _of_layernorm(rows: pd.DataFrame, limit: Array) -> Finding:
-    """Appendix B."""
+def _appendix_b(rows: pd.DataFrame, l2: Array) -> Finding:
+    """LayerNorm for the L2 norm; ``l2`` is the latter's map of the second layer at alpha 0.2, [n, n]."""
     names = {
-        by: [f"alpha {alpha:g}, {NORMS[by]}" for alpha in (0.0, 0.2)] for by in NORMS
+        norm: [Setting(alpha, norm=norm).name for alpha in (0.0, 0.2)] for norm in NORMS
     }
-    by_d, by_root = (
-        rows.loc[names[by]].query("layer > 0")["rank"]
-        for by in ("layernorm", "layernorm_sqrt")
-    )
-    l2 = limit[np.tril_indices(len(limit), -1)].mean()
+    by_d = rows.loc[names["layernorm"]].query("layer > 0")["rank"]
+    by_sqrt_d = rows.loc[names["layernorm_sqrt"]].query("layer > 0")["rank"]
+    l2_score = l2[np.tril_indices(len(l2), -1)].mean()
     score = rows.loc[(names["layernorm"][1], 1), "score"]
     claim = f"{PAPER} Appendix B: scores over d, not sqrt(d), bring back the pattern of the L2 norm"
-    size = "rank correlation of score and key, mean over queries; smallest over alpha and later layers"
-    note = f"with sqrt(d): {by_root.min():.2f} to {by_root.max():.2f}; mean score of the second layer at "
-    note += f"alpha 0.2 {score:.3f}, L2 {l2:.3f}: they agree for inputs of length sqrt(d) (study.input_norm)"
-    return Finding.that(by_d.min() > 0.9, claim, size, (by_d.min(), len(by_d)), note)
-
-
-def _of_rope(rows: pd.DataFrame) -> Finding:
-    """Section 5.1."""
-    masked, free = (
-        rows.loc[name].query("layer > 0")
-        for name in ("alpha 0, RoPE", "alpha 0, RoPE, no mask")
+    statistic = "rank correlation of score and key, mean over queries; smallest over alpha and later layers"
+    note = (
+        f"with sqrt(d): {by_sqrt_d.min():.2f} to {by_sqrt_d.max():.2f}; mean score of the second layer at "
+        f"alpha 0.2 {score:.3f}, L2 {l2_score:.3f}: they agree for inputs of length sqrt(d) (study.input_norm)"
     )
-    least = masked["split_half"].min()
-    most = free["split_half"].max()
-    listed = ", ".join(f"{value:.2f}" for value in masked["beyond_limit"])
+    smallest = by_d.min()
+    return Finding.that(smallest > 0.9, claim, statistic, (smallest, len(by_d)), note)
+
+
+def _section_5_1(rows: pd.DataFrame) -> Finding:
+    """What RoPE's pattern depends on, with the causal mask and without."""
+    masked = rows.loc["alpha 0, RoPE"].query("layer > 0")
+    unmasked = rows.loc["alpha 0, RoPE, no mask"].query("layer > 0")
+    smallest = masked["split_half"].min()
+    largest = unmasked["split_half"].max()
+    shares = ", ".join(f"{share:.2f}" for share in masked["beyond_limit"])
+    unmasked_share = max(unmasked["beyond_limit"].max(), 1e-6)
     claim = f"{PAPER} Section 5.1: RoPE's pattern depends on more than i - j with a causal mask, not without"
-    size = "correlation of two simulations' diagonal-normalised scores, smallest from the second layer on; "
-    size += "holds above 0.9 with the mask and below 0.3 without; few draws lower the former"
-    note = f"without the mask {most:.3f} at most; share of variance beyond i - j in the limit, second layer "
-    note += f"and on: {listed}; without the mask below {max(free['beyond_limit'].max(), 1e-6):.0e}"
-    return Finding.that(
-        least > 0.9 and most < 0.3, claim, size, (least, len(masked)), note
+    statistic = (
+        "correlation of two simulations' diagonal-normalised scores, smallest from the second layer on; "
+        "holds above 0.9 with the mask and below 0.3 without; few draws lower the former"
     )
+    note = (
+        f"without the mask {largest:.3f} at most; share of variance beyond i - j in the limit, second layer "
+        f"and on: {shares}; without the mask below {unmasked_share:.0e}"
+    )
+    holds = smallest > SIMULATION_CORRELATION and largest < NO_CORRELATION
+    return Finding.that(holds, claim, statistic, (smallest, len(masked)), note)
 
 
 def facts(mean: Array, again: Array, limit: Sequence[Array] | None) -> pd.DataFrame:
-    """What mean scores [L, n, n], those of other draws, and the exact maps show by layer, below the diagonal.
+    """Compare simulated scores below the diagonal, layer by layer, with the limit and with a repetition.
+
+    Args:
+        mean: Mean scores, [L, n, n].
+        again: Mean scores of other draws, [L, n, n].
+        limit: Exact maps, [n, n] for each layer; None where there are none.
 
     Returns:
         Rows of layer, score (mean), bias and largest (mean and largest distance to the limit), correlation
@@ -357,189 +386,205 @@ def facts(mean: Array, again: Array, limit: Sequence[Array] | None) -> pd.DataFr
     lower = np.tril_indices(n, -1)
     rows = []
     for layer, scores in enumerate(mean):
-        one, other = (
-            theory.diagonal_normalised(x[layer])[lower] for x in (mean, again)
-        )
-        row = {
+        normalised = theory.diagonal_normalised(scores)[lower]
+        repeated = theory.diagonal_normalised(again[layer])[lower]
+        ranks = [spearman(scores[i, :i], np.arange(i)) for i in range(2, n)]
+        row: Row = {
             "layer": layer,
             "score": scores[lower].mean(),
             "beyond": theory.beyond_distance(scores),
+            "split_half": np.corrcoef(normalised, repeated)[0, 1],
+            "rank": np.mean(ranks),
+            "bias": np.nan,
+            "largest": np.nan,
+            "correlation": np.nan,
+            "rising": np.nan,
+            "rows": np.nan,
+            "beyond_limit": np.nan,
         }
-        row["split_half"] = np.corrcoef(one, other)[0, 1]
-        row["rank"] = np.mean(
-            [spearman(scores[i, :i], np.arange(i)) for i in range(2, n)]
-        )
-        row |= dict.fromkeys(
-            ("bias", "largest", "correlation", "rising", "rows", "beyond_limit"), np.nan
-        )
         if limit is not None:
-            true = limit[layer]
-            away = (scores - limit[layer])[lower]
-            row |= {"bias": away.mean(), "largest": np.abs(away).max()}
-            row |= {"rows": n - 2, "rising": theory.rising_rows(true)}
-            row["beyond_limit"] = theory.beyond_distance(true)
-            if np.ptp(true[lower]) > 1e-9:
-                row["correlation"] = np.corrcoef(scores[lower], true[lower])[0, 1]
+            exact = limit[layer]
+            error = (scores - exact)[lower]
+            row["bias"] = error.mean()
+            row["largest"] = np.abs(error).max()
+            row["rising"] = theory.rising_rows(exact)
+            row["rows"] = n - 2
+            row["beyond_limit"] = theory.beyond_distance(exact)
+            if np.ptp(exact[lower]) > 1e-9:
+                correlations = np.corrcoef(scores[lower], exact[lower])
+                row["correlation"] = correlations[0, 1]
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def exact_tables(n: int) -> dict[str, pd.DataFrame]:
-    """``steps`` (Figure 1), ``closed_forms`` (Equation 4, the limit), ``lengths`` (g, h, h', Appendix A.2),
-    ``rising`` (rows of the limit that rise, and the key of the last row's largest score), ``last_rows``.
+    """Tables of the limit and of the closed forms, for n tokens.
+
+    Returns:
+        ``steps`` (Figure 1), ``closed_forms`` (Equation 4, the limit), ``lengths`` (g, h, h', Appendix A.2),
+        ``last_rows``, ``rising`` (rows of the limit that rise, and the key of the last row's largest score).
     """
-    i, (query, key) = np.arange(1, n + 1), np.tril_indices(n, -1)
+    token = np.arange(1, n + 1)
+    query, key = np.tril_indices(n, -1)
     forms = []
     lengths = []
+    last_rows = []
     rising = []
-    last = []
     for alpha in ALPHAS:
         limit = theory.limit(n, LAYERS, alpha)
-        places = {"alpha": alpha, "query": query + 1, "key": key + 1}
-        both = {
+        form_columns = {
+            "alpha": alpha,
+            "query": query + 1,
+            "key": key + 1,
             "closed": theory.scores_2(n, alpha)[query, key],
             "limit": limit[1][query, key],
         }
-        forms.append(pd.DataFrame(places | both))
-        own = {
-            "g": np.where(i > 1, theory.g(i, alpha), np.nan),
-            "h": theory.h(i, alpha),
+        forms.append(pd.DataFrame(form_columns))
+        h_prime = theory.h_prime(token, alpha)
+        length_columns = {
+            "alpha": alpha,
+            "token": token,
+            "g": np.where(token > 1, theory.g(token, alpha), np.nan),
+            "h": theory.h(token, alpha),
+            "h_prime": h_prime,
+            "step": np.append(np.diff(h_prime**2), np.nan),
+            "corrected": theory.h_prime_step(token, alpha),
+            "printed": theory.h_prime_step(token, alpha, printed=True),
         }
-        own["h_prime"] = theory.h_prime(i, alpha)
-        own["step"] = np.append(np.diff(own["h_prime"] ** 2), np.nan)
-        own["corrected"] = theory.h_prime_step(i, alpha)
-        own["printed"] = theory.h_prime_step(i, alpha, printed=True)
-        lengths.append(pd.DataFrame({"alpha": alpha, "token": i, **own}))
+        lengths.append(pd.DataFrame(length_columns))
         for layer in range(1, LAYERS):
-            row = limit[layer][-1, :-1]
-            rising.append(
-                (
-                    alpha,
-                    layer,
-                    theory.rising_rows(limit[layer]),
-                    n - 2,
-                    int(row.argmax()) + 1,
-                )
-            )
-            last.append(
-                pd.DataFrame(
-                    {"alpha": alpha, "layer": layer, "key": i[:-1], "score": row}
-                )
-            )
-    first, second = theory.limit(3, 2, 0.0)
-    weights = np.exp(np.where(np.tri(3, dtype=bool), first, -np.inf))
-    output = weights / weights.sum(1, keepdims=True) + np.eye(3)
-    drawn = {"(a) scores, first layer": first, "(b) output: shares of inputs": output}
-    drawn["(c) at length 1"] = output / np.linalg.norm(output, axis=1, keepdims=True)
-    drawn["(d) scores, second layer"] = second
-    steps = {
-        step: {"value": np.where(np.tri(3, dtype=bool), each, np.nan)}
-        for step, each in drawn.items()
-    }
-    found = {
-        "steps": long_table("step", steps, 3).rename(
-            columns={"query": "token", "key": "other"}
-        )
-    }
-    found |= {
+            scores = limit[layer][-1, :-1]
+            row_columns = {
+                "alpha": alpha,
+                "layer": layer,
+                "key": token[:-1],
+                "score": scores,
+            }
+            last_rows.append(pd.DataFrame(row_columns))
+            rising_row = {
+                "alpha": alpha,
+                "layer": layer,
+                "rising": theory.rising_rows(limit[layer]),
+                "rows": n - 2,
+                "top": int(scores.argmax()) + 1,
+            }
+            rising.append(rising_row)
+    return {
+        "steps": _first_steps(),
         "closed_forms": pd.concat(forms),
         "lengths": pd.concat(lengths),
-        "last_rows": pd.concat(last),
+        "last_rows": pd.concat(last_rows),
+        "rising": pd.DataFrame(rising),
     }
-    return found | {
-        "rising": pd.DataFrame(
-            rising, columns=["alpha", "layer", "rising", "rows", "top"]
-        )
+
+
+def _first_steps() -> pd.DataFrame:
+    """Figure 1: rows of step, token, other (key or input) and value, for three tokens at alpha 0."""
+    causal = np.tri(3, dtype=bool)
+    first, second = theory.limit(3, 2, 0.0)
+    weights = np.exp(np.where(causal, first, -np.inf))
+    output = weights / weights.sum(1, keepdims=True) + np.eye(3)
+    unit = output / np.linalg.norm(output, axis=1, keepdims=True)
+    steps = {
+        "(a) scores, first layer": first,
+        "(b) output: shares of inputs": output,
+        "(c) at length 1": unit,
+        "(d) scores, second layer": second,
     }
+    maps = {
+        step: {"value": np.where(causal, values, np.nan)}
+        for step, values in steps.items()
+    }
+    table = long_table("step", maps, 3)
+    return table.rename(columns={"query": "token", "key": "other"})
+
+
+def _scores_figure(settings: Sequence[Setting], table: pd.DataFrame) -> Figure:
+    """Maps of each setting, and with RoPE normalised maps."""
+    rows = []
+    for setting in settings:
+        scores = stacked(table[table["setting"] == setting.name], "score")
+        rows.append((setting.name, by_layer(scores)))
+        if setting.rope:
+            normalised = theory.diagonal_normalised(scores)
+            rows.append((f"{setting.name}, normalised", by_layer(normalised)))
+    return maps_figure(rows)
 
 
 @plot.styled
 def first_figure(steps: pd.DataFrame) -> Figure:
     """Behind RoPE, Figure 1: three tokens, alpha 0, from the inputs to the scores of the second layer."""
-    figure, panels = plot.new_figure(
-        plot.PAGE, 1.9, 1, steps["step"].nunique(), n="exact"
-    )
-    for axes, (title, frame) in zip(
-        panels, steps.groupby("step", sort=False), strict=True
-    ):
-        shown = frame.pivot(index="token", columns="other", values="value").to_numpy()
-        axes.imshow(shown, cmap="viridis", vmin=0, vmax=2)
-        for i, j in zip(*np.nonzero(~np.isnan(shown)), strict=True):
-            colour = "white" if shown[i, j] < 1.2 else "black"
-            axes.text(
-                j, i, f"{shown[i, j]:.3f}", ha="center", va="center", color=colour
-            )
+    count = steps["step"].nunique()
+    figure, panels = plot.new_figure(plot.PAGE, 1.9, 1, count, n="exact")
+    groups = steps.groupby("step", sort=False)
+    for axes, (title, frame) in zip(panels, groups, strict=True):
+        values = frame.pivot(index="token", columns="other", values="value").to_numpy()
+        axes.imshow(values, cmap="viridis", vmin=0, vmax=2)
+        for i, j in zip(*np.nonzero(~np.isnan(values)), strict=True):
+            colour = "white" if values[i, j] < 1.2 else "black"
+            text = f"{values[i, j]:.3f}"
+            axes.text(j, i, text, ha="center", va="center", color=colour)
         axes.set(title=title, xlabel="key or input", ylabel="token")
-        for place in (axes.set_xticks, axes.set_yticks):
-            place(range(3), ["1", "2", "3"])
+        axes.set_xticks(range(3), ["1", "2", "3"])
+        axes.set_yticks(range(3), ["1", "2", "3"])
     return figure
 
 
 @plot.styled
 def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
     """The closed forms g and h, where rising stops at alpha 0, and the sign in Appendix A.2."""
-    figure, ((one, two), (three, four)) = plot.new_figure(
-        plot.PAGE, 4.2, 2, 2, n="exact"
-    )
-    for index, (alpha, line) in enumerate(lengths.groupby("alpha")):
-        colour = plot.line_style(index, of=lengths["alpha"].nunique())["color"]
-        one.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")
-        two.plot(line["token"], line["h"], color=colour)
-        start = line[line["token"] <= 12]
-        four.plot(start["token"], start["step"], color=colour)
-        four.plot(start["token"], start["printed"], color=colour, linestyle=":")
-    for index, (layer, line) in enumerate(last[last["alpha"] == 0].groupby("layer")):
-        colour = plot.line_style(index, of=last["layer"].nunique())["color"]
-        share = line["score"] / line["score"].max()
-        three.plot(line["key"], share, color=colour, label=f"layer {layer}")
-        three.plot(line["key"][share.idxmax()], 1, "o", color=colour)
-    one.set(
-        xlabel="query i (from 1)",
-        ylabel="g(i)",
-        title="score before normalising",
-        ylim=(None, 5.2),
-    )
-    two.set(
-        xlabel="token i (from 1)", ylabel="h(i)", title="length after the first layer"
-    )
-    three.set(xlabel="key j (from 1)", ylabel="score / largest", ylim=(0.9, 1.005))
-    three.set_title(
-        f"query {lengths['token'].max()}, alpha 0: the score falls behind the dot"
-    )
-    four.axhline(0, color=plot.GUIDE, linewidth=0.6)
-    four.set(xlabel="token i (from 1)", ylabel="h'(i + 1)² - h'(i)²")
-    four.set_title("Appendix A.2: true (line), as printed (dotted)")
-    one.legend(ncols=2, loc="upper right")
-    three.legend(loc="lower right")
+    figure, grid = plot.new_figure(plot.PAGE, 4.2, 2, 2, n="exact")
+    score_axes, length_axes, last_axes, step_axes = grid.flat
+    alphas = lengths["alpha"].nunique()
+    for index, (alpha, rows) in enumerate(lengths.groupby("alpha")):
+        colour = plot.line_style(index, of=alphas)["color"]
+        score_axes.plot(
+            rows["token"], rows["g"], color=colour, label=f"alpha {alpha:g}"
+        )
+        length_axes.plot(rows["token"], rows["h"], color=colour)
+        start = rows[rows["token"] <= 12]
+        step_axes.plot(start["token"], start["step"], color=colour)
+        step_axes.plot(start["token"], start["printed"], color=colour, linestyle=":")
+    layers = last["layer"].nunique()
+    for index, (layer, rows) in enumerate(last[last["alpha"] == 0].groupby("layer")):
+        colour = plot.line_style(index, of=layers)["color"]
+        share = rows["score"] / rows["score"].max()
+        last_axes.plot(rows["key"], share, color=colour, label=f"layer {layer}")
+        last_axes.plot(rows["key"][share.idxmax()], 1, "o", color=colour)
+    score_axes.set(xlabel="query i (from 1)", ylabel="g(i)", ylim=(None, 5.2))
+    score_axes.set_title("score before normalising")
+    score_axes.legend(ncols=2, loc="upper right")
+    length_axes.set(xlabel="token i (from 1)", ylabel="h(i)")
+    length_axes.set_title("length after the first layer")
+    n = lengths["token"].max()
+    last_axes.set(xlabel="key j (from 1)", ylabel="score / largest", ylim=(0.9, 1.005))
+    last_axes.set_title(f"query {n}, alpha 0: the score falls behind the dot")
+    last_axes.legend(loc="lower right")
+    step_axes.axhline(0, color=plot.GUIDE, linewidth=0.6)
+    step_axes.set(xlabel="token i (from 1)", ylabel="h'(i + 1)² - h'(i)²")
+    step_axes.set_title("Appendix A.2: true (line), as printed (dotted)")
     return figure
 
 
 @plot.styled
 def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
     """The last row of the second layer with LayerNorm and with the L2 norm, a panel for each alpha."""
-    parts = table["setting"].str.split(", ", expand=True)
-    figure, panels = plot.new_figure(plot.PAGE, 2.0, 1, parts[0].nunique())
-    groups = table.assign(alpha=parts[0], norm=parts[1]).groupby("alpha", sort=False)
+    names = table["setting"].str.split(", ", expand=True)
+    figure, panels = plot.new_figure(plot.PAGE, 2.0, 1, names[0].nunique())
+    groups = table.assign(alpha=names[0], norm=names[1]).groupby("alpha", sort=False)
     for axes, (alpha, frame) in zip(panels, groups, strict=True):
-        for colour, (norm, line) in zip(
-            plot.COLOURS, frame.groupby("norm", sort=False), strict=False
-        ):
-            axes.plot(
-                line["key"],
-                line["score"] / line["score"].max(),
-                color=colour,
-                label=str(norm),
-            )
-        exact = {
-            "color": plot.PAPER,
-            "linestyle": plot.DASHED,
-            "label": "the paper's L2 norm, exact",
-        }
-        axes.plot(line["key"], line["l2"] / line["l2"].max(), **exact)
-        axes.set(
-            xlabel="key (from 1)",
-            ylabel="score / largest",
-            title=f"{alpha}, inputs of length {length}",
+        norms = frame.groupby("norm", sort=False)
+        for colour, (norm, rows) in zip(plot.COLOURS, norms, strict=False):
+            share = rows["score"] / rows["score"].max()
+            axes.plot(rows["key"], share, color=colour, label=str(norm))
+        axes.plot(
+            rows["key"],
+            rows["l2"] / rows["l2"].max(),
+            color=plot.PAPER,
+            linestyle=plot.DASHED,
+            label="the paper's L2 norm, exact",
         )
+        axes.set(xlabel="key (from 1)", ylabel="score / largest")
+        axes.set_title(f"{alpha}, inputs of length {length}")
     axes.legend(loc="lower right")
     return figure

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from posbench.errors import UserError
+from posbench.files.atomic import Row
 from posbench.late import Tensor, inference_mode, pd
 from posbench.measure.scores import MeanMap, by_sample, check_interface, read_scores
 from posbench.model import families
@@ -34,6 +36,11 @@ PANELS = {
     "i": "scores of the second layer",
 }
 """The paper's nine intermediates of the first two layers."""
+SCORE_PANELS = ("b", "i")  # scores of the first and of the second layer
+STATE_PANELS = ("a", "c", "d", "e", "f", "g", "h")
+PANELS_ACROSS = 3
+NEAR_KEYS = "nearest quarter of keys minus the farthest, mean product, key 1 left out"
+"""The statistic of the claims on how products depend on the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +53,37 @@ class Gram(Sampled):
         first_block(run.lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``panels`` (panel, query, key, product) and ``facts`` (:meth:`MeanMap.facts` by panel).
+        """Measure the panels.
 
-        ``facts`` has also diagonal and below (means of the diagonal and of what is below it), falling (rank
-        correlation of the diagonal with the token, sign turned), rising (the same of product and key, mean
-        over queries, token 1 left out).
+        Returns:
+            ``panels`` (panel, query, key, product) and ``facts`` (by panel): diagonal and below (means of the
+            diagonal and of what is below it), falling (rank correlation of the diagonal with the token, sign
+            turned), rising (rank correlation of product and key, mean over queries, token 1 left out), and
+            those of :meth:`MeanMap.facts`.
         """
+        batches = run.batches(self.rows(run.lm), len)
         with run.progress("samples", self.samples) as advance:
-            found = gram_panels(run.lm, run.batches(self.rows(run.lm), len), advance)
-        rows = []
+            maps = gram_panels(run.lm, batches, advance)
         tokens = np.arange(self.tokens)
-        for panel, each in found.items():
-            mean = each.mean
+        rows = []
+        for panel, mean_map in maps.items():
+            mean = mean_map.mean
+            diagonal = np.diagonal(mean)
             rising = [
                 spearman(mean[i, 1:i], tokens[1:i]) for i in range(4, self.tokens)
             ]
-            row = {"panel": panel, "diagonal": np.diagonal(mean).mean()}
-            row["below"] = mean[np.tril_indices(self.tokens, -1)].mean()
-            row["falling"] = -spearman(np.diagonal(mean), tokens)
-            rows.append({**row, "rising": np.mean(rising), **each.facts()})
-        products = {panel: {"product": each.mean} for panel, each in found.items()}
+            row: Row = {
+                "panel": panel,
+                "diagonal": diagonal.mean(),
+                "below": mean[np.tril_indices(self.tokens, -1)].mean(),
+                "falling": -spearman(diagonal, tokens),
+                "rising": np.mean(rising),
+                **mean_map.facts(),
+            }
+            rows.append(row)
+        products = {
+            panel: {"product": mean_map.mean} for panel, mean_map in maps.items()
+        }
         return {
             "panels": long_table("panel", products, self.cells),
             "facts": pd.DataFrame(rows),
@@ -73,57 +91,84 @@ class Gram(Sampled):
 
     def figures(self, tables: Tables) -> Drawn:
         """The nine panels."""
-        values = stacked(tables["panels"], "product", by="panel")
-        maps = [
-            (f"({panel}) {PANELS[panel]}", each)
-            for panel, each in zip(PANELS, values, strict=True)
+        maps = stacked(tables["panels"], "product", by="panel")
+        titled = [
+            (f"({panel}) {title}", scores)
+            for (panel, title), scores in zip(PANELS.items(), maps, strict=True)
         ]
-        figure = maps_figure(
-            [("", dict(maps[first : first + 3])) for first in (0, 3, 6)], self.last
+        rows = [
+            ("", dict(titled[start : start + PANELS_ACROSS]))
+            for start in range(0, len(titled), PANELS_ACROSS)
+        ]
+        caption = (
+            f"Behind RoPE, Figure 3: mean inner products, {self.source}. "
+            "Colours from the 1 % to the 99 % quantile."
         )
-        words = f"mean inner products, {self.source}. Colours from the 1 % to the 99 % quantile."
-        return {"gram": (figure, f"Behind RoPE, Figure 3: {words}")}
+        return {"gram": (maps_figure(rows, self.last_token), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """What the paper reads off the panels of its model without position embedding."""
         facts = tables["facts"].set_index("panel")
         n = int(facts["n"].iloc[0])
         share = (facts["below"] / facts["diagonal"]).abs()
-        near = {panel: estimate(row, "near") for panel, row in facts.iterrows()}
-        claim = "(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)"
-        size = "mean product below the diagonal over mean product on it, size"
-        ours = "10 % is our bound"
-        mean = f"no interval: one model, a mean over {n} samples"
-        note = f"{ours}; the paper: close to 0; {mean}"
-        more = share["b"] / share["a"]
-        found = [Finding.that(share["a"] < 0.1, claim, size, (share["a"], n), note)]
-        claim = "(b) W_Q and W_K raise that share"
-        size = "the share in (b) over the share in (a)"
-        found.append(Finding.that(more > 1, claim, size, (more, n), mean))
-        claim = "(c) the diagonal of A V falls with the token, as h' does"
-        falls = facts["falling"]["c"]
-        size = "rank correlation of the diagonal with the token, sign turned"
-        found.append(Finding.that(falls > 0.9, claim, size, (falls, self.tokens), mean))
-        size = (
-            "nearest quarter of keys minus the farthest, mean product, key 1 left out"
+        no_interval = f"no interval: one model, a mean over {n} samples"
+        nearly_orthogonal = Finding.that(
+            share["a"] < 0.1,
+            "(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)",
+            "mean product below the diagonal over mean product on it, size",
+            (share["a"], n),
+            f"10 % is our bound; the paper: close to 0; {no_interval}",
         )
-        for panel, words in (
-            ("f", "after the norm products"),
-            ("i", "the scores of the second layer"),
-        ):
-            note = f"rank correlation of product and key {facts['rising'][panel]:.2f}, mean over queries"
-            found.append(
-                Finding.above(
-                    f"({panel}) {words} rise with the key", size, near[panel], note=note
-                )
-            )
-        claim = "(g) the feedforward block turns the pattern round, and (h) the next norm turns it back"
-        words, note = f"(g): {size}", f"(h): {near['h'].words}"
-        parts = [
-            Finding.below(claim, words, near["g"], note=note),
-            Finding.above(claim, words, near["h"]),
+        growth = share["b"] / share["a"]
+        raised = Finding.that(
+            growth > 1,
+            "(b) W_Q and W_K raise that share",
+            "the share in (b) over the share in (a)",
+            (growth, n),
+            no_interval,
+        )
+        falling = facts["falling"]["c"]
+        diagonal_falls = Finding.that(
+            falling > 0.9,
+            "(c) the diagonal of A V falls with the token, as h' does",
+            "rank correlation of the diagonal with the token, sign turned",
+            (falling, self.tokens),
+            no_interval,
+        )
+        return [
+            nearly_orthogonal,
+            raised,
+            diagonal_falls,
+            *_rising_panels(facts),
+            _pattern_turns(facts),
         ]
-        return [*found, joint(parts, shown=parts[0])]
+
+
+def _rising_panels(facts: pd.DataFrame) -> list[Finding]:
+    """Panels (f) and (i): products rise with the key; from the facts by panel."""
+    subjects = {
+        "f": "after the norm products",
+        "i": "the scores of the second layer",
+    }
+    findings = []
+    for panel, subject in subjects.items():
+        claim = f"({panel}) {subject} rise with the key"
+        rank = facts["rising"][panel]
+        note = f"rank correlation of product and key {rank:.2f}, mean over queries"
+        near = estimate(facts.loc[panel], "near")
+        findings.append(Finding.above(claim, NEAR_KEYS, near, note=note))
+    return findings
+
+
+def _pattern_turns(facts: pd.DataFrame) -> Finding:
+    """Panels (g) and (h): the pattern turns round and back; from the facts by panel."""
+    claim = "(g) the feedforward block turns the pattern round, and (h) the next norm turns it back"
+    statistic = f"(g): {NEAR_KEYS}"
+    output = estimate(facts.loc["g"], "near")
+    normed = estimate(facts.loc["h"], "near")
+    turned = Finding.below(claim, statistic, output, note=f"(h): {normed.words}")
+    turned_back = Finding.above(claim, statistic, normed)
+    return joint([turned, turned_back], shown=turned)
 
 
 def first_block(lm: LM) -> Any:
@@ -134,12 +179,9 @@ def first_block(lm: LM) -> Any:
     """
     check_interface(lm)
     block = families.blocks(lm.model)[0]
-    first = families.attention_modules(lm.model)[0]
-    if (
-        lm.layers < 2
-        or not hasattr(block, "post_attention_layernorm")
-        or not hasattr(first, "o_proj")
-    ):
+    attention = families.attention_modules(lm.model)[0]
+    has_norm = hasattr(block, "post_attention_layernorm")
+    if lm.layers < 2 or not has_norm or not hasattr(attention, "o_proj"):
         allowed = "two layers or more with o_proj and post_attention_layernorm (Llama, Qwen2, Mistral, ...)"
         raise UserError("model", lm.name, allowed, "study=score_map needs neither")
     return block
@@ -151,49 +193,62 @@ def gram_panels(
     plan: Sequence[Sequence[Sequence[int]]],
     advance: Callable[[int], None] = lambda n: None,
 ) -> dict[str, MeanMap]:
-    """Mean inner products between tokens, by panel; arguments as :func:`posbench.measure.scores.score_maps`.
+    """Average inner products between tokens over samples.
+
+    Args:
+        lm: The model.
+        plan: Batches of token rows, all of one length.
+        advance: Called with the size of each batch done.
+
+    Returns:
+        Mean maps by panel.
 
     Raises:
         UserError: See :func:`first_block`.
     """
-    block, (first, second, *_) = first_block(lm), families.attention_modules(lm.model)
-    found = {name: MeanMap(len(plan[0][0])) for name in PANELS}
+    block = first_block(lm)
+    first, second, *_ = families.attention_modules(lm.model)
+    maps = {panel: MeanMap(len(plan[0][0])) for panel in PANELS}
     states: dict[str, Tensor] = {}
-
-    def scored(layer: int, query: Tensor, key: Tensor, factor: float) -> None:
-        if layer < 2:
-            found["bi"[layer]].add(query, key, factor)
-
-    def before(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs: states.update(
-            {name: families.attention_input(args, kwargs)}
-        )
-
-    def behind(name: str) -> Callable[..., None]:
-        return lambda _, __, out: states.update(
-            {name: out[0] if isinstance(out, tuple) else out}
-        )
-
+    # X is the input of the first block.
+    inputs = {"X": block, "a": first, "c": first.o_proj, "h": second}
+    outputs = {"d": first, "f": block.post_attention_layernorm, "g": block}
     with ExitStack() as stack:
-        for name, module in (
-            ("X", block),
-            ("a", first),
-            ("c", first.o_proj),
-            ("h", second),
-        ):
-            hook = module.register_forward_pre_hook(before(name), with_kwargs=True)
+        for name, module in inputs.items():
+            store = partial(_store_input, states, name)
+            hook = module.register_forward_pre_hook(store, with_kwargs=True)
             stack.callback(hook.remove)
-        for name, module in (
-            ("d", first),
-            ("f", block.post_attention_layernorm),
-            ("g", block),
-        ):
-            stack.callback(module.register_forward_hook(behind(name)).remove)
+        for name, module in outputs.items():
+            store = partial(_store_output, states, name)
+            stack.callback(module.register_forward_hook(store).remove)
         for batch in plan:
-            read_scores(lm, batch, scored)
+            read_scores(lm, batch, partial(_add_scores, maps))
             states["e"] = states["d"] + states["X"]
-            for name in "acdefgh":
-                rows = by_sample(states[name][:, None], len(batch))
-                found[name].add(rows, rows)
+            for panel in STATE_PANELS:
+                # [B, 1, n, d]: states as of one head.
+                rows = by_sample(states[panel][:, None], len(batch))
+                maps[panel].add(rows, rows)
             advance(len(batch))
-    return found
+    return maps
+
+
+def _store_input(
+    states: dict[str, Tensor], name: str, module: Any, args: Any, kwargs: Any
+) -> None:
+    """Forward pre-hook: store the hidden states that a module reads."""
+    states[name] = families.attention_input(args, kwargs)
+
+
+def _store_output(
+    states: dict[str, Tensor], name: str, module: Any, args: Any, output: Any
+) -> None:
+    """Forward hook: store the hidden states that a module returns."""
+    states[name] = output[0] if isinstance(output, tuple) else output
+
+
+def _add_scores(
+    maps: Mapping[str, MeanMap], layer: int, query: Tensor, key: Tensor, factor: float
+) -> None:
+    """Add the scores of the first two layers to their panels; see :func:`read_scores`."""
+    if layer < len(SCORE_PANELS):
+        maps[SCORE_PANELS[layer]].add(query, key, factor)

@@ -7,64 +7,66 @@ from typing import Any
 
 import numpy as np
 
-from posbench.late import Figure, pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats.bootstrap import Array
 
-QUANTILES = (0.01, 0.99)
+COLOUR_QUANTILES = (0.01, 0.99)
 """Of the finite entries: the paper's colour range."""
 
 
 def long_table(
     by: str, maps: Mapping[Any, Mapping[str, Array]], cells: int
 ) -> pd.DataFrame:
-    """Maps [n, n] as rows of ``by``, query, key (tokens from 1) and a column for each map, without what is no
-    number.
+    """Write maps as rows, without the entries that are NaN.
 
     A causal map of more than ``cells`` tokens is cut into blocks: query and key are then the mean token of a
     block, and the value is the mean below the diagonal.
+
+    Args:
+        by: Name of the column that tells the maps apart.
+        maps: By the value of that column, the maps [n, n] by name.
+        cells: Largest side of a written map.
+
+    Returns:
+        Rows of ``by``, query, key (tokens from 1) and a column for each named map.
     """
     parts = []
-    for name, values in maps.items():
-        first = next(iter(values.values()))
+    for value, named_maps in maps.items():
+        first = next(iter(named_maps.values()))
         n = len(first)
-        block = -(-len(first) // cells)
-        i, j = np.nonzero(~np.isnan(first)) if block == 1 else np.tril_indices(n, -1)
-        edges = np.arange(0, n, block)
-        middle = (
-            (edges + np.minimum(edges + block, n) + 1) / 2 if block > 1 else edges + 1
-        )
-        columns = {column: each[i, j] for column, each in values.items()}
-        table = pd.DataFrame(
-            {
-                by: name,
-                "query": middle[i // block],
-                "key": middle[j // block],
-                **columns,
-            }
-        )
-        parts.append(
-            table.groupby([by, "query", "key"], as_index=False).mean()
-            if block > 1
-            else table
-        )
+        block = -(-n // cells)
+        if block == 1:
+            query, key = np.nonzero(~np.isnan(first))
+            token = np.arange(1, n + 1)
+        else:
+            query, key = np.tril_indices(n, -1)
+            start = np.arange(0, n, block)
+            token = (start + np.minimum(start + block, n) + 1) / 2
+        columns = {name: scores[query, key] for name, scores in named_maps.items()}
+        front = {by: value, "query": token[query // block], "key": token[key // block]}
+        table = pd.DataFrame({**front, **columns})
+        if block > 1:
+            table = table.groupby([by, "query", "key"], as_index=False).mean()
+        parts.append(table)
     return pd.concat(parts)
 
 
 def stacked(table: pd.DataFrame, column: str, by: str = "layer") -> Array:
-    """The maps of a long table, [L, cells, cells]; not a number where it has no row."""
-    places = np.union1d(table["query"], table["key"])
-    each = list(table.groupby(by, sort=False))
-    found = np.full((len(each), len(places), len(places)), np.nan)
-    for number, (_, frame) in enumerate(each):
-        query, key = (np.searchsorted(places, frame[side]) for side in ("query", "key"))
-        found[number, query, key] = frame[column]
-    return found
+    """The maps of a long table, [L, cells, cells]; NaN where it has no row."""
+    tokens = np.union1d(table["query"], table["key"])
+    groups = list(table.groupby(by, sort=False))
+    maps = np.full((len(groups), len(tokens), len(tokens)), np.nan)
+    for index, (_, frame) in enumerate(groups):
+        query = np.searchsorted(tokens, frame["query"])
+        key = np.searchsorted(tokens, frame["key"])
+        maps[index, query, key] = frame[column]
+    return maps
 
 
 def by_layer(values: Array) -> dict[str, Array]:
-    """Maps [L, n, n] with their titles."""
-    return {f"layer {layer}": each for layer, each in enumerate(values)}
+    """Maps [L, n, n] by their titles."""
+    return {f"layer {layer}": scores for layer, scores in enumerate(values)}
 
 
 @plot.styled
@@ -73,48 +75,52 @@ def maps_figure(
     last: int | None = None,
     n: Iterable[float] = (),
 ) -> Figure:
-    """Heat maps of a query's score with every key but itself, each with colours of its own.
+    """Draw heat maps of a query's score with every key but itself, each with its own colour range.
 
-    From the name of each row and its maps [n, n] by their titles; ``last`` is the number of the last token
-    where a cell stands for several, none of them a token's score with itself; ``n`` samples. The colours of a
-    causal map are told in its empty half.
+    Args:
+        rows: Name of each row of the figure, and its maps [n, n] by their titles.
+        last: Number of the last token where a cell stands for several tokens; such maps have no diagonal.
+        n: Numbers of samples, to be written on the figure.
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
-    shape: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "n": n}
     height = len(rows) * (0.92 * width / across + 0.1) + 0.4  # squares with a title
-    figure, grid = plot.new_figure(width, height, len(rows), across, **shape)
+    figure, grid = plot.new_figure(
+        width, height, len(rows), across, sharex=True, sharey=True, squeeze=False, n=n
+    )
     for line, (name, maps) in zip(grid, rows, strict=True):
         line[0].set_ylabel(name.replace(", ", "\n"))
-        for axes, (title, values) in zip(line, maps.items(), strict=False):
-            size = len(values)
-            # The diagonal is far above the rest and would hide it.
-            shown = (
-                values if last else np.where(np.eye(size, dtype=bool), np.nan, values)
-            )
-            low, high = np.nanquantile(shown, QUANTILES)
-            image = axes.imshow(
-                shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest"
-            )
-            if np.isnan(shown[0, -1]):
-                inside = axes.inset_axes((0.45, 0.9, 0.5, 0.06))
-                bar = figure.colorbar(
-                    image, cax=inside, orientation="horizontal", ticks=[low, high]
-                )
-                bar.ax.set_xticklabels([f"{low:.3g}", f"{high:.3g}"], fontsize=5.5)
-                bar.ax.tick_params(length=2, pad=1)
-                bar.outline.set_visible(False)
-            else:
-                figure.colorbar(
-                    image, ax=axes, location="bottom", fraction=0.046, pad=0.02
-                )
+        for axes, (title, scores) in zip(line, maps.items(), strict=False):
+            size = len(scores)
+            if not last:
+                # The diagonal is far above the rest and would hide it.
+                scores = np.where(np.eye(size, dtype=bool), np.nan, scores)
+            _draw_map(figure, axes, scores)
             axes.set_title(title)
-            for place in (axes.set_xticks, axes.set_yticks):
-                place([0, size - 1], ["1", str(last or size)])
+            axes.set_xticks([0, size - 1], ["1", str(last or size)])
+            axes.set_yticks([0, size - 1], ["1", str(last or size)])
         for axes in line[len(maps) :]:
             axes.remove()
-    figure.supxlabel(
-        "key (1 is the first token)", fontsize=plot.STYLE["axes.labelsize"]
-    )
-    figure.supylabel("query", fontsize=plot.STYLE["axes.labelsize"])
+    label_size = plot.STYLE["axes.labelsize"]
+    figure.supxlabel("key (1 is the first token)", fontsize=label_size)
+    figure.supylabel("query", fontsize=label_size)
     return figure
+
+
+def _draw_map(figure: Figure, axes: Axes, scores: Array) -> None:
+    """Draw one map with its colour bar, which stands in the empty half of a causal map."""
+    low, high = np.nanquantile(scores, COLOUR_QUANTILES)
+    image = axes.imshow(
+        scores, cmap="viridis", vmin=low, vmax=high, interpolation="nearest"
+    )
+    causal = np.isnan(scores[0, -1])
+    if not causal:
+        figure.colorbar(image, ax=axes, location="bottom", fraction=0.046, pad=0.02)
+        return
+    inside = axes.inset_axes((0.45, 0.9, 0.5, 0.06))
+    bar = figure.colorbar(
+        image, cax=inside, orientation="horizontal", ticks=[low, high]
+    )
+    bar.ax.set_xticklabels([f"{low:.3g}", f"{high:.3g}"], fontsize=5.5)
+    bar.ax.tick_params(length=2, pad=1)
+    bar.outline.set_visible(False)

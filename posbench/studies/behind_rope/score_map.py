@@ -27,42 +27,41 @@ from posbench.studies.behind_rope.maps import by_layer, long_table, maps_figure,
 from posbench.studies.prompts import need_whole_maps
 from posbench.theory.causal_mask import diagonal_normalised
 
-FIRST = 4  # layers of the paper's main figure
-ACROSS = 8  # maps of the figures of all layers in a row
+MAIN_LAYERS = 4  # of the paper's main figure
+MAPS_ACROSS = 8  # in the figures of all layers
 PAPER = "Behind RoPE, Section"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Study):
-    """A study that averages over samples of tokens."""
+    """A study that averages over samples of tokens.
 
-    samples: Several = 1000  # token rows
-    tokens: Annotated[int, Ge(8)] = (
-        50  # of a row, with the beginning-of-sequence token where there is one
-    )
-    text: str | None = (
-        None  # UTF-8 file whose pieces are the rows; None: tokens drawn evenly
-    )
-    seed: Seed = 0  # of the draws, and of the order in which pieces of a text are taken
-    cells: Annotated[int, Ge(8)] = (
-        128  # side of the written maps; larger ones: means of blocks, no diagonal
-    )
+    Attributes:
+        samples: Token rows.
+        tokens: Tokens of a row, with the beginning-of-sequence token where there is one.
+        text: UTF-8 file whose pieces are the rows; None: tokens drawn evenly.
+        seed: Seed of the draws, and of the order in which pieces of a text are taken.
+        cells: Side of the written maps; larger ones: means of blocks, no diagonal.
+    """
+
+    samples: Several = 1000
+    tokens: Annotated[int, Ge(8)] = 50
+    text: str | None = None
+    seed: Seed = 0
+    cells: Annotated[int, Ge(8)] = 128
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`."""
-        return (
-            (Source(kind="path", id=self.text, field="study.text"),)
-            if self.text
-            else ()
-        )
+        if not self.text:
+            return ()
+        return (Source(kind="path", id=self.text, field="study.text"),)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         need_whole_maps(run)
-        if self.tokens > run.lm.context_window:
-            allowed = (
-                f"at most {run.lm.context_window}, the context window of {run.lm.name}"
-            )
+        window = run.lm.context_window
+        if self.tokens > window:
+            allowed = f"at most {window}, the context window of {run.lm.name}"
             raise UserError("study.tokens", self.tokens, allowed, "take fewer tokens")
         check_interface(run.lm)
         self.rows(run.lm)
@@ -72,52 +71,57 @@ class Sampled(Study):
         return [Reads(texts=self.samples, length=self.tokens)]
 
     def rows(self, lm: LM) -> list[list[int]]:
-        """The token rows.
+        """The token rows: pieces of the text, or random tokens.
 
         Raises:
             UserError: The text is missing or too short.
         """
         rng = random.Random(self.seed)
-        special = set(lm.tokenizer.all_special_ids) if lm.tokenizer else set()
         start = lm.encode("").ids[:1] if lm.tokenizer else []
-        inner = self.tokens - len(start)
+        length = self.tokens - len(start)
         if self.text is None:
-            size = (
-                len(lm.tokenizer)
-                if lm.tokenizer
-                else families.text_config(lm.model).vocab_size
-            )
-            usable = [i for i in range(size) if i not in special]
-            return [start + rng.choices(usable, k=inner) for _ in range(self.samples)]
+            usable = _ordinary_tokens(lm)
+            bodies = [rng.choices(usable, k=length) for _ in range(self.samples)]
+        else:
+            bodies = rng.sample(self._pieces(self.text, length, lm), self.samples)
+        return [start + body for body in bodies]
+
+    def _pieces(self, file: str, length: int, lm: LM) -> list[list[int]]:
+        """A text cut into pieces of so many tokens, at least one for each sample."""
         try:
-            whole = Path(self.text).expanduser().read_text(encoding="utf-8")
+            text = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             hint = f"check the path ({error})"
-            raise UserError(
-                "study.text", self.text, "a UTF-8 text file", hint
-            ) from error
-        ids = list(lm.need_tokenizer()(whole, add_special_tokens=False)["input_ids"])
-        pieces = [ids[i : i + inner] for i in range(0, len(ids) - inner + 1, inner)]
+            raise UserError("study.text", file, "a UTF-8 text file", hint) from error
+        ids = list(lm.need_tokenizer()(text, add_special_tokens=False)["input_ids"])
+        starts = range(0, len(ids) - length + 1, length)
+        pieces = [ids[start : start + length] for start in starts]
         if len(pieces) < self.samples:
-            allowed = f"{self.samples} pieces of {inner} tokens"
+            allowed = f"{self.samples} pieces of {length} tokens"
             hint = f"set study.samples={len(pieces)}, fewer study.tokens, or take a longer text"
             raise UserError("study.text", f"{len(ids)} tokens", allowed, hint)
-        return [start + piece for piece in rng.sample(pieces, self.samples)]
+        return pieces
 
     @property
-    def last(self) -> int | None:
+    def last_token(self) -> int | None:
         """Number of the last token, where a cell of the written maps stands for several."""
         return self.tokens if self.tokens > self.cells else None
 
     @property
     def source(self) -> str:
         """What the rows are, in words."""
-        what = (
-            f"tokens, pieces of {Path(self.text).name}"
-            if self.text
-            else "random tokens"
-        )
-        return f"{self.samples} samples of {self.tokens} {what}, seed {self.seed}"
+        kind = "random tokens"
+        if self.text:
+            kind = f"tokens, pieces of {Path(self.text).name}"
+        return f"{self.samples} samples of {self.tokens} {kind}, seed {self.seed}"
+
+
+def _ordinary_tokens(lm: LM) -> list[int]:
+    """Ids of all tokens that are not special."""
+    if not lm.tokenizer:
+        return list(range(families.text_config(lm.model).vocab_size))
+    special = set(lm.tokenizer.all_special_ids)
+    return [token for token in range(len(lm.tokenizer)) if token not in special]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,83 +133,108 @@ class ScoreMap(Sampled):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (:meth:`MeanMap.facts`)."""
+        batches = run.batches(self.rows(run.lm), len)
         with run.progress("samples", self.samples) as advance:
-            found = score_maps(run.lm, run.batches(self.rows(run.lm), len), advance)
-        both = {
-            n: {"score": m.mean, "normalised": diagonal_normalised(m.mean)}
-            for n, m in enumerate(found)
+            mean_maps = score_maps(run.lm, batches, advance)
+        maps = {}
+        layers = []
+        for layer, mean_map in enumerate(mean_maps):
+            score = mean_map.mean
+            maps[layer] = {"score": score, "normalised": diagonal_normalised(score)}
+            layers.append({"layer": layer, **mean_map.facts()})
+        return {
+            "maps": long_table("layer", maps, self.cells),
+            "layers": pd.DataFrame(layers),
         }
-        layers = pd.DataFrame(
-            [{"layer": n, **each.facts()} for n, each in enumerate(found)]
-        )
-        return {"maps": long_table("layer", both, self.cells), "layers": layers}
 
     def figures(self, tables: Tables) -> Drawn:
         """The first layers raw and normalised, and where there are more, all of them."""
-        titles = {
-            "score": "Scores before the softmax",
-            "normalised": "Less the mean of their diagonal",
-        }
-        both = {name: stacked(tables["maps"], name) for name in titles}
-        words = f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile, no diagonal."
-        rows = [(name, by_layer(each[:FIRST])) for name, each in both.items()]
+        samples = f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile, no diagonal."
+        scores = stacked(tables["maps"], "score")
+        normalised = stacked(tables["maps"], "normalised")
+        rows = [
+            ("score", by_layer(scores[:MAIN_LAYERS])),
+            ("normalised", by_layer(normalised[:MAIN_LAYERS])),
+        ]
         caption = (
-            f"Scores before the softmax, and less the mean of their diagonal: {words}"
+            f"Scores before the softmax, and less the mean of their diagonal: {samples}"
         )
-        drawn = {"score_map": (maps_figure(rows, self.last), caption)}
-        for name, title in titles.items() if len(both["score"]) > FIRST else ():
-            every = list(by_layer(both[name]).items())
+        drawn = {"score_map": (maps_figure(rows, self.last_token), caption)}
+        if len(scores) <= MAIN_LAYERS:
+            return drawn
+        for name, title, maps in (
+            ("score", "Scores before the softmax", scores),
+            ("normalised", "Less the mean of their diagonal", normalised),
+        ):
+            titled = list(by_layer(maps).items())
             rows = [
-                ("", dict(every[first : first + ACROSS]))
-                for first in range(0, len(every), ACROSS)
+                ("", dict(titled[start : start + MAPS_ACROSS]))
+                for start in range(0, len(titled), MAPS_ACROSS)
             ]
-            drawn[f"all_layers_{name}"] = (
-                maps_figure(rows, self.last),
-                f"{title}, every layer: {words}",
-            )
+            figure = maps_figure(rows, self.last_token)
+            drawn[f"all_layers_{name}"] = (figure, f"{title}, every layer: {samples}")
         return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether scores favour near keys, and whether they depend on more than the distance."""
         first = tables["layers"].iloc[0]
         later = tables["layers"].iloc[1:]
-        toward = (later["near_ci_low"] > 0).sum()
-        away = (later["near_ci_high"] < 0).sum()
-        moved = (later["shift_ci_low"] > 0) | (later["shift_ci_high"] < 0)
-        # The layer whose interval comes nearest to 0, as the claim is about all of them.
-        sure = later["shift"].abs() / (later["shift_ci_high"] - later["shift_ci_low"])
-        least = later.loc[sure.idxmin()]
-        scale = np.sqrt(later["beyond"])
-        count = len(later)
-        near, shift = (estimate(first, name).words for name in ("near", "shift"))
-        claim = (
-            f"{PAPER}s 3.2 and 4.2: from the second layer on scores favour nearby keys"
-        )
-        size = "second layer: mean score of the nearest quarter of keys minus the farthest, key 1 left out"
-        note = f"later layers with an interval above 0: {toward}, below: {away}, of {count}; first: {near}"
-        found = [Finding.above(claim, size, estimate(later.iloc[0], "near"), note=note)]
-        claim = (
-            f"{PAPER} 5.2: scores depend on more than i - j in all layers but the first"
-        )
-        size = "mean score of earlier minus later pairs of a distance; the later layer least sure to differ"
-        note = f"later layers whose interval leaves 0 out: {moved.sum()} of {count}; first: {shift}"
-        one, other = (_apart(claim, size, at, note) for at in (least, first))
-        turned = (
-            [replace(other, verdict="contradicted")] if other.verdict == "holds" else []
-        )
-        found.append(joint([*turned, one], shown=one))
-        claim = f"{PAPER} 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]"
-        size = "standard deviation of diagonal-normalised over that of raw scores, median of the later layers"
-        note = f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share; "
-        note += "no interval: one model, a mean over the samples"
-        typical = scale.median()
         return [
-            *found,
-            Finding.that(typical >= 0.1, claim, size, (typical, count), note),
+            _near_keys(first, later),
+            _beyond_distance(first, later),
+            _normalised_size(later),
         ]
 
 
-def _apart(claim: str, statistic: str, layer: pd.Series, note: str) -> Finding:
-    """Whether a layer's shift lies apart from 0, on either side."""
+def _near_keys(first: pd.Series, later: pd.DataFrame) -> Finding:
+    """Sections 3.2 and 4.2, from the rows of the first and of the later layers."""
+    above = (later["near_ci_low"] > 0).sum()
+    below = (later["near_ci_high"] < 0).sum()
+    claim = f"{PAPER}s 3.2 and 4.2: from the second layer on scores favour nearby keys"
+    statistic = "second layer: mean score of the nearest quarter of keys minus the farthest, key 1 left out"
+    note = (
+        f"later layers with an interval above 0: {above}, below: {below}, of {len(later)}; "
+        f"first: {estimate(first, 'near').words}"
+    )
+    return Finding.above(claim, statistic, estimate(later.iloc[0], "near"), note=note)
+
+
+def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
+    """Section 5.2, from the rows of the first and of the later layers."""
+    low = later["shift_ci_low"]
+    high = later["shift_ci_high"]
+    differ = ((low > 0) | (high < 0)).sum()
+    # The layer whose interval comes nearest to 0, as the claim is about all of them.
+    least_sure = (later["shift"].abs() / (high - low)).idxmin()
+    claim = f"{PAPER} 5.2: scores depend on more than i - j in all layers but the first"
+    statistic = "mean score of earlier minus later pairs of a distance; the later layer least sure to differ"
+    note = (
+        f"later layers whose interval leaves 0 out: {differ} of {len(later)}; "
+        f"first: {estimate(first, 'shift').words}"
+    )
+    later_differs = _differs_from_0(claim, statistic, later.loc[least_sure], note)
+    first_differs = _differs_from_0(claim, statistic, first, note)
+    parts = [later_differs]
+    if first_differs.verdict == "holds":
+        parts.insert(0, replace(first_differs, verdict="contradicted"))
+    return joint(parts, shown=later_differs)
+
+
+def _differs_from_0(claim: str, statistic: str, layer: pd.Series, note: str) -> Finding:
+    """Whether a layer's shift differs from 0, on either side."""
     side = Finding.above if layer["shift"] > 0 else Finding.below
     return side(claim, statistic, estimate(layer, "shift"), note=note)
+
+
+def _normalised_size(later: pd.DataFrame) -> Finding:
+    """Section 5.2: the size of what does not depend on i - j, from the rows of the later layers."""
+    scale = np.sqrt(later["beyond"])
+    typical = scale.median()
+    claim = f"{PAPER} 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]"
+    statistic = "standard deviation of diagonal-normalised over that of raw scores, median of the later layers"
+    note = (
+        f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share; "
+        "no interval: one model, a mean over the samples"
+    )
+    value = (typical, len(later))
+    return Finding.that(typical >= 0.1, claim, statistic, value, note)

@@ -16,24 +16,29 @@ from posbench.schema import NonNegative, Several, Whole
 class Mixture:
     """The data of Wu et al. 2025, Section 5 and Appendices J and L (after Reddy 2024).
 
-    ``gaussian``: every item is a new draw around its class mean, x = (mean + noise eta) / sqrt(1 + noise^2).
-    ``fixed`` (Appendix L): a class is one vector, (mean + anisotropy omega) / sqrt(1 + anisotropy^2); all
-    share omega, and the tests have the training's or, as in the official code, a ``fresh`` one for each set.
+    Attributes:
+        vocabulary: ``gaussian``: every item is a new draw around its class mean, x = (mean + noise eta) /
+            sqrt(1 + noise^2). ``fixed`` (Appendix L): a class is one vector, (mean + anisotropy omega) /
+            sqrt(1 + anisotropy^2), where all classes share omega.
+        scale: Standard deviation of all draws: 1 / sqrt(width) in the paper, 1 / width in the official code.
+        bias: Items (from 0) whose class the query may have, uniformly; none: any item.
+        width: Dimension D of a token.
+        classes: Classes K of the training data.
+        labels: Labels L; that of a class is drawn uniformly, once.
+        copies: Items of each of the two classes of a sequence (the burstiness B).
+        noise: Standard deviation of an item around its class mean, as a multiple of that of the means.
+        anisotropy: Weight of omega in the vectors of ``fixed``.
+        test_component: Omega of the test sequences: the training's or, as in the official code, a ``fresh``
+            one for each test set.
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
-    scale: Literal["paper", "code"] = (
-        "paper"  # standard deviation of all draws; the code has 1 / width
-    )
-    bias: tuple[
-        Whole, ...
-    ] = ()  # items (from 0) whose class the query may have, uniformly; none: any item
-    width: Several = 64  # dimension of a token
-    classes: Several = 2048  # of the training data, K
-    labels: Several = 32  # L; that of a class is drawn uniformly and stays
-    copies: Several = (
-        4  # items of each of the two classes of a sequence (the burstiness B)
-    )
+    scale: Literal["paper", "code"] = "paper"
+    bias: tuple[Whole, ...] = ()
+    width: Several = 64
+    classes: Several = 2048
+    labels: Several = 32
+    copies: Several = 4
     noise: NonNegative = 0.75
     anisotropy: NonNegative = 0.75
     test_component: Literal["training", "fresh"] = "training"
@@ -51,7 +56,9 @@ class Mixture:
     @property
     def std(self) -> float:
         """Standard deviation of every component drawn."""
-        return self.width**-0.5 if self.scale == "paper" else 1 / self.width
+        if self.scale == "paper":
+            return self.width**-0.5
+        return 1 / self.width
 
     @property
     def places(self) -> dict[str, int]:
@@ -60,7 +67,14 @@ class Mixture:
 
 
 class World(NamedTuple):
-    """What stays: class means [K, D], their labels [K], label vectors [L, D], shared component [D]."""
+    """What one training draws once.
+
+    Attributes:
+        means: Class means, [K, D].
+        class_labels: Label of each class, [K].
+        label_vectors: Token of each label, [L, D].
+        shared: Shared component omega of the ``fixed`` vocabulary, [D].
+    """
 
     means: Tensor
     class_labels: Tensor
@@ -69,99 +83,136 @@ class World(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Tokens [B, n, D] and the label asked for [B]."""
+    """Tokens [B, n, D] and the label of the query [B]."""
 
     tokens: Tensor
     targets: Tensor
 
 
 class Novel(NamedTuple):
-    """Two new classes a sequence."""
+    """Sequences of two new classes each, without labels and query.
 
-    items: Tensor  # [B, n, D]
-    queries: Tensor  # one for each class, [B, 2, D]
-    slots: Tensor  # class of each item, [B, n]
-    labels: Tensor  # of the classes, [B, 2]
+    Attributes:
+        items: Items, [B, items, D].
+        queries: A query of each of the two classes, [B, 2, D].
+        slots: Class of each item, 0 or 1, [B, items].
+        labels: Labels of the two classes, [B, 2].
+    """
+
+    items: Tensor
+    queries: Tensor
+    slots: Tensor
+    labels: Tensor
 
 
 def draw_world(mixture: Mixture, rng: torch.Generator) -> World:
-    """What stays in one training, on the generator's device."""
-    at = {"generator": rng, "device": rng.device}
-    means = mixture.std * torch.randn(mixture.classes, mixture.width, **at)
-    class_labels = torch.randint(mixture.labels, (mixture.classes,), **at)
-    label_vectors = mixture.std * torch.randn(mixture.labels, mixture.width, **at)
-    return World(
-        means,
-        class_labels,
-        label_vectors,
-        mixture.std * torch.randn(mixture.width, **at),
-    )
+    """Draw the classes and labels of one training, on the generator's device."""
+    std = mixture.std
+    means = std * _normal(mixture.classes, mixture.width, rng=rng)
+    class_labels = _integers(mixture.labels, mixture.classes, rng=rng)
+    label_vectors = std * _normal(mixture.labels, mixture.width, rng=rng)
+    shared = std * _normal(mixture.width, rng=rng)
+    return World(means, class_labels, label_vectors, shared)
+
+
+def _normal(*shape: int, rng: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=rng, device=rng.device)
+
+
+def _integers(limit: int, *shape: int, rng: torch.Generator) -> Tensor:
+    """Integers from 0 to below the limit, drawn uniformly."""
+    return torch.randint(limit, shape, generator=rng, device=rng.device)
 
 
 def _vectors(
     mixture: Mixture, means: Tensor, shared: Tensor, rng: torch.Generator
 ) -> Tensor:
-    """Tokens of the classes with these means [..., D], one draw each."""
+    """Draw a token of each class with these means.
+
+    Args:
+        mixture: The data.
+        means: Class means, [..., D].
+        shared: Shared component, [D].
+        rng: Generator of the noise.
+
+    Returns:
+        Tokens, [..., D].
+    """
     if mixture.vocabulary == "fixed":
-        return (means + mixture.anisotropy * shared) / (
-            1 + mixture.anisotropy**2
-        ) ** 0.5
-    drawn = torch.randn(means.shape, generator=rng, device=rng.device)
-    return (means + (mixture.noise * mixture.std) * drawn) / (
-        1 + mixture.noise**2
-    ) ** 0.5
+        length = (1 + mixture.anisotropy**2) ** 0.5
+        return (means + mixture.anisotropy * shared) / length
+    noise_std = mixture.noise * mixture.std
+    length = (1 + mixture.noise**2) ** 0.5
+    return (means + noise_std * _normal(*means.shape, rng=rng)) / length
 
 
 def _slots(mixture: Mixture, count: int, rng: torch.Generator) -> Tensor:
-    """Which of its two classes each item of a sequence has, in random order, [count, items]."""
-    return (
-        torch.rand(count, mixture.items, generator=rng, device=rng.device).argsort(1)
-        // mixture.copies
-    )
+    """Class (0 or 1) of each item of a sequence, in random order, [count, items]."""
+    keys = torch.rand(count, mixture.items, generator=rng, device=rng.device)
+    return keys.argsort(1) // mixture.copies
 
 
 def _interleave(items: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """x1 y1 ... xn yn xq from [B, items, D] twice and [B, D]."""
-    tokens = items.new_empty(len(items), 2 * items.shape[1] + 1, items.shape[2])
-    tokens[:, 0:-1:2], tokens[:, 1::2], tokens[:, -1] = items, labels, queries
+    """Tokens x1 y1 ... xn yn xq, [B, 2 n + 1, D], from items and labels [B, n, D] and queries [B, D]."""
+    count, length, width = items.shape
+    tokens = items.new_empty(count, 2 * length + 1, width)
+    tokens[:, 0:-1:2] = items
+    tokens[:, 1::2] = labels
+    tokens[:, -1] = queries
     return tokens
 
 
 def training_batch(
     mixture: Mixture, world: World, count: int, rng: torch.Generator
 ) -> Sequences:
-    """Sequences of the training distribution: known classes, the query's item drawn from the bias."""
-    at = {"generator": rng, "device": rng.device}
-    one = torch.randint(mixture.classes, (count,), **at)
-    other = (
-        one + 1 + torch.randint(mixture.classes - 1, (count,), **at)
-    ) % mixture.classes
-    item_classes = torch.stack([one, other], 1).gather(1, _slots(mixture, count, rng))
+    """Draw sequences of the training distribution: known classes, the query's item drawn from the bias.
+
+    Args:
+        mixture: The data.
+        world: Its classes and labels.
+        count: Sequences B.
+        rng: Generator, on the device of the world.
+
+    Returns:
+        Tokens [B, n, D] and targets [B].
+    """
+    first = _integers(mixture.classes, count, rng=rng)
+    step = 1 + _integers(mixture.classes - 1, count, rng=rng)
+    second = (first + step) % mixture.classes
+    slots = _slots(mixture, count, rng)
+    item_classes = torch.stack([first, second], 1).gather(1, slots)
     allowed = torch.tensor(mixture.bias or range(mixture.items), device=rng.device)
-    asked = allowed[torch.randint(len(allowed), (count, 1), **at)]
-    classes = torch.cat([item_classes, item_classes.gather(1, asked)], 1)
+    query_item = allowed[_integers(len(allowed), count, 1, rng=rng)]
+    classes = torch.cat([item_classes, item_classes.gather(1, query_item)], 1)
     # embedding reads whole rows, five times as fast as an index.
     vectors = _vectors(mixture, F.embedding(classes, world.means), world.shared, rng)
     labels = world.class_labels[classes]
-    tokens = _interleave(
-        vectors[:, :-1],
-        F.embedding(labels[:, :-1], world.label_vectors),
-        vectors[:, -1],
-    )
+    label_vectors = F.embedding(labels[:, :-1], world.label_vectors)
+    tokens = _interleave(vectors[:, :-1], label_vectors, vectors[:, -1])
     return Sequences(tokens, labels[:, -1])
 
 
 def novel_sequences(
     mixture: Mixture, world: World, count: int, rng: torch.Generator
 ) -> Novel:
-    """Sequences of two new classes each, with new labels; the label vectors are the training's."""
-    at = {"generator": rng, "device": rng.device}
-    means = mixture.std * torch.randn(count, 2, mixture.width, **at)
-    labels = torch.randint(mixture.labels, (count, 2), **at)
+    """Draw sequences of two new classes each, with labels of the training's.
+
+    Args:
+        mixture: The data.
+        world: Classes and labels of the training.
+        count: Sequences B.
+        rng: Generator, on the device of the world.
+
+    Returns:
+        Items, queries and labels, see :class:`Novel`.
+    """
+    means = mixture.std * _normal(count, 2, mixture.width, rng=rng)
+    labels = _integers(mixture.labels, count, 2, rng=rng)
     slots = _slots(mixture, count, rng)
     item_means = means.gather(1, slots[:, :, None].expand(-1, -1, mixture.width))
-    fresh = mixture.test_component == "fresh"
-    shared = mixture.std * torch.randn(mixture.width, **at) if fresh else world.shared
+    shared = world.shared
+    if mixture.test_component == "fresh":
+        shared = mixture.std * _normal(mixture.width, rng=rng)
     vectors = _vectors(mixture, torch.cat([item_means, means], 1), shared, rng)
     return Novel(vectors[:, :-2], vectors[:, -2:], slots, labels)
 
@@ -169,24 +220,33 @@ def novel_sequences(
 def ask(
     novel: Novel, world: World, right: int, copy_at: int | None = None
 ) -> Sequences:
-    """Ask for the class of item ``right`` (from 0), which item ``copy_at`` copies but for its label."""
-    asked = novel.slots[:, right]
+    """Complete sequences of new classes by a query of one item's class.
+
+    Args:
+        novel: The sequences.
+        world: The label vectors of the training.
+        right: Item (from 0) whose class the query has.
+        copy_at: Item that becomes a copy of item ``right``, but keeps its own label.
+
+    Returns:
+        Tokens [B, n, D] and targets [B].
+    """
+    slot = novel.slots[:, right]
     items = novel.items
-    rows = torch.arange(len(asked), device=asked.device)
     if copy_at is not None:
         items = items.clone()
         items[:, copy_at] = items[:, right]
-    labels = world.label_vectors[novel.labels.gather(1, novel.slots)]
-    return Sequences(
-        _interleave(items, labels, novel.queries[rows, asked]),
-        novel.labels[rows, asked],
-    )
+    rows = torch.arange(len(slot), device=slot.device)
+    label_vectors = world.label_vectors[novel.labels.gather(1, novel.slots)]
+    tokens = _interleave(items, label_vectors, novel.queries[rows, slot])
+    return Sequences(tokens, novel.labels[rows, slot])
 
 
 def copying_gap(mixture: Mixture) -> float:
-    """Gap [a, b] - [b, a] of always copying one item's label by its place alone: 0.554 for the paper's data.
+    """Gap [a, b] - [b, a] of a network that always copies the label of one item: 0.554 for the paper's data.
 
-    In the rest of the test sequences the overwritten item's own label is right too.
+    It is also right where the overwritten item has the right label itself.
     """
-    same = (mixture.copies - 1) / (mixture.items - 1)
-    return 1 - (same + (1 - same) / mixture.labels)
+    same_class = (mixture.copies - 1) / (mixture.items - 1)
+    same_label = same_class + (1 - same_class) / mixture.labels
+    return 1 - same_label

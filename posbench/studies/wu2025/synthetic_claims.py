@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import scipy
 
+from posbench.files.atomic import Row
 from posbench.late import pd
 from posbench.stats import reference
 from posbench.stats.bootstrap import Estimate
@@ -16,95 +17,120 @@ from posbench.stats.findings import Finding, joint
 from posbench.studies.wu2025 import synthetic_tables as tables
 
 GAPS = ["FM", "FL", "ML"]
+"""Names in the claims of the gaps [first, middle], [first, last], [middle, last]."""
 CONDITION = ["mask", "pe", "depth", "residual", "bias"]
-EARLY = 1000  # iterations below which nothing is learned; where a claim needs more, its row says so
+MIN_ITERATIONS = (
+    1000  # below, nothing is learned; where a claim needs more, its row says so
+)
 SINK_FIGURES = {"causal": "Figure 10", "window": "Figure 11", "prefix": "Figure 12"}
 
 
 def findings(gaps: pd.DataFrame, sinks: pd.DataFrame) -> list[Finding]:
     """What Wu et al. 2025 read off their figures, for the conditions that were trained, each at its end.
 
-    The claims on gaps stand in ``wu2025_claims.csv``; FM, FL, ML are the gaps [first, middle], [first, last],
-    [middle, last]. Of several combinations the smallest counts, for ``within`` the largest in size.
+    The claims on gaps stand in ``wu2025_claims.csv``. Of several combinations of gaps the smallest counts, for
+    ``within`` the largest in size.
     """
     ends = tables.over_seeds(tables.at_end(gaps))
-    told = reference.table(
-        "wu2025_claims.csv", *CONDITION, "minus", "smallest_of", "direction", "least"
-    )
-    judged = [found for row in told.to_dict("records") if (found := _judged(ends, row))]
-    return [*judged, *_u_shape(ends), *_sinks(sinks)]
-
-
-def _judged(ends: pd.DataFrame, claim: Mapping[str, Any]) -> Finding | None:
-    """The verdict on a row of the claims; None where a condition was not trained."""
-    one = {name: claim[name] for name in CONDITION}
-    other = one | dict(part.split("=") for part in claim["minus"].split())
-    rows = [_gaps(ends, each) for each in ([one, other] if claim["minus"] else [one])]
-    if any(each.empty for each in rows):
-        return None
-    gap = rows[0]["gap"] - (rows[1]["gap"] if rows[1:] else 0)
-    direction = claim["direction"]
-    values = {part: _combined(part, gap) for part in claim["smallest_of"].split(", ")}
-    best = max(
-        values,
-        key=lambda part: abs(values[part]) if direction == "within" else -values[part],
-    )
-    # Half-widths of intervals add up, as the parts share test sequences.
-    half, n = (
-        _combined(best.replace("-", "+"), sum(each[name] for each in rows))
-        for name in ("half", "n")
-    )
-    value = values[best]
-    bound = float(claim["bound"])
-    note = "; ".join(dict.fromkeys(each["note"].iloc[0] for each in rows))
-    at = Estimate(value, value - half, value + half, int(n))
-    bounds = {"above": (bound, inf), "below": (-inf, bound), "within": (-bound, bound)}[
-        direction
+    columns = [*CONDITION, "minus", "smallest_of", "direction", "least"]
+    claims = reference.table("wu2025_claims.csv", *columns).to_dict("records")
+    judged = [_judge(ends, claim) for claim in claims]
+    return [
+        *[finding for finding in judged if finding],
+        *_u_shape(ends),
+        *_sinks(sinks),
     ]
-    found = Finding.within(claim["claim"], claim["statistic"], at, *bounds, note)
-    # With more training a claim that fails may hold.
-    trained = min(each["trained"].iloc[0] for each in rows)
-    return _unless(
-        trained < EARLY or (trained < int(claim["least"]) and found.verdict != "holds"),
-        found,
+
+
+def _judge(ends: pd.DataFrame, claim: Mapping[str, Any]) -> Finding | None:
+    """Judge a row of the claims; None where a condition was not trained.
+
+    Args:
+        ends: Gaps at the end of the trainings, means over seeds.
+        claim: ``claim``, ``statistic``, the `CONDITION`; ``minus``: changes of the condition whose gaps are
+            subtracted (``depth=2``); ``smallest_of``: combinations of gaps (``FM, -ML``); ``direction``: above,
+            below or within; ``bound``; ``least``: iterations below which it may fail for lack of training.
+    """
+    conditions = [{name: claim[name] for name in CONDITION}]
+    if claim["minus"]:
+        changes = dict(change.split("=") for change in claim["minus"].split())
+        conditions.append(conditions[0] | changes)
+    networks = [_gaps(ends, condition) for condition in conditions]
+    if any(network.empty for network in networks):
+        return None
+    gap = networks[0]["gap"]
+    if len(networks) > 1:
+        gap = gap - networks[1]["gap"]
+    direction = claim["direction"]
+    values = {text: _evaluate(text, gap) for text in claim["smallest_of"].split(", ")}
+    decisive = min(values, key=lambda text: values[text])
+    if direction == "within":
+        decisive = max(values, key=lambda text: abs(values[text]))
+    value = values[decisive]
+    # Half-widths of intervals add up, as the parts share test sequences.
+    total = decisive.replace("-", "+")
+    half = _evaluate(total, sum(network["half"] for network in networks))
+    n = _evaluate(total, sum(network["n"] for network in networks))
+    estimate = Estimate(value, value - half, value + half, int(n))
+    bound = float(claim["bound"])
+    low, high = {
+        "above": (bound, inf),
+        "below": (-inf, bound),
+        "within": (-bound, bound),
+    }[direction]
+    note = "; ".join(dict.fromkeys(network["note"].iloc[0] for network in networks))
+    finding = Finding.within(
+        claim["claim"], claim["statistic"], estimate, low, high, note
     )
+    # With more training a claim that fails may hold.
+    iterations = min(network["trained"].iloc[0] for network in networks)
+    fails_early = iterations < int(claim["least"]) and finding.verdict != "holds"
+    return _tested_from(iterations < MIN_ITERATIONS or fails_early, finding)
 
 
-def _combined(text: str, values: Mapping[str, float]) -> float:
-    """``FL - FM - ML`` of the values of FM, FL and ML."""
+def _evaluate(text: str, values: Mapping[str, float]) -> float:
+    """Value of an expression such as ``FL - FM - ML``, from the values of its names."""
     return float(pd.eval(text, local_dict=dict(values), engine="python"))
 
 
 def _gaps(ends: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
-    """FM, FL and ML of a condition, of several scales the paper's; empty where it was not trained."""
-    here = _where(ends, {"vocabulary": "gaussian", **settings}).set_index("pair")
-    scales = [
-        s
-        for s in ("paper", "code")
-        if (here["scale"] == s).sum() == len(tables.PAIR_NAMES)
-    ]
+    """FM, FL and ML of a condition; of two scales the paper's.
+
+    Returns:
+        Rows by `GAPS` with gap, half (width of the interval), n, note, trained (iterations, 0 for a network
+        that guesses); empty where the condition was not trained.
+    """
+    rows = _select(ends, {"vocabulary": "gaussian", **settings}).set_index("pair")
+    counts = rows["scale"].value_counts()
+    pairs = len(tables.PAIR_NAMES)
+    scales = [scale for scale in ("paper", "code") if counts.get(scale) == pairs]
     if not scales:
-        return here[:0]
-    here = here[here["scale"] == scales[0]].loc[tables.PAIR_NAMES].set_axis(GAPS)
-    at = here.iloc[0]
-    seeds = f"{at['seeds']} seed{'s' if at['seeds'] > 1 else ''}"
-    note = f"{at['iteration']:,} iterations, {seeds}, loss {at['train_loss']:.2f}{tables.scaled(at)}"
-    note += "; interval: of the test sequences, not of the seeds"
-    # A network that guesses counts as untrained.
-    trained = at["iteration"] if at["train_loss"] <= tables.CHANCE else 0
-    return here.assign(
-        half=(here["ci_high"] - here["ci_low"]) / 2, note=note, trained=trained
+        return rows[:0]
+    gaps = rows[rows["scale"] == scales[0]]
+    gaps = gaps.loc[tables.PAIR_NAMES].set_axis(GAPS)
+    network = gaps.iloc[0]
+    seeds = "1 seed" if network["seeds"] == 1 else f"{network['seeds']} seeds"
+    note = (
+        f"{network['iteration']:,} iterations, {seeds}, loss {network['train_loss']:.2f}"
+        f"{tables.scaled(network)}; interval: of the test sequences, not of the seeds"
+    )
+    guesses = network["train_loss"] > tables.CHANCE
+    return gaps.assign(
+        half=(gaps["ci_high"] - gaps["ci_low"]) / 2,
+        note=note,
+        trained=0 if guesses else network["iteration"],
     )
 
 
-def _where(frame: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
+def _select(frame: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
     """The rows with these settings, given as text."""
-    return frame[(frame[list(settings)].astype(str) == pd.Series(settings)).all(axis=1)]
+    texts = frame[list(settings)].astype(str)
+    return frame[(texts == pd.Series(settings)).all(axis=1)]
 
 
-def _unless(early: bool, finding: Finding) -> Finding:
-    """A finding that keeps its number, but has no verdict where networks were trained too little."""
-    return finding.not_testable("too little training") if early else finding
+def _tested_from(too_early: bool, finding: Finding) -> Finding:
+    """The finding, without a verdict where networks were trained too little."""
+    return finding.not_testable("too little training") if too_early else finding
 
 
 def _u_shape(ends: pd.DataFrame) -> list[Finding]:
@@ -115,138 +141,164 @@ def _u_shape(ends: pd.DataFrame) -> list[Finding]:
         "minus": "",
         "smallest_of": "FM, -ML",
         "direction": "below",
-        "least": EARLY,
+        "bound": tables.NEAR,
+        "least": MIN_ITERATIONS,
     }
-    others = ends["bias"].isin(["none", "first", "middle", "last"]) & (
-        ends["vocabulary"] == "gaussian"
-    )
-    found = []
-    for row in ends.loc[others, tables.SETTINGS].drop_duplicates().to_dict("records"):
-        texts = {name: str(row[name]) for name in CONDITION} | {
-            "statistic": tables.label(row)
-        }
-        found.append(_judged(ends, rule | texts | {"bound": tables.NEAR}))
-    judged = [each for each in found if each]
+    gaussian = ends[ends["vocabulary"] == "gaussian"]
+    without_both_ends = gaussian["bias"].isin(["none", "first", "middle", "last"])
+    conditions = gaussian.loc[without_both_ends, tables.SETTINGS].drop_duplicates()
+    judged = []
+    for condition in conditions.to_dict("records"):
+        settings = {name: str(condition[name]) for name in CONDITION}
+        statistic = tables.label(condition)
+        finding = _judge(ends, {**rule, **settings, "statistic": statistic})
+        if finding:
+            judged.append(finding)
     if not judged:
         return []
-    worst = max(judged, key=lambda each: each.value)
-    words = (
-        f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias"
+    worst = max(judged, key=lambda finding: finding.value)
+    statistic = (
+        f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias "
+        f"({worst.statistic})"
     )
-    return [
-        replace(joint(judged, shown=worst), statistic=f"{words} ({worst.statistic})")
-    ]
+    return [replace(joint(judged, shown=worst), statistic=statistic)]
+
+
+class _Sink(NamedTuple):
+    """Sink metric of the first token under a window mask."""
+
+    window: int
+    share: float
+    uniform: float  # the same of equal weights
+    n: int  # test sequences
 
 
 def _sinks(sinks: pd.DataFrame) -> list[Finding]:
-    """Appendix K.4: sinks are on the mask's centre nodes, by token and by item (two tokens).
-
-    Of the first half of the sequence, as few queries see late tokens.
-    """
-    rows = tables.at_end(
-        sinks[(sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")]
-    )
-    out = list[Finding]()
-    first = dict[str, list[tuple[int, float, float, int]]]()
-    for (depth, mask), one in rows.groupby(["depth", "mask"], sort=False):
+    """Appendix K.4: sinks are on the mask's centre nodes, by token and by item (two tokens)."""
+    plain = sinks[
+        (sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")
+    ]
+    groups = tables.at_end(plain).groupby(["depth", "mask"], sort=False)
+    findings: list[Finding] = []
+    by_window: dict[str, list[_Sink]] = {}
+    for (depth, mask), rows in groups:
         kind, _, span = mask.partition(" ")
         if kind not in SINK_FIGURES:
             continue
         claim = f"Attention sinks stand on the centre nodes of the mask (Appendix K.4, {SINK_FIGURES[kind]})"
-        level = tables.uniform_sinks(mask, one["token"].nunique())
-        n = one.loc[one["token"] == 0, "n"].sum()
-        for column, who, size in (
-            ("by_entry", "Wu", 1),
-            ("by_entry", "Wu", 2),
-            ("by_head", "Gu", 1),
+        equal_weights = tables.uniform_sinks(mask, rows["token"].nunique())
+        n = rows.loc[rows["token"] == 0, "n"].sum()
+        for column, author, unit, tokens in (
+            ("by_entry", "Wu", "token", 1),
+            ("by_entry", "Wu", "item", 2),
+            ("by_head", "Gu", "token", 1),
         ):
-            what = "item" if size == 2 else "token"
-            metric = f"sink metric of {who} et al."
-            count = max(int(span) // size, 1) if kind == "prefix" else 1
-            share, equal = (
-                t.groupby(t["token"] // size)[column].mean() for t in (one, level)
+            metric = f"sink metric of {author} et al."
+            shares = rows.groupby(rows["token"] // tokens)[column].mean()
+            uniform = equal_weights.groupby(equal_weights["token"] // tokens)
+            uniform_share = uniform[column].mean()[0]
+            # The first half of the sequence, as few queries see late tokens.
+            shares = shares.iloc[: len(shares) // 2 + 1]
+            centres = 1
+            if kind == "prefix":
+                centres = max(int(span) // tokens, 1)
+            named = f"the first {unit}"
+            if centres > 1:
+                named = f"the weakest of the first {centres} {unit}s"
+            statistic = (
+                f"{metric}: {named} minus the strongest other {unit} of the first half, "
+                f"{mask}, depth {depth}"
             )
-            share = share.iloc[: len(share) // 2 + 1]
-            named = (
-                f"the first {what}"
-                if count == 1
-                else f"the weakest of the first {count} {what}s"
-            )
-            words = f"{metric}: {named} minus the strongest other {what} of the first half, "
-            words += f"{mask}, depth {depth}"
-            note = (
-                f"first {what} {share[0]:.3f}; equal weights would give {equal[0]:.3f}"
-            )
-            found = _beyond_noise(
-                claim, words, share[:count].min() - share[count:].max(), n, note
-            )
-            out.append(_unless(one["iteration"].iloc[0] < EARLY, found))
-            if kind == "window" and size == 1:
-                same = first.setdefault(
-                    f"{metric} of the first token, depth {depth}", []
-                )
-                same.append((int(span), share[0], equal[0], n))
+            lead = shares[:centres].min() - shares[centres:].max()
+            note = f"first {unit} {shares[0]:.3f}; equal weights would give {uniform_share:.3f}"
+            finding = _beyond_noise(claim, statistic, lead, n, note)
+            too_early = rows["iteration"].iloc[0] < MIN_ITERATIONS
+            findings.append(_tested_from(too_early, finding))
+            if kind == "window" and unit == "token":
+                sink = _Sink(int(span), shares[0], uniform_share, n)
+                statistic = f"{metric} of the first token, depth {depth}"
+                by_window.setdefault(statistic, []).append(sink)
+    return findings + _window_sinks(by_window)
+
+
+def _window_sinks(by_window: Mapping[str, Sequence[_Sink]]) -> list[Finding]:
+    """Appendix K.4: the widest window against the narrowest, for each metric and depth."""
     claim = "The wider the window, the stronger the sink on the first token (Appendix K.4, Figure 11)"
-    for words, shares in first.items():
-        (narrow, low, equal_low, _), (wide, high, equal_high, n) = (
-            min(shares),
-            max(shares),
+    findings = []
+    for statistic, sinks in by_window.items():
+        narrow = min(sinks)
+        wide = max(sinks)
+        if narrow.window == wide.window:
+            continue
+        statistic = f"{statistic}: window {wide.window} minus window {narrow.window}"
+        note = (
+            f"equal weights would give {wide.uniform - narrow.uniform:+.3f}: "
+            "few queries see through a narrow window"
         )
-        by_chance = f"equal weights would give {equal_high - equal_low:+.3f}"
-        note = f"{by_chance}: few queries see through a narrow window"
-        words = f"{words}: window {wide} minus window {narrow}"
-        out += (
-            [_beyond_noise(claim, words, high - low, n, note)] if narrow < wide else []
-        )
-    return out
+        difference = wide.share - narrow.share
+        findings.append(_beyond_noise(claim, statistic, difference, wide.n, note))
+    return findings
 
 
 def _beyond_noise(
     claim: str, statistic: str, value: float, n: int, note: str
 ) -> Finding:
-    """If a difference of shares of n sequences is above 0: its standard error is 1/2 / sqrt(n) at most."""
+    """Whether a difference of shares of n sequences is above 0: its standard error is at most 1/2 / sqrt(n)."""
     p = 2 * scipy.stats.norm.sf(2 * abs(value) * n**0.5)
     return Finding.tested(value > 0, claim, statistic, (value, n), p, note)
 
 
 def thresholds(gaps: pd.DataFrame) -> pd.DataFrame:
-    """What a re-implementation must reach, every seed at its last iteration in a range: yes, no, not run."""
+    """What a re-implementation must reach, by every seed at its last iteration in a range.
+
+    Returns:
+        Rows of required, iterations, measured, verdict (yes, no, not run).
+    """
+    rows: list[Row] = []
     keys = ["network", "scale", *CONDITION, "least", "most"]
-    rows = []
     limits = reference.table("wu2025_thresholds.csv", *keys, "quantity", "low", "high")
-    for (network, *settings, least, most), wanted in limits.groupby(keys, sort=False):
-        fixed = dict(zip(["scale", *CONDITION], settings, strict=True))
-        here = _where(gaps, {"vocabulary": "gaussian", **fixed})
-        here = here[here["iteration"].between(int(least), float(most or "inf"))]
+    for key, network_limits in limits.groupby(keys, sort=False):
+        row = dict(zip(keys, key, strict=True))
+        least = int(row["least"])
+        settings = {name: row[name] for name in ("scale", *CONDITION)}
+        runs = _select(gaps, {"vocabulary": "gaussian", **settings})
+        runs = runs[runs["iteration"].between(least, float(row["most"] or "inf"))]
+        ranges = network_limits[["quantity", "low", "high"]].to_numpy()
         texts = []
         passed = []
-        for seed, run in here.groupby("seed"):
-            last = (
-                run[run["iteration"] == run["iteration"].max()]
-                .set_index("pair")
-                .loc[tables.PAIR_NAMES]
-            )
-            at = dict(zip(GAPS, last["gap"], strict=True))
-            gap = " / ".join(f"{value:+.3f}" for value in at.values())
+        for seed, run in runs.groupby("seed"):
+            iteration = run["iteration"].max()
+            last = run[run["iteration"] == iteration].set_index("pair")
+            last = last.loc[tables.PAIR_NAMES]
             novel = last["novel_middle"].iloc[0]
-            at |= {
+            values = {
+                **dict(zip(GAPS, last["gap"], strict=True)),
                 "novel_middle": novel,
                 "best": last[["acc_ab", "acc_ba"]].max(axis=None),
             }
+            gap_text = " / ".join(f"{gap:+.3f}" for gap in last["gap"])
             texts.append(
-                f"seed {seed}, {last['iteration'].iloc[0]:,}: {gap}, novel middle {novel:.2f}"
+                f"seed {seed}, {iteration:,}: {gap_text}, novel middle {novel:.2f}"
             )
-            ranges = wanted[["quantity", "low", "high"]].to_numpy()
             passed.append(
                 all(
-                    float(low) <= _combined(q, at) <= float(high)
-                    for q, low, high in ranges
+                    float(low) <= _evaluate(quantity, values) <= float(high)
+                    for quantity, low, high in ranges
                 )
             )
-        verdict = "not run" if not passed else "yes" if all(passed) else "no"
-        required = ", ".join(
-            f"{r.quantity} {r.low} to {r.high}" for r in wanted.itertuples()
+        required = ", ".join(f"{name} {low} to {high}" for name, low, high in ranges)
+        window = f"from {least:,}"
+        if row["most"]:
+            window = f"{least:,} to {int(row['most']):,}"
+        verdict = "yes" if all(passed) else "no"
+        if not passed:
+            verdict = "not run"
+        rows.append(
+            {
+                "required": f"{row['network']}: {required}",
+                "iterations": window,
+                "measured": "; ".join(texts),
+                "verdict": verdict,
+            }
         )
-        window = f"{int(least):,} to {int(most):,}" if most else f"from {int(least):,}"
-        rows.append((f"{network}: {required}", window, "; ".join(texts), verdict))
-    return pd.DataFrame(rows, columns=["required", "iterations", "measured", "verdict"])
+    return pd.DataFrame(rows)

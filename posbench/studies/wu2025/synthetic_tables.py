@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,123 +24,132 @@ SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
 CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
-HALF = (
-    copying_gap(Mixture()) * 0.5
-)  # of copying the first item's label in half of the sequences: 0.277
-NEAR = 0.05  # so near gaps are the same: seeds spread by about 0.04
-TEST_SD = (
-    0.0067  # of a gap over its 10,000 test sequences, measured on trained networks
-)
-PAPER_HALF = (
-    Z95 * TEST_SD / 5**0.5
-)  # of the 95 % interval of the paper's means of five trainings
+PAIR_LABELS = [f"{a} - {b}" for a, b in PAIRS]
+HALF_COPYING_GAP = copying_gap(Mixture()) * 0.5
+"""Gap of copying the first item's label in half of the sequences: 0.277."""
+NEAR = 0.05  # difference of gaps that count as the same: seeds spread by about 0.04
+TEST_SD = 0.0067
+"""Of a gap over its 10,000 test sequences, measured on trained networks."""
+PAPER_SEEDS = 5
+PAPER_HALF_WIDTH = Z95 * TEST_SD / PAPER_SEEDS**0.5
+"""Of the 95 % interval of the paper's means over its trainings."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
-PER_ROW = 6  # conditions next to each other in a figure of gaps
+CONDITIONS_PER_ROW = 6  # of a figure of gaps
+MIN_GAP_LIMIT = 0.15  # of the axis of gaps, whose ends are this or larger
 
 
 def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Tables ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`paper_cells`."""
-    gaps = list[Row]()
-    sinks = list[Row]()
-    kept = [
-        "n",
-        "train_loss",
-        "train_accuracy",
-        "novel_first",
-        "novel_middle",
-        "novel_last",
-        "hardware",
-    ]
+    """Tables of trainings: ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`paper_cells`.
+
+    Args:
+        measured: Rows of trainings with their conditions.
+        files: Tables in experiments/reference with the paper's cells.
+    """
+    gaps: list[Row] = []
+    sinks: list[Row] = []
     for condition, row in measured:
-        where = condition.settings | {
+        run: Row = {
+            **condition.settings,
             "seed": row["seed"],
             "iteration": row["iteration"],
         }
         for a, b in PAIRS:
             gap = row[f"gap_{a}_{b}"]
             half = Z95 * row[f"sd_{a}_{b}"]
-            both = {
+            gap_row = {
+                **run,
                 "pair": f"{a}-{b}",
                 "acc_ab": row[f"acc_{a}_{b}"],
                 "acc_ba": row[f"acc_{b}_{a}"],
+                "gap": gap,
+                "ci_low": gap - half,
+                "ci_high": gap + half,
+                "n": row["n"],
+                "train_loss": row["train_loss"],
+                "train_accuracy": row["train_accuracy"],
+                "novel_first": row["novel_first"],
+                "novel_middle": row["novel_middle"],
+                "novel_last": row["novel_last"],
+                "hardware": row["hardware"],
             }
-            at = {"gap": gap, "ci_low": gap - half, "ci_high": gap + half}
-            gaps.append(where | both | at | {name: row[name] for name in kept})
-        for token, (head, entry) in enumerate(
-            zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
-        ):
-            sinks.append(
-                where
-                | {"n": row["n"], "token": token, "by_head": head, "by_entry": entry}
-            )
-    table = pd.DataFrame(gaps)
+            gaps.append(gap_row)
+        shares = zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
+        for token, (by_head, by_entry) in enumerate(shares):
+            sink_row = {
+                **run,
+                "n": row["n"],
+                "token": token,
+                "by_head": by_head,
+                "by_entry": by_entry,
+            }
+            sinks.append(sink_row)
+    gap_table = pd.DataFrame(gaps)
     return {
-        "gaps": table,
+        "gaps": gap_table,
         "sinks": pd.DataFrame(sinks),
-        "paper_cells": paper_cells(table, files),
+        "paper_cells": paper_cells(gap_table, files),
     }
 
 
 def combined(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `tabulated` tables together: a training that is in several stands once, where it is longest."""
+    """Rows of `tabulated` tables together, where a training in several tables is taken from one of them.
+
+    It is the table in which the training is longest, and the first of those.
+    """
     key = [*SETTINGS, "seed"]
-    rows = pd.concat(tables, keys=range(len(tables)), names=["table"]).reset_index(
-        "table"
-    )
+    rows = pd.concat(tables, keys=range(len(tables)), names=["table"])
+    rows = rows.reset_index("table")
     ends = rows.groupby([*key, "table"])["iteration"].transform("max")
-    rows = rows[ends == ends.groupby([rows[name] for name in key]).transform("max")]
-    rows = rows[rows["table"] == rows.groupby(key)["table"].transform("min")]
-    return rows.drop(columns="table").sort_values(key, kind="stable", ignore_index=True)
+    longest = ends.groupby([rows[name] for name in key]).transform("max")
+    rows = rows[ends == longest]
+    first_table = rows.groupby(key)["table"].transform("min")
+    rows = rows[rows["table"] == first_table].drop(columns="table")
+    return rows.sort_values(key, kind="stable", ignore_index=True)
 
 
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows at the iteration with most training behind it: no single seed that is ahead speaks for all."""
-    work = (
-        frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique")
-        * frame["iteration"]
-    )
-    return frame[
-        work == work.groupby([frame[name] for name in SETTINGS]).transform("max")
-    ]
+    """Rows of each condition at the iteration where seeds times iterations is largest.
+
+    So a single seed that is ahead of the others does not stand for all.
+    """
+    seeds = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique")
+    work = seeds * frame["iteration"]
+    most_work = work.groupby([frame[name] for name in SETTINGS]).transform("max")
+    return frame[work == most_work]
 
 
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences."""
-    rows = gaps.assign(
-        spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2
-    )
-    # accuracy on new classes, over the three items
+    """Mean over the seeds of each condition, iteration and pair.
+
+    The interval is of the test sequences; ``spread`` is the standard deviation over seeds, ``novel`` the
+    accuracy on new classes, over the three items.
+    """
+    half = (gaps["ci_high"] - gaps["ci_low"]) / 2
+    rows = gaps.assign(variance=half**2)
     rows["novel"] = rows[["novel_first", "novel_middle", "novel_last"]].mean(axis=1)
-    how = dict(
-        gap="mean",
-        variance="sum",
-        seed="nunique",
-        spread="std",
-        train_loss="mean",
-        n="sum",
-    )
-    how |= dict(train_accuracy="mean", novel="mean")
-    table = (
-        rows.groupby([*SETTINGS, "iteration", "pair"], sort=False)
-        .agg(how)
-        .reset_index()
-    )
-    half = np.sqrt(table.pop("variance")) / table["seed"]
-    table = table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
-    return table.rename(columns={"seed": "seeds"})
+    groups = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False)
+    table = groups.agg(
+        gap=("gap", "mean"),
+        variance=("variance", "sum"),
+        seeds=("seed", "nunique"),
+        spread=("gap", "std"),
+        train_loss=("train_loss", "mean"),
+        n=("n", "sum"),
+        train_accuracy=("train_accuracy", "mean"),
+        novel=("novel", "mean"),
+    ).reset_index()
+    half = np.sqrt(table.pop("variance")) / table["seeds"]
+    return table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
 
 
 def printed_cells(file: str) -> pd.DataFrame:
     """The paper's cells of one figure: figure, `CELL`, paper (the gap)."""
     with renamed("experiment.reference.file", "study.reference"):
         table = reference.table(file, "figure", *CELL, "gap")
-    table = table.assign(residual=table["residual"] == "True").rename(
-        columns={"gap": "paper"}
-    )
-    return table[["figure", *CELL, "paper"]].astype(
-        {"figure": int, "depth": int, "paper": float}
-    )
+    table = table.assign(residual=table["residual"] == "True")
+    table = table.rename(columns={"gap": "paper"})[["figure", *CELL, "paper"]]
+    return table.astype({"figure": int, "depth": int, "paper": float})
 
 
 def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
@@ -149,7 +159,10 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     where the training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once,
     with the paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
     """
-    ours = [
+    columns = [
+        "figure",
+        *SETTINGS,
+        "pair",
         "paper",
         "gap",
         "ci_low",
@@ -158,29 +171,34 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
         "seeds",
         "spread",
         "train_loss",
+        "train_accuracy",
+        "novel",
+        "difference",
+        "counted",
+        "near_zero",
+        "verdict",
     ]
-    ours += ["train_accuracy", "novel", "difference"]
-    columns = ["figure", *SETTINGS, "pair", *ours, "counted", "near_zero", "verdict"]
     if not files:
         return pd.DataFrame(columns=columns)
-    both = pd.concat(map(printed_cells, files)).merge(over_seeds(at_end(gaps)), on=CELL)
-    both["difference"] = both["gap"] - both["paper"]
-    own = both["scale"] == "paper"
-    both["counted"] = own | ~own.groupby(
-        [both[name] for name in ("figure", *CELL)]
-    ).transform("any")
-    both["near_zero"] = both["paper"].abs() <= NEAR
-    both["verdict"] = [
-        "not learned"
-        if row.train_loss > CHANCE
-        else reference.agreement(
-            Estimate(row.gap, row.ci_low, row.ci_high, row.n),
-            Estimate(row.paper, row.paper - PAPER_HALF, row.paper + PAPER_HALF, 5),
-            NEAR,
-        )
-        for row in both.itertuples()
-    ]
-    return both[columns].reset_index(drop=True)
+    printed = pd.concat([printed_cells(file) for file in files])
+    cells = printed.merge(over_seeds(at_end(gaps)), on=CELL)
+    cells["difference"] = cells["gap"] - cells["paper"]
+    paper_scale = cells["scale"] == "paper"
+    cell = [cells[name] for name in ("figure", *CELL)]
+    cells["counted"] = paper_scale | ~paper_scale.groupby(cell).transform("any")
+    cells["near_zero"] = cells["paper"].abs() <= NEAR
+    cells["verdict"] = [_cell_verdict(row) for row in cells.itertuples()]
+    return cells[columns].reset_index(drop=True)
+
+
+def _cell_verdict(row: Any) -> str:
+    """Whether our gap agrees with the paper's cell."""
+    if row.train_loss > CHANCE:
+        return "not learned"
+    low = row.paper - PAPER_HALF_WIDTH
+    high = row.paper + PAPER_HALF_WIDTH
+    ours = Estimate(row.gap, row.ci_low, row.ci_high, row.n)
+    return reference.agreement(ours, Estimate(row.paper, low, high, PAPER_SEEDS), NEAR)
 
 
 def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
@@ -197,12 +215,15 @@ def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
 
 def label(row: Mapping[str, Any], between: str = ", ") -> str:
     """A condition in words, without its bias and scale."""
-    mask = {"full": "no mask", "decay": "decay mask"}.get(row["mask"], row["mask"])
-    pe = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}[row["pe"]]
-    words = [mask] if (row["mask"], row["pe"]) == ("decay", "none") else [pe, mask]
-    return between.join(
-        [*words, f"depth {row['depth']}", *([] if row["residual"] else ["no residual"])]
-    )
+    masks_in_words = {"full": "no mask", "decay": "decay mask"}
+    pe_in_words = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}
+    words = [masks_in_words.get(row["mask"], row["mask"])]
+    if row["mask"] != "decay" or row["pe"] != "none":
+        words.insert(0, pe_in_words[row["pe"]])
+    words.append(f"depth {row['depth']}")
+    if not row["residual"]:
+        words.append("no residual")
+    return between.join(words)
 
 
 def scaled(row: Mapping[str, Any]) -> str:
@@ -213,71 +234,88 @@ def scaled(row: Mapping[str, Any]) -> str:
 def uniform_sinks(mask: str, tokens: int) -> pd.DataFrame:
     """Sink metrics by token of equal weights under a mask of the tables (``window 5``)."""
     kind, _, span = mask.partition(" ")
-    network = Attention(mask=kind, **({kind: int(span)} if span else {}))  # type: ignore[arg-type]
-    seen = network.seen(tokens)
-    scores = (
-        masks.decay(tokens, network.decay) if kind == "decay" else np.zeros(seen.shape)
-    )
-    weights = masks.attention(scores, seen)
+    fields: dict[str, Any] = {"mask": kind}
+    if span:
+        fields[kind] = int(span)
+    network = Attention(**fields)
+    visible = network.seen(tokens)
+    scores = np.zeros(visible.shape)
+    if kind == "decay":
+        scores = masks.decay(tokens, network.decay)
+    weights = masks.attention(scores, visible)
+    by_entry = masks.sink_by_entry(weights, visible)
     by_head = masks.sink_by_head(np.tril(weights))
-    by_entry = masks.sink_by_entry(weights, seen)
-    return pd.DataFrame(
-        {"token": range(tokens), "by_entry": by_entry, "by_head": by_head}
-    )
+    columns = {"token": range(tokens), "by_entry": by_entry, "by_head": by_head}
+    return pd.DataFrame(columns)
 
 
 def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Drawn:
-    """Gaps at the end and over the training, for each kind of data and network; sinks of plain networks."""
-    out: dict[str, tuple[Figure, str]] = {}
+    """Draw gaps at the end and over the training, and the sinks of plain networks.
+
+    Args:
+        gaps: Table ``gaps`` of :func:`tabulated`.
+        sinks: Table ``sinks`` of it.
+        cells: The paper's cells with ours.
+
+    Returns:
+        Figures with captions, two for each kind of data and network.
+    """
+    drawn: dict[str, tuple[Figure, str]] = {}
     kinds = gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False)
     for (vocabulary, scale, bias, residual), rows in kinds:
-        parts = {
-            vocabulary: vocabulary != "gaussian",
-            "residual": residual,
-            "code_scale": scale == "code",
-        }
-        name = "_".join(
-            [bias.replace("+", "_"), *(part for part, there in parts.items() if there)]
-        )
+        name = _file_name(vocabulary, scale, bias, residual)
         std = "1/D" if scale == "code" else "1/sqrt(D)"
-        what = f"{vocabulary} vocabulary, std {std}, bias of the data: {bias}"
+        kind = f"{vocabulary} vocabulary, std {std}, bias of the data: {bias}"
         caption = (
-            f"Accuracy gaps [a, b] - [b, a] ({what}); above 0 the earlier item wins. Bars: mean over seeds; "
+            f"Accuracy gaps [a, b] - [b, a] ({kind}); above 0 the earlier item wins. Bars: mean over seeds; "
             "whiskers: 95 % over test sequences; dots: seeds; the paper: after 100,000 iterations. "
-            f"Dotted: copying by position alone, one item ({2 * HALF:.3f}) or two in turn ({HALF:.3f})."
+            f"Dotted: copying by position alone, one item ({2 * HALF_COPYING_GAP:.3f}) or two in turn "
+            f"({HALF_COPYING_GAP:.3f})."
         )
-        out[f"gaps_{name}"] = gaps_figure(rows, cells), caption
+        drawn[f"gaps_{name}"] = (gaps_figure(rows, cells), caption)
         if rows["iteration"].nunique() > 1:
-            caption = f"The same gaps over the training ({what})."
-            out[f"curves_{name}"] = curves_figure(rows, cells), caption
+            caption = f"The same gaps over the training ({kind})."
+            drawn[f"curves_{name}"] = (curves_figure(rows, cells), caption)
     rows = gaps[causal_without_pe(gaps)]
     if rows["bias"].nunique() > 1:
         caption = "The causal mask without PE at depth 2, by bias and std of the data."
-        out["causal_without_pe"] = curves_figure(rows, cells, by_data=True), caption
+        figure = curves_figure(rows, cells, by_data=True)
+        drawn["causal_without_pe"] = (figure, caption)
     plain = sinks[
         (sinks["bias"] == "none")
         & (sinks["vocabulary"] == "gaussian")
         & (sinks["pe"] == "none")
     ]
     plain = plain[~plain["residual"]]
-    caption = "After training without PE and residual connections: share of heads and sequences in which a "
-    caption += "token is a sink, and of single weights. Few queries see late tokens."
-    return out if plain.empty else {**out, "sinks": (sinks_figure(plain), caption)}
-
-
-def _policies(axes: Axes, top: float) -> None:
-    """Gaps of copying by position, and an axis that shows small gaps as small."""
-    for level in (-2 * HALF, -HALF, 0, HALF, 2 * HALF):
-        axes.axhline(
-            level,
-            color=plot.GUIDE,
-            linewidth=0.6,
-            linestyle=":" if level else "-",
-            zorder=0,
+    if not plain.empty:
+        caption = (
+            "After training without PE and residual connections: share of heads and sequences in which a "
+            "token is a sink, and of single weights. Few queries see late tokens."
         )
-    axes.set(
-        ylim=(-max(0.15, 1.15 * top), max(0.15, 1.15 * top)), ylabel="accuracy gap"
-    )
+        drawn["sinks"] = (sinks_figure(plain), caption)
+    return drawn
+
+
+def _file_name(vocabulary: str, scale: str, bias: str, residual: bool) -> str:
+    """File name of a kind of data and network, without the settings that are the default."""
+    words = [bias.replace("+", "_")]
+    if vocabulary != "gaussian":
+        words.append(vocabulary)
+    if residual:
+        words.append("residual")
+    if scale == "code":
+        words.append("code_scale")
+    return "_".join(words)
+
+
+def _draw_copying_gaps(axes: Axes, largest: float) -> None:
+    """Draw the gaps of copying by position; the axis has room for the largest gap, and shows small ones small."""
+    for copies in (-2, -1, 0, 1, 2):
+        line = ":" if copies else "-"
+        gap = copies * HALF_COPYING_GAP
+        axes.axhline(gap, color=plot.GUIDE, linewidth=0.6, linestyle=line, zorder=0)
+    limit = max(MIN_GAP_LIMIT, 1.15 * largest)
+    axes.set(ylim=(-limit, limit), ylabel="accuracy gap")
 
 
 @plot.styled
@@ -285,46 +323,27 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     """Gaps at the end, three bars for each condition; the paper's as diamonds."""
     last = at_end(gaps)
     key = [*SETTINGS, "pair"]
-    mean = over_seeds(last)
-    printed = cells if len(cells) else mean.assign(paper=np.nan)
-    mean = mean.merge(printed[[*key, "paper"]], "left", key)
-    mean["place"] = mean.groupby(SETTINGS, sort=False).ngroup()
-    seeds = last.merge(mean[mean["seeds"] > 1][[*key, "place"]], on=key)
-    top = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()])
-    lines = 1 + mean["place"].max() // PER_ROW
-    shape: dict[str, Any] = {"n": last["n"], "squeeze": False}
-    figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines, lines, **shape)
+    mean = over_seeds(last).merge(cells[[*key, "paper"]], "left", key)
+    condition = mean.groupby(SETTINGS, sort=False).ngroup()
+    mean = mean.assign(
+        line=condition // CONDITIONS_PER_ROW, x=condition % CONDITIONS_PER_ROW
+    )
+    several = mean[mean["seeds"] > 1]
+    seeds = last.merge(several[[*key, "line", "x"]], on=key)
+    largest = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()])
+    lines = 1 + mean["line"].max()
+    figure, grid = plot.new_figure(
+        plot.PAGE, 0.5 + 2.0 * lines, lines, n=last["n"], squeeze=False
+    )
     for line, axes in enumerate(grid.flat):
-        _policies(axes, top)
+        _draw_copying_gaps(axes, largest)
         for index, pair in enumerate(PAIR_NAMES):
-            bars, dots = (
-                f[(f["pair"] == pair) & (f["place"] // PER_ROW == line)]
-                for f in (mean, seeds)
-            )
-            x, at = (f["place"] % PER_ROW + 0.25 * (index - 1) for f in (bars, dots))
-            axes.bar(
-                x,
-                bars["gap"],
-                0.22,
-                color=plot.COLOURS[index],
-                label=pair.replace("-", " - "),
-            )
-            half = (bars["ci_high"] - bars["ci_low"]) / 2
-            axes.errorbar(
-                x,
-                bars["gap"],
-                half,
-                fmt="none",
-                color="black",
-                linewidth=0.8,
-                capsize=1.5,
-            )
-            axes.plot(at, dots["gap"], "o", color="black", markersize=1.8)
-            if bars["paper"].notna().any():
-                axes.plot(x, bars["paper"], **plot.OPEN_DIAMOND)
-        rows = bars.to_dict("records")
+            bars = mean[(mean["pair"] == pair) & (mean["line"] == line)]
+            dots = seeds[(seeds["pair"] == pair) & (seeds["line"] == line)]
+            _draw_bars(axes, bars, dots, index)
         ticks = [
-            f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its" for row in rows
+            f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its"
+            for row in bars.to_dict("records")
         ]
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.6, max(len(ticks), 3) - 0.4)
@@ -332,15 +351,35 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     return figure
 
 
-def _by_condition(
+def _draw_bars(axes: Axes, bars: pd.DataFrame, dots: pd.DataFrame, index: int) -> None:
+    """Draw the gaps of one pair of items.
+
+    Args:
+        axes: Where to draw.
+        bars: Means over seeds, with the paper's gaps.
+        dots: Gaps of single seeds.
+        index: Number of the pair, for its colour and place.
+    """
+    shift = 0.25 * (index - 1)
+    x = bars["x"] + shift
+    gap = bars["gap"]
+    half = (bars["ci_high"] - bars["ci_low"]) / 2
+    axes.bar(x, gap, 0.22, color=plot.COLOURS[index], label=PAIR_LABELS[index])
+    axes.errorbar(x, gap, half, fmt="none", color="black", linewidth=0.8, capsize=1.5)
+    axes.plot(dots["x"] + shift, dots["gap"], "o", color="black", markersize=1.8)
+    if bars["paper"].notna().any():
+        axes.plot(x, bars["paper"], **plot.OPEN_DIAMOND)
+
+
+def _panels(
     frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame], None]
 ) -> Figure:
     """A panel for each condition, three in a row, drawn from its settings and rows."""
     groups = list(frame.groupby(SETTINGS, sort=False))
     figure, panels = plot.new_panels(len(groups), 3, 1.6, n=frame["n"])
-    for number, (axes, (key, rows)) in enumerate(zip(panels, groups, strict=True)):
+    for index, (axes, (key, rows)) in enumerate(zip(panels, groups, strict=True)):
         draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
-        if number % 3:
+        if index % 3:
             axes.set_ylabel("")
             axes.tick_params(labelleft=False)
     plot.legend_below(figure)
@@ -353,68 +392,70 @@ def curves_figure(
 ) -> Figure:
     """Gaps over the iterations, a line per pair and seed, the paper's at its end; a panel per condition.
 
-    Its title is the network, or with ``by_data`` the data.
+    Args:
+        gaps: Table ``gaps`` of :func:`tabulated`.
+        cells: The paper's cells.
+        by_data: Name each panel after its data, not after its network.
     """
-    printed = gaps.merge(
-        cells[[*SETTINGS, "pair", "paper"]], "left", [*SETTINGS, "pair"]
-    )
+    key = [*SETTINGS, "pair"]
+    gaps = gaps.merge(cells[[*key, "paper"]], "left", key)
+    largest = np.nanmax(gaps[["gap", "paper"]].abs())
+    return _panels(gaps, partial(_draw_curves, largest=largest, by_data=by_data))
 
-    def draw(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
-        _policies(axes, np.nanmax(printed[["gap", "paper"]].abs()))
-        for (pair, seed), line in rows.sort_values("iteration").groupby(
-            ["pair", "seed"]
-        ):
-            style = {
-                **plot.line_style(PAIR_NAMES.index(pair)),
-                "markersize": 2.2,
-                "linewidth": 0.9,
+
+def _draw_curves(
+    axes: Axes, condition: Row, rows: pd.DataFrame, *, largest: float, by_data: bool
+) -> None:
+    """Draw one panel of :func:`curves_figure`; ``largest`` is the largest gap of all panels."""
+    _draw_copying_gaps(axes, largest)
+    first_seed = rows["seed"].min()
+    for (pair, seed), line in rows.sort_values("iteration").groupby(["pair", "seed"]):
+        index = PAIR_NAMES.index(pair)
+        style = plot.line_style(index) | {"markersize": 2.2, "linewidth": 0.9}
+        name = PAIR_LABELS[index] if seed == first_seed else None
+        axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
+        if line["paper"].notna().any():
+            diamond = plot.OPEN_DIAMOND | {
+                "markerfacecolor": style["color"],
+                "markeredgewidth": 0.7,
             }
-            name = pair.replace("-", " - ") if seed == rows["seed"].min() else None
-            axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
-            if line["paper"].notna().any():
-                own = plot.OPEN_DIAMOND | {
-                    "markerfacecolor": style["color"],
-                    "markeredgewidth": 0.7,
-                }
-                axes.plot([100], line["paper"].iloc[:1], clip_on=False, **own)
-        title = f"bias: {condition['bias']}" + (scaled(condition) or ", std 1/sqrt(D)")
-        title = title if by_data else label(condition)
-        axes.set(
-            xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115), title=title
-        )
-        axes.set_xticks([1, 10, 100], ["1", "10", "100"])
-
-    return _by_condition(printed, draw)
+            axes.plot([100], line["paper"].iloc[:1], clip_on=False, **diamond)
+    title = label(condition)
+    if by_data:
+        std = scaled(condition) or ", std 1/sqrt(D)"
+        title = f"bias: {condition['bias']}{std}"
+    axes.set(xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115))
+    axes.set_title(title)
+    axes.set_xticks([1, 10, 100], ["1", "10", "100"])
 
 
 @plot.styled
 def sinks_figure(sinks: pd.DataFrame) -> Figure:
     """Both sink metrics per token at the end, a panel per condition; mean over seeds."""
-    names = {
+    return _panels(at_end(sinks), _draw_sinks)
+
+
+def _draw_sinks(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
+    """Draw one panel of :func:`sinks_figure`."""
+    labels = {
         "by_entry": "single weights > 0.2 (Wu et al.)",
         "by_head": "heads with mean > 0.3 (Gu et al.)",
     }
-
-    def draw(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
-        here = 100 * rows.groupby("token")[list(names)].mean()
-        tokens = here.index.to_numpy()
-        for index, (metric, words) in enumerate(names.items()):
-            x = tokens - 0.2 + 0.4 * index
-            axes.bar(x, here[metric], 0.4, color=plot.COLOURS[index], label=words)
-        level = 100 * uniform_sinks(condition["mask"], len(tokens))["by_entry"]
-        equal: dict[str, Any] = {
-            "color": plot.PAPER,
-            "markersize": 5,
-            "label": "Wu et al., equal weights",
-        }
-        axes.plot(tokens - 0.2, level, "_", **equal)
-        title = f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
-        axes.set(
-            xlabel=plot.TOKEN,
-            ylabel="sink (%)",
-            title=title,
-            xticks=tokens[::4],
-            ylim=(0, 103),
-        )
-
-    return _by_condition(at_end(sinks), draw)
+    shares = 100 * rows.groupby("token")[list(labels)].mean()
+    tokens = shares.index.to_numpy()
+    for index, (metric, text) in enumerate(labels.items()):
+        x = tokens - 0.2 + 0.4 * index
+        axes.bar(x, shares[metric], 0.4, color=plot.COLOURS[index], label=text)
+    uniform = 100 * uniform_sinks(condition["mask"], len(tokens))["by_entry"]
+    axes.plot(
+        tokens - 0.2,
+        uniform,
+        "_",
+        color=plot.PAPER,
+        markersize=5,
+        label="Wu et al., equal weights",
+    )
+    axes.set(xlabel=plot.TOKEN, ylabel="sink (%)", ylim=(0, 103), xticks=tokens[::4])
+    axes.set_title(
+        f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
+    )

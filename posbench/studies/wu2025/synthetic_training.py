@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,8 +30,11 @@ from posbench.studies.wu2025.synthetic_claims import findings
 from posbench.studies.wu2025.synthetic_tables import figures, printed_cells, tabulated
 from posbench.studies.wu2025.training import Condition, Measured, train
 
-_told: SimpleQueue[Any]
-"""In the process of a training: where it says how far it is."""
+PAPER_ITERATIONS = 100_000
+PAPER_SEEDS = 5
+
+_progress_queue: SimpleQueue[Any]
+"""In a process of trainings: where it reports iterations, and whether they were done before."""
 
 
 class Trained(Study):
@@ -54,25 +58,28 @@ class SyntheticTraining(Trained):
 
     The preset ``quick`` trains one seed for ``quick_iterations``, ``paper`` five seeds for 100,000 (about 15
     minutes a training of depth 2 on a free core).
+
+    Attributes:
+        conditions: Conditions to train, each with fields of :class:`Condition`.
+        common: Fields that all conditions share.
+        preset: How long and how often to train.
+        quick_iterations: Iterations of the preset ``quick``.
+        iterations: Iterations instead of the preset's.
+        seeds: Number of seeds (0, 1, ...) instead of the preset's.
+        processes: Trainings at a time on a CPU, one thread each; None: runtime.threads.
+        trainings: Folder of the trainings, where they go on; None: next to the run folder.
+        reference: CSV in experiments/reference with the paper's cells.
     """
 
-    conditions: Annotated[
-        tuple[dict[str, Any], ...], MinLen(1)
-    ]  # each with fields of :class:`Condition`
-    common: dict[str, Any] = field(
-        default_factory=dict
-    )  # fields that all conditions share
+    conditions: Annotated[tuple[dict[str, Any], ...], MinLen(1)]
+    common: dict[str, Any] = field(default_factory=dict)
     preset: Literal["quick", "paper"] = "quick"
     quick_iterations: Count = 8000
-    iterations: Count | None = None  # instead of the preset's
-    seeds: Count | None = None  # seeds 0, 1, ..., instead of the preset's number
-    processes: Count | None = (
-        None  # trainings at a time on a CPU, one thread each; None: runtime.threads
-    )
-    trainings: str | None = (
-        None  # their folder, where they go on; None: next to the run folder
-    )
-    reference: str | None = None  # CSV in experiments/reference with the paper's cells
+    iterations: Count | None = None
+    seeds: Count | None = None
+    processes: Count | None = None
+    trainings: str | None = None
+    reference: str | None = None
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -83,100 +90,122 @@ class SyntheticTraining(Trained):
             )
 
     def built(self) -> list[Condition]:
-        """The conditions, checked, and the reference."""
+        """Build the conditions, and check the reference.
+
+        Raises:
+            UserError: Conditions are wrong or equal, or there is no such reference; all faults together.
+        """
         faults = Faults()
-        found = list[Condition]()
+        conditions: list[Condition] = []
         build(Condition, self.common, "study.common")
         for index, fields in enumerate(self.conditions):
             where = f"study.conditions[{index}]"
             with faults.collecting():
                 condition = Condition.of({**self.common, **fields}, where)
-                if condition in found:
+                if condition in conditions:
                     raise UserError(where, fields, "different conditions", "remove it")
-                found.append(condition)
+                conditions.append(condition)
         with faults.collecting():
             if self.reference:
                 printed_cells(self.reference)
         faults.raise_any()
-        return found
+        return conditions
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Train what is not trained yet; see :func:`tabulated`."""
         conditions = self.built()
-        paper = self.preset == "paper"
-        iterations = self.iterations or (100_000 if paper else self.quick_iterations)
-        seeds = list(range(self.seeds or (5 if paper else 1)))
+        iterations = self.quick_iterations
+        seed_count = 1
+        if self.preset == "paper":
+            iterations = PAPER_ITERATIONS
+            seed_count = PAPER_SEEDS
+        iterations = self.iterations or iterations
+        seeds = list(range(self.seeds or seed_count))
         device = torch_device(run.runtime.device)
-        root = (
-            Path(self.trainings).expanduser()
-            if self.trainings
-            else run.out.path.parent / "trainings"
+        root = run.out.path.parent / "trainings"
+        if self.trainings:
+            root = Path(self.trainings).expanduser()
+        train_all = partial(
+            train, iterations=iterations, root=root, hardware=hardware()
         )
-        work = partial(train, iterations=iterations, root=root, hardware=hardware())
-        with run.progress(
-            "training", len(conditions) * len(seeds) * iterations
-        ) as advance:
+        total = len(conditions) * len(seeds) * iterations
+        with run.progress("training", total) as advance:
             if device.type == "cpu":
                 jobs = [
                     (condition, [seed]) for condition in conditions for seed in seeds
                 ]
-                found = _on_cores(
-                    jobs, work, self.processes or torch.get_num_threads(), advance
-                )
+                processes = self.processes or torch.get_num_threads()
+                measured = _train_on_cores(jobs, train_all, processes, advance)
             else:
-                found = [
-                    work(c, seeds, device=str(device), advance=advance)
-                    for c in conditions
+                measured = [
+                    train_all(condition, seeds, device=str(device), advance=advance)
+                    for condition in conditions
                 ]
-        return tabulated([*chain(*found)], [self.reference] if self.reference else [])
+        files = [self.reference] if self.reference else []
+        return tabulated(list(chain(*measured)), files)
 
 
-def _on_cores(
-    jobs: Sequence[Any],
-    work: partial[Measured],
+def _train_on_cores(
+    jobs: Sequence[tuple[Condition, list[int]]],
+    train_job: partial[Measured],
     processes: int,
     advance: Callable[..., None],
 ) -> list[Measured]:
-    """Trainings on the cores of a CPU, one single-threaded process each; with one process, in this one."""
+    """Train on the cores of a CPU, one single-threaded process each.
+
+    Args:
+        jobs: Condition and seeds of each training.
+        train_job: :func:`train` with all arguments but these and ``advance``.
+        processes: Processes at a time; one: this process.
+        advance: Called with numbers of iterations done.
+
+    Returns:
+        What was measured, in the order of the jobs.
+    """
     if min(processes, len(jobs)) == 1:
-        before = torch.get_num_threads()
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return [work(*job, advance=advance) for job in jobs]
+            return [train_job(*job, advance=advance) for job in jobs]
         finally:
-            torch.set_num_threads(before)
-    spawned = multiprocessing.get_context("spawn")
-    told: SimpleQueue[Any] = spawned.SimpleQueue()
-
-    def listen() -> None:
-        for n, how in iter(told.get, None):
-            advance(n, **how)
-
-    listener = threading.Thread(target=listen, daemon=True)
+            torch.set_num_threads(threads)
+    spawn = multiprocessing.get_context("spawn")
+    queue: SimpleQueue[Any] = spawn.SimpleQueue()
+    listener = threading.Thread(
+        target=_forward_progress, args=(queue, advance), daemon=True
+    )
     listener.start()
     try:
-        with ProcessPoolExecutor(processes, spawned, _start_child, (told,)) as pool:
-            return list(pool.map(partial(_in_child, work), *zip(*jobs, strict=True)))
+        with ProcessPoolExecutor(processes, spawn, _start_child, (queue,)) as pool:
+            train_in_child = partial(train_job, advance=_report)
+            return list(pool.map(train_in_child, *zip(*jobs, strict=True)))
     finally:
-        told.put(None)
+        queue.put(None)
         listener.join()
 
 
-def _in_child(work: partial[Measured], *job: Any) -> Measured:
-    """A training that tells the parent how far it is."""
-    return work(*job, advance=lambda n, **how: _told.put((n, how)))
+def _forward_progress(queue: SimpleQueue[Any], advance: Callable[..., None]) -> None:
+    """Pass on the reports of the children until the queue holds None."""
+    for n, before in iter(queue.get, None):
+        advance(n, before=before)
 
 
-def _start_child(told: SimpleQueue[Any]) -> None:
+def _report(n: int, before: bool = False) -> None:
+    """In a child: report iterations to the parent."""
+    _progress_queue.put((n, before))
+
+
+def _start_child(queue: SimpleQueue[Any]) -> None:
     """One thread for torch, and no life beyond the parent's: a killed run must not keep folders locked."""
-    global _told
-    _told = told
+    global _progress_queue
+    _progress_queue = queue
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+def _exit_with(parent: BaseProcess) -> None:
+    """Wait for the end of a process, then end this one."""
+    parent.join()
+    os._exit(1)

@@ -18,7 +18,7 @@ import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_bytes
-from posbench.late import F, torch
+from posbench.late import F, Tensor, torch
 from posbench.run.folder import RunDir
 from posbench.run.lease import owned
 from posbench.schema import Count, NonNegative, Positive, Several, build
@@ -26,13 +26,11 @@ from posbench.studies.wu2025 import sequences as data
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
 from posbench.theory import masks
 
-PAIRS = (
-    ("first", "middle"),
-    ("first", "last"),
-    ("middle", "last"),
-)  # gaps above 0: bias to the earlier one
-CHUNK = 2000
-CHECKPOINT_EVERY = 2000  # test sequences at a time; iterations
+PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
+"""Items whose accuracies are compared; a gap above 0 is a bias to the earlier one."""
+CHUNK = 2000  # test sequences at a time
+CHECKPOINT_EVERY = 2000  # iterations
+REPORT_EVERY = 100  # iterations between two reports of progress, and two looks at the loss on a GPU
 TEST_SEEDS = 1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
 ROWS = "rows.jsonl"
 CHECKPOINT = "checkpoint.pt"
@@ -41,7 +39,14 @@ FACTS = "training.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Condition(data.Mixture, Attention):
-    """One training condition: data, network, AdamW, and how many ``sequences`` a test set has."""
+    """One training condition: data, network, AdamW, test sets.
+
+    Attributes:
+        batch: Sequences of an iteration.
+        learning_rate: Constant learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        sequences: Sequences of a test set.
+    """
 
     batch: Count = 128
     learning_rate: Positive = 1e-3
@@ -50,68 +55,84 @@ class Condition(data.Mixture, Attention):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> Self:
-        """A condition from plain data; ``where`` is its dotted name, for errors."""
-        made = build(cls, fields, where)
-        bias = made.bias
-        tokens = f"at most {made.tokens}, the tokens of a sequence"
-        unique = len(set(bias)) == len(bias) and max(bias, default=0) < made.items
-        even = made.width % 2 == 0 or made.pe == "none"
-        for name, fits, allowed in (
-            (
-                "bias",
-                unique,
-                f"different items from 0 to {made.items - 1}, or [] for none",
+        """Build and check a condition from plain data.
+
+        Args:
+            fields: Values by field name.
+            where: Dotted name of the condition, for errors.
+
+        Raises:
+            UserError: A field is unknown or does not fit.
+        """
+        condition = build(cls, fields, where)
+        bias = condition.bias
+        items = condition.items
+        bias_fits = len(set(bias)) == len(bias) and max(bias, default=0) < items
+        width_fits = condition.width % 2 == 0 or condition.pe == "none"
+        tokens = f"at most {condition.tokens}, the tokens of a sequence"
+        checks = {
+            "bias": (
+                bias_fits,
+                f"different items from 0 to {items - 1}, or [] for none",
             ),
-            ("window", made.window <= made.tokens, tokens),
-            ("prefix", made.prefix <= made.tokens, tokens),
-            ("width", even, f"an even number with pe {made.pe}"),
-        ):
+            "window": (condition.window <= condition.tokens, tokens),
+            "prefix": (condition.prefix <= condition.tokens, tokens),
+            "width": (width_fits, f"an even number with pe {condition.pe}"),
+        }
+        for name, (fits, allowed) in checks.items():
             if not fits:
-                raise UserError(
-                    f"{where}.{name}",
-                    fields.get(name),
-                    allowed,
-                    f"set {where}.{name}=...",
-                )
-        return made
+                field = f"{where}.{name}"
+                raise UserError(field, fields.get(name), allowed, f"set {field}=...")
+        return condition
 
     @property
     def settings(self) -> Row:
         """What tells the conditions of the paper apart, as columns of a table."""
-        names = {place: name for name, place in self.places.items()}
-        bias = "+".join(names.get(item, f"item {item}") for item in self.bias) or "none"
-        span = {"window": f" {self.window}", "prefix": f" {self.prefix}"}.get(
-            self.mask, ""
-        )
-        columns = ("vocabulary", "scale", "std", "mask", "pe", "depth", "residual")
-        return {name: getattr(self, name) for name in columns} | {
-            "mask": self.mask + span,
-            "bias": bias,
+        names = {item: name for name, item in self.places.items()}
+        bias = [names.get(item, f"item {item}") for item in self.bias]
+        spans = {"window": self.window, "prefix": self.prefix}
+        mask: str = self.mask
+        if mask in spans:
+            mask = f"{mask} {spans[mask]}"
+        return {
+            "vocabulary": self.vocabulary,
+            "scale": self.scale,
+            "std": self.std,
+            "mask": mask,
+            "pe": self.pe,
+            "depth": self.depth,
+            "residual": self.residual,
+            "bias": "+".join(bias) or "none",
         }
 
     @property
     def name(self) -> str:
         """Readable folder name with the hash of all fields."""
         bias = "bias" + "+".join(map(str, self.bias)) if self.bias else "unbiased"
-        network = f"{self.pe}_{self.mask}_d{self.depth}_{'residual' if self.residual else 'plain'}"
+        stream = "residual" if self.residual else "plain"
+        network = f"{self.pe}_{self.mask}_d{self.depth}_{stream}"
         return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{digest(asdict(self))}"
 
 
-Measured = list[
-    tuple[Condition, Row]
-]  # rows of :meth:`Ensemble.measure` with their conditions
+Measured = list[tuple[Condition, Row]]
+"""Rows of :meth:`Ensemble.measure` with their conditions."""
 
 
 def marks(until: int) -> list[int]:
     """Iterations of a measurement: 1000, 2000, 4000, ... 10,000, every 4000 from 12,000, and the end."""
     early = [1000, 2000, 4000, 6000, 8000, 10_000]
-    return sorted(
-        {m for m in [*early, *range(12_000, until + 1, 4000)] if m <= until} | {until}
-    )
+    regular = [*early, *range(12_000, until + 1, 4000)]
+    return sorted({iteration for iteration in regular if iteration < until} | {until})
 
 
 class Ensemble:
-    """Seeds of one condition at the same iteration, trained as one batch."""
+    """Seeds of one condition at the same iteration, trained as one batch.
+
+    Attributes:
+        worlds: Classes and labels of each seed.
+        data: Generator of each seed's batches.
+        network: The networks of all seeds.
+    """
 
     def __init__(
         self, condition: Condition, seeds: Sequence[int], device: torch.device
@@ -120,127 +141,132 @@ class Ensemble:
         self.seeds = list(seeds)
         self.iteration = 0
         self.device = device
-        # Each seed has its own, so that no draw depends on the other seeds.
-        classes, weights, self.data = (
-            [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds]
-            for kind in range(3)
-        )
-        self.worlds = [data.draw_world(condition, rng) for rng in classes]
-        self.network = AttentionNetwork(condition, condition, weights)
-        rates = {"lr": condition.learning_rate, "weight_decay": condition.weight_decay}
+        # Three generators for each seed, so that no draw depends on the other seeds.
+        world_rngs = self._generators(0)
+        weight_rngs = self._generators(1)
+        self.data = self._generators(2)
+        self.worlds = [data.draw_world(condition, rng) for rng in world_rngs]
+        self.network = AttentionNetwork(condition, condition, weight_rngs)
         self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), **rates, fused=True
+            self.network.parameters(),
+            lr=condition.learning_rate,
+            weight_decay=condition.weight_decay,
+            fused=True,
         )
 
+    def _generators(self, stream: int) -> list[torch.Generator]:
+        """A generator for each seed: streams 0, 1, 2 are for classes, weights and batches."""
+        seeds = (3 * seed + stream for seed in self.seeds)
+        return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
+
     def step(self) -> None:
-        """One iteration: a fresh batch for every seed."""
+        """Train for one iteration, on a new batch for every seed.
+
+        Raises:
+            UserError: The loss is no number.
+        """
         size = self.condition.batch
-        both = zip(self.worlds, self.data, strict=True)
-        drawn = [
-            data.training_batch(self.condition, world, size, rng) for world, rng in both
+        batches = [
+            data.training_batch(self.condition, world, size, rng)
+            for world, rng in zip(self.worlds, self.data, strict=True)
         ]
         # A stack of one would copy the batch.
-        tokens = (
-            torch.stack([d.tokens for d in drawn])
-            if len(drawn) > 1
-            else drawn[0].tokens[None]
-        )
-        logits = self.network(tokens)
-        targets = torch.stack([d.targets for d in drawn])
+        tokens = batches[0].tokens[None]
+        if len(batches) > 1:
+            tokens = torch.stack([batch.tokens for batch in batches])
+        targets = torch.stack([batch.targets for batch in batches])
+        logits = self.network(tokens).flatten(0, 1)
         # A sum over models of means over sequences: each model gets the gradient that it would get alone.
-        loss = (
-            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            / size
-        )
+        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / size
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
         self.iteration += 1
         # A GPU is asked now and then, and always before a checkpoint (a multiple of these).
-        if (self.device.type == "cpu" or self.iteration % 100 == 0) and not bool(
-            torch.isfinite(loss)
-        ):
+        checks_loss = self.device.type == "cpu" or self.iteration % REPORT_EVERY == 0
+        if checks_loss and not bool(torch.isfinite(loss)):
             where = f"loss at iteration {self.iteration}"
+            allowed = f"a number, in {self.condition.name}"
             hint = "lower learning_rate in study.conditions"
-            raise UserError(
-                where, float(loss), f"a number, in {self.condition.name}", hint
-            )
+            raise UserError(where, float(loss), allowed, hint)
 
     def state(self, index: int) -> dict[str, Any]:
-        """Everything that one seed needs to go on after a step, without the other seeds."""
+        """Checkpoint of one seed: everything that it needs to go on after a step, without the other seeds."""
         parameters = list(self.network.parameters())
-        moments = [self.optimizer.state[p] for p in parameters]
-        first, second = (
-            [m[name] for m in moments] for name in ("exp_avg", "exp_avg_sq")
-        )
-        parts = {"parameters": parameters, "first": first, "second": second}
-        own = {
-            name: [t[index].detach().cpu().clone() for t in part]
-            for name, part in parts.items()
+        moments = [self.optimizer.state[parameter] for parameter in parameters]
+        return {
+            "iteration": self.iteration,
+            "device": self.device.type,
+            "parameters": _member(parameters, index),
+            "first": _member([moment["exp_avg"] for moment in moments], index),
+            "second": _member([moment["exp_avg_sq"] for moment in moments], index),
+            "data": self.data[index].get_state(),
         }
-        own["data"] = self.data[index].get_state()
-        return {"iteration": self.iteration, "device": self.device.type, **own}
 
     @torch.no_grad()
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what `state` gave, a state per seed, all of one iteration."""
+        """Go on from checkpoints of :meth:`state`, one for each seed, all of the same iteration."""
         self.iteration = states[0]["iteration"]
         step = torch.tensor(float(self.iteration), device=self.device)
         for rng, state in zip(self.data, states, strict=True):
             rng.set_state(state["data"])
-        for k, parameter in enumerate(self.network.parameters()):
-            parts = (
-                [s[name][k] for s in states]
-                for name in ("parameters", "first", "second")
-            )
-            values, first, second = (
-                torch.stack(part).to(self.device) for part in parts
-            )
-            parameter.copy_(values)
+        for index, parameter in enumerate(self.network.parameters()):
+            parameter.copy_(self._stack(states, "parameters", index))
             self.optimizer.state[parameter] = {
                 "step": step.clone(),
-                "exp_avg": first,
-                "exp_avg_sq": second,
+                "exp_avg": self._stack(states, "first", index),
+                "exp_avg_sq": self._stack(states, "second", index),
             }
+
+    def _stack(
+        self, states: Sequence[Mapping[str, Any]], key: str, index: int
+    ) -> Tensor:
+        """Tensor number ``index`` under a key of all checkpoints, [M, ...]."""
+        return torch.stack([state[key][index] for state in states]).to(self.device)
 
     @torch.no_grad()
     def measure(self) -> list[Row]:
-        """What every seed has learned at this iteration, one row each.
+        """Measure what every seed has learned at this iteration.
 
-        Loss (nats) and accuracy on the training's data; accuracy on new classes by item (``novel_``) and of
-        each paired set (``acc_``); gaps with standard errors (``sd_``); both sink metrics by token.
+        Returns:
+            A row for each seed: loss (nats) and accuracy on the training's data; accuracy on new classes by
+            item (``novel_``) and of each paired set (``acc_``); gaps with standard errors (``sd_``); both sink
+            metrics by token.
         """
-        found = []
+        rows = []
         count = self.condition.sequences
         for index, seed in enumerate(self.seeds):
-            # One model on the CPU, so that every device measures alike.
-            network = AttentionNetwork(
-                self.condition, self.condition, [torch.Generator()]
-            )
-            for own, shared in zip(
-                network.parameters(), self.network.parameters(), strict=True
-            ):
-                own.copy_(shared[index : index + 1])
+            network = self._network_on_cpu(index)
+            world = data.World(*(tensor.cpu() for tensor in self.worlds[index]))
             rng = torch.Generator().manual_seed(TEST_SEEDS + seed)
-            world = data.World(*(part.cpu() for part in self.worlds[index]))
-            sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
-            parts = [self._scores(network, world, rng, size) for size in sizes]
+            chunks = [
+                self._scores(network, world, rng, min(CHUNK, count - start))
+                for start in range(0, count, CHUNK)
+            ]
             scores = {
-                name: np.concatenate([part[name] for part in parts])
-                for name in parts[0]
+                name: np.concatenate([chunk[name] for chunk in chunks])
+                for name in chunks[0]
             }
             row: Row = {"seed": seed, "iteration": self.iteration, "n": count}
-            row |= {name: values.mean(0).tolist() for name, values in scores.items()}
+            for name, values in scores.items():
+                row[name] = values.mean(0).tolist()
             for a, b in PAIRS:
-                difference = (
-                    scores[f"acc_{a}_{b}"].astype(np.float64) - scores[f"acc_{b}_{a}"]
-                )
-                row[f"gap_{a}_{b}"] = float(difference.mean())
-                row[f"sd_{a}_{b}"] = float(
-                    difference.std(ddof=1) / len(difference) ** 0.5
-                )
-            found.append(row)
-        return found
+                earlier = scores[f"acc_{a}_{b}"].astype(np.float64)
+                gap = earlier - scores[f"acc_{b}_{a}"]
+                row[f"gap_{a}_{b}"] = float(gap.mean())
+                row[f"sd_{a}_{b}"] = float(gap.std(ddof=1) / count**0.5)
+            rows.append(row)
+        return rows
+
+    def _network_on_cpu(self, index: int) -> AttentionNetwork:
+        """The network of one seed, alone and on the CPU, so that every device measures alike."""
+        rng = torch.Generator()  # its weights are replaced
+        network = AttentionNetwork(self.condition, self.condition, [rng])
+        for parameter, stacked in zip(
+            network.parameters(), self.network.parameters(), strict=True
+        ):
+            parameter.copy_(stacked[index : index + 1])
+        return network
 
     def _scores(
         self,
@@ -249,70 +275,104 @@ class Ensemble:
         rng: torch.Generator,
         count: int,
     ) -> Row:
-        """Scores of each test sequence, [count] or [count, n], by name."""
+        """Score a network on test sequences.
 
-        def hits(asked: data.Sequences) -> Any:
-            return (network(asked.tokens[None])[0].argmax(-1) == asked.targets).numpy()
+        Args:
+            network: One network.
+            world: Its classes and labels.
+            rng: Generator of the test sequences.
+            count: How many sequences.
 
-        condition, places = self.condition, self.condition.places
-        seen, mask = (
-            data.training_batch(condition, world, count, rng),
-            condition.seen(condition.tokens),
-        )
-        logits = network(seen.tokens[None])[0]
-        attention = network.attentions(seen.tokens[None])[0].double().numpy()
+        Returns:
+            Scores of each sequence by name, [count], sink metrics [count, n].
+        """
+        condition = self.condition
+        batch = data.training_batch(condition, world, count, rng)
+        mask = condition.seen(condition.tokens)
+        logits = network(batch.tokens[None])[0]
+        loss = F.cross_entropy(logits, batch.targets, reduction="none")
+        # [count, depth, n, n]
+        attention = network.attentions(batch.tokens[None])[0].double().numpy()
         scores: Row = {
-            "train_loss": F.cross_entropy(
-                logits, seen.targets, reduction="none"
-            ).numpy(),
-            "train_accuracy": (logits.argmax(-1) == seen.targets).numpy(),
+            "train_loss": loss.numpy(),
+            "train_accuracy": (logits.argmax(-1) == batch.targets).numpy(),
             # Gu et al. count queries from the token on; if the mask is not causal, earlier ones see it too.
             "sink_by_head": np.stack(
-                [masks.sink_by_head(np.tril(each)) for each in attention]
+                [masks.sink_by_head(np.tril(weights)) for weights in attention]
             ),
             "sink_by_entry": np.stack(
-                [masks.sink_by_entry(each, mask) for each in attention]
+                [masks.sink_by_entry(weights, mask) for weights in attention]
             ),
         }
         novel = data.novel_sequences(condition, world, count, rng)
-        for name, place in places.items():
-            scores[f"novel_{name}"] = hits(data.ask(novel, world, place))
-        for right, other in (pair for a, b in PAIRS for pair in ((a, b), (b, a))):
-            if condition.test_component == "fresh":
-                novel = data.novel_sequences(condition, world, count, rng)
-            scores[f"acc_{right}_{other}"] = hits(
-                data.ask(novel, world, places[right], places[other])
-            )
+        places = condition.places
+        for name, item in places.items():
+            scores[f"novel_{name}"] = _hits(network, data.ask(novel, world, item))
+        for pair in PAIRS:
+            for right, copy in (pair, pair[::-1]):
+                if condition.test_component == "fresh":
+                    novel = data.novel_sequences(condition, world, count, rng)
+                sequences = data.ask(novel, world, places[right], places[copy])
+                scores[f"acc_{right}_{copy}"] = _hits(network, sequences)
         return scores
 
     def train(
         self, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]
     ) -> None:
-        """Train up to an iteration, measure where it is due, and write checkpoints."""
+        """Train up to an iteration; write rows where a measurement is due, and checkpoints.
+
+        Args:
+            iterations: The iteration to reach, counted from the start of the training.
+            root: Folder of all trainings.
+            hardware: Name of this machine, for the rows.
+            advance: Called with numbers of iterations done, summed over seeds.
+        """
         stops = set(marks(iterations))
-        start = self.iteration
         runs = {seed: folder_of(root, self.condition, seed) for seed in self.seeds}
-        # From the start itself: a row that was damaged is made again where the training stands at it.
-        for at in range(start, max(start, iterations) + 1):
-            if at > start:
-                self.step()
-                if at % 100 == 0 or at == iterations:
-                    advance(len(runs) * (at % 100 or 100))
-            if at in stops:
-                # A training killed between row and checkpoint comes to the same row again, and keeps it.
-                kept = {
-                    s
-                    for s, run in runs.items()
-                    if at in [row["iteration"] for row in run.rows(ROWS)]
-                }
-                for row in self.measure() if len(kept) < len(runs) else []:
-                    if row["seed"] not in kept:
-                        runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
-            if at > start and (at in stops or at % CHECKPOINT_EVERY == 0):
-                for index, run in enumerate(runs.values()):
-                    stream = io.BytesIO()
-                    torch.save(self.state(index), stream)
-                    write_bytes(run.path / CHECKPOINT, stream.getvalue())
+        # A row that was damaged is made again where the training stands at it.
+        if self.iteration in stops:
+            self._write_missing_rows(runs, hardware)
+        for iteration in range(self.iteration + 1, iterations + 1):
+            self.step()
+            if iteration % REPORT_EVERY == 0 or iteration == iterations:
+                advance(len(runs) * (iteration % REPORT_EVERY or REPORT_EVERY))
+            if iteration in stops:
+                self._write_missing_rows(runs, hardware)
+            if iteration in stops or iteration % CHECKPOINT_EVERY == 0:
+                self._write_checkpoints(runs)
+
+    def _write_missing_rows(self, runs: Mapping[int, RunDir], hardware: str) -> None:
+        """Measure, and append the rows of the seeds that have none at this iteration.
+
+        A training killed between row and checkpoint comes to the same row again, and keeps it.
+        """
+        missing = {
+            seed
+            for seed, run in runs.items()
+            if self.iteration not in [row["iteration"] for row in run.rows(ROWS)]
+        }
+        if not missing:
+            return
+        for row in self.measure():
+            if row["seed"] in missing:
+                runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
+
+    def _write_checkpoints(self, runs: Mapping[int, RunDir]) -> None:
+        for index, run in enumerate(runs.values()):
+            stream = io.BytesIO()
+            torch.save(self.state(index), stream)
+            write_bytes(run.path / CHECKPOINT, stream.getvalue())
+
+
+def _member(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
+    """Copies on the CPU of one seed's part of tensors [M, ...]."""
+    return [tensor[index].detach().cpu().clone() for tensor in tensors]
+
+
+def _hits(network: AttentionNetwork, sequences: data.Sequences) -> Any:
+    """Whether a network names the right label of each sequence, [count]."""
+    logits = network(sequences.tokens[None])[0]
+    return (logits.argmax(-1) == sequences.targets).numpy()
 
 
 def folder_of(root: Path, condition: Condition, seed: int) -> RunDir:
@@ -328,56 +388,65 @@ def train(
     *,
     hardware: str,
     device: str = "cpu",
-    advance: Callable[..., None] = lambda iterations, **how: None,
+    advance: Callable[..., None] = lambda iterations, before=False: None,
 ) -> Measured:
-    """Train every seed for that many iterations in all, going on where its folder under the root has got to.
+    """Train seeds of a condition, each on from its checkpoint if it has one.
 
     On a CPU the seeds run one after another; on a GPU those at the same iteration run as one.
+
+    Args:
+        condition: What to train.
+        seeds: Seeds of the trainings.
+        iterations: Iterations in all, those before the checkpoint included.
+        root: Folder of all trainings.
+        hardware: Name of this machine, for the rows.
+        device: Torch device.
+        advance: Called with numbers of iterations done, and ``before=True`` for those of a checkpoint.
+
+    Returns:
+        The rows measured up to that iteration.
 
     Raises:
         UserError: A checkpoint is of another device, a seed is in other hands, or was measured only later.
     """
     root.mkdir(parents=True, exist_ok=True)
-    where = torch.device(device)
-    found = Measured()
-    groups = dict[int, dict[int, Any]]()
+    torch_device = torch.device(device)
+    measured: Measured = []
+    # Checkpoint (None at the start) of each seed, in groups that train as one.
+    groups: dict[int, dict[int, Any]] = {}
     with ExitStack() as stack:
         for seed in seeds:
             run = folder_of(root, condition, seed)
             stack.enter_context(owned(run.path))
-            state = _open(run, condition, seed, where)
-            at = state["iteration"] if state else 0
-            advance(min(at, iterations), before=True)
-            groups.setdefault(seed if where.type == "cpu" else at, {})[seed] = state
-        for group in groups.values():
-            ensemble = Ensemble(condition, list(group), where)
-            if all(group.values()):
-                ensemble.load(list(group.values()))
+            state = _open(run, condition, seed, torch_device)
+            iteration = state["iteration"] if state else 0
+            advance(min(iteration, iterations), before=True)
+            group = seed if torch_device.type == "cpu" else iteration
+            groups.setdefault(group, {})[seed] = state
+        for states in groups.values():
+            ensemble = Ensemble(condition, list(states), torch_device)
+            if all(states.values()):
+                ensemble.load(list(states.values()))
             ensemble.train(iterations, root, hardware, advance)
-    for run in (folder_of(root, condition, seed) for seed in seeds):
-        rows = [
-            (condition, row) for row in run.rows(ROWS) if row["iteration"] <= iterations
-        ]
+    for seed in seeds:
+        run = folder_of(root, condition, seed)
+        rows = [row for row in run.rows(ROWS) if row["iteration"] <= iterations]
         if not rows:
             allowed = f"1000 or more: {run.path} is trained further, and was measured later only"
-            raise UserError(
-                "iterations",
-                iterations,
-                allowed,
-                "ask for more, or take another folder",
-            )
-        found += rows
-    return found
+            hint = "ask for more, or take another folder"
+            raise UserError("iterations", iterations, allowed, hint)
+        measured += [(condition, row) for row in rows]
+    return measured
 
 
 def trainings(root: Path) -> Measured:
     """What was measured in all trainings under a root, oldest first within each."""
-    found = []
+    measured: Measured = []
     for file in sorted(root.glob(f"*/{FACTS}")):
         run = RunDir(file.parent)
         condition = build(Condition, run.read_json(FACTS)["condition"], str(file))
-        found += [(condition, row) for row in run.rows(ROWS)]
-    return found
+        measured += [(condition, row) for row in run.rows(ROWS)]
+    return measured
 
 
 def _open(
@@ -392,12 +461,8 @@ def _open(
     if not file.is_file():
         return None
     if not zipfile.is_zipfile(file):
-        raise UserError(
-            "checkpoint",
-            str(file),
-            "a checkpoint of this training",
-            "remove the folder",
-        )
+        allowed = "a checkpoint of this training"
+        raise UserError("checkpoint", str(file), allowed, "remove the folder")
     state: dict[str, Any] = torch.load(file, weights_only=True)
     if state["device"] != device.type:
         # The generators of a CPU and a GPU draw different numbers: it would no longer be the same training.
