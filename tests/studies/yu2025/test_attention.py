@@ -237,11 +237,11 @@ def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> No
     tokens = {e.id: item_tokens(encoded[e.id], e) for e in examples}
     run: Any = SimpleNamespace(lm=lm)
     prompts = Prompts(run, task, examples, encoded, tokens, [examples])
-    _, together = study.answered(prompts, examples, "gold")
+    _, together = study.replies_and_weights(prompts, "gold", examples)
     for row, example in enumerate(examples):
         target = example.gold_position
-        _, alone = study.answered(prompts, [example], "gold")
-        _, plain = study.answered(prompts, [example], UNMODIFIED)
+        _, alone = study.replies_and_weights(prompts, "gold", [example])
+        _, plain = study.replies_and_weights(prompts, UNMODIFIED, [example])
         noise = embedded_attention_noise()
         assert_same(together[row], alone[0], noise, "attention")
         lm_row = attention_to_items(lm, [encoded[example.id]], [example])[0]
