@@ -238,36 +238,36 @@ class AttentionToGold(Study):
         lengths = tables["lengths"]
         num_items = int(maps["item"].max()) + 1
         used_layers = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
-        drawn: dict[str, tuple[Figure, str]] = {}
+        figures: dict[str, tuple[Figure, str]] = {}
         if "maps" in self.show:
             titles = {
                 row.layer: f"layer {row.layer} (score {row.score:.2f})"
                 for row in layers.itertuples()
             }
             caption = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."
-            drawn["maps"] = map_panels(maps, "layer", titles), caption
+            figures["maps"] = map_panels(maps, "layer", titles), caption
         if "heads" in self.show:
             caption = (
                 "Share of examples in which the gold item gets the most weight, minus that under shuffled "
                 "positions."
             )
-            drawn["heads"] = head_figure(tables["heads"]), caption
+            figures["heads"] = head_figure(tables["heads"]), caption
         if "head_maps" in self.show:
             titles = {head: f"head {head}" for head in head_maps["head"]}
             layer = head_maps["layer"].iloc[0]
             caption = f"The heads of layer {layer}, drawn as the layers are."
-            drawn["head_maps"] = map_panels(head_maps, "head", titles), caption
+            figures["head_maps"] = map_panels(head_maps, "head", titles), caption
         if "gold" in self.show:
             rows = lengths[lengths["items"] == num_items]
             caption = f"Attention to the gold item (mean of layers {used_layers}) and score, same examples (95 %)."
-            drawn["gold"] = curve_figure(rows), caption
+            figures["gold"] = curve_figure(rows), caption
         if "lengths" in self.show and lengths["items"].nunique() > 1:
             caption = (
                 f"The same for several numbers of items; layers ({used_layers}) "
                 f"as found with {num_items}."
             )
-            drawn["lengths"] = curve_figure(lengths), caption
-        return drawn
+            figures["lengths"] = curve_figure(lengths), caption
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
@@ -444,8 +444,8 @@ def retrieval_scores(
         p (share of shuffles in which some score reaches this one), gold_attention, ratio (to that of the
         other items), retrieval, n.
     """
-    position_shares = np.bincount(positions, minlength=int(largest.max()) + 1)
-    position_shares = position_shares / len(positions)
+    counts = np.bincount(positions, minlength=int(largest.max()) + 1)
+    position_shares = counts / len(positions)
     is_gold = largest == positions[:, None]
     # The expectation over all shuffles is a mean over examples too: one bootstrap covers the difference.
     chance = position_shares[largest]
@@ -491,7 +491,7 @@ def mean_maps(weights: Array, positions: Integers, unit: str) -> pd.DataFrame:
         Rows of the unit, gold_position, item, attention, n.
     """
     gold_positions, counts = np.unique(positions, return_counts=True)
-    means = np.stack([weights[positions == place].mean(0) for place in gold_positions])
+    means = np.stack([weights[positions == p].mean(0) for p in gold_positions])
     row, number, item = (index.ravel() for index in np.indices(means.shape))
     return pd.DataFrame(
         {

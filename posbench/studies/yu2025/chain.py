@@ -112,14 +112,14 @@ class Chain(Study):
             "mask, or moved position ids. (e) Channel of one item moved towards the beginning. (f) Attention "
             "to one item doubled. Bands: 95 %."
         )
-        drawn = {"chain": (chain_figure(tables), caption)}
+        figures = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():
             link_figures = link.figures(_tables_of(name, tables))
             for key, figure_and_caption in link_figures.items():
                 if not key.startswith(name):
                     key = f"{name}_{key}"
-                drawn[key] = figure_and_caption
-        return drawn
+                figures[key] = figure_and_caption
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """The verdicts of every link, in the order of the chain."""

@@ -29,8 +29,8 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Measured, Prompts, gold
 from posbench.tasks import Example
 
-WHERE = {"gold": "the gold item", "other": "another item"}
-"""Items whose channel is changed."""
+ROLES = {"gold": "the gold item", "other": "another item"}
+"""Roles of the items whose channel is changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +91,23 @@ class ChannelSubtraction(Study):
         at_position = [e for e in examples if gold(e) == gold(nearest)]
         return at_position[: self.examples]
 
-    def _item(self, example: Example, where: str) -> int:
-        """The item that is changed, ``where`` being one of :data:`WHERE`."""
-        if where == "gold":
+    def _item(self, example: Example, role: str) -> int:
+        """The item that has a role, see :data:`ROLES`."""
+        if role == "gold":
             return gold(example)
         return round(self.other * (len(example.items) - 1))
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
         changes_per_item = 1 + self.controls + int(self.opposite)
-        num_variants = 1 + len(WHERE) * changes_per_item
+        num_variants = 1 + len(ROLES) * changes_per_item
         return [Looks(self._examples(run), times=num_variants, replies=num_variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""
         tested, *controls = shared.channels(run, self.channel, self.controls, self.seed)
         prompts = Prompts.of(run, examples=self._examples(run))
-        items = {where: self._item(prompts.examples[0], where) for where in WHERE}
+        items = {role: self._item(prompts.examples[0], role) for role in ROLES}
         unmodified = self._variant(prompts, UNMODIFIED, "gold", tested, tested, {})
         attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
         curves = np.mean([row["channel"] for row in unmodified.values()], axis=0)
@@ -118,19 +118,17 @@ class ChannelSubtraction(Study):
         opposite_amounts = {layer: -amount for layer, amount in amounts.items()}
 
         measured = {UNMODIFIED: unmodified}
-        for where in WHERE:
-            measured[where] = self._variant(
-                prompts, where, where, tested, tested, amounts
-            )
+        for role in ROLES:
+            measured[role] = self._variant(prompts, role, role, tested, tested, amounts)
             for control in controls:
-                variant = f"{where}_control_{control}"
+                variant = f"{role}_control_{control}"
                 measured[variant] = self._variant(
-                    prompts, variant, where, tested, control, amounts
+                    prompts, variant, role, tested, control, amounts
                 )
             if self.opposite:
-                variant = f"{where}_opposite"
+                variant = f"{role}_opposite"
                 measured[variant] = self._variant(
-                    prompts, variant, where, tested, tested, opposite_amounts
+                    prompts, variant, role, tested, tested, opposite_amounts
                 )
 
         frame = _frame(prompts, measured, slice(first, last + 1))
@@ -149,7 +147,7 @@ class ChannelSubtraction(Study):
         self,
         prompts: Prompts,
         variant: str,
-        where: str,
+        role: str,
         tested: int,
         changed: int,
         amounts: Mapping[int, float],
@@ -159,7 +157,7 @@ class ChannelSubtraction(Study):
         Args:
             prompts: The prompts.
             variant: Name of the variant.
-            where: The changed item, one of :data:`WHERE`.
+            role: Role of the changed item, see :data:`ROLES`.
             tested: The channel that is read.
             changed: The channel that is changed.
             amounts: What is subtracted from it, by layer.
@@ -176,7 +174,7 @@ class ChannelSubtraction(Study):
             subtraction = subtract_channel(
                 lm,
                 prompts.lengths(batch),
-                prompts.spans(batch, lambda e: self._item(e, where)),
+                prompts.spans(batch, lambda e: self._item(e, role)),
                 changed,
                 amounts,
                 site=self.site,
@@ -280,7 +278,7 @@ def _effects(
 
     Args:
         frame: Attention and score by variant, prompt and item.
-        items: The changed items, by the keys of :data:`WHERE`.
+        items: The changed items, by their roles.
         resamples: Draws of the bootstrap.
     """
     kind = frame["variant"].str.replace(r"_control_.*", "_control", regex=True)
@@ -290,37 +288,37 @@ def _effects(
         attention[kind_and_item] = shared.group(rows, "attention")
         scores[kind_and_item] = shared.group(rows, "score")
     effects: dict[str, Estimate] = {}
-    for where, item in items.items():
-        changed = (where, item)
+    for role, item in items.items():
+        changed = (role, item)
         unmodified = (UNMODIFIED, item)
-        control = (f"{where}_control", item)
-        opposite = (f"{where}_opposite", item)
+        control = (f"{role}_control", item)
+        opposite = (f"{role}_opposite", item)
         contrasts = {
-            "over_first": (changed, (where, 0)),
+            "over_first": (changed, (role, 0)),
             "before": (unmodified, (UNMODIFIED, 0)),
             "rise": (changed, unmodified),
             "control": (control, unmodified),
             "over_control": (changed, control),
         }
         for name, (minuend, subtrahend) in contrasts.items():
-            effects[f"{where}_{name}"] = shared.minus(
+            effects[f"{role}_{name}"] = shared.minus(
                 attention, minuend, subtrahend, resamples
             )
-        effects[f"{where}_score"] = shared.minus(scores, changed, unmodified, resamples)
+        effects[f"{role}_score"] = shared.minus(scores, changed, unmodified, resamples)
         if opposite in attention:
-            effects[f"{where}_opposite"] = shared.minus(
+            effects[f"{role}_opposite"] = shared.minus(
                 attention, opposite, unmodified, resamples
             )
-            effects[f"{where}_over_opposite"] = shared.minus(
+            effects[f"{role}_over_opposite"] = shared.minus(
                 attention, changed, opposite, resamples
             )
     return shared.effects_table(effects)
 
 
-def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
+def panel(axes: Axes, items: pd.DataFrame, role: str, measure: str) -> None:
     """The channel or the attention of every item, unmodified and with one item changed (the circle)."""
     rows = items[items["measure"] == measure]
-    labels = {UNMODIFIED: "unmodified", where: "channel changed"}
+    labels = {UNMODIFIED: "unmodified", role: "channel changed"}
     plot.bands(axes, rows, "variant", labels, x="item", scale=1)
     axes.axvline(
         rows["gold"].iloc[0],
@@ -331,7 +329,7 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
         label="gold item",
     )
     if measure == "attention":
-        controls = rows[rows["variant"].str.startswith(f"{where}_control_")]
+        controls = rows[rows["variant"].str.startswith(f"{role}_control_")]
         mean = controls.groupby("item")["value"].mean()
         axes.plot(mean, label="random channel (control)", **plot.ON_TOP)
         axes.set(xlabel=plot.ITEM, ylabel="attention\n(mean weight per token)")
@@ -339,7 +337,7 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
         axes.set_yscale("log")
     for line in axes.lines:
         line.set_markersize(2)
-    changed = rows[(rows["variant"] == where) & (rows["item"] == rows[where])]
+    changed = rows[(rows["variant"] == role) & (rows["item"] == rows[role])]
     axes.plot(
         changed["item"],
         changed["value"],
@@ -358,10 +356,10 @@ def items_figure(items: pd.DataFrame) -> Figure:
         plot.PAGE, 4.2, 2, 2, n=items["n"], sharex=True, sharey="row"
     )
     first = items.iloc[0]
-    for (upper, lower), (where, label) in zip(grid.T, WHERE.items(), strict=True):
-        panel(upper, items, where, "channel")
-        panel(lower, items, where, "attention")
-        upper.set_title(f"{label} changed (item {first[where]})")
+    for (upper, lower), (role, label) in zip(grid.T, ROLES.items(), strict=True):
+        panel(upper, items, role, "channel")
+        panel(lower, items, role, "attention")
+        upper.set_title(f"{label} changed (item {first[role]})")
     grid[0][0].set_ylabel(f"mean of channel {first['tested_channel']}")
     grid[1][1].set_ylabel("")
     plot.legend_below(figure)

@@ -178,12 +178,12 @@ class CropMask(Study):
         """See :meth:`Study.figures`."""
         caption = "Score and attention, and change of attention by layer, with 95 % intervals."
         figure = crop_figure(tables["crop_mask"], tables["crop_mask_layers"])
-        drawn = {"crop_mask": (figure, caption)}
+        figures = {"crop_mask": (figure, caption)}
         if _is_crossed(tables):
             caption = "Change at the inner gold positions (95 %); lines: what the first and last one have."
             figure = crossed_figure(tables["crop_mask_effects"])
-            drawn["crop_mask_crossed"] = (figure, caption)
-        return drawn
+            figures["crop_mask_crossed"] = (figure, caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""

@@ -232,10 +232,10 @@ class HiddenPerturbation(Study):
         effects = tables["layer_effects"]
         curves = curves_figure(tables["curves"], effects["n"])
         caption = "The positional channel over the token, mean over texts; each layer has an axis of its own."
-        drawn = {"hidden_perturbation": (curves, caption)}
+        figures = {"hidden_perturbation": (curves, caption)}
         caption = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
-        drawn["hidden_perturbation_layers"] = (layers_figure(effects), caption)
-        return drawn
+        figures["hidden_perturbation_layers"] = (layers_figure(effects), caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3, second half: the mask, not the position embedding, makes positional hidden states."""

@@ -283,8 +283,8 @@ def layer_table(
 
 def _benefit(changes: Mapping[Range, Array], layer: int) -> float:
     """Mean loss of the ranges without a layer minus that of those with it; not a number without either."""
-    losses_with = []
-    losses_without = []
+    losses_with: list[float] = []
+    losses_without: list[float] = []
     for (first, last), change in changes.items():
         losses = losses_with if first <= layer <= last else losses_without
         losses.append(change.mean())

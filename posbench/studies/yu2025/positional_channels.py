@@ -157,14 +157,17 @@ class PositionalChannels(Study):
             trend = mean_correlation(curves[:, self.skip :])
             strongest = np.argsort(-trend, kind="stable")[: self.top]
             block = run.model.blocks.get("scale_channel", {})
-            candidates = [(int(channel), STRONGEST) for channel in strongest]
-            candidates.append((PAPER.get(run.model.name), "the paper's"))
-            candidates.append((block.get("channel"), "the model's"))
+            candidates = [
+                *((int(channel), STRONGEST) for channel in strongest),
+                (PAPER.get(run.model.name), "the paper's"),
+                (block.get("channel"), "the model's"),
+            ]
             for channel, reason in candidates:
+                if channel is None:
+                    continue
                 if channel in reasons:
-                    reasons[channel] += f" and {reason}"
-                elif channel is not None:
-                    reasons[channel] = reason
+                    reason = f"{reasons[channel]} and {reason}"
+                reasons[channel] = reason
         unchosen = [c for c in range(curves.shape[2]) if c not in reasons]
         rng = np.random.default_rng(self.seed)
         for channel in rng.permutation(unchosen)[: self.controls]:
@@ -271,18 +274,18 @@ class PositionalChannels(Study):
         site = self.site.replace("_", " ")
         caption = f"Channels of the {site}, averaged over layers and random strings. Thick: sliding mean."
         averaged = averaged_figure(curves[curves["token"] >= self.skip])
-        drawn = {"averaged": (averaged, caption)}
+        figures = {"averaged": (averaged, caption)}
         caption = (
             "Rank correlation, and variance that the position explains, layer by layer."
         )
-        drawn["statistics"] = (layer_figure(tables["statistics"]), caption)
+        figures["statistics"] = (layer_figure(tables["statistics"]), caption)
         chosen = curves[~curves["kind"].isin([RANDOM, SHUFFLED])]
         kinds = chosen.groupby("channel", sort=False)["kind"].first()
         for channel, kind in kinds.items():
             caption = f"Channel {channel} ({kind}) of the {site}, layer by layer."
             figure = channel_curves(chosen, int(channel))
-            drawn[f"layers_{channel}"] = (figure, caption)
-        return drawn
+            figures[f"layers_{channel}"] = (figure, caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3: some channel follows the position, the filter finds such, layer 0 starts the trend."""
@@ -329,18 +332,16 @@ class PositionalChannels(Study):
         if self.site == "attention_input":
             first = 1
             rho_before = rho[0]
-            where = "input of layer 1"
+            measured_at = "input of layer 1"
             before = (
                 f"; input of layer 0, where no token has seen another: {rho_before:.2f}"
             )
         else:
             first = 0
             rho_before = 0.0
-            where = "output of layer 0"
+            measured_at = "output of layer 0"
             before = ""
-        statistic = (
-            f"channel {channel}'s absolute Spearman correlation with position, {where}"
-        )
+        statistic = f"channel {channel}'s absolute Spearman correlation with position, {measured_at}"
         note = (
             f"95 % of uncorrelated curves stay below {noise:.2f}{before}; "
             f"last layer: {rho.iloc[-1]:.2f}"
