@@ -135,7 +135,11 @@ class ChannelSubtraction(Study):
         amount_table = pd.DataFrame(amounts.items(), columns=["layer", "subtracted"])
         return {
             "items": _items(frame).assign(
-                **items, layer_first=first, layer_last=last, tested_channel=tested
+                gold=items["gold"],
+                other=items["other"],
+                layer_first=first,
+                layer_last=last,
+                tested_channel=tested,
             ),
             "amounts": amount_table.assign(
                 channel=tested, rises=amount_table["subtracted"] > 0
