@@ -1,4 +1,4 @@
-"""The tokens of a span see nothing before it."""
+"""Crop the attention mask: the tokens of a span see nothing before the span."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from posbench.late import Tensor, nn, torch
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
-from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask, past
+from posbench.perturbations.base import (
+    Spans,
+    need_mask_support,
+    repeat_for_batch,
+    span_columns,
+    track_cache_length,
+)
 
 
 @contextmanager
@@ -24,47 +30,57 @@ def crop_mask(
 ) -> Iterator[None]:
     """Let the tokens of a span attend, causally, to the span alone and, with ``keep_first``, to the sink.
 
-    That is the prompt's first token. Whatever else the model's own mask shuts (padding, a window) stays shut.
-    In the cropped layers the kernel gets a mask of booleans [B, 1, T, T], one layer at a time, where it would
-    otherwise know causality by itself: a byte per pair of tokens.
+    Whatever the model's own mask shuts (padding, a window) stays shut. In the cropped layers the kernel gets a
+    boolean mask [B, 1, T, T], made layer by layer, where it would otherwise apply causality by itself: one byte
+    per pair of tokens.
+
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 8 (with the first token), D.4 and Figure 11b.
+
+    Args:
+        lm: The model.
+        lengths: Tokens of each prompt, [B].
+        spans: The span of each prompt, [B]; an empty one changes nothing.
+        layers: Layers whose mask is cropped.
+        keep_first: Whether the span still sees the sink, which is the prompt's first token.
 
     Raises:
         UserError: The kernel takes no such mask (FlashAttention).
-
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 8 (with the first token), D.4 and Figure 11b.
     """
-    need_own_mask(lm, "the crop mask")
-    first, start, stop = columns(lengths, spans)
+    need_mask_support(lm, "the crop mask")
+    first, start, stop = span_columns(lengths, spans)
     shut_is_true = families.family_of(lm.model).shut_is_true
 
-    def crop(before: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
-        rows = before + torch.arange(hidden.shape[1])
-        cropping = (rows >= start) & (rows < stop)
-        if not cropping.any():
+    def crop(columns_before: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        queries = columns_before + torch.arange(hidden.shape[1])
+        in_span = (queries >= start) & (queries < stop)
+        if not in_span.any():
             return mask
-        keys = torch.arange(before + len(rows) if mask is None else mask.shape[-1])
-        seen = (keys >= start) & (keys < stop)
+        num_keys = columns_before + len(queries)
+        if mask is not None:
+            num_keys = mask.shape[-1]
+        keys = torch.arange(num_keys)
+        visible = (keys >= start) & (keys < stop)
         if keep_first:
-            seen |= keys == first
-        cropping = for_rows(cropping, hidden)
-        seen = for_rows(seen, hidden)
-        shut = cropping[:, None, :, None] & ~seen[:, None, None, :]
+            visible |= keys == first
+        in_span = repeat_for_batch(in_span, hidden)
+        visible = repeat_for_batch(visible, hidden)
+        cropped = in_span[:, None, :, None] & ~visible[:, None, None, :]
         if mask is None:
-            return ~shut & (keys <= rows[:, None]).to(shut.device)
-        if mask.dtype == torch.bool:
-            return mask | shut if shut_is_true else mask & ~shut
-        return mask.masked_fill(shut, torch.finfo(mask.dtype).min)
+            causal = (keys <= queries[:, None]).to(cropped.device)
+            return ~cropped & causal
+        if mask.dtype != torch.bool:
+            return mask.masked_fill(cropped, torch.finfo(mask.dtype).min)
+        if shut_is_true:
+            return mask | cropped
+        return mask & ~cropped
 
-    with past(lm.model) as held:
+    with track_cache_length(lm.model) as cache_length:
 
         def hook(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
-            mask = crop(
-                held(),
-                families.attention_input(args, kwargs),
-                kwargs.get("attention_mask"),
-            )
+            hidden = families.attention_input(args, kwargs)
+            mask = crop(cache_length(), hidden, kwargs.get("attention_mask"))
             return args, kwargs | {"attention_mask": mask}
 
         with before_each(families.attention_modules(lm.model), layers, lambda _: hook):

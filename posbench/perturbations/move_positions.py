@@ -1,24 +1,31 @@
-"""The last token sees the tokens of a span at other positions."""
+"""Move a span: the last token sees the keys of the span rotated to other positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from posbench.errors import UserError
-from posbench.late import PreTrainedModel, Tensor, nn, torch
+from posbench.late import Tensor, nn, torch
 from posbench.model import families, rope
 from posbench.model.hooks import Attend, attending, before_each
 from posbench.model.lm import LM
-from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask, past
+from posbench.perturbations.base import (
+    Spans,
+    need_mask_support,
+    repeat_for_batch,
+    span_columns,
+    track_cache_length,
+)
 
 
 def can_move(lm: LM) -> bool:
-    """Whether the model rotates, in attention that runs through the library's functions."""
-    return (
-        bool(rope.rotated_layers(lm.model)) and families.family_of(lm.model).interface
-    )
+    """Whether the model has RoPE, in attention that runs through the library's functions."""
+    has_rope = bool(rope.rotated_layers(lm.model))
+    return has_rope and families.family_of(lm.model).interface
 
 
 @contextmanager
@@ -29,138 +36,219 @@ def move_positions(
     targets: Spans,
     layers: Collection[int] | None = None,
 ) -> Iterator[None]:
-    """Let the last token see the tokens of a span at the positions of another one.
+    """Let the last token see the tokens of a span at the positions of another span.
 
-    Token i of the span stands where token i of the target [B] stands, or its last token where the target is
-    shorter. This concerns the rows of the last prompt token and of all tokens behind it (generated ones: each
-    is the last one when it is read). Earlier rows see every key at its own position, and masks stay as they
-    are, as do layers without rotary embedding; None is all layers.
+    Token i of the span takes the position of token i of the target, or of the target's last token where the
+    target is shorter. Only the queries of the last prompt token and of all later tokens see this (each
+    generated token is the last one when it is read). Earlier queries see every key at its own position. Masks
+    stay as they are, as do layers without rotary embedding.
+
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figure 9. The rule for unequal lengths is ours.
+
+    Args:
+        lm: The model.
+        lengths: Tokens of each prompt, [B].
+        spans: The span of each prompt whose keys move, [B].
+        targets: The span of each prompt whose positions the keys take, [B].
+        layers: Layers in which they move; None is all layers.
 
     Raises:
         UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
             library's functions, or a method rotates head by head (ms_poe, moice).
-
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figure 9. The rule for unequal lengths is ours.
     """
     if not can_move(lm):
         allowed = "a model with rotary position embedding (RoPE) in attention through the library's functions"
-        raise UserError(
-            "position ids of a span",
-            lm.name,
-            allowed,
-            "crop the mask, or take model=tiny",
-        )
+        hint = "crop the mask, or take model=tiny"
+        raise UserError("position ids of a span", lm.name, allowed, hint)
     rope.check(lm, "position ids of a span", by_hand=True)
-    need_own_mask(lm, "moved position ids")
-    width = max(lengths)
-    source, low = _sources(lengths, spans, targets)
-    chosen = set(rope.rotated_layers(lm.model)) & (
-        set(range(lm.layers)) if layers is None else set(layers)
-    )
-    turns: dict[int, rope.Table] = {}
+    need_mask_support(lm, "moved position ids")
+    target_columns, first_column = _target_columns(lengths, spans, targets)
+    moved_layers = set(rope.rotated_layers(lm.model))
+    if layers is not None:
+        moved_layers &= set(layers)
 
     with ExitStack() as stack:
-        held = stack.enter_context(past(lm.model))
-
-        def remember(layer: int) -> Callable[..., None]:
-            def hook(
-                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-            ) -> None:
-                table = families.rotary_of(kwargs)
-                if table is None or held():
-                    return
-                if source.numel() and table[0].shape[1] <= int(source.max()):
-                    raise ValueError(
-                        "spans and targets have to lie in the prompt's part that comes first"
-                    )
-                turns[layer] = _turn(
-                    table, for_rows(source, families.attention_input(args, kwargs)), low
-                )
-
-            return hook
-
-        def attend(module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
-            query, key, value, mask = given
-            rows = query.shape[2]
-            total = key.shape[2]
-            last = min(max(held() + rows - (width - 1), 0), rows)
-            if module.layer_idx not in chosen or not last:
-                return following(module, *given, **rest)
-            gone = held() + rows - total  # what a sliding-window layer holds no more
-            keys = _turned(
-                lm.model, module.layer_idx, key, turns[module.layer_idx], low - gone
-            )
-            if last == rows:
-                return following(module, query, keys, value, mask, **rest)
-            out, weights = following(module, *given, **rest)
-            mask = _last_rows(
-                mask, last, torch.ones(total, dtype=torch.bool, device=query.device)
-            )
-            # The call that counts comes last: a listener keeps the latest.
-            again, new = following(
-                module, query[:, :, -last:], keys, value, mask, **rest
-            )
-            both = (
-                None if new is None else torch.cat([weights[:, :, :-last], new], dim=2)
-            )
-            return torch.cat([out[:, :-last], again], dim=1), both
-
-        stack.enter_context(
-            before_each(families.attention_modules(lm.model), chosen, remember)
+        cache_length = stack.enter_context(track_cache_length(lm.model))
+        mover = _KeyMover(
+            lm=lm,
+            width=max(lengths),
+            target_columns=target_columns,
+            first_column=first_column,
+            layers=moved_layers,
+            cache_length=cache_length,
         )
-        stack.enter_context(attending(lm.model, attend))
+        stack.enter_context(
+            before_each(
+                families.attention_modules(lm.model),
+                moved_layers,
+                lambda layer: partial(mover.record_rotation, layer),
+            )
+        )
+        stack.enter_context(attending(lm.model, mover.attend))
         yield
 
 
-def _last_rows(mask: Tensor | None, last: int, every: Tensor) -> Tensor | None:
-    """A mask's last rows; where they need the causal one that None stands for, that, over keys [T]."""
-    if mask is None:
-        return (
-            every.expand(last, -1).tril(len(every) - last)[None, None]
-            if last > 1
-            else None
-        )
-    return mask[:, :, -last:]
-
-
-def _sources(
+def _target_columns(
     lengths: Sequence[int], spans: Spans, targets: Spans
 ) -> tuple[Tensor, int]:
-    """The columns, [B, C], whose positions those that hold a span take; and the first of the latter."""
-    _, start, stop = columns(lengths, spans)
-    _, to, to_stop = columns(lengths, targets)
-    every = torch.arange(max(lengths))
-    inside = (every >= start) & (every < stop)
-    source = torch.where(inside, torch.minimum(to + every - start, to_stop - 1), every)
-    held = inside.any(0).nonzero().flatten().tolist()
-    low, high = (held[0], held[-1] + 1) if held else (0, 0)
-    return source[:, low:high], low
+    """Find the column whose position each column of a span takes.
 
-
-def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
-    """cos and sin [B, C, r] in float32 that turn keys of the C columns from ``low`` on to those of a source.
-
-    They are exactly 1 and 0 where a column is its own source.
+    Returns:
+        Target columns [B, C] of the C columns from the first to the last one that any prompt's span covers (a
+        column outside its prompt's span has itself as the target), and the first of the C columns.
     """
-    exact = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in table)
-    cos, sin = (part.expand(len(source), -1, -1) for part in exact)
-    at = source[..., None].expand(-1, -1, cos.shape[-1])
-    to = cos.gather(1, at), sin.gather(1, at)
-    cos, sin = (part[:, low : low + source.shape[1]] for part in (cos, sin))
-    # Some embeddings rescale as they rotate: the same factor is in both tables.
-    size = cos**2 + sin**2
-    return (to[0] * cos + to[1] * sin) / size, (to[1] * cos - to[0] * sin) / size
+    _, start, stop = span_columns(lengths, spans)
+    _, target_start, target_stop = span_columns(lengths, targets)
+    columns = torch.arange(max(lengths))
+    in_span = (columns >= start) & (columns < stop)
+    moved = torch.minimum(target_start + columns - start, target_stop - 1)
+    target_columns = torch.where(in_span, moved, columns)
+    covered = in_span.any(0).nonzero().flatten().tolist()
+    if not covered:
+        return target_columns[:, :0], 0
+    return target_columns[:, covered[0] : covered[-1] + 1], covered[0]
 
 
-def _turned(
-    model: PreTrainedModel, layer: int, key: Tensor, turn: rope.Table, low: int
-) -> Tensor:
-    """A copy of rotated keys [B, G, S, d], turned further from column ``low`` on; those below 0 are gone."""
-    skip = max(-low, 0)
-    out = key.clone()
-    cos, sin = (part[:, skip:].to(key.device) for part in turn)
-    at = slice(max(low, 0), max(low, 0) + cos.shape[1])
-    out[:, :, at] = families.rotate(
-        model, layer, key[:, :, at].to(cos.dtype), (cos, sin)
-    ).to(key.dtype)
-    return out
+@dataclass
+class _KeyMover:
+    """Attention in which the last tokens see keys rotated to the positions of other columns.
+
+    Attributes:
+        lm: The model.
+        width: Columns of the batch of prompts, T.
+        target_columns: Columns [B, C] whose positions the C columns from ``first_column`` on take.
+        first_column: First column that any prompt's span covers.
+        layers: Layers in which keys move.
+        cache_length: Returns the columns that the cache held before the running forward.
+        rotations: cos and sin [B, C, r] that move the keys, by layer.
+    """
+
+    lm: LM
+    width: int
+    target_columns: Tensor
+    first_column: int
+    layers: Collection[int]
+    cache_length: Callable[[], int]
+    rotations: dict[int, rope.Table] = field(default_factory=dict)
+
+    def record_rotation(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Compute a layer's rotation in the forward over the prompt, whose table covers all its columns."""
+        table = families.rotary_of(kwargs)
+        if table is None or self.cache_length() > 0:
+            return
+        targets = self.target_columns
+        if targets.numel() and table[0].shape[1] <= int(targets.max()):
+            raise ValueError(
+                "spans and targets have to lie in the prompt's part that comes first"
+            )
+        targets = repeat_for_batch(targets, families.attention_input(args, kwargs))
+        self.rotations[layer] = _rotation_to(table, targets, self.first_column)
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        following: Attend,
+        **settings: Any,
+    ) -> Any:
+        """Attend to moved keys from the last prompt token on; see :data:`posbench.model.hooks.Attend`."""
+        num_queries = query.shape[2]
+        num_keys = key.shape[2]
+        num_columns = self.cache_length() + num_queries
+        num_moving = min(max(num_columns - (self.width - 1), 0), num_queries)
+        if module.layer_idx not in self.layers or num_moving == 0:
+            return following(module, query, key, value, mask, **settings)
+
+        # A sliding-window layer holds the newest keys only.
+        num_dropped = num_columns - num_keys
+        moved_key = self._move(
+            module.layer_idx, key, first_key=self.first_column - num_dropped
+        )
+        if num_moving == num_queries:
+            return following(module, query, moved_key, value, mask, **settings)
+
+        output, weights = following(module, query, key, value, mask, **settings)
+        # The call that counts comes last: a listener keeps the latest.
+        moved_output, moved_weights = following(
+            module,
+            query[:, :, -num_moving:],
+            moved_key,
+            value,
+            _last_rows(mask, num_moving, num_keys, query.device),
+            **settings,
+        )
+        output = torch.cat([output[:, :-num_moving], moved_output], dim=1)
+        if moved_weights is None:
+            return output, None
+        weights = torch.cat([weights[:, :, :-num_moving], moved_weights], dim=2)
+        return output, weights
+
+    def _move(self, layer: int, key: Tensor, first_key: int) -> Tensor:
+        """Copy rotated keys [B, G, S, d] and rotate the C of them from ``first_key`` on further.
+
+        A negative ``first_key`` is the number of those C that the layer no longer holds.
+        """
+        num_dropped = max(-first_key, 0)
+        start = max(first_key, 0)
+        cos, sin = (
+            table[:, num_dropped:].to(key.device) for table in self.rotations[layer]
+        )
+        span = slice(start, start + cos.shape[1])
+        exact = key[:, :, span].to(cos.dtype)
+        rotated = families.rotate(self.lm.model, layer, exact, (cos, sin))
+        moved = key.clone()
+        moved[:, :, span] = rotated.to(key.dtype)
+        return moved
+
+
+def _last_rows(
+    mask: Tensor | None, num_rows: int, num_keys: int, device: torch.device
+) -> Tensor | None:
+    """A mask's last rows [B or 1, 1, R, S]; None where it is None (causal) and the one row sees all keys."""
+    if mask is not None:
+        return mask[:, :, -num_rows:]
+    if num_rows == 1:
+        return None
+    every_key = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
+    return every_key.tril(num_keys - num_rows)[None, None]
+
+
+def _rotation_to(
+    table: rope.Table, target_columns: Tensor, first_column: int
+) -> rope.Table:
+    """Rotation that takes keys from their own positions to those of other columns.
+
+    Args:
+        table: cos and sin that the layer rotates with, each [B or 1, T, r].
+        target_columns: Columns [B, C] whose positions the keys of C columns take.
+        first_column: The first of these C columns.
+
+    Returns:
+        cos and sin [B, C, r] of the difference of the angles, in at least float32; exactly 1 and 0 where a
+        column is its own target.
+    """
+    num_prompts, num_columns = target_columns.shape
+    cos, sin = (
+        part.to(torch.promote_types(part.dtype, torch.float32)).expand(
+            num_prompts, -1, -1
+        )
+        for part in table
+    )
+    index = target_columns[..., None].expand(-1, -1, cos.shape[-1])
+    target_cos = cos.gather(1, index)
+    target_sin = sin.gather(1, index)
+    moved = slice(first_column, first_column + num_columns)
+    cos = cos[:, moved]
+    sin = sin[:, moved]
+    # Some embeddings rescale as they rotate: both tables hold the factor.
+    squared_factor = cos**2 + sin**2
+    return (
+        (target_cos * cos + target_sin * sin) / squared_factor,
+        (target_sin * cos - target_cos * sin) / squared_factor,
+    )

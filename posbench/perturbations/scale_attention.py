@@ -1,4 +1,4 @@
-"""The last token's attention weights on some tokens are multiplied."""
+"""Multiply the last token's attention weights on some tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ def scale_attention(
 ) -> Iterator[dict[int, Tensor]]:
     """Multiply the last prompt token's attention weights on some tokens, for a forward or a generation.
 
-    With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes o
-    + (factor - 1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals
-    log(factor) added to the scores of S. Only that row is computed a second time, so memory is linear in the
-    prompt and any kernel will do.
+    With a the weights of the last row, v the values, o = sum a_j v_j and S the tokens, the head's output
+    becomes o + (factor - 1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which
+    equals log(factor) added to the scores of S. Only that row is computed a second time, so memory is linear
+    in the prompt and any kernel will do.
 
-    ``tokens`` is 1 at S and 0 elsewhere, [B, T], left padding included; its rows are of equal length or
-    longest first, the order in which :meth:`LM.generate` runs them. With ``generated`` the rows of
-    generated tokens, one at a time, change too.
+    Source: Yu et al. 2025, Appendix D.2; the reading of last row and renormalisation is ours.
+
+    Args:
+        lm: The model.
+        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; the rows are of equal length
+            or longest first, the order in which :meth:`LM.generate` runs them.
+        factor: Factor of the weights.
+        layers: Layers whose weights change.
+        renormalise: Whether the changed weights of a row are divided by their sum.
+        generated: Whether the rows of generated tokens, one at a time, change too.
 
     Yields:
         The last prompt token's weights after the change, [B, H, T'], by layer, as :meth:`LM.last_attention`.
@@ -41,88 +48,122 @@ def scale_attention(
     Raises:
         ValueError: Families outside the library's attention functions ran without a cache, which holds their
             values.
-
-    Source: Yu et al. 2025, Appendix D.2; the reading of last row and renormalisation is ours.
     """
-    change = _Change(tokens, factor - 1, layers, renormalise, generated)
-    output = families.family_of(lm.model).output
-
-    def hook(
-        module: nn.Module, args: Any, kwargs: dict[str, Any], out: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
-        if cache is None:
-            raise ValueError(
-                "this family's values are read from its cache: run it with use_cache=True"
-            )
-        layer: Any = module.layer_idx
-        more = change.gain(
-            layer, out[1][:, :, -1], cache.layers[layer].values, out[0].shape[1]
-        )
-        if more is None:
-            return out
-        project = getattr(module, output)
-        moved = out[0].clone()
-        added = more.flatten(1).to(moved)
-        moved[:, -1] += project(added) - project(torch.zeros_like(added))
-        return (moved, *out[1:])
-
+    scaling = _LastRowScaling(tokens, factor - 1, layers, renormalise, generated)
     with ExitStack() as stack:
         if families.family_of(lm.model).interface:
-            stack.enter_context(attending(lm.model, change.attend))
+            stack.enter_context(attending(lm.model, scaling.attend))
         else:
+            scaling.projection = families.family_of(lm.model).output
             stack.enter_context(lm.eager())
             for module in families.attention_modules(lm.model):
-                stack.callback(
-                    module.register_forward_hook(hook, with_kwargs=True).remove
+                handle = module.register_forward_hook(
+                    scaling.change_projected, with_kwargs=True
                 )
-        yield change.weights
+                stack.callback(handle.remove)
+        yield scaling.weights
 
 
 @dataclass
-class _Change:
-    """What the last row's output gains; see :func:`scale_attention`. ``extra`` is the factor minus 1."""
+class _LastRowScaling:
+    """What scaled weights add to the output of the last row; see :func:`scale_attention`.
+
+    Attributes:
+        tokens: 1 at the tokens to scale and 0 elsewhere, [B, T].
+        extra: The factor minus 1.
+        layers: Layers whose weights change.
+        renormalise: Whether the changed weights of a row are divided by their sum.
+        generated: Whether the rows of generated tokens change too.
+        projection: Name of the attention module's output projection, for :meth:`change_projected`.
+        weights: The last prompt token's weights after the change, [B, H, T'], by layer.
+        columns_run: Columns that each layer has run, those of the cache included.
+    """
 
     tokens: Tensor
     extra: float
     layers: Collection[int]
     renormalise: bool
     generated: bool
+    projection: str = ""
     weights: dict[int, Tensor] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
+    columns_run: dict[int, int] = field(default_factory=dict)
 
     def gain(
-        self, layer: int, row: Tensor, value: Tensor, queries: int
+        self, layer: int, row: Tensor, value: Tensor, num_queries: int
     ) -> Tensor | None:
-        """The gain [B, H, d], from the row's weights [B, H, T'] and values [B, G, T', d]; None: no change."""
-        self.seen[layer] = self.seen.get(layer, 0) + queries
-        behind = self.seen[layer] - self.tokens.shape[1]
-        if behind < 0 or (behind > 0 and not self.generated):
+        """Compute what the change of the weights adds to the output of the last row.
+
+        Args:
+            layer: The layer.
+            row: Weights of the call's last query, [B, H, T'].
+            value: Values [B, G, T', d].
+            num_queries: Queries of the call.
+
+        Returns:
+            The gain [B, H, d], or None where nothing changes.
+        """
+        self.columns_run[layer] = self.columns_run.get(layer, 0) + num_queries
+        num_generated = self.columns_run[layer] - self.tokens.shape[1]
+        if num_generated < 0 or (num_generated > 0 and not self.generated):
             return None
         if layer not in self.layers:
             self.weights.setdefault(layer, row)
             return None
         # Generated tokens lie behind the prompt, and a sliding window holds the newest keys only.
-        part = F.pad(self.tokens, (0, behind))[:, -row.shape[-1] :].to(row)
+        tokens = F.pad(self.tokens, (0, num_generated))[:, -row.shape[-1] :].to(row)
         # A method may run a prompt as several rows next to each other.
-        part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
+        tokens = tokens.repeat_interleave(len(row) // len(tokens), dim=0)[:, None]
         values = sdpa.repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
-        before = row[:, :, None] @ values
-        more = self.extra * (row * part)[:, :, None] @ values
+        output = row[:, :, None] @ values
+        added = self.extra * (row * tokens)[:, :, None] @ values
         total = torch.ones_like(row[..., :1])
         if self.renormalise:
-            total = 1 + self.extra * (row * part).sum(-1, keepdim=True)
-        self.weights.setdefault(layer, row * (1 + self.extra * part) / total)
-        return ((before + more) / total[..., None] - before)[:, :, 0]
+            total = 1 + self.extra * (row * tokens).sum(-1, keepdim=True)
+        self.weights.setdefault(layer, row * (1 + self.extra * tokens) / total)
+        return ((output + added) / total[..., None] - output)[:, :, 0]
 
-    def attend(self, module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
-        """The library's attention function, and the gain."""
-        query, key, value, mask = given
-        out, *others = following(module, *given, **rest)
-        more = self.gain(
-            module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2]
-        )
-        if more is not None:
-            out = out.clone()
-            out[:, -1] += more.to(out)
-        return (out, *others)
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        following: Attend,
+        **settings: Any,
+    ) -> Any:
+        """Attend as before and add the gain; see :data:`posbench.model.hooks.Attend`."""
+        output, *weights = following(module, query, key, value, mask, **settings)
+        row = last_row(query, key, mask, **settings)
+        gain = self.gain(module.layer_idx, row, value, query.shape[2])
+        if gain is not None:
+            output = output.clone()
+            output[:, -1] += gain.to(output)
+        return (output, *weights)
+
+    def change_projected(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+        outputs: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """Forward hook that adds the projected gain to the output of an eager attention module."""
+        cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
+        if cache is None:
+            raise ValueError(
+                "this family's values are read from its cache: run it with use_cache=True"
+            )
+        layer: Any = module.layer_idx
+        output, weights = outputs[:2]
+        values = cache.layers[layer].values
+        gain = self.gain(layer, weights[:, :, -1], values, output.shape[1])
+        if gain is None:
+            return outputs
+        project = getattr(module, self.projection)
+        changed = output.clone()
+        gain = gain.flatten(1).to(changed)
+        # Without the projection's bias, which the output holds already.
+        changed[:, -1] += project(gain) - project(torch.zeros_like(gain))
+        return (changed, *outputs[1:])

@@ -1,4 +1,4 @@
-"""A value is subtracted from one channel of a span's hidden states."""
+"""Subtract a value from one channel of the hidden states of a span."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from posbench.model import families
 from posbench.model.families import Site
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
-from posbench.perturbations.base import Spans, columns, for_rows, past
+from posbench.perturbations.base import (
+    Spans,
+    repeat_for_batch,
+    span_columns,
+    track_cache_length,
+)
 
 
 @contextmanager
@@ -26,34 +31,40 @@ def subtract_channel(
 ) -> Iterator[None]:
     """Subtract a value, by layer, from one channel of the hidden states of a span's tokens.
 
-    At the site ``attention_input`` each layer changes on its own; ``residual`` changes the stream before the
-    layer, so that it adds up over the layers.
+    Source: Yu et al. 2025, Appendix D.5, Figure 10, which does not say which of the two sites its "hidden
+    states" are.
 
-    Source: Yu et al. 2025, Appendix D.5, Figure 10, which does not say which of the two its "hidden states"
-    are.
+    Args:
+        lm: The model.
+        lengths: Tokens of each prompt, [B].
+        spans: The span of each prompt, [B].
+        channel: Index in the hidden states.
+        values: What to subtract in each changed layer.
+        site: ``attention_input`` changes the input of each attention module alone; ``residual`` changes the
+            stream before the layer, so that the changes add up over the layers.
     """
-    _, start, stop = columns(lengths, spans)
+    _, start, stop = span_columns(lengths, spans)
 
-    with past(lm.model) as held:
+    with track_cache_length(lm.model) as cache_length:
 
-        def subtract(layer: int) -> Callable[..., Any]:
+        def subtraction_hook(layer: int) -> Callable[..., Any]:
             def hook(
                 _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             ) -> tuple[Any, Any]:
                 hidden = families.attention_input(args, kwargs)
-                at = held() + torch.arange(hidden.shape[1])
-                inside = (at >= start) & (at < stop)
-                if not inside.any():
+                columns = cache_length() + torch.arange(hidden.shape[1])
+                in_span = (columns >= start) & (columns < stop)
+                if not in_span.any():
                     return args, kwargs
+                in_span = repeat_for_batch(in_span, hidden).to(hidden.dtype)
                 changed = hidden.clone()
-                changed[..., channel] -= values[layer] * for_rows(inside, hidden).to(
-                    hidden.dtype
-                )
+                changed[..., channel] -= values[layer] * in_span
                 if "hidden_states" in kwargs:
                     return args, kwargs | {"hidden_states": changed}
                 return (changed, *args[1:]), kwargs
 
             return hook
 
-        with before_each(families.site_modules(lm.model, site), values, subtract):
+        modules = families.site_modules(lm.model, site)
+        with before_each(modules, values, subtraction_hook):
             yield

@@ -15,16 +15,10 @@ from posbench.run.base import Run
 from posbench.schema import Count, Several, Whole
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.theory.waves import Step, choose, extrema, wave
+from posbench.theory.waves import choose, extrema, wave
 
-PUBLISHED = (
-    10000.0,
-    17500.0,
-    18000.0,
-    19000.0,
-    20000.0,
-    25000.0,
-)  # the authors' list for tool use
+PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
+"""The authors' list of bases for tool use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,80 +49,84 @@ class BucketSearch(Study):
     reach: Annotated[tuple[Count, ...], MinLen(1)] = (250, 150, 200, 300, 400)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``bases`` (reach, mean number of peaks and troughs, order, :class:`Step`, published) and
-        ``waves`` (step, base, distance, score, extremum)."""
-        distance, (low, high, step) = (
-            np.arange(self.distances[0], self.distances[1] + 1),
-            self.candidates,
-        )
+        """Tables ``bases`` (reach, mean number of peaks and troughs, order, the fields of
+        :class:`posbench.theory.waves.Step`, published) and ``waves`` (step, base, distance, score, extremum)."""
+        low, high, step = self.candidates
         candidates = sorted({self.first, *map(float, range(low, high + 1, step))})
+        distance = np.arange(self.distances[0], self.distances[1] + 1)
         scores = {
             base: wave(distance.astype(float), self.dim, base) for base in candidates
         }
-        rows = []
-        parts = []
+        bases = []
+        waves = []
         for reach in self.reach:
-            found = {
-                base: [distance[at] for at in extrema(each, reach)]
-                for base, each in scores.items()
-            }
-            extent = [
-                np.mean([len(pair[side]) for pair in found.values()]) for side in (0, 1)
-            ]
-            for order, chosen in enumerate(
-                choose(found, self.first, self.count, self.tolerance)
-            ):
-                rows.append((reach, *extent, order, *chosen, chosen.base in PUBLISHED))
-                kind = np.select(
-                    [np.isin(distance, at) for at in found[chosen.base]],
-                    ["peak", "trough"],
-                    "",
-                )
-                line = {
-                    "distance": distance,
-                    "score": scores[chosen.base],
-                    "extremum": kind,
+            peaks = {}
+            troughs = {}
+            for base, score in scores.items():
+                peak_indices, trough_indices = extrema(score, reach)
+                peaks[base] = distance[peak_indices]
+                troughs[base] = distance[trough_indices]
+            chosen = choose(
+                {base: (peaks[base], troughs[base]) for base in candidates},
+                self.first,
+                self.count,
+                self.tolerance,
+            )
+            for order, choice in enumerate(chosen):
+                row = {
+                    "reach": reach,
+                    "peaks": np.mean([len(p) for p in peaks.values()]),
+                    "troughs": np.mean([len(t) for t in troughs.values()]),
+                    "order": order,
+                    **choice._asdict(),
+                    "published": choice.base in PUBLISHED,
                 }
-                parts.append(pd.DataFrame({"step": order, "base": chosen.base, **line}))
-        bases = pd.DataFrame(
-            rows,
-            columns=["reach", "peaks", "troughs", "order", *Step._fields, "published"],
-        )
-        return {
-            "bases": bases,
-            "waves": pd.concat(parts[: len(parts) // len(self.reach)]),
-        }
+                bases.append(row)
+                is_peak = np.isin(distance, peaks[choice.base])
+                is_trough = np.isin(distance, troughs[choice.base])
+                columns = {
+                    "step": order,
+                    "base": choice.base,
+                    "distance": distance,
+                    "score": scores[choice.base],
+                    "extremum": np.select([is_peak, is_trough], ["peak", "trough"], ""),
+                }
+                waves.append(pd.DataFrame(columns))
+        waves_of_first_reach = waves[: len(waves) // len(self.reach)]
+        return {"bases": pd.DataFrame(bases), "waves": pd.concat(waves_of_first_reach)}
 
     def figures(self, tables: Tables) -> Drawn:
         """The peaks and troughs of the chosen bases."""
-        words = f"Peaks and troughs of the chosen bases in their order, within {self.reach[0]} tokens each."
-        return {"waves": (waves_figure(tables["waves"]), words)}
+        caption = f"Peaks and troughs of the chosen bases in their order, within {self.reach[0]} tokens each."
+        return {"waves": (waves_figure(tables["waves"]), caption)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether the published list comes out."""
         counts = tables["bases"].groupby("reach", sort=False)["published"].sum()
-        n = len(PUBLISHED)
-        told = ", ".join(f"{count} with {reach}" for reach, count in counts.items())
-        claim = "Attention Buckets (Chen et al. 2023): peaks that fill troughs give the bases for tool use"
-        size = "published bases among those chosen, for the reach of a peak that finds most"
-        note = f"{told}; published: {', '.join(f'{base:g}' for base in PUBLISHED)}"
-        return [Finding.that(counts.max() == n, claim, size, (counts.max(), n), note)]
+        num_published = len(PUBLISHED)
+        by_reach = ", ".join(f"{count} with {reach}" for reach, count in counts.items())
+        published = ", ".join(f"{base:g}" for base in PUBLISHED)
+        return [
+            Finding.that(
+                counts.max() == num_published,
+                "Attention Buckets (Chen et al. 2023): peaks that fill troughs give the bases for tool use",
+                "published bases among those chosen, for the reach of a peak that finds most",
+                (counts.max(), num_published),
+                f"{by_reach}; published: {published}",
+            )
+        ]
 
 
 @plot.styled
 def waves_figure(waves: pd.DataFrame) -> Figure:
     """Where the waves of the chosen bases have their peaks and troughs, a line for each base."""
-    (figure, axes), bases = (
-        plot.new_figure(plot.PAGE, 2.4, n="exact"),
-        waves.groupby("step")["base"].first(),
-    )
-    for kind, marker, colour in (
-        ("peak", "^", plot.COLOURS[1]),
-        ("trough", "v", plot.COLOURS[0]),
-    ):
-        at = waves[waves["extremum"] == kind]
-        axes.plot(at["distance"], at["step"], marker, color=colour, label=kind)
+    figure, axes = plot.new_figure(plot.PAGE, 2.4, n="exact")
+    blue, vermilion = plot.COLOURS[:2]
+    for extremum, marker, colour in (("peak", "^", vermilion), ("trough", "v", blue)):
+        rows = waves[waves["extremum"] == extremum]
+        axes.plot(rows["distance"], rows["step"], marker, color=colour, label=extremum)
     axes.set(xlabel="relative distance (tokens)", ylabel="base, in the order of choice")
+    bases = waves.groupby("step")["base"].first()
     axes.set_yticks(bases.index, [f"{base:g}" for base in bases])
     axes.invert_yaxis()
     plot.legend_below(figure)

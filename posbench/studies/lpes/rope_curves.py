@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +23,38 @@ from posbench.tasks import Example
 from posbench.theory.waves import decay, wave
 
 SCALES = (1.0, 1.2, 1.5, 2.0)
-THIN = {"marker": "", "linewidth": 0.8}
+BASES = (10000.0, 17500.0, 25000.0)
 THIRDS = ("first", "middle", "last")
-PANELS = {  # title, label and largest distance of a panel, by the name of its columns
-    "cosine scale": ("one frequency, scales as on the right", "cosine", 128),
-    "decay scale": ("long-term decay: bound of the score", "mean partial sum", None),
-    "wave scale": ("waves of scales", "score", 600),
-    "wave base": ("waves of bases", "score", 600),
-}
+
+
+class Panel(NamedTuple):
+    """A panel of the theoretical curves.
+
+    Attributes:
+        columns: What the names of its columns begin with.
+        title: Its title.
+        label: Label of the y axis.
+        distance: Largest distance in tokens, on a linear axis; None is all of them, on a logarithmic one.
+        legend: Whether there is room for one.
+    """
+
+    columns: str
+    title: str
+    label: str
+    distance: int | None
+    legend: bool = True
+
+
+PANELS = (
+    Panel(
+        "cosine_scale", "one frequency, scales as on the right", "cosine", 128, False
+    ),
+    Panel(
+        "decay_scale", "long-term decay: bound of the score", "mean partial sum", None
+    ),
+    Panel("wave_scale", "waves of scales", "score", 600),
+    Panel("wave_base", "waves of bases", "score", 600),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,107 +77,107 @@ class RopeCurves(Study):
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        return [Looks(self._chosen(run), len(SCALES))]
+        return [Looks(self._examples(run), len(SCALES))]
 
-    def _chosen(self, run: Run) -> list[Example]:
-        return run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][
-            : self.prompts
-        ]
+    def _examples(self, run: Run) -> list[Example]:
+        step = max(len(run.evaluation) // self.prompts, 1)
+        return run.evaluation[::step][: self.prompts]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves`` (a column for each line) and ``thirds``: attention by scale, layer and third, and
         its ``change`` from the scale before (0 of the first); intervals over questions."""
+        return {"curves": self._curves(), "thirds": self._thirds(run)}
+
+    def _curves(self) -> pd.DataFrame:
+        """Cosine of one frequency, bound of the score and wave over the distance, for scales and bases."""
         distance = np.arange(1.0, self.distance + 1)
-        angle = 10000.0 ** (-2 * (self.dim // 8) / self.dim)
-        lines = {"distance": distance} | {
-            f"cosine_scale_{s:g}": np.cos(distance / s * angle) for s in SCALES
-        }
-        lines |= {
-            f"decay_scale_{s:g}": decay(distance, self.dim, scale=s) for s in SCALES
-        }
-        lines |= {
-            f"wave_scale_{s:g}": wave(distance, self.dim, scale=s) for s in SCALES
-        }
-        lines |= {
-            f"wave_base_{b:g}": wave(distance, self.dim, b)
-            for b in (10000.0, 17500.0, 25000.0)
-        }
-        chosen = self._chosen(run)
-        prompts = [code.ids for code in run.encode(chosen).values()]
-        rows = list[Row]()
-        asked = [e.cluster or e.id for e in chosen]
-        before = None
-        plan = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
+        frequency = 10000.0 ** (-2 * (self.dim // 8) / self.dim)
+        columns = {"distance": distance}
+        for scale in SCALES:
+            columns[f"cosine_scale_{scale:g}"] = np.cos(distance / scale * frequency)
+        for scale in SCALES:
+            columns[f"decay_scale_{scale:g}"] = decay(distance, self.dim, scale=scale)
+        for scale in SCALES:
+            columns[f"wave_scale_{scale:g}"] = wave(distance, self.dim, scale=scale)
+        for base in BASES:
+            columns[f"wave_base_{base:g}"] = wave(distance, self.dim, base)
+        return pd.DataFrame(columns)
+
+    def _thirds(self, run: Run) -> pd.DataFrame:
+        """Attention to thirds of the prompts by scale, layer and third, and its change from the scale before."""
+        examples = self._examples(run)
+        prompts = [encoded.ids for encoded in run.encode(examples).values()]
+        clusters = [example.cluster or example.id for example in examples]
+        batches = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
+        rows: list[Row] = []
+        previous = None
         with run.progress("scales", len(SCALES)) as advance:
             for scale in SCALES:
                 with PositionInterpolation(scale=scale).applied(run.lm) as lm:
-                    found = attention_to_thirds(lm, prompts, plan)
-                before = found if before is None else before
-                for layer, third in np.ndindex(found.shape[1:]):
-                    at = ends(difference(found[:, layer, third], asked), "attention")
-                    at |= ends(
-                        difference((found - before)[:, layer, third], asked), "change"
-                    )
-                    rows.append(
-                        {"scale": scale, "layer": layer, "third": THIRDS[third], **at}
-                    )
-                before = found
+                    attention = attention_to_thirds(lm, prompts, batches)
+                change = attention - (attention if previous is None else previous)
+                for layer, third in np.ndindex(attention.shape[1:]):
+                    mean = difference(attention[:, layer, third], clusters)
+                    mean_change = difference(change[:, layer, third], clusters)
+                    row = {
+                        "scale": scale,
+                        "layer": layer,
+                        "third": THIRDS[third],
+                        **ends(mean, "attention"),
+                        **ends(mean_change, "change"),
+                    }
+                    rows.append(row)
+                previous = attention
                 advance(1)
-        return {
-            "curves": pd.DataFrame(lines),
-            "thirds": pd.DataFrame(rows).assign(n=len(prompts)),
-        }
+        return pd.DataFrame(rows).assign(n=len(prompts))
 
     def figures(self, tables: Tables) -> Drawn:
         """Figures 3 and 4 from theory, Figure 5 from the model."""
-        curves = "LPES, Figures 3 and 4: decay and waves under scales and bases."
-        thirds = "LPES, Figure 5: attention of the last prompt token to thirds of the prompt, 95 % intervals."
-        drawn = {"curves": (curves_figure(tables["curves"]), curves)}
-        return drawn | {"thirds": (thirds_figure(tables["thirds"]), thirds)}
+        caption = "LPES, Figures 3 and 4: decay and waves under scales and bases."
+        figures = {"curves": (curves_figure(tables["curves"]), caption)}
+        caption = "LPES, Figure 5: attention of the last prompt token to thirds of the prompt, 95 % intervals."
+        figures["thirds"] = (thirds_figure(tables["thirds"]), caption)
+        return figures
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether a larger scale moves attention to the middle."""
         table = tables["thirds"][tables["thirds"]["third"] == "middle"]
         middle = table.pivot(index="layer", columns="scale", values="attention")
-        rising = (middle.diff(axis=1).iloc[:, 1:] > 0).all(axis=1)
-        told = ", ".join(
+        is_rising = (middle.diff(axis=1).iloc[:, 1:] > 0).all(axis=1)
+        means = ", ".join(
             f"{scale:g}: {value:.4f}" for scale, value in middle.mean().items()
         )
         claim = "LPES, Figure 5: a larger RoPE scale moves attention to the middle of the prompt"
-        size = "share of layers whose attention to the middle third rises with every step of the scale"
-        note = f"mean over layers by scale: {told}; {table['n'].iloc[0]} prompts; judged by each step"
-        steps = table[table["scale"] > min(SCALES)].to_dict("records")
-        shown = Finding.that(True, claim, size, (rising.mean(), len(rising)), note)
-        return [
-            joint(
-                [Finding.above(claim, size, estimate(row, "change")) for row in steps],
-                shown=shown,
-            )
+        statistic = "share of layers whose attention to the middle third rises with every step of the scale"
+        note = f"mean over layers by scale: {means}; {table['n'].iloc[0]} prompts; judged by each step"
+        share_and_count = (is_rising.mean(), len(is_rising))
+        summary = Finding.that(True, claim, statistic, share_and_count, note)
+        steps = [
+            Finding.above(claim, statistic, estimate(row, "change"))
+            for row in table[table["scale"] > min(SCALES)].to_dict("records")
         ]
+        return [joint(steps, shown=summary)]
 
 
 @plot.styled
 def curves_figure(curves: pd.DataFrame) -> Figure:
     """LPES, Figures 3 and 4; see :data:`PANELS`."""
     figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2, n="theory")
-    for axes, (name, (title, label, last)) in zip(
-        grid.flat, PANELS.items(), strict=True
-    ):
-        rows = curves[:last]
-        lines = [c for c in curves if c.startswith(name.replace(" ", "_"))]
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        rows = curves[: panel.distance]
+        lines = [column for column in curves if column.startswith(panel.columns)]
+        # Scales are steps of an ordered scale, bases are not.
+        steps = len(SCALES) if "scale" in panel.columns else 0
         for index, column in enumerate(lines):
-            style = (
-                plot.line_style(index, of=len(SCALES) if "scale" in name else 0) | THIN
-            )
-            axes.plot(
-                rows["distance"],
-                rows[column],
-                **style,
-                label=" ".join(column.split("_")[1:]),
-            )
-        axes.set(title=title, xlabel="relative distance (tokens)", ylabel=label)
-        axes.set_xscale("linear" if last else "log")
-        if last != 128:  # no room
+            _, *label = column.split("_")
+            style = plot.line_style(index, of=steps)
+            style |= {"marker": "", "linewidth": 0.8}
+            axes.plot(rows["distance"], rows[column], **style, label=" ".join(label))
+        axes.set(
+            title=panel.title, xlabel="relative distance (tokens)", ylabel=panel.label
+        )
+        axes.set_xscale("log" if panel.distance is None else "linear")
+        if panel.legend:
             axes.legend(loc="upper right")
     return figure
 
@@ -161,14 +186,12 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 def thirds_figure(table: pd.DataFrame) -> Figure:
     """LPES, Figure 5: attention to the middle third over the layers, and to all thirds over the scale."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
-    for index, (scale, rows) in enumerate(
-        table[table["third"] == "middle"].groupby("scale")
-    ):
-        style = plot.line_style(index, of=len(SCALES))
+    middle = table[table["third"] == "middle"]
+    for index, (scale, rows) in enumerate(middle.groupby("scale")):
         plot.band(
             left,
             rows,
-            style,
+            plot.line_style(index, of=len(SCALES)),
             x="layer",
             name="attention",
             scale=1,

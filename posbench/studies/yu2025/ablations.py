@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,12 +24,14 @@ from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
 from posbench.stats.findings import Finding, columns, estimate
-from posbench.stats.frames import UNMODIFIED
+from posbench.stats.frames import UNMODIFIED, shown
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrasts
 
 Pools = Mapping[str, Sequence[int]]
+"""Channels that go to validation, smoothest first, by ablation."""
 Settings = Mapping[str, ScaleChannel]
+"""What is scaled, by ablation or setting."""
 
 LOSSES = "ablation_losses.jsonl"
 ROWS = "ablation_predictions.jsonl"
@@ -38,7 +40,6 @@ CONTROL = "control: random channel"
 TWO = "top-2 channels"
 NO_MONOTONICITY = "without monotonicity"
 NO_SMOOTHNESS = "without smoothness"
-LABEL = "ch {channels} x {factor:g}, layers {layers}, last {last}"
 CLAIMS = {
     NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
     NO_SMOOTHNESS: "without the filter by smoothness performance may decline",
@@ -55,26 +56,27 @@ class Ablations(Study):
 
     Source: Yu et al. 2025, Appendix E, Table 6. The definitions are ours, for the paper gives none ("details
     in Appendix C" are not there); see ``conf/study/ablations.yaml``.
+
+    Attributes:
+        search: The channel search that is ablated.
+        smoothness: Without the filter by smoothness, whether all monotone channels are validated or K random
+            ones of them.
+        control: Whether a random channel is scaled, too, with the full method's factor and layers.
+        seed: Seed of both draws.
     """
 
-    search: Search  # the channel search that is ablated
-    smoothness: Literal["all", "random"] = (
-        "all"  # monotone channels validated instead of the smoothest K
-    )
-    control: bool = True  # whether a random channel is scaled, too, with the full method's factor and layers
-    seed: Seed = 0  # of both draws
+    search: Search
+    smoothness: Literal["all", "random"] = "all"
+    control: bool = True
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`; refuses methods that would be ablated, too."""
         search = channel_search(self.search)
         if (search.variant, search.candidates) != ("paper", "monotone"):
+            value = f"{search.variant}, {search.candidates}"
             allowed = "channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated"
-            raise UserError(
-                "search",
-                f"{search.variant}, {search.candidates}",
-                allowed,
-                "leave search= out",
-            )
+            raise UserError("search", value, allowed, "leave search= out")
         if run.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
             raise UserError("method", run.choice.name, allowed, "leave the method out")
@@ -84,90 +86,110 @@ class Ablations(Study):
         """Tables ``ablations``, ``positions`` (by gold position), ``candidates`` (what validation saw)."""
         search = channel_search(self.search)
         averages = search.averages(run)
-        found = search.statistics(averages)
-        free = search.statistics(averages, monotone_only=False)
-        pools = self.pools(search, found, free)
-        channels = dict.fromkeys(c for pool in pools.values() for c in pool)
+        monotone = search.statistics(averages)
+        unfiltered = search.statistics(averages, monotone_only=False)
+        pools = self.pools(search, monotone, unfiltered)
+        channels = dict.fromkeys(channel for pool in pools.values() for channel in pool)
+        ranges = search.ranges(run)
         candidates = [
-            c
+            candidate
             for channel in channels
-            for c in search.ask(found, search.ranges(run), channel)
+            for candidate in search.ask(monotone, ranges, channel)
         ]
-        each = search.losses(run, LOSSES, candidates)
-        losses = dict(zip(candidates, each[1:].mean(1).tolist(), strict=True))
-        settings = self.settings(run.lm, pools, losses)
-        table, scores = evaluated(run, ROWS, settings, FULL)
-        paper = {
+        losses = search.losses(run, LOSSES, candidates)  # [1 + C, prompts]
+        mean_losses = dict(zip(candidates, losses[1:].mean(1).tolist(), strict=True))
+        settings = self.settings(run.lm, pools, mean_losses)
+        ablations, scores = evaluate_settings(run, ROWS, settings, FULL)
+        printed = {
             row["method"]: row["value"]
             for row in run.reference
             if row["model"] == run.model.name
         }
-        placed = scores.groupby(["setting", "gold_position"], sort=False)["score"].agg(
-            value="mean", n="size"
-        )
-        named = {"setting": "ablation"}
-        tried = [c.channels[0] for c in losses]
-        seen = {
-            "channel": tried,
-            "factor": [c.factor for c in losses],
-            "layer_first": [c.layers[0] for c in losses],
-            "layer_last": [c.layers[1] for c in losses],
-            "loss": list(losses.values()),
-            "loss_unmodified": each[0].mean(),
-            "monotone_layers": found.monotone_layers[tried],
-            "smoothness": found.smoothness[tried],
-            "smoothness_all_layers": free.smoothness[tried],
+        ablations["paper"] = ablations["setting"].map(printed).astype(float)
+        positions = scores.groupby(["setting", "gold_position"], sort=False)["score"]
+        positions = positions.agg(value="mean", n="size").reset_index()
+
+        validated = [candidate.channels[0] for candidate in mean_losses]
+        table = {
+            "channel": validated,
+            "factor": [candidate.factor for candidate in mean_losses],
+            "layer_first": [candidate.layers[0] for candidate in mean_losses],
+            "layer_last": [candidate.layers[1] for candidate in mean_losses],
+            "loss": list(mean_losses.values()),
+            "loss_unmodified": losses[0].mean(),
+            "monotone_layers": monotone.monotone_layers[validated],
+            "smoothness": monotone.smoothness[validated],
+            "smoothness_all_layers": unfiltered.smoothness[validated],
         }
-        seen |= {
-            name.replace(" ", "_"): np.isin(tried, pool) for name, pool in pools.items()
-        }
+        for name, pool in pools.items():
+            table[name.replace(" ", "_")] = np.isin(validated, pool)
         return {
-            "ablations": table.assign(
-                paper=table["setting"].map(paper).astype(float)
-            ).rename(columns=named),
-            "positions": placed.reset_index().rename(columns=named),
-            "candidates": pd.DataFrame(seen),
+            "ablations": ablations.rename(columns={"setting": "ablation"}),
+            "positions": positions.rename(columns={"setting": "ablation"}),
+            "candidates": pd.DataFrame(table),
         }
 
     def pools(
-        self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics
+        self,
+        search: ChannelSearch,
+        monotone: ChannelStatistics,
+        unfiltered: ChannelStatistics,
     ) -> Pools:
-        """Channels for validation, by ablation, smoothest first; ``free`` is the filter less monotonicity."""
-        search.ask(found, [])  # refuses a model in which no channel passes
-        passed = some = list(found.ranking)
+        """Channels for validation, by ablation, smoothest first.
+
+        Args:
+            search: The channel search, which refuses a model in which no channel is monotone.
+            monotone: Statistics with the filter by monotonicity.
+            unfiltered: Statistics without it.
+        """
+        search.ask(monotone, [])
+        ranking = list(monotone.ranking)
+        not_smoothest = ranking
         if self.smoothness == "random":
-            drawn = np.random.default_rng(self.seed).permutation(len(passed))[
-                : search.top_k
-            ]
-            some = [passed[i] for i in sorted(drawn)]
-        filtered = passed[: search.top_k]
-        every = free.ranking[: search.top_k]
-        return {FULL: filtered, NO_MONOTONICITY: every, NO_SMOOTHNESS: some}
+            order = np.random.default_rng(self.seed).permutation(len(ranking))
+            not_smoothest = [ranking[rank] for rank in sorted(order[: search.top_k])]
+        return {
+            FULL: ranking[: search.top_k],
+            NO_MONOTONICITY: unfiltered.ranking[: search.top_k],
+            NO_SMOOTHNESS: not_smoothest,
+        }
 
     def settings(
         self, lm: LM, pools: Pools, losses: Mapping[ScaleChannel, float]
     ) -> Settings:
-        """What each ablation scales, from its :meth:`pools` and each candidate's mean calibration loss."""
-        won = {}
+        """What each ablation scales.
+
+        Args:
+            lm: The model.
+            pools: Channels that go to validation, see :meth:`pools`.
+            losses: Mean calibration loss of each candidate.
+        """
+        settings = {}
         for name, pool in pools.items():
-            won[name] = min(
-                (c for p in pool for c in losses if c.channel == p),
-                key=losses.__getitem__,
-            )
-        full = won[FULL]
+            # Of candidates with equal losses, that of the smoother channel.
+            candidates = [
+                candidate
+                for channel in pool
+                for candidate in losses
+                if candidate.channel == channel
+            ]
+            settings[name] = min(candidates, key=losses.__getitem__)
+        full = settings[FULL]
         smoothest = pools[FULL][0]
-        found = {**won, "without validation": replace(full, channel=smoothest)}
-        rest = [replace(full, channel=c) for c in pools[FULL] if c != full.channel]
-        if rest:
-            second = min(rest, key=losses.__getitem__)
-            found[TWO] = replace(full, channel=(*full.channels, *second.channels))
-        found |= {
-            "last 16 tokens": replace(full, last=16),
-            "all tokens": replace(full, last="all"),
-        }
+        settings["without validation"] = replace(full, channel=smoothest)
+        runners_up = [
+            replace(full, channel=c) for c in pools[FULL] if c != full.channel
+        ]
+        if runners_up:
+            second = min(runners_up, key=losses.__getitem__)
+            two = (*full.channels, *second.channels)
+            settings[TWO] = replace(full, channel=two)
+        settings["last 16 tokens"] = replace(full, last=16)
+        settings["all tokens"] = replace(full, last="all")
         if self.control:
-            found[CONTROL] = replace(full, channel=random_channel(lm, full, self.seed))
-        return found
+            channel = random_channel(lm, full, self.seed)
+            settings[CONTROL] = replace(full, channel=channel)
+        return settings
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
@@ -178,32 +200,32 @@ class Ablations(Study):
         """The gain of the full method, the paper's reading of Table 6 an ablation at a time, the control."""
         rows = tables["ablations"].set_index("ablation")
         full = rows.loc[FULL]
-        scaled = ["channels", "factor", "layers", "last"]
-        gain = "The method raises the average (Yu et al. 2025, Tables 1 and 6)"
-        found = [
-            Finding.above(
-                gain,
-                "full method minus unmodified, points",
-                estimate(full, "gain", 100),
-            )
-        ]
+        full_setting = _setting_text(full)
+        claim = "The method raises the average (Yu et al. 2025, Tables 1 and 6)"
+        statistic = "full method minus unmodified, points"
+        findings = [Finding.above(claim, statistic, estimate(full, "gain", 100))]
         claims = {
-            name: f"{words} (Yu et al. 2025, Table 6)" for name, words in CLAIMS.items()
+            name: f"{claim} (Yu et al. 2025, Table 6)" for name, claim in CLAIMS.items()
         }
         claims[CONTROL] = (
             "Control: a random channel does not do what the chosen one does"
         )
         for name, claim in claims.items():
-            if name in rows.index:
-                row = rows.loc[name]
-                words = f"{name} minus full method, points"
-                change = estimate(row, "difference", 100)
-                same = (row[scaled].astype(str) == full[scaled].astype(str)).all()
-                note = "better than the full method" if change.ci_low > 0 else ""
-                note = "it chooses what the full method chooses" if same else note
-                one = Finding.below(claim, words, change, note=note)
-                found.append(one.control() if name == CONTROL else one)
-        return found
+            if name not in rows.index:
+                continue
+            row = rows.loc[name]
+            statistic = f"{name} minus full method, points"
+            change = estimate(row, "difference", 100)
+            note = ""
+            if _setting_text(row) == full_setting:
+                note = "it chooses what the full method chooses"
+            elif change.ci_low > 0:
+                note = "better than the full method"
+            finding = Finding.below(claim, statistic, change, note=note)
+            if name == CONTROL:
+                finding = finding.control()
+            findings.append(finding)
+        return findings
 
 
 def channel_search(search: Search) -> ChannelSearch:
@@ -215,80 +237,95 @@ def channel_search(search: Search) -> ChannelSearch:
 
 
 def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
-    """Another channel than a method's own, for a control."""
-    others = [
-        c
-        for c in range(families.text_config(lm.model).hidden_size)
-        if c != method.channels[0]
-    ]
-    return int(np.random.default_rng(seed).choice(others))
+    """Draw a channel other than the method's, for a control."""
+    width = families.text_config(lm.model).hidden_size
+    candidates = [c for c in range(width) if c != method.channels[0]]
+    return int(np.random.default_rng(seed).choice(candidates))
 
 
-def evaluated(
+def evaluate_settings(
     run: Run, file: str, settings: Settings, base: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores.
+    """Score the unmodified model and every setting; equal settings are measured once.
 
-    Equal settings are measured once, and stand under the first of their names among the scores.
+    Args:
+        run: The run.
+        file: Name of the file of predictions in the run's folder.
+        settings: What is scaled, by setting.
+        base: The setting that the others are compared with.
+
+    Returns:
+        Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores
+        of :func:`posbench.run.answers.compared` with the first name of each setting.
     """
-    names = {UNMODIFIED: UNMODIFIED} | {
-        name: LABEL.format(**_shown(m)) for name, m in settings.items()
-    }
-    methods: dict[str, Method] = {
-        names[name]: method for name, method in settings.items()
-    }
-    scores = compared(run, file, {UNMODIFIED: Unmodified(), **methods})
+    columns_by_name = {UNMODIFIED: _setting_columns(None)}
+    labels = {UNMODIFIED: UNMODIFIED}
+    methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
+    for name, method in settings.items():
+        scaled = _setting_columns(method)
+        columns_by_name[name] = scaled
+        labels[name] = (
+            f"ch {scaled['channels']} x {scaled['factor']:g}, "
+            f"layers {scaled['layers']}, last {scaled['last']}"
+        )
+        methods[labels[name]] = method
+    scores = compared(run, file, methods)
     rows = []
-    for name, text in names.items():
-        change = contrasts(scores, text, names[base])
-        rows.append({"setting": name, **_shown(settings.get(name)), **change})
-    first = {text: name for name, text in reversed(names.items())}
-    return pd.DataFrame(rows), scores.assign(setting=scores["method"].map(first))
+    for name, label in labels.items():
+        contrast = contrasts(scores, label, labels[base])
+        rows.append({"setting": name, **columns_by_name[name], **contrast})
+    first_names = {label: name for name, label in reversed(labels.items())}
+    scores = scores.assign(setting=scores["method"].map(first_names))
+    return pd.DataFrame(rows), scores
 
 
-def _shown(method: ScaleChannel | None) -> dict[str, str | float]:
-    """What a table shows of a setting; nothing of the unmodified model."""
+def _setting_columns(method: ScaleChannel | None) -> dict[str, Any]:
+    """A table's columns of what is scaled; empty for the unmodified model (None)."""
     if method is None:
         return {"channels": "", "factor": np.nan, "layers": "", "last": ""}
-    layers = f"{method.layers[0]}-{method.layers[1]}"
-    last = str(method.last)
-    channels = "+".join(map(str, method.channels))
+    first, last = method.layers
     return {
-        "channels": channels,
+        "channels": "+".join(map(str, method.channels)),
         "factor": method.factor,
-        "layers": layers,
-        "last": last,
+        "layers": f"{first}-{last}",
+        "last": str(method.last),
     }
+
+
+def _setting_text(row: pd.Series) -> list[str]:
+    """What the setting of a table's row scales, for comparison with another row."""
+    return [str(row[column]) for column in _setting_columns(None)]
 
 
 @plot.styled
 def ablation_figure(table: pd.DataFrame) -> Figure:
     """Scores of the ablations, and their paired differences from the full method, with 95 % intervals."""
-    height = 1.1 + 0.2 * len(table)
     rows = table.set_index("ablation")
-    y = np.arange(len(table))
+    height = 1.1 + 0.2 * len(table)
     figure, (left, right) = plot.new_figure(
         plot.PAGE, height, 1, 2, n=table["n"], sharey=True
     )
     colours = {UNMODIFIED: plot.BLACK, CONTROL: plot.CONTROL}
-    names = {FULL: "posbench", CONTROL: "control"}
+    labels = {FULL: "posbench", CONTROL: "control"}
+    heights = np.arange(len(table))
     for axes, name in ((left, ""), (right, "difference")):
         points = rows[columns(name)].set_axis(columns(), axis=1)
-        for place, ablation in enumerate(rows.index):
+        for index, ablation in enumerate(rows.index):
             style = {"fmt": "o", "color": colours.get(ablation, plot.BLUE)}
-            style |= {"label": names[ablation]} if ablation in names else {}
-            plot.percent_bars(
-                axes, [place], points.loc[[ablation]], upright=False, **style
-            )
+            if ablation in labels:
+                style["label"] = labels[ablation]
+            point = points.loc[[ablation]]
+            plot.percent_bars(axes, [index], point, upright=False, **style)
         axes.grid(axis="y", color=plot.SHADE, linewidth=0.5)
-        paper = rows["paper"] - (rows.loc[FULL, "paper"] if name else 0)
-        if paper.notna().any():
-            axes.plot(100 * paper, y, **plot.OPEN_DIAMOND)
+        printed = rows["paper"]
+        if name == "difference":
+            printed = printed - rows.loc[FULL, "paper"]
+        if printed.notna().any():
+            axes.plot(100 * printed, heights, **plot.OPEN_DIAMOND)
     left.axvline(100 * rows.loc[UNMODIFIED, "value"], label="unmodified", **plot.LEVEL)
     right.axvline(0, color=plot.GUIDE, linestyle=":", linewidth=1)
-    left.set_yticks(
-        y, ["unmodified" if name == UNMODIFIED else name for name in rows.index]
-    )
+    names = [shown(name) for name in rows.index]
+    left.set_yticks(heights, names)
     left.set(
         xlabel="score over all positions (%)",
         xlim=(-3, 103),

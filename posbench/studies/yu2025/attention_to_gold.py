@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal, get_args
 
 import numpy as np
@@ -36,9 +37,14 @@ Integers = NDArray[np.int64]
 View = Literal["maps", "heads", "head_maps", "gold", "lengths"]
 
 SHUFFLES = 1000
-HEAD_EXAMPLES = 20  # of each gold position, behind the maps of single heads
-AT_LEAST = 0.5  # at the better end of the prompt: a model below it cannot do the task at that length
+"""Shuffles of the gold positions behind a threshold and a p value."""
+HEAD_EXAMPLES = 20
+"""Examples of each gold position behind the maps of single heads."""
+MIN_END_SCORE = 0.5
+"""Score at the better end of the prompt; a model below it cannot do the task at that length."""
+
 SOURCE = "Yu et al. 2025, Section 2.1"
+# Claims, each with the statistic that it is held against.
 FOLLOW = (
     "Some layers and heads follow the gold item, others one place (Yu et al. 2025, Figures 2, 12, 13)",
     "retrieval score of the best layer: share of examples above shuffled gold positions",
@@ -59,7 +65,6 @@ LENGTH = (
     "With a longer context this dip in the middle is more pronounced (Yu et al. 2025, Figure 2c)",
     "growth of that dip from one number of items to the next, the least sure step",
 )
-"""Claims, and the statistics that they are held against."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,387 +74,460 @@ class AttentionToGold(Study):
     The retrieval score of a layer or head is the share of examples in which it gives the gold item the
     largest weight of all items, minus the share that is left when gold positions are shuffled: 0 for one that
     looks at one place (a vertical line in Figure 2a), near 1 for one that always finds the gold item (the
-    diagonal of Figure 2b). It must also exceed the largest score of any under shuffled positions (95 %).
+    diagonal of Figure 2b). A retrieval-related layer or head also exceeds the largest score of any under
+    shuffled positions (95 %).
 
     Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the
     retrieval-related layers by eye (15 to 20 of Mistral-7B).
+
+    Attributes:
+        examples: Examples per gold position at most; None is all of the task.
+        items: Further numbers of items, for the decline with context length.
+        layers: Retrieval-related layers, in place of those that are detected.
+        head_layer: Layer whose heads are drawn (Figure 13: 15); None is the layer with the best score.
+        least: Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say,
+            leaves out those that find the gold item at the two ends of the prompt alone.
+        show: Figures to draw: layers (2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths
+            (2c).
     """
 
-    examples: Several | None = 100  # per gold position at most; None: all of the task
-    items: tuple[int, ...] | None = (
-        None  # further numbers of items, for the decline with context length
-    )
-    layers: tuple[int, ...] | None = (
-        None  # retrieval-related ones, in place of those that are detected
-    )
-    head_layer: int | None = (
-        None  # whose heads are drawn (Figure 13: 15); None: the one with the best score
-    )
-    # Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say, leaves out
-    # those that find the gold item at the two ends of the prompt alone.
+    examples: Several | None = 100
+    items: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    head_layer: int | None = None
     least: float = 0.0
-    # Figures to draw: layers (2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths (2c).
     show: Annotated[tuple[View, ...], MinLen(1)] = get_args(View)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        head_layer = None if self.head_layer is None else [self.head_layer]
         shared.check_each_layer(run.lm, "study.layers", self.layers)
-        shared.check_each_layer(run.lm, "study.head_layer", head_layer)
+        if self.head_layer is not None:
+            shared.check_each_layer(run.lm, "study.head_layer", [self.head_layer])
         for task in self.tasks(run.task):
             shared.check_prompts(run, task)
 
     def tasks(self, task: Task) -> list[Task]:
         """The task itself, then a copy for each further number of items, which it must let us set."""
-        more = [n for n in dict.fromkeys(self.items or ()) if n != task.items]
-        if more and not hasattr(task, "pairs"):
-            raise UserError(
-                "study.items",
-                more,
-                f"null with task {task.name}",
-                "take task=kv_retrieval",
-            )
-        return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
+        numbers = [n for n in dict.fromkeys(self.items or ()) if n != task.items]
+        if numbers and not hasattr(task, "pairs"):
+            allowed = f"null with task {task.name}"
+            raise UserError("study.items", numbers, allowed, "take task=kv_retrieval")
+        return [task, *(replace(task, pairs=n) for n in numbers)]  # type: ignore[call-arg]
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        every = [
+        examples_by_task = [
             placed(shared.need_items(task), self.examples)
             for task in self.tasks(run.task)
         ]
-        looks = [Looks(examples, times=1, replies=1, shared=True) for examples in every]
-        return [
-            *looks,
-            Looks(placed(every[0], HEAD_EXAMPLES), times=1, shared=True),
-        ]  # maps of heads
+        looks = [
+            Looks(examples, times=1, replies=1, shared=True)
+            for examples in examples_by_task
+        ]
+        head_examples = placed(examples_by_task[0], HEAD_EXAMPLES)
+        looks.append(Looks(head_examples, times=1, shared=True))
+        return looks
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Six tables.
+        """Measure attention to the items, and replies, for every number of items.
 
-        ``maps``, ``head_maps``: mean weights per token by layer or head, gold position and item. ``layers``,
-        ``heads``: :func:`scores`; of layers also how vertical their map is, and whether they are ``used``.
-        ``examples``: attention to the gold item, mean over these layers, and score. ``lengths``: their means.
+        Returns:
+            ``maps``, ``head_maps``: mean weights per token by layer or head, gold position and item.
+            ``layers``, ``heads``: :func:`retrieval_scores`; of layers also how vertical their map is, and
+            whether they are ``used``. ``examples``: attention to the gold item, mean over the used layers,
+            and score. ``lengths``: their means.
         """
-        parts = []
-        tables = dict[str, pd.DataFrame]()
-        used = list[int]()
+        tables: dict[str, pd.DataFrame] = {}
+        used_layers: list[int] = []
+        results = []
         for task in self.tasks(run.task):
             prompts = Prompts.of(run, self.examples, task=task)
             key = {"items_per_prompt": task.items}
-
-            def compute(
-                batch: Sequence[Example],
-                prefix: Prefix | None,
-                prompts: Prompts = prompts,
-            ) -> list[Row]:
-                found = prompts.attention(batch, prefix, heads=True).astype(np.float32)
-                return [
-                    head_row(weights, gold(e))
-                    for weights, e in zip(found, batch, strict=True)
-                ]
-
             rows = prompts.as_read(
-                "attention.jsonl", f"attention, {task.items} items", key, compute
+                "attention.jsonl",
+                f"attention, {task.items} items",
+                key,
+                partial(_attention_rows, prompts),
             )
             if not tables:
-                tables = self._scores(prompts, [rows[e.id] for e in prompts.examples])
-                used = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
-            said = prompts.as_read(
+                tables = self._score_tables(prompts, rows)
+                layers = tables["layers"]
+                used_layers = layers.loc[layers["used"], "layer"].tolist()
+            replies = prompts.as_read(
                 "replies.jsonl", f"accuracy, {task.items} items", key, prompts.replies
             )
-            for e in prompts.examples:
-                said[e.id]["attention"] = np.array(rows[e.id]["items"])[
-                    used, gold(e)
-                ].mean()
-            parts.append(prompts.results(said))
-        examples = pd.concat(parts, ignore_index=True)
-        lengths = shared.means_by_position(examples, ("attention", "score"))
-        return {**tables, "examples": examples, "lengths": lengths}
+            for example in prompts.examples:
+                weights = np.array(rows[example.id]["items"])
+                gold_weights = weights[used_layers, gold(example)]
+                replies[example.id]["attention"] = gold_weights.mean()
+            results.append(prompts.results(replies))
+        tables["examples"] = pd.concat(results, ignore_index=True)
+        tables["lengths"] = shared.means_by_position(
+            tables["examples"], ("attention", "score")
+        )
+        return tables
 
-    def _scores(self, prompts: Prompts, rows: Sequence[Row]) -> dict[str, pd.DataFrame]:
+    def _score_tables(
+        self, prompts: Prompts, rows: Mapping[str, Row]
+    ) -> dict[str, pd.DataFrame]:
         """Tables ``layers``, ``heads``, ``maps`` and ``head_maps`` of the task's own number of items."""
         frame = prompts.frame()
-        place = frame["gold_position"].to_numpy()
+        positions = frame["gold_position"].to_numpy()
         clusters = list(frame["cluster"])
-        kept = ("items", "largest", "gold", "others")
-        items, *each = (np.array([row[name] for row in rows]) for name in kept)
-        at_gold = np.take_along_axis(items, place[:, None, None], axis=2)[..., 0]
-        others = (items.sum(2) - at_gold) / max(items.shape[2] - 1, 1)
-        layers = scores(items.argmax(2), at_gold, others, place, clusters, self.least)
+        kept_rows = [rows[name] for name in frame["id"]]
+
+        weights = np.array([row["items"] for row in kept_rows])  # [n, L, N]
+        gold_weights = np.take_along_axis(weights, positions[:, None, None], axis=2)
+        gold_weights = gold_weights[..., 0]
+        other_weights = (weights.sum(2) - gold_weights) / max(weights.shape[2] - 1, 1)
+        layers = retrieval_scores(
+            weights.argmax(2),
+            gold_weights,
+            other_weights,
+            positions,
+            clusters,
+            self.least,
+        )
         layers = layers.rename_axis("layer").reset_index()
-        maps = mean_maps(items, place, "layer")
+        maps = mean_maps(weights, positions, "layer")
         layers["vertical"] = [vertical_share(rows) for _, rows in maps.groupby("layer")]
-        # Where no layer follows the gold item, the best one stands in, so that there is something to look at.
-        best = int(layers["score"].idxmax())
-        found = (
-            layers["retrieval"]
-            if layers["retrieval"].any()
-            else layers["layer"] == best
+        best_layer = int(layers["score"].idxmax())
+        if self.layers is not None:
+            layers["used"] = layers["layer"].isin(self.layers)
+        elif layers["retrieval"].any():
+            layers["used"] = layers["retrieval"]
+        else:
+            # No layer follows the gold item: the best one stands in, so that there is something to look at.
+            layers["used"] = layers["layer"] == best_layer
+
+        num_heads = len(kept_rows[0]["gold"][0])
+        largest, gold_weights, other_weights = (
+            np.array([row[name] for row in kept_rows]).reshape(len(kept_rows), -1)
+            for name in ("largest", "gold", "others")
         )
-        layers["used"] = (
-            found if self.layers is None else layers["layer"].isin(self.layers)
+        heads = retrieval_scores(
+            largest, gold_weights, other_weights, positions, clusters, self.least
         )
-        largest, at_gold, others = (values.reshape(len(rows), -1) for values in each)
-        heads = scores(largest, at_gold, others, place, clusters, self.least)
-        layer, head = np.divmod(heads.index, each[0].shape[2])
+        layer, head = np.divmod(heads.index, num_heads)
         heads = heads.assign(layer=layer, head=head)
-        by_head = self._head_maps(
-            prompts, best if self.head_layer is None else self.head_layer
-        )
-        return {"layers": layers, "heads": heads, "maps": maps, "head_maps": by_head}
+
+        head_layer = best_layer if self.head_layer is None else self.head_layer
+        head_maps = self._head_maps(prompts, head_layer)
+        return {"layers": layers, "heads": heads, "maps": maps, "head_maps": head_maps}
 
     def _head_maps(self, prompts: Prompts, layer: int) -> pd.DataFrame:
         """Mean weights of every head of one layer, known only now: a few examples run again."""
-        few = Prompts.of(prompts.run, HEAD_EXAMPLES, prompts.examples)
+        sample = Prompts.of(prompts.run, HEAD_EXAMPLES, prompts.examples)
 
         def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
-            found = few.attention(batch, prefix, heads=True)[:, layer]
-            return [{"heads": rounded(weights)} for weights in found]
+            weights = sample.attention(batch, prefix, heads=True)[:, layer]
+            return [{"heads": rounded(heads)} for heads in weights]
 
-        rows = few.as_read(
+        rows = sample.as_read(
             "heads.jsonl", f"heads of layer {layer}", {"layer": layer}, compute
         )
-        weights = np.array([rows[e.id]["heads"] for e in few.examples])
-        return mean_maps(
-            weights, few.frame()["gold_position"].to_numpy(), "head"
-        ).assign(layer=layer)
+        weights = np.array([rows[e.id]["heads"] for e in sample.examples])
+        positions = sample.frame()["gold_position"].to_numpy()
+        return mean_maps(weights, positions, "head").assign(layer=layer)
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         layers = tables["layers"]
-        own = tables["maps"]
-        lengths = tables["lengths"]
-        items = int(own["item"].max()) + 1
+        maps = tables["maps"]
         head_maps = tables["head_maps"]
-        used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
-        titles = {
-            row.layer: f"layer {row.layer} (score {row.score:.2f})"
-            for row in layers.itertuples()
-        }
-        maps = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."
-        heads = "Share of examples in which the gold item gets the most weight, minus that under shuffled "
-        heads += "positions."
-        by_head = (
-            f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."
-        )
-        curve = f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %)."
-        names = {head: f"head {head}" for head in head_maps["head"]}
-        same = f"The same for several numbers of items; layers ({used}) as found with {items}."
-        ways: dict[str, Callable[[], tuple[Figure, str]]] = {
-            "maps": lambda: (map_panels(own, "layer", titles), maps),
-            "heads": lambda: (head_figure(tables["heads"]), heads),
-            "head_maps": lambda: (map_panels(head_maps, "head", names), by_head),
-            "gold": lambda: (curve_figure(lengths[lengths["items"] == items]), curve),
-            "lengths": lambda: (curve_figure(lengths), same),
-        }
-        several = lengths["items"].nunique() > 1
-        return {
-            n: draw()
-            for n, draw in ways.items()
-            if n in self.show and (several or n != "lengths")
-        }
+        lengths = tables["lengths"]
+        num_items = int(maps["item"].max()) + 1
+        used_layers = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
+        figures: dict[str, tuple[Figure, str]] = {}
+        if "maps" in self.show:
+            titles = {
+                row.layer: f"layer {row.layer} (score {row.score:.2f})"
+                for row in layers.itertuples()
+            }
+            caption = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."
+            figures["maps"] = map_panels(maps, "layer", titles), caption
+        if "heads" in self.show:
+            caption = (
+                "Share of examples in which the gold item gets the most weight, minus that under shuffled "
+                "positions."
+            )
+            figures["heads"] = head_figure(tables["heads"]), caption
+        if "head_maps" in self.show:
+            titles = {head: f"head {head}" for head in head_maps["head"]}
+            layer = head_maps["layer"].iloc[0]
+            caption = f"The heads of layer {layer}, drawn as the layers are."
+            figures["head_maps"] = map_panels(head_maps, "head", titles), caption
+        if "gold" in self.show:
+            rows = lengths[lengths["items"] == num_items]
+            caption = f"Attention to the gold item (mean of layers {used_layers}) and score, same examples (95 %)."
+            figures["gold"] = curve_figure(rows), caption
+        if "lengths" in self.show and lengths["items"].nunique() > 1:
+            caption = (
+                f"The same for several numbers of items; layers ({used_layers}) "
+                f"as found with {num_items}."
+            )
+            figures["lengths"] = curve_figure(lengths), caption
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
         layers = tables["layers"]
         examples = tables["examples"]
-        own = examples[examples["items"] == tables["maps"]["item"].max() + 1]
-        found = _of_layers(layers, tables["heads"])
+        num_items = tables["maps"]["item"].max() + 1
+        examples_of_task = examples[examples["items"] == num_items]
+        findings = _layer_findings(layers, tables["heads"])
         if self.layers is None and not layers["retrieval"].any():
             note = "no layer is retrieval-related: study.layers=[...] names some"
-            return found + [
-                Finding.untestable(*claim, note, len(own))
-                for claim in (LINK, DIP, LENGTH)
-            ]
-        return [*found, *_of_positions(own, tables), _of_lengths(examples)]
+            for claim in (LINK, DIP, LENGTH):
+                finding = Finding.untestable(*claim, note, len(examples_of_task))
+                findings.append(finding)
+            return findings
+        findings += _position_findings(examples_of_task, tables)
+        findings.append(_length_finding(examples))
+        return findings
 
 
-def _of_layers(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
-    """Whether some layer follows the gold item, and whether such layers stand behind the others."""
-    related, others = (
-        layers.loc[layers["retrieval"] == kind, "layer"].to_numpy()
-        for kind in (True, False)
-    )
+def _attention_rows(
+    prompts: Prompts, batch: Sequence[Example], prefix: Prefix | None
+) -> list[Row]:
+    """Run a batch and summarise each example's attention to its items, see :func:`head_row`."""
+    weights = prompts.attention(batch, prefix, heads=True).astype(np.float32)
+    return [
+        head_row(layers, gold(example))
+        for layers, example in zip(weights, batch, strict=True)
+    ]
+
+
+def _layer_findings(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
+    """Whether some layer follows the gold item, and whether such layers lie deeper than the others."""
+    is_related = layers["retrieval"]
+    related = layers.loc[is_related, "layer"].to_numpy()
+    unrelated = layers.loc[~is_related, "layer"].to_numpy()
     best = layers.loc[layers["score"].idxmax()]
-    deeper = np.subtract.outer(related, others) > 0
     note = (
         f"layer {best['layer']} of {len(layers)}; retrieval-related layers {related.tolist()}, "
         f"{heads['retrieval'].sum()} of {len(heads)} heads; largest score under shuffled positions "
         f"{best['threshold']:.3f} (95 %); in the other layers the place of an item alone explains "
-        f"{layers.loc[~layers['retrieval'], 'vertical'].mean():.0%} of the map"
+        f"{layers.loc[~is_related, 'vertical'].mean():.0%} of the map"
     )
-    p = (
-        min(2 * best["p"], 1.0) if len(related) else 1.0
-    )  # of the permutation test, which has one side
-    found = [Finding.tested(True, *FOLLOW, estimate(best, "score"), p, note)]
+    p = 1.0
+    if len(related):
+        p = min(2 * best["p"], 1.0)  # the permutation test has one side
+    follow = Finding.tested(True, *FOLLOW, estimate(best, "score"), p, note)
+
     note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}; no interval: one model"
-    if not deeper.size:
-        return [*found, Finding.untestable(*DEEP, note)]
-    return [
-        *found,
-        Finding.that(deeper.mean() > 0.5, *DEEP, (deeper.mean(), deeper.size), note),
-    ]
+    is_deeper = np.subtract.outer(related, unrelated) > 0
+    if is_deeper.size == 0:
+        return [follow, Finding.untestable(*DEEP, note)]
+    share = is_deeper.mean()
+    deep = Finding.that(share > 0.5, *DEEP, (share, is_deeper.size), note)
+    return [follow, deep]
 
 
-def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
+def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
-    ((attention, seen),) = curves(own, "attention", "items", RESAMPLES).values()
-    ((score, said),) = curves(own, "score", "items", RESAMPLES).values()
+    [(attention, attention_draws)] = curves(
+        examples, "attention", "items", RESAMPLES
+    ).values()
+    [(score, score_draws)] = curves(examples, "score", "items", RESAMPLES).values()
     maps = tables["maps"]
-    used = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
-    at_gold = maps[maps["item"] == maps["gold_position"]]
-    by_layer = at_gold.pivot(
+    layers = tables["layers"]
+    used_layers = layers.loc[layers["used"], "layer"].tolist()
+    gold_maps = maps[maps["item"] == maps["gold_position"]]
+    gold_maps = gold_maps.pivot(
         index="layer", columns="gold_position", values="attention"
-    ).loc[used]
-    each = zip(used, spearman(by_layer.to_numpy(), score), strict=True)
+    )
+    by_layer = spearman(gold_maps.loc[used_layers].to_numpy(), score)
+    listed = ", ".join(
+        f"layer {layer} {rho:.2f}"
+        for layer, rho in zip(used_layers, by_layer, strict=True)
+    )
     note = (
-        "mean over the retrieval-related layers (each by itself: "
-        f"{', '.join(f'layer {layer} {rho:.2f}' for layer, rho in each)}); one-sided permutation of the "
+        f"mean over the retrieval-related layers (each by itself: {listed}); one-sided permutation of the "
         f"positions: p = {permutation_p(attention, score):.4f}; same examples, resampled within positions"
     )
-    questions = own["cluster"].nunique()
-    ends = bootstrap.quantiles(spearman(seen, said), questions)
-    link = Estimate(float(spearman(attention, score)), *ends, len(own))
-    dip, other = (dips(own, name, RESAMPLES)[0] for name in ("attention", "score"))
-    same = f"the same of the score: {other.value:.2f} [{other.ci_low:.2f}, {other.ci_high:.2f}]"
-    return [Finding.above(*LINK, link, note=note), Finding.above(*DIP, dip, note=same)]
+    low, high = bootstrap.quantiles(
+        spearman(attention_draws, score_draws), examples["cluster"].nunique()
+    )
+    rho = float(spearman(attention, score))
+    link = Finding.above(*LINK, Estimate(rho, low, high, len(examples)), note=note)
+
+    dip, _ = dips(examples, "attention", RESAMPLES)
+    score_dip, _ = dips(examples, "score", RESAMPLES)
+    note = f"the same of the score: {score_dip.value:.2f} [{score_dip.ci_low:.2f}, {score_dip.ci_high:.2f}]"
+    return [link, Finding.above(*DIP, dip, note=note)]
 
 
-def _of_lengths(examples: pd.DataFrame) -> Finding:
+def _length_finding(examples: pd.DataFrame) -> Finding:
     """Growth of the dip at every step of the number of items: a line through them would hide a fall."""
-    parts = {int(items): part for items, part in examples.groupby("items")}
+    rows_by_items = {int(items): rows for items, rows in examples.groupby("items")}
     n = len(examples)
-    if len(parts) < 2:
-        return Finding.untestable(
-            *LENGTH, "one number of items only: study.items=[16,32,64]", n
-        )
-    curve = {
-        items: part.groupby("gold_position")["score"].mean()
-        for items, part in parts.items()
-    }
-    ends = {items: score.iloc[[0, -1]].max() for items, score in curve.items()}
-    if min(ends.values()) < AT_LEAST:
+    if len(rows_by_items) < 2:
+        note = "one number of items only: study.items=[16,32,64]"
+        return Finding.untestable(*LENGTH, note, n)
+    end_scores = {}
+    for items, rows in rows_by_items.items():
+        curve = rows.groupby("gold_position")["score"].mean()
+        end_scores[items] = curve.iloc[[0, -1]].max()
+    if min(end_scores.values()) < MIN_END_SCORE:
         listed = ", ".join(
-            f"{items} items: {score:.0%}" for items, score in ends.items()
+            f"{items} items: {score:.0%}" for items, score in end_scores.items()
         )
-        note = f"too long for the model, which answers less than {AT_LEAST:.0%} even at the better end"
+        note = f"too long for the model, which answers less than {MIN_END_SCORE:.0%} even at the better end"
         return Finding.untestable(*LENGTH, f"{note} ({listed})", n)
-    doublings = np.log2(list(parts))
-    found, drawn = zip(
-        *(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True
-    )
-    values = [at.value for at in found]
-    questions = min(part["cluster"].nunique() for part in parts.values())
-    grown = zip(np.diff(values), np.diff(np.stack(drawn), axis=0), strict=True)
-    level = np.polyfit(
-        doublings, np.log2([part["attention"].mean() for part in parts.values()]), 1
-    )[0]
+
+    values = []
+    draws = []
+    for rows in rows_by_items.values():
+        dip, dip_draws = dips(rows, "attention", RESAMPLES)
+        values.append(dip.value)
+        draws.append(dip_draws)
+    doublings = np.log2(list(rows_by_items))
+    attention = [rows["attention"].mean() for rows in rows_by_items.values()]
+    slope = np.polyfit(doublings, np.log2(attention), 1)[0]
     listed = ", ".join(
-        f"{items}: {dip:.2f}" for items, dip in zip(parts, values, strict=True)
+        f"{items}: {dip:.2f}" for items, dip in zip(rows_by_items, values, strict=True)
     )
-    note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**level:.2f}"
-    return joint(
-        [
-            Finding.above(*LENGTH, bootstrap.percentile(*step, n, questions), note=note)
-            for step in grown
-        ]
-    )
+    note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**slope:.2f}"
+    num_questions = min(rows["cluster"].nunique() for rows in rows_by_items.values())
+    growth = np.diff(values)
+    growth_draws = np.diff(np.stack(draws), axis=0)
+    steps = []
+    for value, step_draws in zip(growth, growth_draws, strict=True):
+        step = bootstrap.percentile(value, step_draws, n, num_questions)
+        steps.append(Finding.above(*LENGTH, step, note=note))
+    return joint(steps)
 
 
-def head_row(weights: Array, place: int) -> Row:
-    """Kept of weights [L, H, N]: mean over heads [L, N]; largest item, gold and other weights [L, H]."""
-    at_gold = weights[..., place]
-    others = (weights.sum(-1) - at_gold) / max(weights.shape[-1] - 1, 1)
-    parts = {"items": weights.mean(1), "gold": at_gold, "others": others}
+def head_row(weights: Array, gold_position: int) -> Row:
+    """Summarise the attention of every layer and head to N items.
+
+    Args:
+        weights: Weights of one example, [L, H, N].
+        gold_position: The gold item.
+
+    Returns:
+        ``largest``: the item with the largest weight, [L, H]; ``items``: mean over heads, [L, N]; ``gold``
+        and ``others``: weight of the gold item and mean weight of the other items, [L, H].
+    """
+    gold_weights = weights[..., gold_position]
+    other_weights = (weights.sum(-1) - gold_weights) / max(weights.shape[-1] - 1, 1)
     return {
         "largest": weights.argmax(-1).tolist(),
-        **{name: rounded(part) for name, part in parts.items()},
+        "items": rounded(weights.mean(1)),
+        "gold": rounded(gold_weights),
+        "others": rounded(other_weights),
     }
 
 
-def scores(
+def retrieval_scores(
     largest: Integers,
-    at_gold: Array,
-    others: Array,
-    place: Integers,
+    gold_weights: Array,
+    other_weights: Array,
+    positions: Integers,
     clusters: Sequence[str],
     least: float,
 ) -> pd.DataFrame:
-    """Retrieval scores of U layers or heads in n examples, from the item with the largest weight, the weight
-    of the gold item and the mean weight of the others, [n, U], and gold position and question, [n].
+    """Score how well U layers or heads follow the gold item in n examples.
 
-    Rows of score with its interval, found (share of examples with the gold item first), expected (that with
-    shuffled positions), threshold (95 % quantile of the largest score of any then), p (share of shuffles in
-    which some score reaches this one), gold_attention, ratio (to the others'), retrieval, n.
+    Args:
+        largest: Item with the largest weight, [n, U].
+        gold_weights: Weight of the gold item, [n, U].
+        other_weights: Mean weight of the other items, [n, U].
+        positions: Gold positions, [n].
+        clusters: Question of each example, [n].
+        least: Bound that the lower end of a retrieval-related unit's interval must pass.
+
+    Returns:
+        A row per layer or head: score with its interval, found (share of examples with the gold item first),
+        expected (that with shuffled positions), threshold (95 % quantile of the largest score of any then),
+        p (share of shuffles in which some score reaches this one), gold_attention, ratio (to that of the
+        other items), retrieval, n.
     """
-    share = np.bincount(place, minlength=int(largest.max()) + 1) / len(place)
-    hits = largest == place[:, None]
-    chance = share[largest]
+    counts = np.bincount(positions, minlength=int(largest.max()) + 1)
+    position_shares = counts / len(positions)
+    is_gold = largest == positions[:, None]
     # The expectation over all shuffles is a mean over examples too: one bootstrap covers the difference.
-    parts = hits - chance
+    chance = position_shares[largest]
+    excess = is_gold - chance
     expected = chance.mean(0)
-    score = parts.mean(0)
-    at = pd.DataFrame(
-        [ends(bootstrap.difference(part, clusters), "score") for part in parts.T]
+    score = excess.mean(0)
+    table = pd.DataFrame(
+        [ends(bootstrap.difference(unit, clusters), "score") for unit in excess.T]
     )
     rng = np.random.default_rng(0)
-    shuffles = (rng.permutation(place)[:, None] for _ in range(SHUFFLES))
-    top = np.array(
-        [((largest == shuffled).mean(0) - expected).max() for shuffled in shuffles]
-    )
-    threshold, (gold_attention, rest) = (
-        float(np.quantile(top, 0.95)),
-        (at_gold.mean(0), others.mean(0)),
-    )
-    return at.assign(
+    largest_scores = np.empty(SHUFFLES)
+    for shuffle in range(SHUFFLES):
+        shuffled = rng.permutation(positions)[:, None]
+        largest_scores[shuffle] = ((largest == shuffled).mean(0) - expected).max()
+    threshold = float(np.quantile(largest_scores, 0.95))
+    reached = (largest_scores[:, None] >= score).sum(0)
+    gold_attention = gold_weights.mean(0)
+    other_attention = other_weights.mean(0)
+    ratio = np.full(len(other_attention), np.nan)
+    np.divide(gold_attention, other_attention, out=ratio, where=other_attention > 0)
+    return table.assign(
         score=score,
-        found=hits.mean(0),
+        found=is_gold.mean(0),
         expected=expected,
         threshold=threshold,
-        p=(1 + (top[:, None] >= score).sum(0)) / (1 + SHUFFLES),
+        p=(1 + reached) / (1 + SHUFFLES),
         gold_attention=gold_attention,
-        ratio=np.divide(
-            gold_attention, rest, out=np.full(len(rest), np.nan), where=rest > 0
-        ),
-        retrieval=(at["score_ci_low"] > least) & (score > threshold),
-        n=len(place),
+        ratio=ratio,
+        retrieval=(table["score_ci_low"] > least) & (score > threshold),
+        n=len(positions),
     )
 
 
-def mean_maps(weights: Array, place: Integers, unit: str) -> pd.DataFrame:
-    """Mean weights [n, U, N] for each gold position: rows of the unit, gold_position, item, attention, n."""
-    places, counts = np.unique(place, return_counts=True)
-    means = np.stack([weights[place == position].mean(0) for position in places])
-    at, number, item = (index.ravel() for index in np.indices(means.shape))
-    values = {
-        unit: number,
-        "gold_position": places[at],
-        "item": item,
-        "attention": means.ravel(),
-    }
-    return pd.DataFrame({**values, "n": counts[at]})
+def mean_maps(weights: Array, positions: Integers, unit: str) -> pd.DataFrame:
+    """Average weights over the examples of each gold position.
+
+    Args:
+        weights: Attention of U layers or heads to N items in n examples, [n, U, N].
+        positions: Gold positions, [n].
+        unit: Name of the column that counts the U units.
+
+    Returns:
+        Rows of the unit, gold_position, item, attention, n.
+    """
+    gold_positions, counts = np.unique(positions, return_counts=True)
+    means = np.stack([weights[positions == p].mean(0) for p in gold_positions])
+    row, number, item = (index.ravel() for index in np.indices(means.shape))
+    return pd.DataFrame(
+        {
+            unit: number,
+            "gold_position": gold_positions[row],
+            "item": item,
+            "attention": means.ravel(),
+            "n": counts[row],
+        }
+    )
 
 
 def vertical_share(rows: pd.DataFrame) -> float:
     """Share of the variance of a layer's map that the place of an item explains: 1 for vertical lines."""
-    grid = rows.pivot(
-        index="gold_position", columns="item", values="attention"
-    ).to_numpy()
-    return float(grid.mean(0).var() / grid.var()) if grid.var() > 0 else math.nan
+    grid = rows.pivot(index="gold_position", columns="item", values="attention")
+    grid = grid.to_numpy()
+    if grid.var() > 0:
+        return float(grid.mean(0).var() / grid.var())
+    return math.nan
 
 
 @plot.styled
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
     """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
-    columns = 5 if len(titles) == 5 else 4 if len(titles) <= 12 else 8
+    columns = 8
+    if len(titles) == 5:
+        columns = 5
+    elif len(titles) <= 12:
+        columns = 4
     large = columns < 8
-    shape = {"sharex": True, "sharey": True, "n": frame["n"]}
+    height = 1.55 if large else 0.95
     figure, panels = plot.new_panels(
-        len(titles), columns, 1.55 if large else 0.95, **shape
+        len(titles), columns, height, sharex=True, sharey=True, n=frame["n"]
     )
-    norm = matplotlib.colors.PowerNorm(
-        0.5, vmin=0, vmax=float(frame["attention"].max())
-    )
+    highest = float(frame["attention"].max())
+    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=highest)
     for axes, (number, title) in zip(panels, titles.items(), strict=True):
         rows = frame[frame[unit] == number]
         grid = rows.pivot_table(
@@ -459,8 +537,10 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
             grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest"
         )
         plot.few_ticks(axes.set_yticks, grid.index, 5)
-        size = plot.STYLE["axes.titlesize" if large else "xtick.labelsize"]
-        axes.set_title(title if large else f"{unit} {number}", fontsize=size)
+        if large:
+            axes.set_title(title, fontsize=plot.STYLE["axes.titlesize"])
+        else:
+            axes.set_title(f"{unit} {number}", fontsize=plot.STYLE["xtick.labelsize"])
     figure.supxlabel(plot.ITEM, fontsize=plot.STYLE["axes.labelsize"])
     figure.supylabel("gold position (item)", fontsize=plot.STYLE["axes.labelsize"])
     label = "attention of the last token\n(mean weight per token)"
@@ -484,15 +564,18 @@ def head_figure(heads: pd.DataFrame) -> Figure:
         aspect="auto",
         origin="lower",
     )
-    marked = heads[heads["retrieval"]]
-    ring = {"linestyle": "none", "marker": "o", "color": "black"}
-    if len(marked):
-        fill = {
-            "markerfacecolor": "white",
-            "markersize": 4,
-            "label": "retrieval-related",
-        }
-        axes.plot(marked["head"], marked["layer"], **ring, **fill)
+    related = heads[heads["retrieval"]]
+    if len(related):
+        axes.plot(
+            related["head"],
+            related["layer"],
+            linestyle="none",
+            marker="o",
+            color="black",
+            markerfacecolor="white",
+            markersize=4,
+            label="retrieval-related",
+        )
         plot.legend_below(figure)
     plot.few_ticks(axes.set_xticks, grid.columns)
     plot.few_ticks(axes.set_yticks, grid.index)

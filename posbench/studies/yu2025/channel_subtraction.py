@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
-from posbench.late import Axes, Figure, pd, torch
+from posbench.late import Axes, Figure, Tensor, pd
 from posbench.measure.states import Site, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.perturbations.subtract_channel import subtract_channel
@@ -22,7 +21,7 @@ from posbench.run.base import Run
 from posbench.run.cost import Looks
 from posbench.schema import Count, Positive, Seed, Share
 from posbench.stats import bootstrap
-from posbench.stats.bootstrap import Array
+from posbench.stats.bootstrap import Array, Estimate
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
@@ -30,7 +29,8 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Measured, Prompts, gold
 from posbench.tasks import Example
 
-WHERE = {"gold": "the gold item", "other": "another item"}
+ROLES = {"gold": "the gold item", "other": "another item"}
+"""Roles of the items whose channel is changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +43,34 @@ class ChannelSubtraction(Study):
 
     By default ``value`` is the channel's whole range over the items, which takes any item at least to where
     the first one stands; the paper's 0.3 belongs to one channel of one model.
+
+    Attributes:
+        channel: The positional channel; None is that of the model's scale_channel block.
+        value: How much is subtracted, in units of ``unit``.
+        unit: ``range`` of the unmodified item means by layer, or ``absolute`` (paper).
+        gold: Depth of the gold item: the nearest gold position of the task (paper: 25 / 49).
+        other: Depth of the item without the answer (paper: 35 / 49).
+        layers: First and last layer that are changed and averaged; None: see
+            :func:`posbench.studies.prompts.retrieval_layers`.
+        site: Changed hidden states: ``attention_input`` changes each layer alone, ``residual`` adds up; the
+            paper does not say.
+        controls: Random channels, from which the same amount is taken.
+        opposite: Whether to move the items by the same amount towards the end, too (control).
+        examples: Examples at most.
+        seed: Seed of the random channels.
     """
 
-    channel: int | None = (
-        None  # the positional channel; None: that of the model's scale_channel block
-    )
+    channel: int | None = None
     value: Positive = 1.0
-    unit: Literal["range", "absolute"] = (
-        "range"  # of the unmodified item means by layer; as it is (paper)
-    )
-    gold: Share = 0.5  # depth of the gold item: the nearest gold position of the task (paper: 25 / 49)
-    other: Share = 0.7  # depth of the item without the answer (paper: 35 / 49)
-    layers: tuple[int, int] | None = (
-        None  # changed and averaged; None: see retrieval_layers
-    )
-    site: Site = "attention_input"  # each layer alone; ``residual`` adds up; the paper does not say
-    controls: Count = 3  # random channels, from which the same amount is taken
-    opposite: bool = False  # also the same amount towards the end (control)
+    unit: Literal["range", "absolute"] = "range"
+    gold: Share = 0.5
+    other: Share = 0.7
+    layers: tuple[int, int] | None = None
+    site: Site = "attention_input"
+    controls: Count = 3
+    opposite: bool = False
     examples: Count = 100
-    seed: Seed = 0  # of the random channels
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -75,115 +84,135 @@ class ChannelSubtraction(Study):
 
     def _examples(self, run: Run) -> list[Example]:
         """Prompts at the gold position that is nearest to the depth."""
-        there = shared.need_items(run.task)
-        nearest = gold(
-            min(there, key=lambda e: abs(gold(e) / (len(e.items) - 1) - self.gold))
+        examples = shared.need_items(run.task)
+        nearest = min(
+            examples, key=lambda e: abs(gold(e) / (len(e.items) - 1) - self.gold)
         )
-        return [e for e in there if gold(e) == nearest][: self.examples]
+        at_position = [e for e in examples if gold(e) == gold(nearest)]
+        return at_position[: self.examples]
 
-    def _item(self, example: Example, where: str) -> int:
-        return (
-            gold(example)
-            if where.startswith("gold")
-            else round(self.other * (len(example.items) - 1))
-        )
+    def _item(self, example: Example, role: str) -> int:
+        """The item that has a role, see :data:`ROLES`."""
+        if role == "gold":
+            return gold(example)
+        return round(self.other * (len(example.items) - 1))
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        variants = 1 + len(WHERE) * (1 + self.controls + self.opposite)
-        return [Looks(self._examples(run), variants, variants)]
+        changes_per_item = 1 + self.controls + int(self.opposite)
+        num_variants = 1 + len(ROLES) * changes_per_item
+        return [Looks(self._examples(run), times=num_variants, replies=num_variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""
-        channels = shared.channels(run, self.channel, self.controls, self.seed)
+        tested, *controls = shared.channels(run, self.channel, self.controls, self.seed)
         prompts = Prompts.of(run, examples=self._examples(run))
-        measured = self._under(prompts, "gold", channels[0], channels[0], {})
-        base = measured[UNMODIFIED].values()
-        at = {w: self._item(prompts.examples[0], w) for w in WHERE}
-        attention, curves = (
-            np.mean([row[of] for row in base], axis=0)
-            for of in ("attention", "channel")
-        )
-        first, last = shared.retrieval_layers(self.layers, attention[:, at["gold"]])
-        values = {
+        items = {role: self._item(prompts.examples[0], role) for role in ROLES}
+        unmodified = self._variant(prompts, UNMODIFIED, "gold", tested, tested, {})
+        attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
+        curves = np.mean([row["channel"] for row in unmodified.values()], axis=0)
+        first, last = shared.retrieval_layers(self.layers, attention[:, items["gold"]])
+        amounts = {
             layer: self._amount(curves[layer]) for layer in range(first, last + 1)
         }
-        for where in WHERE:
-            for changed in channels:
-                measured |= self._under(prompts, where, channels[0], changed, values)
-            if self.opposite:
-                back = {layer: -value for layer, value in values.items()}
-                measured |= self._under(
-                    prompts, f"{where}_opposite", channels[0], channels[0], back
+        opposite_amounts = {layer: -amount for layer, amount in amounts.items()}
+
+        measured = {UNMODIFIED: unmodified}
+        for role in ROLES:
+            measured[role] = self._variant(prompts, role, role, tested, tested, amounts)
+            for control in controls:
+                variant = f"{role}_control_{control}"
+                measured[variant] = self._variant(
+                    prompts, variant, role, tested, control, amounts
                 )
+            if self.opposite:
+                variant = f"{role}_opposite"
+                measured[variant] = self._variant(
+                    prompts, variant, role, tested, tested, opposite_amounts
+                )
+
         frame = _frame(prompts, measured, slice(first, last + 1))
-        at |= {"layer_first": first, "layer_last": last, "tested_channel": channels[0]}
-        amounts = pd.DataFrame(values.items(), columns=["layer", "subtracted"])
+        amount_table = pd.DataFrame(amounts.items(), columns=["layer", "subtracted"])
         return {
-            "items": _items(frame).assign(**at),
-            "amounts": amounts.assign(
-                channel=channels[0], rises=amounts["subtracted"] > 0
+            "items": _items(frame).assign(
+                gold=items["gold"],
+                other=items["other"],
+                layer_first=first,
+                layer_last=last,
+                tested_channel=tested,
             ),
-            "effects": _effects(frame, at, run.runtime.resamples),
+            "amounts": amount_table.assign(
+                channel=tested, rises=amount_table["subtracted"] > 0
+            ),
+            "effects": _effects(frame, items, run.runtime.resamples),
         }
 
-    def _under(
+    def _variant(
         self,
         prompts: Prompts,
-        where: str,
-        channel: int,
+        variant: str,
+        role: str,
+        tested: int,
         changed: int,
-        values: Mapping[int, float],
-    ) -> dict[str, dict[str, Row]]:
-        """By variant: score, and by layer attention to every item and mean of the tested channel over it."""
-        read = dict[int, torch.Tensor]()
-        variant = (
-            f"{where}_control_{changed}"
-            if changed != channel
-            else where
-            if values
-            else UNMODIFIED
-        )
+        amounts: Mapping[int, float],
+    ) -> dict[str, Row]:
+        """Run the prompts with one channel of one item changed.
+
+        Args:
+            prompts: The prompts.
+            variant: Name of the variant.
+            role: Role of the changed item, see :data:`ROLES`.
+            tested: The channel that is read.
+            changed: The channel that is changed.
+            amounts: What is subtracted from it, by layer.
+
+        Returns:
+            By id: score, and by layer attention to every item and mean of the tested channel over it.
+        """
+        lm = prompts.run.lm
+        states: dict[int, Tensor] = {}  # of the batch in the block, by layer
 
         @contextmanager
         def block(batch: Sequence[Example]) -> Iterator[None]:
-            nonlocal read
-            lm = prompts.run.lm
-            spans = prompts.spans(batch, lambda e: self._item(e, where))
-            change = subtract_channel(
-                lm, prompts.lengths(batch), spans, changed, values, site=self.site
+            nonlocal states
+            subtraction = subtract_channel(
+                lm,
+                prompts.lengths(batch),
+                prompts.spans(batch, lambda e: self._item(e, role)),
+                changed,
+                amounts,
+                site=self.site,
             )
-            with change, channel_input(lm, [channel], self.site) as read:
+            with subtraction, channel_input(lm, [tested], self.site) as states:
                 yield
 
         def keep(batch: Sequence[Example], attention: Array) -> list[Row]:
-            out = []
-            for e, weights, states in zip(
-                batch, attention, stacked(read, len(batch))[..., 0], strict=True
+            channel = stacked(states, len(batch))[..., 0]  # [B, L, T]
+            rows = []
+            for example, weights, by_token in zip(
+                batch, attention, channel, strict=True
             ):
-                pad = states.shape[1] - len(prompts.encoded[e.id].ids)
+                padding = by_token.shape[1] - len(prompts.encoded[example.id].ids)
                 means = [
-                    states[:, pad + first : pad + end].mean(1)
-                    for first, end in prompts.tokens[e.id]
+                    by_token[:, padding + start : padding + stop].mean(1)
+                    for start, stop in prompts.tokens[example.id]
                 ]
-                out.append(
-                    {
-                        "attention": rounded(weights),
-                        "channel": rounded(np.stack(means, axis=1)),
-                    }
-                )
-            return out
+                row = {
+                    "attention": rounded(weights),
+                    "channel": rounded(np.stack(means, axis=1)),
+                }
+                rows.append(row)
+            return rows
 
-        return {variant: prompts.under(variant, block, keep)}
+        return prompts.under(variant, block, keep)
 
     def _amount(self, curve: Array) -> float:
         """What is subtracted in a layer, by the items' unmodified means [N]: positive where they rise."""
         slope = float(np.polyfit(np.arange(len(curve)), curve, 1)[0])
-        return (
-            float(np.sign(slope))
-            * self.value
-            * (float(np.ptp(curve)) if self.unit == "range" else 1.0)
-        )
+        amount = float(np.sign(slope)) * self.value
+        if self.unit == "range":
+            amount *= float(np.ptp(curve))
+        return amount
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
@@ -194,97 +223,106 @@ class ChannelSubtraction(Study):
         """Claim C4: one channel of an item sets the attention to it."""
         first = tables["items"].iloc[0]
         layers = shared.named(first["layer_first"], first["layer_last"])
-        amounts = [
+        amounts = ", ".join(
             f"{row.subtracted:.3g} in layer {row.layer}"
             for row in tables["amounts"].itertuples()
-        ]
-        note = f"channel {first['tested_channel']}, subtracted: {', '.join(amounts)}"
-        studies = ["channel_subtraction"]
+        )
+        note = f"channel {first['tested_channel']}, subtracted: {amounts}"
         effects = tables["effects"]
+        studies = ["channel_subtraction"]
         if "gold_opposite" in set(effects["effect"]):
             studies.append("channel_subtraction_opposite")
-        return [
-            found
-            for study in studies
-            for found in shared.judged(effects, study, note, layers=layers)
-        ]
+        findings = []
+        for study in studies:
+            findings += shared.judged(effects, study, note, layers=layers)
+        return findings
 
 
 def _frame(prompts: Prompts, measured: Measured, layers: slice) -> pd.DataFrame:
     """A row per variant, prompt and item: cluster, score, attention and channel, averaged over the layers."""
     parts = []
-    for (variant, rows), e in itertools.product(measured.items(), prompts.examples):
-        values = {
-            key: np.mean(rows[e.id][key][layers], axis=0)
-            for key in ("attention", "channel")
-        }
-        facts = {
-            "variant": variant,
-            "cluster": e.cluster or e.id,
-            "score": rows[e.id]["score"],
-        }
-        parts.append(pd.DataFrame({**facts, "item": range(len(e.items)), **values}))
+    for variant, rows in measured.items():
+        for example in prompts.examples:
+            row = rows[example.id]
+            columns = {
+                "variant": variant,
+                "cluster": example.cluster or example.id,
+                "score": row["score"],
+                "item": range(len(example.items)),
+                "attention": np.mean(row["attention"][layers], axis=0),
+                "channel": np.mean(row["channel"][layers], axis=0),
+            }
+            parts.append(pd.DataFrame(columns))
     return pd.concat(parts, ignore_index=True)
 
 
 def _items(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of variant, item, measure, value with its interval, n; the score stands with item -1."""
-    out = []
+    keys = []
+    estimates = []
     for (variant, item), rows in frame.groupby(["variant", "item"], sort=False):
         for measure in ("channel", "attention"):
-            at = bootstrap.difference(*shared.group(rows, measure))
-            out.append(
-                {
-                    "variant": variant,
-                    "item": item,
-                    "measure": measure,
-                    **ends(at),
-                    "n": at.n,
-                }
-            )
+            keys.append({"variant": variant, "item": item, "measure": measure})
+            estimates.append(bootstrap.difference(*shared.group(rows, measure)))
     for variant, rows in frame[frame["item"] == 0].groupby("variant", sort=False):
-        at = bootstrap.mean(*shared.group(rows, "score"))
-        out.append(
-            {"variant": variant, "item": -1, "measure": "score", **ends(at), "n": at.n}
-        )
-    return pd.DataFrame(out)
+        keys.append({"variant": variant, "item": -1, "measure": "score"})
+        estimates.append(bootstrap.mean(*shared.group(rows, "score")))
+    return pd.DataFrame(
+        [
+            {**key, **ends(value), "n": value.n}
+            for key, value in zip(keys, estimates, strict=True)
+        ]
+    )
 
 
 def _effects(
-    frame: pd.DataFrame, at: Mapping[str, int], resamples: int
+    frame: pd.DataFrame, items: Mapping[str, int], resamples: int
 ) -> pd.DataFrame:
-    """The numbers behind the verdicts: differences of groups of prompts; all random channels form one."""
+    """The numbers behind the verdicts: differences of groups of prompts; all random channels form one.
+
+    Args:
+        frame: Attention and score by variant, prompt and item.
+        items: The changed items, by their roles.
+        resamples: Draws of the bootstrap.
+    """
     kind = frame["variant"].str.replace(r"_control_.*", "_control", regex=True)
-    cells = list(frame.groupby([kind, "item"]))
-    groups, scores = (
-        {key: shared.group(rows, of) for key, rows in cells}
-        for of in ("attention", "score")
-    )
-    out = dict[str, bootstrap.Estimate]()
-    for where in WHERE:
-        after, before, control = (
-            (name, at[where]) for name in (where, UNMODIFIED, f"{where}_control")
-        )
-        out |= {
-            f"{where}_over_first": shared.minus(groups, after, (where, 0), resamples),
-            f"{where}_before": shared.minus(groups, before, (UNMODIFIED, 0), resamples),
-            f"{where}_rise": shared.minus(groups, after, before, resamples),
-            f"{where}_control": shared.minus(groups, control, before, resamples),
-            f"{where}_over_control": shared.minus(groups, after, control, resamples),
-            f"{where}_score": shared.minus(scores, after, before, resamples),
+    attention = {}
+    scores = {}
+    for kind_and_item, rows in frame.groupby([kind, "item"]):
+        attention[kind_and_item] = shared.group(rows, "attention")
+        scores[kind_and_item] = shared.group(rows, "score")
+    effects: dict[str, Estimate] = {}
+    for role, item in items.items():
+        changed = (role, item)
+        unmodified = (UNMODIFIED, item)
+        control = (f"{role}_control", item)
+        opposite = (f"{role}_opposite", item)
+        contrasts = {
+            "over_first": (changed, (role, 0)),
+            "before": (unmodified, (UNMODIFIED, 0)),
+            "rise": (changed, unmodified),
+            "control": (control, unmodified),
+            "over_control": (changed, control),
         }
-        if (opposite := (f"{where}_opposite", at[where])) in groups:
-            out[f"{where}_opposite"] = shared.minus(groups, opposite, before, resamples)
-            out[f"{where}_over_opposite"] = shared.minus(
-                groups, after, opposite, resamples
+        for name, (minuend, subtrahend) in contrasts.items():
+            effects[f"{role}_{name}"] = shared.minus(
+                attention, minuend, subtrahend, resamples
             )
-    return shared.effects_table(out)
+        effects[f"{role}_score"] = shared.minus(scores, changed, unmodified, resamples)
+        if opposite in attention:
+            effects[f"{role}_opposite"] = shared.minus(
+                attention, opposite, unmodified, resamples
+            )
+            effects[f"{role}_over_opposite"] = shared.minus(
+                attention, changed, opposite, resamples
+            )
+    return shared.effects_table(effects)
 
 
-def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
+def panel(axes: Axes, items: pd.DataFrame, role: str, measure: str) -> None:
     """The channel or the attention of every item, unmodified and with one item changed (the circle)."""
     rows = items[items["measure"] == measure]
-    labels = {UNMODIFIED: "unmodified", where: "channel changed"}
+    labels = {UNMODIFIED: "unmodified", role: "channel changed"}
     plot.bands(axes, rows, "variant", labels, x="item", scale=1)
     axes.axvline(
         rows["gold"].iloc[0],
@@ -295,20 +333,24 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
         label="gold item",
     )
     if measure == "attention":
-        controls = (
-            rows[rows["variant"].str.startswith(f"{where}_control_")]
-            .groupby("item")["value"]
-            .mean()
-        )
-        axes.plot(controls, label="random channel (control)", **plot.ON_TOP)
+        controls = rows[rows["variant"].str.startswith(f"{role}_control_")]
+        mean = controls.groupby("item")["value"].mean()
+        axes.plot(mean, label="random channel (control)", **plot.ON_TOP)
         axes.set(xlabel=plot.ITEM, ylabel="attention\n(mean weight per token)")
         # The gold item has a hundred times the weight of the others, whose levels matter here.
         axes.set_yscale("log")
     for line in axes.lines:
         line.set_markersize(2)
-    circle = rows[(rows["variant"] == where) & (rows["item"] == rows[where])]
-    ring: dict[str, Any] = dict(color=plot.BLUE, markersize=9, markerfacecolor="none")
-    axes.plot(circle["item"], circle["value"], "o", label="changed item", **ring)
+    changed = rows[(rows["variant"] == role) & (rows["item"] == rows[role])]
+    axes.plot(
+        changed["item"],
+        changed["value"],
+        "o",
+        label="changed item",
+        color=plot.BLUE,
+        markersize=9,
+        markerfacecolor="none",
+    )
 
 
 @plot.styled
@@ -318,10 +360,10 @@ def items_figure(items: pd.DataFrame) -> Figure:
         plot.PAGE, 4.2, 2, 2, n=items["n"], sharex=True, sharey="row"
     )
     first = items.iloc[0]
-    for column, (where, words) in zip(grid.T, WHERE.items(), strict=True):
-        for axes, measure in zip(column, ("channel", "attention"), strict=True):
-            panel(axes, items, where, measure)
-        column[0].set_title(f"{words} changed (item {first[where]})")
+    for (upper, lower), (role, label) in zip(grid.T, ROLES.items(), strict=True):
+        panel(upper, items, role, "channel")
+        panel(lower, items, role, "attention")
+        upper.set_title(f"{label} changed (item {first[role]})")
     grid[0][0].set_ylabel(f"mean of channel {first['tested_channel']}")
     grid[1][1].set_ylabel("")
     plot.legend_below(figure)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row
 from posbench.late import Axes, Figure, pd
 from posbench.methods.scale_channel import check_layers, share
+from posbench.model.lm import LM
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.plots import base as plot
@@ -20,11 +21,12 @@ from posbench.run.base import Run
 from posbench.run.cost import Looks
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
+from posbench.stats.bootstrap import Array, Estimate, Group
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Block, Measured, Prompts, Range, gold
+from posbench.studies.prompts import Measured, Prompts, Range, gold
 from posbench.tasks import Example
 from posbench.tasks.items import placed
 
@@ -40,8 +42,9 @@ CROSSED = {
     "crop_pe_to_end": "crop mask and PE to end",
     "pe_to_end_other": "PE of another to end (control)",
 }
-MOVES = ("pe_to_beginning", "pe_to_end")
+"""Variants by name, for readers, and those that :attr:`CropMask.crossed` adds."""
 NO_LATE = "no gold position lies in the last third of the items"
+EMPTY_SPAN = [(0, 0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,147 +55,154 @@ class CropMask(Study):
     without rotary embedding.
 
     Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. Controls and ``crossed`` are ours.
+
+    Attributes:
+        layers: First and last layer with a cropped mask; None is the paper's 2 to 8 of 32, counted from 1
+            (D.3: 1 to 8), or that share, and none from the retrieval layers on.
+        retrieval: First and last layer whose attention is averaged; None: see
+            :func:`posbench.studies.prompts.retrieval_layers`.
+        keep_first: Whether the cropped item sees the prompt's first token (Appendix D.3: yes).
+        crossed: Whether to change mask and position ids together, too, and to move another item's position
+            ids (control).
+        examples: Examples of each gold position at most.
+        seed: Seed of the controls' items.
     """
 
-    # First and last layer with a cropped mask; None: the paper's 2 to 8 of 32, counted from 1 (D.3: 1 to 8),
-    # or that share, and none from the retrieval layers on.
     layers: tuple[int, int] | None = None
-    retrieval: tuple[int, int] | None = None  # averaged; None: see retrieval_layers
-    keep_first: bool = True  # whether the cropped item sees the prompt's first token (Appendix D.3: yes)
-    crossed: bool = False  # also mask and position ids together, and moved ids of another item (control)
-    examples: Count = 100  # of each gold position at most
-    seed: Seed = 0  # of the controls' items
+    retrieval: tuple[int, int] | None = None
+    keep_first: bool = True
+    crossed: bool = False
+    examples: Count = 100
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        check_layers(run.lm, "study.layers", self.layers)
-        check_layers(run.lm, "study.retrieval", self.retrieval)
+        lm = run.lm
+        check_layers(lm, "study.layers", self.layers)
+        check_layers(lm, "study.retrieval", self.retrieval)
         shared.check_prompts(run)
-        if self.crossed and not can_move(run.lm):
+        if self.crossed and not can_move(lm):
             allowed = f"false here: {shared.NO_ROPE}"
-            raise UserError(
-                "study.crossed",
-                True,
-                allowed,
-                "set study.crossed=false, or take model=tiny",
-            )
-        nothing = [1], [(0, 0)]
-        moved = (
-            move_positions(run.lm, *nothing, nothing[1])
-            if can_move(run.lm)
-            else nullcontext()
-        )
-        with run.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
-            pass
+            hint = "set study.crossed=false, or take model=tiny"
+            raise UserError("study.crossed", True, allowed, hint)
+        with ExitStack() as stack:
+            stack.enter_context(run.trial().applied(lm))
+            stack.enter_context(crop_mask(lm, [1], EMPTY_SPAN, []))
+            if can_move(lm):
+                stack.enter_context(move_positions(lm, [1], EMPTY_SPAN, EMPTY_SPAN))
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        variants = len(LABELS) + self.crossed * len(CROSSED)
-        return [
-            Looks(
-                placed(shared.need_items(run.task), self.examples), variants, variants
-            )
-        ]
+        num_variants = len(LABELS)
+        if self.crossed:
+            num_variants += len(CROSSED)
+        examples = placed(shared.need_items(run.task), self.examples)
+        return [Looks(examples, times=num_variants, replies=num_variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
         prompts = Prompts.of(run, self.examples)
-        measured: dict[str, dict[str, Row]] = {}
-        retrieval = cropped = (0, 0)
-        variants = [*LABELS, *(CROSSED if self.crossed else ())]
-        for variant in [v for v in variants if "pe_to" not in v or can_move(run.lm)]:
-            block = self._block(prompts, variant, cropped)
+        unmodified = prompts.under(
+            UNMODIFIED, lambda batch: nullcontext(), shared.gold_attention
+        )
+        attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
+        cropped, retrieval = self._layer_ranges(run.lm, attention)
+
+        variants = [*LABELS, *CROSSED] if self.crossed else [*LABELS]
+        measured = {UNMODIFIED: unmodified}
+        for variant in variants[1:]:
+            if "pe_to" in variant and not can_move(run.lm):
+                continue
+            block = partial(self._perturbed, prompts, variant, cropped)
             measured[variant] = prompts.under(variant, block, shared.gold_attention)
-            if variant == UNMODIFIED:
-                every = np.array(
-                    [row["attention"] for row in measured[variant].values()]
-                )
-                retrieval = shared.retrieval_layers(self.retrieval, every.mean(0))
-                first, last = share(shared.CROP, run.lm.layers)
-                cropped = self.layers or (
-                    first,
-                    max(min(last, retrieval[0] - 1), first),
-                )
-        parts = [
-            prompts.results(rows, retrieval).assign(variant=v)
-            for v, rows in measured.items()
-        ]
-        frame = pd.concat(parts)
-        resamples = run.runtime.resamples
-        layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
-        layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
-        placed = _by_position(frame, run.task.metric).assign(**layers)
-        by_layer = _by_layer(measured, prompts.examples).assign(**layers)
-        effects = _effects(frame, resamples)
+
+        frame = pd.concat(
+            [
+                prompts.results(rows, retrieval).assign(variant=variant)
+                for variant, rows in measured.items()
+            ]
+        )
+        layers = {
+            "crop_first": cropped[0],
+            "crop_last": cropped[1],
+            "retrieval_first": retrieval[0],
+            "retrieval_last": retrieval[1],
+        }
+        by_position = _by_position(frame, run.task.metric)
+        by_layer = _by_layer(measured, prompts.examples)
         return {
-            "crop_mask": placed,
-            "crop_mask_layers": by_layer,
-            "crop_mask_effects": effects,
+            "crop_mask": by_position.assign(**layers),
+            "crop_mask_layers": by_layer.assign(**layers),
+            "crop_mask_effects": _effects(frame, run.runtime.resamples),
         }
 
-    def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
-        """What a variant does to a batch."""
+    def _layer_ranges(self, lm: LM, attention: Array) -> tuple[Range, Range]:
+        """First and last layer with a cropped mask, and those whose attention is averaged.
+
+        Args:
+            lm: The model.
+            attention: The unmodified model's attention to the gold item, [L].
+        """
+        retrieval = shared.retrieval_layers(self.retrieval, attention)
+        if self.layers is not None:
+            return self.layers, retrieval
+        first, last = share(shared.CROP, lm.layers)
+        return (first, max(min(last, retrieval[0] - 1), first)), retrieval
+
+    @contextmanager
+    def _perturbed(
+        self, prompts: Prompts, variant: str, cropped: Range, batch: Sequence[Example]
+    ) -> Iterator[None]:
+        """Apply a variant to a batch for the duration of a block."""
         lm = prompts.run.lm
-        layers = range(cropped[0], cropped[1] + 1)
-        other = lambda e: shared.other_item(e, "crop_mask", self.seed)  # noqa: E731
-        end = 0 if variant.endswith("beginning") else -1
-
-        @contextmanager
-        def block(batch: Sequence[Example]) -> Iterator[None]:
-            lengths = prompts.lengths(batch)
-            spans = prompts.spans(batch, other if variant.endswith("other") else gold)
-            with ExitStack() as stack:
-                if variant.startswith("crop"):
-                    stack.enter_context(
-                        crop_mask(
-                            lm, lengths, spans, layers, keep_first=self.keep_first
-                        )
-                    )
-                if "pe_to" in variant:
-                    target = prompts.spans(batch, lambda e: end)
-                    stack.enter_context(move_positions(lm, lengths, spans, target))
-                yield
-
-        return block
+        lengths = prompts.lengths(batch)
+        if variant.endswith("other"):
+            spans = prompts.spans(
+                batch, lambda e: shared.other_item(e, "crop_mask", self.seed)
+            )
+        else:
+            spans = prompts.spans(batch, gold)
+        with ExitStack() as stack:
+            if variant.startswith("crop"):
+                layers = range(cropped[0], cropped[1] + 1)
+                stack.enter_context(
+                    crop_mask(lm, lengths, spans, layers, keep_first=self.keep_first)
+                )
+            if "pe_to" in variant:
+                target = 0 if variant.endswith("beginning") else -1
+                targets = prompts.spans(batch, lambda e: target)
+                stack.enter_context(move_positions(lm, lengths, spans, targets))
+            yield
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = "Score and attention, and change of attention by layer, with 95 % intervals."
-        drawn = {
-            "crop_mask": (
-                crop_figure(tables["crop_mask"], tables["crop_mask_layers"]),
-                caption,
-            )
-        }
+        figure = crop_figure(tables["crop_mask"], tables["crop_mask_layers"])
+        figures = {"crop_mask": (figure, caption)}
         if _is_crossed(tables):
             caption = "Change at the inner gold positions (95 %); lines: what the first and last one have."
-            drawn["crop_mask_crossed"] = (
-                crossed_figure(tables["crop_mask_effects"]),
-                caption,
-            )
-        return drawn
+            figure = crossed_figure(tables["crop_mask_effects"])
+            figures["crop_mask_crossed"] = (figure, caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""
-        table = tables["crop_mask"].iloc[0]
-        where = shared.named(table["retrieval_first"], table["retrieval_last"])
-        note = (
-            f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        )
-        studies = (
-            "crop_mask",
-            *(("crop_mask_crossed",) if _is_crossed(tables) else ()),
-        )
+        row = tables["crop_mask"].iloc[0]
+        retrieval = shared.named(row["retrieval_first"], row["retrieval_last"])
+        note = f"mask cropped in {shared.named(row['crop_first'], row['crop_last'])}"
         effects = tables["crop_mask_effects"]
-        missing = (
-            NO_LATE if "crop_over_moves" in set(effects["effect"]) else shared.NO_ROPE
-        )
-        told = {"missing": missing, "layers": where}
-        return [
-            found
-            for study in studies
-            for found in shared.judged(effects, study, note, **told)
-        ]
+        missing = shared.NO_ROPE
+        if "crop_over_moves" in set(effects["effect"]):
+            missing = NO_LATE
+        studies = ["crop_mask"]
+        if _is_crossed(tables):
+            studies.append("crop_mask_crossed")
+        findings = []
+        for study in studies:
+            findings += shared.judged(
+                effects, study, note, missing=missing, layers=retrieval
+            )
+        return findings
 
 
 def _is_crossed(tables: Tables) -> bool:
@@ -202,28 +212,33 @@ def _is_crossed(tables: Tables) -> bool:
 
 def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Rows of variant, gold_position, depth, measure, value and change (each with its interval), n."""
-    base = frame[frame["variant"] == UNMODIFIED].set_index("id")
-    out = []
-    by = ["variant", "gold_position", "depth"]
+    unmodified = frame[frame["variant"] == UNMODIFIED].set_index("id")
+    table = []
     for measure, name in (("score", metric), ("attention", "attention")):
-        for place, rows in frame.groupby(by, sort=False):
+        for (variant, position, depth), rows in frame.groupby(
+            ["variant", "gold_position", "depth"], sort=False
+        ):
             clusters = list(rows["cluster"])
             values = rows[measure].to_numpy()
-            before = base.loc[rows["id"], measure].to_numpy()
-            value = bootstrap.mean(values, clusters)
-            scored = measure == "score" and place[0] != UNMODIFIED
-            pair = (
-                bootstrap.paired
-                if scored
-                else lambda a, b, asked: bootstrap.difference(a - b, asked)
-            )
-            change = pair(values, before, clusters)
-            where = {**dict(zip(by, place, strict=True)), "measure": name}
-            out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
-    return pd.DataFrame(out)
+            before = unmodified.loc[rows["id"], measure].to_numpy()
+            if measure == "score" and variant != UNMODIFIED:
+                change = bootstrap.paired(values, before, clusters)
+            else:
+                change = bootstrap.difference(values - before, clusters)
+            row = {
+                "variant": variant,
+                "gold_position": position,
+                "depth": depth,
+                "measure": name,
+                **ends(bootstrap.mean(values, clusters)),
+                **ends(change, "change"),
+                "n": len(rows),
+            }
+            table.append(row)
+    return pd.DataFrame(table)
 
 
-def _inner(positions: Sequence[int]) -> set[int]:
+def _inner(positions: Iterable[int]) -> set[int]:
     """The positions between the first and the last one; all where there are none between."""
     ordered = sorted(set(positions))
     return set(ordered[1:-1] or ordered)
@@ -231,104 +246,123 @@ def _inner(positions: Sequence[int]) -> set[int]:
 
 def _by_layer(measured: Measured, examples: Sequence[Example]) -> pd.DataFrame:
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
-    inner = _inner([gold(e) for e in examples])
-    chosen = [e for e in examples if e.gold_position in inner]
-    clusters = [e.cluster or e.id for e in chosen]
-    base = np.array([measured[UNMODIFIED][e.id]["attention"] for e in chosen])
-    out = []
+    inner = _inner(gold(e) for e in examples)
+    examples = [e for e in examples if e.gold_position in inner]
+    clusters = [e.cluster or e.id for e in examples]
+    unmodified = np.array([measured[UNMODIFIED][e.id]["attention"] for e in examples])
+    table = []
     for variant, rows in measured.items():
-        values = np.array([rows[e.id]["attention"] for e in chosen])
-        for layer, change in enumerate((values - base).T):
-            at = bootstrap.difference(change, clusters)
-            mean = {
+        attention = np.array([rows[e.id]["attention"] for e in examples])  # [n, L]
+        for layer, changes in enumerate((attention - unmodified).T):
+            change = bootstrap.difference(changes, clusters)
+            row = {
                 "variant": variant,
                 "layer": layer,
-                "attention": values[:, layer].mean(),
+                "attention": attention[:, layer].mean(),
+                **ends(change, "change"),
+                "n": change.n,
             }
-            out.append({**mean, **ends(at, "change"), "n": at.n})
-    return pd.DataFrame(out)
+            table.append(row)
+    return pd.DataFrame(table)
+
+
+def _group(
+    frame: pd.DataFrame, variant: str, measure: str, positions: Iterable[int]
+) -> Group:
+    """Values of a measure under a variant at some gold positions, with their clusters."""
+    rows = frame[frame["variant"] == variant]
+    return shared.group(rows[rows["gold_position"].isin(positions)], measure)
 
 
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
-    """The numbers behind the verdicts."""
+    """The numbers behind the verdicts: differences and ratios of means at the inner gold positions."""
+    variants = list(frame["variant"].unique())
     positions = sorted(frame["gold_position"].unique())
     inner = _inner(positions)
-    late = [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
-
-    def group(variant: str, measure: str, where: Iterable[int]) -> bootstrap.Group:
-        rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
-        return shared.group(rows, measure)
-
-    here = list(frame["variant"].unique())
-    attention, scores = (
-        {v: group(v, measure, inner) for v in here}
-        for measure in ("attention", "score")
-    )
-    first = {"first": group(UNMODIFIED, "attention", positions[:1])}
-    ratio = lambda m: m["crop"] / m["first"]  # noqa: E731
-    out = {
+    attention = {v: _group(frame, v, "attention", inner) for v in variants}
+    scores = {v: _group(frame, v, "score", inner) for v in variants}
+    first = {"first": _group(frame, UNMODIFIED, "attention", positions[:1])}
+    effects = {
         "unmodified_inner": bootstrap.statistic(
-            attention, lambda m: m[UNMODIFIED], resamples=resamples
+            attention, lambda means: means[UNMODIFIED], resamples=resamples
         ),
         "unmodified_first": bootstrap.statistic(
-            first, lambda m: m["first"], resamples=resamples
+            first, lambda means: means["first"], resamples=resamples
         ),
     }
-    for variant in here[1:]:
-        out[f"{variant}_attention"] = shared.minus(
-            attention, variant, UNMODIFIED, resamples
-        )
-        out[f"{variant}_score"] = shared.minus(scores, variant, UNMODIFIED, resamples)
-    out["crop_level"] = bootstrap.statistic(
-        attention | first, ratio, resamples=resamples
-    )
-    out["crop_over_other"] = shared.minus(attention, "crop", "crop_other", resamples)
-    if MOVES[0] in here:
-        over = lambda m: m["crop"] - np.maximum(m[MOVES[0]], m[MOVES[1]])  # noqa: E731
-        out["crop_over_moves"] = bootstrap.statistic(
-            attention, over, resamples=resamples
-        )
-        for measure in ("attention", "score") if late else ():
-            groups = {v: group(v, measure, late) for v in (UNMODIFIED, MOVES[0])}
-            out[f"beginning_late_{measure}"] = shared.minus(
-                groups, UNMODIFIED, MOVES[0], resamples
+    for variant in variants[1:]:
+        for measure, groups in (("attention", attention), ("score", scores)):
+            effects[f"{variant}_{measure}"] = shared.minus(
+                groups, variant, UNMODIFIED, resamples
             )
-    if "crop_pe_to_end" in here:
-        out |= _crossed(group, positions, inner, resamples)
-    return shared.effects_table(out)
+    effects["crop_level"] = bootstrap.statistic(
+        attention | first,
+        lambda means: means["crop"] / means["first"],
+        resamples=resamples,
+    )
+    effects["crop_over_other"] = shared.minus(
+        attention, "crop", "crop_other", resamples
+    )
+    if "pe_to_beginning" in variants:
+        effects["crop_over_moves"] = bootstrap.statistic(
+            attention, _crop_over_moves, resamples=resamples
+        )
+        num_items = frame["items"].iloc[0]
+        late = [p for p in positions if 3 * p >= 2 * (num_items - 1)]
+        if late:
+            for measure in ("attention", "score"):
+                groups = {
+                    variant: _group(frame, variant, measure, late)
+                    for variant in (UNMODIFIED, "pe_to_beginning")
+                }
+                effects[f"beginning_late_{measure}"] = shared.minus(
+                    groups, UNMODIFIED, "pe_to_beginning", resamples
+                )
+    if "crop_pe_to_end" in variants:
+        effects |= _crossed_effects(frame, positions, inner, resamples)
+    return shared.effects_table(effects)
 
 
-def _crossed(
-    group: Callable[[str, str, Iterable[int]], bootstrap.Group],
-    positions: Sequence[int],
-    inner: Iterable[int],
-    resamples: int,
-) -> dict[str, bootstrap.Estimate]:
-    """Mask and position ids together at the inner positions, and the unmodified model's ends over them."""
-    both = "crop_pe_to_end"
-    ends_at = {"first": positions[:1], "last": positions[-1:]}
+def _crop_over_moves(means: Mapping[str, Array]) -> Array:
+    """Attention under the crop mask minus that under the better of the two moves."""
+    return means["crop"] - np.maximum(means["pe_to_beginning"], means["pe_to_end"])
+
+
+def _crossed_effects(
+    frame: pd.DataFrame, positions: Sequence[int], inner: set[int], resamples: int
+) -> dict[str, Estimate]:
+    """Mask and position ids together at the inner positions, and the unmodified model's ends over them.
+
+    Args:
+        frame: Scores and attention by variant and prompt.
+        positions: Gold positions in their order.
+        inner: Those between the first and the last one.
+        resamples: Draws of the bootstrap.
+    """
     contrasts = {
-        "mask_beyond_ids": (both, "pe_to_end"),
-        "ids_beyond_mask": (both, "crop"),
+        "mask_beyond_ids": ("crop_pe_to_end", "pe_to_end"),
+        "ids_beyond_mask": ("crop_pe_to_end", "crop"),
         "end_over_other": ("pe_to_end", "pe_to_end_other"),
         "first_over_inner": ("first", UNMODIFIED),
         "last_over_inner": ("last", UNMODIFIED),
         "last_over_end": ("last", "pe_to_end"),
     }
-    out = dict[str, bootstrap.Estimate]()
+    variants = ("crop_pe_to_end", "pe_to_end", "crop", "pe_to_end_other", UNMODIFIED)
+    effects: dict[str, Estimate] = {}
     for measure in ("score", "attention"):
-        names = dict.fromkeys(name for pair in contrasts.values() for name in pair)
-        at = {
-            n: group(UNMODIFIED if n in ends_at else n, measure, ends_at.get(n, inner))
-            for n in names
-        }
-        for name, (one, other) in contrasts.items():
-            out[f"{name}_{measure}"] = shared.minus(at, one, other, resamples)
-    level = {name: at[name] for name in ("pe_to_end", "last")}
-    out["end_level"] = bootstrap.statistic(
-        level, lambda m: m["pe_to_end"] / m["last"], resamples=resamples
+        groups = {v: _group(frame, v, measure, inner) for v in variants}
+        groups["first"] = _group(frame, UNMODIFIED, measure, positions[:1])
+        groups["last"] = _group(frame, UNMODIFIED, measure, positions[-1:])
+        for name, (minuend, subtrahend) in contrasts.items():
+            effects[f"{name}_{measure}"] = shared.minus(
+                groups, minuend, subtrahend, resamples
+            )
+    effects["end_level"] = bootstrap.statistic(
+        {name: groups[name] for name in ("pe_to_end", "last")},  # of attention
+        lambda means: means["pe_to_end"] / means["last"],
+        resamples=resamples,
     )
-    return out
+    return effects
 
 
 def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
@@ -372,26 +406,22 @@ def crossed_figure(effects: pd.DataFrame) -> Figure:
     rows = effects.set_index("effect")
     labels = LABELS | CROSSED
     figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, n=effects["n"], sharey=True)
-    shown = sorted(
-        (v for v in labels if v != UNMODIFIED), key=lambda v: v.endswith("other")
-    )
+    variants = [variant for variant in labels if variant != UNMODIFIED]
+    variants.sort(key=lambda variant: variant.endswith("other"))  # controls last
     for axes, measure in zip(panels, ("attention", "score"), strict=True):
         axes.axvline(0, color=plot.GUIDE, linewidth=0.6)
-        for dashes, end in zip((plot.DASHED, ":"), ("first", "last"), strict=True):
-            at = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
-            axes.axvline(
-                at,
-                **plot.LEVEL | {"linestyle": dashes},
-                label=f"unmodified, gold item {end}",
-            )
-        for number, variant in enumerate(shown):
-            found = rows.loc[[f"{variant}_{measure}"]]
-            colour = (plot.BLUE, plot.CONTROL)["other" in variant]
+        for end, dashes in (("first", plot.DASHED), ("last", ":")):
+            change = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
+            style = plot.LEVEL | {"linestyle": dashes}
+            axes.axvline(change, **style, label=f"unmodified, gold item {end}")
+        for height, variant in enumerate(variants):
+            row = rows.loc[[f"{variant}_{measure}"]]
+            colour = plot.CONTROL if "other" in variant else plot.BLUE
             style = {"fmt": "o", "markersize": 3, "color": colour}
-            plot.percent_bars(axes, [number], found, upright=False, **style)
+            plot.percent_bars(axes, [height], row, upright=False, **style)
     panels[0].set_xlabel("change of attention per token (points)")
     panels[1].set_xlabel("change of score (points)")
-    panels[0].set_yticks(range(len(shown)), [labels[v] for v in shown])
+    panels[0].set_yticks(range(len(variants)), [labels[v] for v in variants])
     panels[0].invert_yaxis()
     plot.legend_below(figure)
     return figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from posbench.files.atomic import Row, rounded
 from posbench.late import Figure, Tensor, pd, torch
@@ -32,7 +33,8 @@ LABELS = {
     "other": "a random other item (control)",
 }
 SOURCE = "Yu et al. 2025, Appendix D.2"
-LITTLE = 5  # points of accuracy that a control may gain
+MAX_CONTROL_GAIN = 5
+"""Points of accuracy that a control may gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +46,25 @@ class Doubling(Study):
     last prompt token's row changes; later layers, and further tokens of the reply, see the consequences.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
+
+    Attributes:
+        examples: Examples per gold position at most; None is all of the task.
+        item: Depth of the item that mode ``item`` changes, rounded down; the paper's 25th of 50 is 0.5.
+        factor: Factor of the item's weight.
+        renormalise: Whether the weights are divided by their sum; otherwise the head's output grows by the
+            added weight.
+        layers: Changed layers; None is all.
+        generated: Whether rows of generated tokens are changed too.
+        seed: Seed of the control's items.
     """
 
-    examples: Several | None = 100  # per gold position at most; None: all of the task
-    item: Share = (
-        0.5  # depth of the changed item, rounded down; the paper's 25th of 50 is 0.5
-    )
-    factor: Positive = 2.0  # of its weight
-    renormalise: bool = (
-        True  # to sum 1; otherwise the head's output grows by the added weight
-    )
-    layers: tuple[int, ...] | None = None  # None: all
-    generated: bool = False  # whether rows of generated tokens are changed too
-    seed: Seed = 0  # of the control's items
+    examples: Several | None = 100
+    item: Share = 0.5
+    factor: Positive = 2.0
+    renormalise: bool = True
+    layers: tuple[int, ...] | None = None
+    generated: bool = False
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -65,9 +73,8 @@ class Doubling(Study):
 
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
-        return [
-            Looks(placed(shared.need_items(run.task), self.examples), 0, len(LABELS))
-        ]
+        examples = placed(shared.need_items(run.task), self.examples)
+        return [Looks(examples, times=0, replies=len(LABELS))]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.
@@ -75,54 +82,56 @@ class Doubling(Study):
         Attention is the gold item's mean weight per token after the change, over heads and changed layers.
         """
         prompts = Prompts.of(run, self.examples)
-        parts = []
+        examples = []
         means = []
-        shown = list(self.layers or range(run.lm.layers))
         for mode, label in LABELS.items():
-
-            def compute(batch: Sequence[Example], mode: str = mode) -> list[Row]:
-                said, weights = self.answered(prompts, batch, mode)
-                seen = [
-                    float(row[shown, gold(e)].mean())
-                    for row, e in zip(weights, batch, strict=True)
-                ]
-                return [
-                    {**row, "attention": rounded(at)}
-                    for row, at in zip(said, seen, strict=True)
-                ]
-
-            text = f"changed: {label.split(',')[0]}"
-            rows = prompts.complete("doubling.jsonl", text, {"mode": mode}, compute)
-            frame = prompts.results(rows).assign(mode=mode)
-            parts.append(
-                frame.assign(target=[self.target(mode, e) for e in prompts.examples])
+            rows = prompts.complete(
+                "doubling.jsonl",
+                f"changed: {label.split(',')[0]}",
+                {"mode": mode},
+                partial(self._rows, prompts, mode),
             )
-            means.append(
-                shared.means_by_position(frame, ("attention", "score")).assign(
-                    mode=mode
-                )
-            )
-        tables = {"doubling": means, "examples": parts}
+            results = prompts.results(rows).assign(mode=mode)
+            targets = [self.target(mode, example) for example in prompts.examples]
+            examples.append(results.assign(target=targets))
+            by_position = shared.means_by_position(results, ("attention", "score"))
+            means.append(by_position.assign(mode=mode))
         return {
-            name: pd.concat(each, ignore_index=True) for name, each in tables.items()
+            "doubling": pd.concat(means, ignore_index=True),
+            "examples": pd.concat(examples, ignore_index=True),
         }
 
     def target(self, mode: str, example: Example) -> int | None:
         """Item whose weight is changed in an example; None in the unmodified model."""
         if mode == "item":
-            return self._place(len(example.items))
+            return self._changed_item(len(example.items))
+        if mode == "gold":
+            return gold(example)
         if mode == "other":
             return shared.other_item(example, "doubling", self.seed)
-        return gold(example) if mode == "gold" else None
+        return None
 
-    def _place(self, items: int) -> int:
+    def _changed_item(self, num_items: int) -> int:
         """The item that mode ``item`` changes."""
-        return at_share(Fraction(str(self.item)), items)
+        return at_share(Fraction(str(self.item)), num_items)
 
-    def answered(
-        self, prompts: Prompts, batch: Sequence[Example], mode: str
+    def _layers(self, run: Run) -> Sequence[int]:
+        return self.layers or range(run.lm.layers)
+
+    def _rows(self, prompts: Prompts, mode: str, batch: Sequence[Example]) -> list[Row]:
+        """Scored replies of a batch under a change, with the attention to the gold item."""
+        replies, weights = self.replies_and_weights(prompts, mode, batch)
+        layers = list(self._layers(prompts.run))
+        rows = []
+        for example, reply, by_layer in zip(batch, replies, weights, strict=True):
+            attention = float(by_layer[layers, gold(example)].mean())
+            rows.append({**reply, "attention": rounded(attention)})
+        return rows
+
+    def replies_and_weights(
+        self, prompts: Prompts, mode: str, batch: Sequence[Example]
     ) -> tuple[list[Row], Tensor]:
-        """Scored replies under a change, and the last prompt token's weight on each item then, [B, L, N]."""
+        """Scored replies under a change, and the last prompt token's changed weight on each item, [B, L, N]."""
         lm = prompts.run.lm
         width = max(prompts.lengths(batch))
         pool = item_pool([prompts.encoded[e.id] for e in batch], batch, width)
@@ -131,86 +140,110 @@ class Doubling(Study):
             target = self.target(mode, example)
             if target is not None:
                 tokens[row] = (pool[row, target] > 0).float()
-        layers = range(lm.layers) if self.layers is None else self.layers
-        settings = {"renormalise": self.renormalise, "generated": self.generated}
-        with scale_attention(lm, tokens, self.factor, layers, **settings) as weights:
-            said = prompts.replies(batch)
-        each = [
-            weights[layer].unflatten(0, (len(batch), -1)).mean((1, 2))
-            for layer in range(lm.layers)
-        ]
-        return said, pooled([row.float().cpu()[:, None] for row in each], pool)[:, :, 0]
+        with scale_attention(
+            lm,
+            tokens,
+            self.factor,
+            self._layers(prompts.run),
+            renormalise=self.renormalise,
+            generated=self.generated,
+        ) as weights:
+            replies = prompts.replies(batch)
+        by_layer = []
+        for layer in range(lm.layers):
+            # A method may run a prompt as several rows, which are averaged as heads are.
+            rows = weights[layer].unflatten(0, (len(batch), -1)).mean((1, 2))
+            by_layer.append(rows.float().cpu()[:, None])
+        return replies, pooled(by_layer, pool)[:, :, 0]
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         table = tables["doubling"]
-        place = self._place(int(table["items"].iloc[0]))
+        item = self._changed_item(int(table["items"].iloc[0]))
         renormalised = "" if self.renormalise else ", not renormalised"
-        layers = (
-            "all layers"
-            if self.layers is None
-            else f"layers {', '.join(map(str, self.layers))}"
+        layers = "all layers"
+        if self.layers is not None:
+            layers = f"layers {', '.join(map(str, self.layers))}"
+        caption = (
+            f"The last token's weight on an item times {self.factor:g}{renormalised}. Attention after "
+            f"the change: mean of {layers}. Bands: 95 %."
         )
-        caption = f"The last token's weight on an item times {self.factor:g}{renormalised}. Attention after "
-        caption += f"the change: mean of {layers}. Bands: 95 %."
-        return {"doubling": (doubling_figure(table, place), caption)}
+        return {"doubling": (doubling_figure(table, item), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether accuracy rises with the weight of the gold item, and does not with that of another one."""
         examples = tables["examples"]
-        place = self._place(int(tables["examples"]["items"].iloc[0]))
-        keys = ["id", "cluster", "gold_position"]
-        wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
+        item = self._changed_item(int(examples["items"].iloc[0]))
+        scores = examples.pivot(
+            index=["id", "cluster", "gold_position"], columns="mode", values="score"
+        ).reset_index()
         change = f"times {self.factor:g}, minus the unmodified model's, in points"
-        cases = {
-            ("item", UNMODIFIED): (
+        return [
+            _finding(
+                scores[scores["gold_position"] == item],
+                "item",
+                UNMODIFIED,
                 f"More attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
-                f"score with the weight of item {place}, where it is the gold item, {change}",
+                f"score with the weight of item {item}, where it is the gold item, {change}",
             ),
-            ("gold", UNMODIFIED): (
+            _finding(
+                scores,
+                "gold",
+                UNMODIFIED,
                 f"Accuracy depends on attention to the gold item ({SOURCE}), at every position",
                 f"score with the weight of the gold item {change}",
             ),
-            ("other", UNMODIFIED): (
-                f"Negative control: more attention to another item gains less than {LITTLE} points",
+            _finding(
+                scores,
+                "other",
+                UNMODIFIED,
+                f"Negative control: more attention to another item gains less than {MAX_CONTROL_GAIN} points",
                 f"score with the weight of a random other item {change}",
-            ),
-            ("gold", "other"): (
+            ).control(),
+            _finding(
+                scores,
+                "gold",
+                "other",
                 "Control: it is the gold item's attention that counts, not a change as such",
                 "the same of the gold item minus the same of the other item, in points",
-            ),
-        }
-        found = []
-        for (mode, base), claim in cases.items():
-            rows = wide[wide["gold_position"] == place] if mode == "item" else wide
-            if rows.empty:
-                note = (
-                    "no gold position stands there: see study.item and task.positions"
-                )
-                found.append(Finding.untestable(*claim, note))
-                continue
-            clusters = list(rows["cluster"].astype(str))
-            at = estimate(
-                bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100
-            )
-            note = ", ".join(
-                f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode)
-            )
-            below = Finding.below(*claim, at, LITTLE, note).control()
-            found.append(
-                below if mode == "other" else Finding.above(*claim, at, note=note)
-            )
-        return [each.control() if "ontrol: " in each.claim else each for each in found]
+            ).control(),
+        ]
+
+
+def _finding(
+    scores: pd.DataFrame, mode: str, base: str, claim: str, statistic: str
+) -> Finding:
+    """Hold a claim against the paired difference of scores of two modes.
+
+    Args:
+        scores: Score by mode of each prompt, with its cluster.
+        mode: The mode whose score should be higher; that of ``other``, a control, should hardly rise.
+        base: The mode that it is compared with.
+        claim: The claim.
+        statistic: What the difference is, with its unit.
+    """
+    if scores.empty:
+        note = "no gold position stands there: see study.item and task.positions"
+        return Finding.untestable(claim, statistic, note)
+    clusters = list(scores["cluster"].astype(str))
+    change = bootstrap.paired(scores[mode], scores[base], clusters)
+    points = estimate(change._asdict(), scale=100)
+    note = ", ".join(
+        f"{name} {100 * scores[name].mean():.1f} %" for name in (base, mode)
+    )
+    if mode == "other":
+        return Finding.below(claim, statistic, points, MAX_CONTROL_GAIN, note)
+    return Finding.above(claim, statistic, points, note=note)
 
 
 @plot.styled
-def doubling_figure(table: pd.DataFrame, place: int) -> Figure:
+def doubling_figure(table: pd.DataFrame, item: int) -> Figure:
     """Attention to the gold item and score over its position by change; dotted: the changed place."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
     over_positions(left, right, table, "mode", LABELS)
-    depth = 100 * place / max(int(table["items"].iloc[0]) - 1, 1)
+    depth = 100 * item / max(int(table["items"].iloc[0]) - 1, 1)
     guide = {"color": plot.GUIDE, "linestyle": ":", "linewidth": 1, "zorder": 0}
     for axes in (left, right):
-        axes.axvline(depth, label=f"that place: item {place} (0 is the first)", **guide)
+        axes.axvline(depth, label=f"that place: item {item} (0 is the first)", **guide)
     plot.legend_below(figure)
     return figure

@@ -35,6 +35,8 @@ LABELS = {
     "crop": "crop mask",
     "shift": "position ids shifted",
 }
+REGIONS = ("inside", "behind")
+"""Where the channel is averaged: over the changed span, and over the text behind it."""
 Changes = Mapping[str, Array]
 
 
@@ -46,60 +48,64 @@ class HiddenPerturbation(Study):
     the text in that layer, positive towards the beginning; a mean of the layers behind the first cropped one.
 
     Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
+
+    Attributes:
+        channel: The positional channel; None is that of the model's scale_channel block.
+        texts: Random texts.
+        length: Tokens of each text (1000 as the paper).
+        alphabet: What the texts are made of, see :class:`posbench.measure.states.Strings`.
+        span: Start and end of the changed span, as shares of the text (as the paper).
+        layers: First and last cropped layer; None is all (the paper does not say).
+        keep_first: Whether the span still sees the first token (D.4: no; D.3: yes).
+        site: Hidden states to read.
+        skip: First tokens left out of the range (30 as the paper).
+        bins: Points of a curve: means over equal parts of the text.
+        controls: Random channels.
+        seed: Seed of the texts and of the random channels.
     """
 
-    channel: int | None = (
-        None  # the positional channel; None: that of the model's scale_channel block
-    )
+    channel: int | None = None
     texts: Count = 100
-    length: Count = 1000  # tokens per text (as the paper)
-    alphabet: Alphabet = "characters"  # see measure.states.Strings
-    span: tuple[Share, Share] = (
-        0.4,
-        0.6,
-    )  # start and end, as shares of the text (as the paper)
-    layers: tuple[int, int] | None = (
-        None  # first and last cropped one; None is all (the paper does not say)
-    )
-    keep_first: bool = (
-        False  # whether the span still sees the first token (D.4: no; D.3: yes)
-    )
+    length: Count = 1000
+    alphabet: Alphabet = "characters"
+    span: tuple[Share, Share] = (0.4, 0.6)
+    layers: tuple[int, int] | None = None
+    keep_first: bool = False
     site: Site = "attention_input"
-    skip: Whole = 30  # first tokens left out of the range (as the paper)
-    bins: Count = 40  # points of a curve: means over equal parts of the text
-    controls: Count = 5  # random channels
-    seed: Seed = 0  # of the texts and of the random channels
+    skip: Whole = 30
+    bins: Count = 40
+    controls: Count = 5
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         lm = run.lm
-        low = self.skip + self.bins
         shared.channels(run, self.channel, self.controls, self.seed)
         check_layers(lm, "study.layers", self.layers)
-        if not low <= self.length <= lm.context_window:
-            allowed = f"from {low} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})"
-            raise UserError(
-                "study.length", self.length, allowed, "set study.length=128"
-            )
-        start, stop = self._span
+        shortest = self.skip + self.bins
+        longest = lm.context_window
+        if not shortest <= self.length <= longest:
+            allowed = f"from {shortest} (study.skip + study.bins) to {longest} (window of {lm.name})"
+            hint = "set study.length=128"
+            raise UserError("study.length", self.length, allowed, hint)
+        start, stop = self._span_tokens
         if not 0 < start < stop < self.length or stop > 2 * start:
             allowed = "[start, end] inside the text as shares of it, no longer than what comes before it"
-            raise UserError(
-                "study.span", list(self.span), allowed, "set study.span=[0.4,0.6]"
-            )
-        if self._cropped(lm)[0] == lm.layers - 1:
+            hint = "set study.span=[0.4,0.6]"
+            raise UserError("study.span", list(self.span), allowed, hint)
+        if self._cropped_layers(lm)[0] == lm.layers - 1:
             allowed = "layers before the last one"
-            raise UserError(
-                "study.layers", self.layers, allowed, "set study.layers=null"
-            )
+            hint = "set study.layers=null"
+            raise UserError("study.layers", self.layers, allowed, hint)
         with run.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
             pass
 
     @property
-    def _span(self) -> Range:
+    def _span_tokens(self) -> Range:
+        """First token of the changed span and the token after its last one."""
         return round(self.span[0] * self.length), round(self.span[1] * self.length)
 
-    def _cropped(self, lm: LM) -> range:
+    def _cropped_layers(self, lm: LM) -> range:
         first, last = self.layers or (0, lm.layers - 1)
         return range(first, last + 1)
 
@@ -109,168 +115,215 @@ class HiddenPerturbation(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
+        lm = run.lm
         channels = shared.channels(run, self.channel, self.controls, self.seed)
         strings = Strings(
             count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed
         )
-        variants = [v for v in LABELS if v != "shift" or can_move(run.lm)]
-        (start, stop), parts = (
-            self._span,
-            np.array_split(np.arange(self.length), self.bins),
-        )
+        variants = [v for v in LABELS if v != "shift" or can_move(lm)]
+        bins = np.array_split(np.arange(self.length), self.bins)
+        start, stop = self._span_tokens
 
         def compute(batch: Sequence[tuple[int, list[int]]]) -> list[Row]:
-            ids = [text for _, text in batch]
-            every = np.stack(
-                [self._channels(run.lm, ids, v, channels) for v in variants], axis=1
-            )
-            curves = np.stack(
-                [every[..., part, :].mean(-2) for part in parts], axis=-1
-            )  # [B, V, L, C, bins]
+            texts = [tokens for _, tokens in batch]
+            states = np.stack(
+                [self._channels(lm, texts, v, channels) for v in variants], axis=1
+            )  # [B, V, L, P, C]
             means = {
-                "inside": every[..., start:stop, :].mean(-2),
-                "behind": every[..., stop:, :].mean(-2),
+                "curves": np.stack(
+                    [states[..., tokens, :].mean(-2) for tokens in bins], axis=-1
+                ),  # [B, V, L, C, bins]
+                "inside": states[..., start:stop, :].mean(-2),
+                "behind": states[..., stop:, :].mean(-2),
             }
-            found = {"curves": curves, **means}
             return [
-                {name: rounded(part[i]) for name, part in found.items()}
+                {name: rounded(values[i]) for name, values in means.items()}
                 for i in range(len(batch))
             ]
 
         batches = run.batches(
-            list(enumerate(strings.draw(run.lm))), lambda text: self.length
+            list(enumerate(strings.draw(lm))), lambda text: self.length
         )
         rows = run.complete(
             "rows.jsonl",
             "hidden perturbation",
             batches,
-            lambda t: {"text": t[0]},
+            lambda text: {"text": text[0]},
             compute,
         )
-        curves = np.mean([row["curves"] for row in rows], axis=0)
-        middle = np.array([part.mean() for part in parts])
-        whole = curves[0][..., middle >= self.skip]
-        reach = whole.max(-1) - whole.min(-1)
-        change = {}  # [L, C]; [texts, V, L, C]
-        sign = np.sign(
-            whole[..., 0] - np.mean([row["inside"] for row in rows], axis=0)[0]
-        )
-        for where in ("inside", "behind"):
-            values = np.array([row[where] for row in rows])
-            change[where] = sign / reach * (values - values[:, :1])
-        after = slice(self._cropped(run.lm)[0] + 1, None)
-        averaged = {
-            where: values[:, :, after].mean(2) for where, values in change.items()
+        curves = np.mean([row["curves"] for row in rows], axis=0)  # [V, L, C, bins]
+        bin_centres = np.array([tokens.mean() for tokens in bins])
+        changes = self._changes(rows, curves[0][..., bin_centres >= self.skip])
+        after_first = slice(self._cropped_layers(lm)[0] + 1, None)
+        mean_changes = {
+            region: values[:, :, after_first].mean(2)
+            for region, values in changes.items()
         }
         return {
-            "curves": self._curves(curves, channels, variants, middle),
-            "layer_effects": _by_layer(change, channels, variants),
-            "effects": _effects(averaged, variants, run.runtime.resamples),
+            "curves": self._curves(curves, channels, variants, bin_centres),
+            "layer_effects": _by_layer(changes, channels, variants),
+            "effects": _effects(mean_changes, variants, run.runtime.resamples),
         }
 
     @inference_mode
     def _channels(
-        self, lm: LM, ids: Sequence[list[int]], variant: str, channels: Sequence[int]
+        self, lm: LM, texts: Sequence[list[int]], variant: str, channels: Sequence[int]
     ) -> Array:
-        """The channels of texts under a variant, [B, L, P, C]."""
-        given, (start, stop) = lm.pad(ids), self._span
-        spans = [self._span] * len(ids)
-        layers = self._cropped(lm)
+        """Run texts under a variant and read C channels of the hidden states, [B, L, P, C]."""
+        inputs = lm.pad(texts)
+        start, stop = self._span_tokens
         block: AbstractContextManager[None] = nullcontext()
         if variant == "crop":
             block = crop_mask(
-                lm, [self.length] * len(ids), spans, layers, keep_first=self.keep_first
+                lm,
+                [self.length] * len(texts),
+                [(start, stop)] * len(texts),
+                self._cropped_layers(lm),
+                keep_first=self.keep_first,
             )
         elif variant == "shift":
-            given["position_ids"][:, start:stop] -= stop - start
-        with block, channel_input(lm, channels, self.site) as found:
-            forward(lm, **given)
-        return stacked(found, len(ids))
+            inputs["position_ids"][:, start:stop] -= stop - start
+        with block, channel_input(lm, channels, self.site) as states:
+            forward(lm, **inputs)
+        return stacked(states, len(texts))
+
+    def _changes(self, rows: Sequence[Row], unmodified: Array) -> Changes:
+        """Changes of the channels from the unmodified model, in units of their range.
+
+        Args:
+            rows: Means of the channels by text.
+            unmodified: The unmodified curves behind the first ``skip`` tokens, [L, C, bins].
+
+        Returns:
+            By region the changes of V variants, positive towards the beginning, [texts, V, L, C].
+        """
+        extent = unmodified.max(-1) - unmodified.min(-1)
+        inside = np.mean([row["inside"] for row in rows], axis=0)[0]
+        sign = np.sign(unmodified[..., 0] - inside)
+        changes = {}
+        for region in REGIONS:
+            values = np.array([row[region] for row in rows])
+            changes[region] = sign / extent * (values - values[:, :1])
+        return changes
 
     def _curves(
-        self, curves: Array, channels: list[int], variants: list[str], middle: Array
+        self, curves: Array, channels: list[int], variants: list[str], tokens: Array
     ) -> pd.DataFrame:
         """Rows of variant, layer, channel, control, token, value; start and end of the span, in tokens."""
-        variant, layer, channel, place = (
+        variant, layer, channel, point = (
             index.ravel() for index in np.indices(curves.shape)
         )
-        what = {
-            "variant": np.take(variants, variant),
-            "layer": layer,
-            "channel": np.take(channels, channel),
-        }
-        where = {
-            "control": channel > 0,
-            "token": middle[place],
-            "value": curves.ravel(),
-        }
+        start, stop = self._span_tokens
         return pd.DataFrame(
-            {**what, **where, "start": self._span[0], "end": self._span[1]}
+            {
+                "variant": np.take(variants, variant),
+                "layer": layer,
+                "channel": np.take(channels, channel),
+                "control": channel > 0,
+                "token": tokens[point],
+                "value": curves.ravel(),
+                "start": start,
+                "end": stop,
+            }
         )
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        curves = "The positional channel over the token, mean over texts; each layer has an axis of its own."
         effects = tables["layer_effects"]
-        layers = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
-        return {
-            "hidden_perturbation": (
-                curves_figure(tables["curves"], effects["n"]),
-                curves,
-            ),
-            "hidden_perturbation_layers": (layers_figure(effects), layers),
-        }
+        curves = curves_figure(tables["curves"], effects["n"])
+        caption = "The positional channel over the token, mean over texts; each layer has an axis of its own."
+        figures = {"hidden_perturbation": (curves, caption)}
+        caption = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
+        figures["hidden_perturbation_layers"] = (layers_figure(effects), caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3, second half: the mask, not the position embedding, makes positional hidden states."""
         return shared.judged(tables["effects"], "hidden_perturbation")
 
 
+def _text_clusters(changes: Array) -> list[str]:
+    """Each text as a cluster of its own."""
+    return [str(text) for text in range(len(changes))]
+
+
 def _by_layer(
-    change: Changes, channels: list[int], variants: list[str]
+    changes: Changes, channels: list[int], variants: list[str]
 ) -> pd.DataFrame:
-    """Rows of variant, where, layer, channel, control, change (in the channel's range) and interval, n."""
-    out = []
-    for where, values in change.items():
-        clusters = list(map(str, range(len(values))))
-        for variant, layer, channel in np.ndindex(values.shape[1:]):
-            if variant:
-                at = bootstrap.difference(values[:, variant, layer, channel], clusters)
-                place = {"variant": variants[variant], "where": where, "layer": layer}
-                which = {"channel": channels[channel], "control": channel > 0}
-                out.append({**place, **which, **ends(at, "change"), "n": at.n})
-    return pd.DataFrame(out)
+    """Rows of variant, where, layer, channel, control, change (in the channel's range) and interval, n.
+
+    Args:
+        changes: By region the changes of every variant, [texts, V, L, C].
+        channels: The positional channel, then the random ones, [C].
+        variants: The unmodified model, then the others, [V].
+    """
+    table = []
+    for region, values in changes.items():
+        clusters = _text_clusters(values)
+        _, num_variants, num_layers, num_channels = values.shape
+        for variant in range(1, num_variants):
+            for layer, channel in np.ndindex(num_layers, num_channels):
+                change = bootstrap.difference(
+                    values[:, variant, layer, channel], clusters
+                )
+                row = {
+                    "variant": variants[variant],
+                    "where": region,
+                    "layer": layer,
+                    "channel": channels[channel],
+                    "control": channel > 0,
+                    **ends(change, "change"),
+                    "n": change.n,
+                }
+                table.append(row)
+    return pd.DataFrame(table)
 
 
-def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.DataFrame:
-    """The numbers behind the verdicts, from changes [texts, V, C] averaged over layers."""
-    out = {}
-    clusters = list(map(str, range(len(change["inside"]))))
-    for where, values in change.items():
-        for number, variant in enumerate(variants[1:], start=1):
-            own = values[:, number, 0]
-            controls = values[:, number, 1:].mean(-1)
-            for name, found in ((variant, own), (f"control_{variant}", controls)):
-                out[f"{name}_{where}"] = bootstrap.difference(found, clusters)
-    inside = change["inside"]
-    groups = {v: (inside[:, i, 0], clusters) for i, v in enumerate(variants) if i}
-    groups["control"] = inside[:, variants.index("crop"), 1:].mean(-1), clusters
-    out["crop_over_control"] = shared.minus(groups, "crop", "control", resamples)
+def _effects(changes: Changes, variants: Sequence[str], resamples: int) -> pd.DataFrame:
+    """The numbers behind the verdicts.
+
+    Args:
+        changes: By region the changes of every variant averaged over layers, [texts, V, C]; channel 0 is the
+            positional one, the others are controls.
+        variants: The unmodified model, then the others, [V].
+        resamples: Draws of the bootstrap.
+    """
+    effects = {}
+    for region, values in changes.items():
+        clusters = _text_clusters(values)
+        for index, variant in enumerate(variants[1:], start=1):
+            positional = values[:, index, 0]
+            controls = values[:, index, 1:].mean(-1)
+            effects[f"{variant}_{region}"] = bootstrap.difference(positional, clusters)
+            effects[f"control_{variant}_{region}"] = bootstrap.difference(
+                controls, clusters
+            )
+    inside = changes["inside"]
+    clusters = _text_clusters(inside)
+    groups = {
+        variant: (inside[:, index, 0], clusters)
+        for index, variant in enumerate(variants[1:], start=1)
+    }
+    groups["control"] = (inside[:, variants.index("crop"), 1:].mean(-1), clusters)
+    effects["crop_over_control"] = shared.minus(groups, "crop", "control", resamples)
     if "shift" in variants:
-        over = lambda m: m["crop"] - np.abs(m["shift"])  # noqa: E731
-        out["crop_over_shift"] = bootstrap.statistic(groups, over, resamples=resamples)
-    return shared.effects_table(out)
+        effects["crop_over_shift"] = bootstrap.statistic(
+            groups,
+            lambda means: means["crop"] - np.abs(means["shift"]),
+            resamples=resamples,
+        )
+    return shared.effects_table(effects)
 
 
 @plot.styled
 def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
     """The positional channel over the token, mean of ``n`` texts; a panel per layer, a line per change."""
     rows = curves[~curves["control"]]
-    layers = [*rows.groupby("layer")]
+    layers = list(rows.groupby("layer"))
     first = rows.iloc[0]
     across = plot.layers_across(len(layers))
     figure, panels = plot.new_panels(len(layers), across, 1.5, n=n)
-    for axes, (layer, here) in zip(panels, layers, strict=True):
+    for axes, (layer, layer_rows) in zip(panels, layers, strict=True):
         axes.axvspan(
             first["start"],
             first["end"],
@@ -278,16 +331,13 @@ def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
             linewidth=0,
             label="changed span",
         )
-        for index, variant in enumerate(LABELS):
-            line = here[here["variant"] == variant]
-            style = plot.line_style(max(index - 1, 0), not index)
-            if len(line):
-                axes.plot(
-                    line["token"],
-                    line["value"],
-                    label=LABELS[variant],
-                    **style | {"marker": ""},
-                )
+        for index, (variant, label) in enumerate(LABELS.items()):
+            line = layer_rows[layer_rows["variant"] == variant]
+            if line.empty:
+                continue
+            style = plot.line_style(max(index - 1, 0), variant == UNMODIFIED)
+            style["marker"] = ""
+            axes.plot(line["token"], line["value"], label=label, **style)
         axes.set_title(f"layer {layer}")
         axes.locator_params(nbins=4)
     panels[0].set_ylabel(f"mean value of channel {first['channel']}")
@@ -303,18 +353,18 @@ def layers_figure(table: pd.DataFrame) -> Figure:
     inside = table[table["where"] == "inside"]
     figure, axes = plot.new_figure(plot.COLUMN, 2.7, n=table["n"])
     axes.axhline(0, color=plot.GUIDE, linewidth=0.6)
-    for index, variant in enumerate(v for v in LABELS if v in set(inside["variant"])):
-        rows = inside[inside["variant"] == variant]
-        style = plot.line_style(index)
-        own = rows[~rows["control"]]
+    variants = [variant for variant in LABELS if variant in set(inside["variant"])]
+    for index, variant in enumerate(variants):
         label = LABELS[variant]
-        plot.band(axes, own, style, x="layer", name="change", scale=1, label=label)
+        rows = inside[inside["variant"] == variant]
+        positional = rows[~rows["control"]]
+        style = plot.line_style(index)
+        plot.band(
+            axes, positional, style, x="layer", name="change", scale=1, label=label
+        )
         random = rows[rows["control"]].groupby("layer")["change"].mean()
-        control = plot.ON_TOP | {
-            "marker": style["marker"],
-            "label": f"{LABELS[variant]}, random channels",
-        }
-        axes.plot(random, **control)
+        style = plot.ON_TOP | {"marker": style["marker"]}
+        axes.plot(random, label=f"{label}, random channels", **style)
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
     axes.locator_params("x", integer=True)
     plot.legend_below(figure)

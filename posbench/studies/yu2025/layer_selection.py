@@ -20,13 +20,13 @@ from posbench.schema import Count, Seed
 from posbench.search.base import Search
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate
-from posbench.stats.findings import Finding, ends, estimate
+from posbench.stats.findings import Finding, columns, ends, estimate
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, Range, check_prompts
 from posbench.studies.yu2025.ablations import (
     CONTROL,
     channel_search,
-    evaluated,
+    evaluate_settings,
     random_channel,
 )
 from posbench.tasks import Example
@@ -48,75 +48,82 @@ class LayerSelection(Study):
 
     Source: beyond Yu et al. 2025, who choose layers "based on engineering experience" (Section 3.3,
     Limitations) as those "more likely to be retrieval-related". Channel and factor stay the method's own.
+
+    Attributes:
+        search: The channel search, for its calibration losses and steps.
+        step: Step of the first and last layers of ranges; None is about eight steps, as ``search.layers=auto``.
+        control: Whether the ranges of a channel drawn at random are measured, too.
+        seed: Seed of that draw.
     """
 
     uses_method: ClassVar[bool] = True
 
-    search: Search  # the channel search, for its calibration losses and steps
-    step: Count | None = (
-        None  # of starts and ends; None: about eight steps, as ``search.layers=auto``
-    )
-    control: bool = (
-        True  # whether the ranges of a channel drawn at random are tried, too
-    )
+    search: Search
+    step: Count | None = None
+    control: bool = True
     seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        _method(run)
+        _scale_channel(run)
         channel_search(self.search)
         check_prompts(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``ranges``, ``edges`` (what the first and last layers do), ``layers`` and ``evaluation``."""
-        method = _method(run)
+        method = _scale_channel(run)
         search = channel_search(self.search)
-        grid = replace(search, layers="auto", layer_step=self.step).layer_ranges(
-            run.lm.layers, None
-        )
-        kinds = {CHOSEN: method}
-        if self.control:
-            kinds[CONTROL] = replace(
-                method, channel=random_channel(run.lm, method, self.seed)
-            )
+        search_grid = replace(search, layers="auto", layer_step=self.step)
+        grid = search_grid.layer_ranges(run.lm.layers, None)
         ranges = dict.fromkeys([*grid, method.layers])
-        tried = [
-            (kind, replace(m, layers=r)) for kind, m in kinds.items() for r in ranges
-        ]
-        candidates = [c for _, c in tried]
-        each = search.losses(run, LOSSES, candidates)
-        changes = dict(zip(candidates, each[1:] - each[0], strict=True))
-        base = each[0]
+        methods = {CHOSEN: method}
+        if self.control:
+            channel = random_channel(run.lm, method, self.seed)
+            methods[CONTROL] = replace(method, channel=channel)
+        candidates = {
+            kind: [replace(scaled, layers=layers) for layers in ranges]
+            for kind, scaled in methods.items()
+        }
+        every_candidate = [c for of_kind in candidates.values() for c in of_kind]
+        losses = search.losses(run, LOSSES, every_candidate)  # [1 + C, prompts]
+        unmodified = losses[0]
+        changes = dict(zip(every_candidate, losses[1:] - unmodified, strict=True))
+
         clusters = [e.cluster or e.id for e in run.examples("calibration")]
         rows = []
-        for kind, c in tried:
-            place = {
-                "kind": kind,
-                "channel": c.channel,
-                "first": c.layers[0],
-                "last": c.layers[1],
-            }
-            change = bootstrap.difference(changes[c], clusters)
-            rows.append(
-                {**place, "loss": (changes[c] + base).mean(), **ends(change, "change")}
-            )
-        best = {
-            k: min(
-                (c for kind, c in tried if kind == k), key=lambda c: changes[c].mean()
-            )
-            for k in kinds
+        best = {}
+        for kind, of_kind in candidates.items():
+            for candidate in of_kind:
+                first, last = candidate.layers
+                change = bootstrap.difference(changes[candidate], clusters)
+                row = {
+                    "kind": kind,
+                    "channel": candidate.channel,
+                    "first": first,
+                    "last": last,
+                    "loss": (changes[candidate] + unmodified).mean(),
+                    **ends(change, "change"),
+                }
+                rows.append(row)
+            best[kind] = min(of_kind, key=lambda c: changes[c].mean())
+        settings = {
+            BEST: best[CHOSEN],
+            PUBLISHED: method,
+            EVERY: replace(method, layers=(0, run.lm.layers - 1)),
         }
-        settings = {BEST: best[CHOSEN], PUBLISHED: method}
-        settings[EVERY] = replace(method, layers=(0, run.lm.layers - 1))
         if self.control:
             settings[CONTROL] = best[CONTROL]
-        own = {c.layers: changes[c] for kind, c in tried if kind == CHOSEN}
-        held = {"best": best[CHOSEN].layer_indices, "published": method.layer_indices}
+        evaluation, _ = evaluate_settings(run, ROWS, settings, PUBLISHED)
+        changes_by_range = {c.layers: changes[c] for c in candidates[CHOSEN]}
+        compared_ranges = {
+            "best": best[CHOSEN].layer_indices,
+            "published": method.layer_indices,
+        }
         return {
-            "ranges": pd.DataFrame(rows).assign(loss_unmodified=base.mean()),
-            "edges": edges(own, run.lm.layers, clusters),
-            "layers": layer_table(run, own, held),
-            "evaluation": evaluated(run, ROWS, settings, PUBLISHED)[0],
+            "ranges": pd.DataFrame(rows).assign(loss_unmodified=unmodified.mean()),
+            "edges": edges(changes_by_range, run.lm.layers, clusters),
+            "layers": layer_table(run, changes_by_range, compared_ranges),
+            "evaluation": evaluation,
         }
 
     def figures(self, tables: Tables) -> Drawn:
@@ -126,39 +133,47 @@ class LayerSelection(Study):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether a search for the range pays, its layers retrieve, and the first and last layers harm."""
-        rows = tables["evaluation"].set_index("setting")
+        settings = tables["evaluation"].set_index("setting")
         layers = tables["layers"].set_index("layer")
-        gain = estimate(rows.loc[BEST], "difference", 100)
-        ranges = rows.loc[[BEST, PUBLISHED], "layers"]
+        gain = estimate(settings.loc[BEST], "difference", 100)
+        ranges = settings.loc[[BEST, PUBLISHED], "layers"]
         claim = "Searching the layers improves on the published range"
-        words = "best minus published range, points of the score"
+        statistic = "best minus published range, points of the score"
         note = f"layers {' against '.join(ranges)}"
-        found = [Finding.above(claim, words, gain, note=note).control()]
+        findings = [Finding.above(claim, statistic, gain, note=note).control()]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
             "published": f"The layers to scale are more likely to be retrieval-related ({SOURCE})",
         }
         for name, claim in claims.items():
-            at = estimate(layers.loc[OUTSIDE.format(name)], "retrieval")
-            words = f"retrieval score of the layers {OUTSIDE.format(name)}"
-            whole = Finding.untestable(claim, words, "all layers", at.n)
-            one = whole if np.isnan(at.value) else Finding.above(claim, words, at)
-            found.append(one.control() if name == "best" else one)
+            contrast = OUTSIDE.format(name)
+            retrieval = estimate(layers.loc[contrast], "retrieval")
+            statistic = f"retrieval score of the layers {contrast}"
+            if np.isnan(retrieval.value):
+                finding = Finding.untestable(
+                    claim, statistic, "all layers", retrieval.n
+                )
+            else:
+                finding = Finding.above(claim, statistic, retrieval)
+            if name == "best":
+                finding = finding.control()
+            findings.append(finding)
         for row in tables["edges"].to_dict("records"):
-            claim = f"Scaling the {row['edge']} layers, too, does harm ({SOURCE})"
-            words = f"calibration loss of ranges with the {row['edge']} layers minus without, nats per token"
-            found.append(Finding.above(claim, words, estimate(row, "change")))
-        if CONTROL in rows.index:
-            value, low, high, n = estimate(rows.loc[CONTROL], "difference", -100)
+            edge = row["edge"]
+            claim = f"Scaling the {edge} layers, too, does harm ({SOURCE})"
+            statistic = f"calibration loss of ranges with the {edge} layers minus without, nats per token"
+            findings.append(Finding.above(claim, statistic, estimate(row, "change")))
+        if CONTROL in settings.index:
+            # Minus the difference, so that its ends change places.
+            value, low, high, n = estimate(settings.loc[CONTROL], "difference", -100)
+            loss = Estimate(value, high, low, n)
             claim = "Control: a random channel with the best of its ranges stays below the published setting"
-            words = "published range minus control, points of the score"
-            found.append(
-                Finding.above(claim, words, Estimate(value, high, low, n)).control()
-            )
-        return found
+            statistic = "published range minus control, points of the score"
+            findings.append(Finding.above(claim, statistic, loss).control())
+        return findings
 
 
-def _method(run: Run) -> ScaleChannel:
+def _scale_channel(run: Run) -> ScaleChannel:
     """The method, where it is scale_channel with one channel; another one is refused."""
     method = run.method()
     if not isinstance(method, ScaleChannel) or len(method.channels) > 1:
@@ -172,97 +187,110 @@ def edges(
 ) -> pd.DataFrame:
     """What the first and last layers add to the loss: ranges that hold them against those a step inside.
 
-    From the loss of each range minus the unmodified model's, by prompt, and the question of each prompt: rows
-    of edge (first, last), change (nats per answer token, mean over ranges) with its interval, n (prompts).
+    Args:
+        changes: Loss of each range minus the unmodified model's, by prompt, [n].
+        layers: Layers of the model.
+        clusters: Question of each prompt, [n].
+
+    Returns:
+        Rows of edge (first, last), change (nats per answer token, mean over ranges) with its interval, n
+        (prompts).
     """
-    starts, stops = (sorted({layer[end] for layer in changes}) for end in (0, 1))
+    starts = sorted({first for first, _ in changes})
+    stops = sorted({last for _, last in changes})
+    # Pairs of a range with the edge and the same range a step inside.
+    pairs: dict[str, list[tuple[Range, Range]]] = {"first": [], "last": []}
+    if len(starts) > 1 and len(stops) > 1:
+        for first, last in changes:
+            if first == 0:
+                pairs["first"].append(((first, last), (starts[1], last)))
+            if last == layers - 1:
+                pairs["last"].append(((first, last), (first, stops[-2])))
     rows = []
-    for edge in ("first", "last") if len(starts) > 1 < len(stops) else ():
-        outer = [
-            r for r in changes if (r[0] == 0 if edge == "first" else r[1] == layers - 1)
+    for edge, ranges in pairs.items():
+        added = [
+            changes[outer] - changes[inner]
+            for outer, inner in ranges
+            if inner in changes
         ]
-        inner = [
-            (starts[1], last) if edge == "first" else (first, stops[-2])
-            for first, last in outer
-        ]
-        both = [
-            changes[a] - changes[b]
-            for a, b in zip(outer, inner, strict=True)
-            if b in changes
-        ]
-        if both:
-            at = bootstrap.difference(np.mean(both, axis=0), clusters)
-            rows.append({"edge": edge, **ends(at, "change"), "n": at.n})
-    return pd.DataFrame(
-        rows, columns=["edge", "change", "change_ci_low", "change_ci_high", "n"]
-    )
+        if added:
+            change = bootstrap.difference(np.mean(added, axis=0), clusters)
+            rows.append({"edge": edge, **ends(change, "change"), "n": change.n})
+    return pd.DataFrame(rows, columns=["edge", *columns("change"), "n"])
 
 
 def layer_table(
     run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, range]
 ) -> pd.DataFrame:
-    """Rows of layer: retrieval with interval and n, benefit, which ranges hold it; the last ones compare.
+    """Score how much each layer retrieves and how much scaling it helps, and compare ranges of layers.
 
     The retrieval score is the share of prompts (``runtime.intervene_examples`` of each gold position) in
     which the unmodified model gives the gold item the most attention of all items, minus that of a guess; the
     benefit is the mean loss of the ranges without a layer minus that of those with it.
+
+    Args:
+        run: The run.
+        changes: Loss of each range minus the unmodified model's, by prompt, [n].
+        ranges: Ranges to compare, by name.
+
+    Returns:
+        Rows of layer: retrieval with interval and n, benefit, and which ranges hold the layer; behind them a
+        row for each range: retrieval of the layers inside minus those outside.
     """
     prompts = Prompts.of(run, run.runtime.intervene_examples)
-    rows = []
 
     def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
-        return [
-            {"most": layers}
-            for layers in prompts.attention(batch, prefix).argmax(-1).tolist()
-        ]
+        largest = prompts.attention(batch, prefix).argmax(-1)
+        return [{"most": layers} for layers in largest.tolist()]
 
-    most = prompts.as_read(ATTENTION, "attention", {}, compute)
+    largest = prompts.as_read(ATTENTION, "attention", {}, compute)
     frame = prompts.frame()
+    clusters = list(frame["cluster"])
     hits = (
-        np.array([most[i]["most"] for i in frame["id"]])
+        np.array([largest[name]["most"] for name in frame["id"]])
         == frame[["gold_position"]].to_numpy()
-    )
-
-    def add(
-        name: str, values: Array | None, benefit: float, flags: Mapping[str, bool]
-    ) -> None:
-        at = Estimate(np.nan, np.nan, np.nan, len(hits))
-        clusters = list(frame["cluster"])
-        if values is not None:
-            at = bootstrap.difference(values, clusters)
-        rows.append(
-            {
-                "layer": name,
-                **ends(at, "retrieval"),
-                "n": at.n,
-                "benefit": benefit,
-                **flags,
-            }
-        )
-
+    )  # [prompts, L]
+    chance = 1 / frame["items"].iloc[0]
+    rows = []
     for layer in range(run.lm.layers):
-        loss = dict[bool, list[float]]({False: [], True: []})
-        for (first, last), change in changes.items():
-            loss[first <= layer <= last].append(change.mean())
-        benefit = (
-            float(np.mean(loss[False]) - np.mean(loss[True]))
-            if all(loss.values())
-            else np.nan
-        )
-        held = {name: layer in inside for name, inside in ranges.items()}
-        add(str(layer), hits[:, layer] - 1 / frame["items"].iloc[0], benefit, held)
+        retrieval = bootstrap.difference(hits[:, layer] - chance, clusters)
+        row = {
+            "layer": str(layer),
+            **ends(retrieval, "retrieval"),
+            "n": retrieval.n,
+            "benefit": _benefit(changes, layer),
+        }
+        for name, layers in ranges.items():
+            row[name] = layer in layers
+        rows.append(row)
     for name, layers in ranges.items():
         inside = np.isin(np.arange(run.lm.layers), layers)
-        apart = (
-            None if inside.all() else hits[:, inside].mean(1) - hits[:, ~inside].mean(1)
-        )
-        add(
-            OUTSIDE.format(name),
-            apart,
-            np.nan,
-            {other: other == name for other in ranges},
-        )
+        retrieval = Estimate(np.nan, np.nan, np.nan, len(hits))
+        if not inside.all():
+            contrast = hits[:, inside].mean(1) - hits[:, ~inside].mean(1)
+            retrieval = bootstrap.difference(contrast, clusters)
+        row = {
+            "layer": OUTSIDE.format(name),
+            **ends(retrieval, "retrieval"),
+            "n": retrieval.n,
+            "benefit": np.nan,
+        }
+        for column in ranges:
+            row[column] = column == name
+        rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _benefit(changes: Mapping[Range, Array], layer: int) -> float:
+    """Mean loss of the ranges without a layer minus that of those with it; not a number without either."""
+    losses_with: list[float] = []
+    losses_without: list[float] = []
+    for (first, last), change in changes.items():
+        losses = losses_with if first <= layer <= last else losses_without
+        losses.append(change.mean())
+    if not losses_with or not losses_without:
+        return np.nan
+    return float(np.mean(losses_without) - np.mean(losses_with))
 
 
 @plot.styled
@@ -273,71 +301,78 @@ def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     figure, (*maps, right) = plot.new_figure(
         plot.PAGE, 2.6, 1, len(kinds) + 1, n=ranges.get("n", ())
     )
-    top = float(ranges["change"].abs().max()) or 1.0
-    x = rows["layer"].astype(int)
-    published = x[rows["published"].astype(str).str.lower() == "true"]
+    largest = float(ranges["change"].abs().max()) or 1.0
+    layer = rows["layer"].astype(int)
+    published = layer[rows["published"].astype(str).str.lower() == "true"]
     for axes, kind in zip(maps, kinds, strict=True):
-        own = ranges[ranges["kind"] == kind]
-        image = _loss_map(axes, own, top, (published.min(), published.max()))
-        axes.set_title(
-            f"channel {own['channel'].iloc[0]}"
-            + (" (random)" if kind == CONTROL else "")
+        ranges_of_kind = ranges[ranges["kind"] == kind]
+        image = _loss_map(
+            axes, ranges_of_kind, largest, (published.min(), published.max())
         )
-    figure.colorbar(
-        image, ax=maps, label="loss minus unmodified\n(nats per answer token)"
+        title = f"channel {ranges_of_kind['channel'].iloc[0]}"
+        if kind == CONTROL:
+            title += " (random)"
+        axes.set_title(title)
+    label = "loss minus unmodified\n(nats per answer token)"
+    figure.colorbar(image, ax=maps, label=label)
+    below = rows["retrieval"] - rows["retrieval_ci_low"]
+    above = rows["retrieval_ci_high"] - rows["retrieval"]
+    right.bar(
+        layer,
+        rows["retrieval"],
+        yerr=np.stack([below, above]).clip(0),
+        color=plot.COLOURS[3],
+        error_kw={"elinewidth": 0.8},
+        label="retrieval score",
     )
-    low, high = (rows[f"retrieval_{end}"] for end in ("ci_low", "ci_high"))
-    error = np.stack([rows["retrieval"] - low, high - rows["retrieval"]]).clip(0)
-    bars = {
-        "color": plot.COLOURS[3],
-        "error_kw": {"elinewidth": 0.8},
-        "label": "retrieval score",
-    }
-    right.bar(x, rows["retrieval"], yerr=error, **bars)
     right.set(
         xlabel="layer",
-        xticks=x[:: max(1, len(x) // 8)],
+        xticks=layer[:: max(1, len(layer) // 8)],
         ylabel="retrieval score (bars)",
     )
-    other = right.twinx()
-    other.plot(
-        x,
+    benefit = right.twinx()
+    benefit.plot(
+        layer,
         rows["benefit"],
         color=plot.COLOURS[1],
         marker="s",
         label="benefit of scaling the layer",
     )
-    other.set_ylabel("benefit (line, nats)", color=plot.COLOURS[1])
-    other.spines["right"].set_visible(True)
+    benefit.set_ylabel("benefit (line, nats)", color=plot.COLOURS[1])
+    benefit.spines["right"].set_visible(True)
     plot.legend_below(figure)
     return figure
 
 
 def _loss_map(
-    axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, int]
+    axes: Axes, rows: pd.DataFrame, largest: float, published: tuple[int, int]
 ) -> Any:
+    """Draw the change of the loss over first and last layer, from minus to plus ``largest``; returns the image."""
     grid = rows.pivot(index="first", columns="last", values="change")
     image = axes.imshow(
-        grid, cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower"
+        grid, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto", origin="lower"
     )
     lowest = rows.loc[rows["change"].idxmin()]
-
-    def mark(first: int, last: int, marker: str, **style: Any) -> None:
-        at = grid.columns.get_loc(last), grid.index.get_loc(first)
-        axes.plot(*at, marker, markeredgewidth=1.2, **style)
-
-    mark(
-        lowest["first"],
-        lowest["last"],
+    axes.plot(
+        grid.columns.get_loc(lowest["last"]),
+        grid.index.get_loc(lowest["first"]),
         "*",
+        markeredgewidth=1.2,
         color=plot.BLUE,
         markersize=8,
         label="lowest loss",
     )
-    square: dict[str, Any] = dict(
-        color=plot.PAPER, markersize=12, markerfacecolor="none"
+    first, last = published
+    axes.plot(
+        grid.columns.get_loc(last),
+        grid.index.get_loc(first),
+        "s",
+        markeredgewidth=1.2,
+        color=plot.PAPER,
+        markersize=12,
+        markerfacecolor="none",
+        label="published range",
     )
-    mark(*published, "s", label="published range", **square)
     plot.few_ticks(axes.set_xticks, grid.columns, 6)
     plot.few_ticks(axes.set_yticks, grid.index, 6)
     axes.set(xlabel="last layer", ylabel="first layer")

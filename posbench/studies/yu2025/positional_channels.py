@@ -31,11 +31,15 @@ from posbench.studies.base import Study, Tables
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
+
+# What stands in the column ``positions``, and with the reasons in ``kind``.
 REAL = "as they are"
 SHUFFLED = "shuffled positions"
+# Why a channel is measured.
 STRONGEST = "strongest trend"
 GIVEN = "given"
 RANDOM = "random"
+
 EXISTS = "Positional channels exist across families, with NoPE and ALiBi (Yu et al. 2025, Figures 4, 14)"
 FILTER = "Control: the filter (monotone in over 1/4 of the layers) tells positional channels from noise"
 START = "The trend first appears just after the first attention module (Yu et al. 2025, Appendix G)"
@@ -50,278 +54,309 @@ class PositionalChannels(Study):
     held against random ones, and against the largest correlation of any with the positions shuffled.
 
     Source: Yu et al. 2025, Definition 2.1, Section 2.3, Appendix C.1, Figures 4 and 14.
+
+    Attributes:
+        channels: Channels to measure; None is the paper's for this model, that of the model's YAML, and
+            ``top`` more.
+        top: Channels with the strongest trend, which is the largest :func:`mean_correlation`.
+        controls: Random channels.
+        site: Hidden states to read.
+        strings: Random strings, once to choose and once to measure (2000 as the paper).
+        length: Tokens of each string, see :class:`posbench.measure.states.Strings`.
+        alphabet: What the strings are made of.
+        window: Tokens in the sliding mean of the filter.
+        skip: First tokens that are left out (30 as the paper).
+        batch_size: Strings in a forward.
+        seed: Seed of the strings, the random channels and the shuffles.
     """
 
-    channels: tuple[int, ...] | None = (
-        None  # None: the paper's for this model, its YAML's, and ``top`` more
-    )
-    top: Count = 2  # with the strongest trend: the largest mean_correlation
-    controls: Count = 2  # random channels
+    channels: tuple[int, ...] | None = None
+    top: Count = 2
+    controls: Count = 2
     site: Site = "attention_input"
-    strings: Annotated[int, Ge(GROUPS)] = (
-        2000  # once to choose and once to measure (as the paper)
-    )
-    length: Count = 1000  # see measure.states.Strings
+    strings: Annotated[int, Ge(GROUPS)] = 2000
+    length: Count = 1000
     alphabet: Alphabet = "characters"
-    window: Count = 100  # tokens in the sliding mean of the filter
-    skip: Whole = 30  # first tokens left out (as the paper)
+    window: Count = 100
+    skip: Whole = 30
     batch_size: Count = 8
-    seed: Seed = 0  # of the strings, the random channels and the shuffles
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         if self.channels is not None:
             check_channels(run.lm, "study.channels", self.channels)
-        low = self.window + self.skip + 7
-        high = run.lm.context_window
-        if not low <= self.length <= high:
-            allowed = f"from {low} (study.window + study.skip + 7) to {high} (window of {run.lm.name})"
-            raise UserError(
-                "study.length",
-                self.length,
-                allowed,
-                "change study.length or study.window",
+        shortest = self.window + self.skip + 7
+        longest = run.lm.context_window
+        if not shortest <= self.length <= longest:
+            allowed = (
+                f"from {shortest} (study.window + study.skip + 7) to {longest} "
+                f"(window of {run.lm.name})"
             )
+            hint = "change study.length or study.window"
+            raise UserError("study.length", self.length, allowed, hint)
 
     @property
     def search(self) -> ChannelSearch:
         """The channel search whose strings and filter the study takes."""
-        names = (
-            "site",
-            "strings",
-            "length",
-            "alphabet",
-            "window",
-            "skip",
-            "batch_size",
-            "seed",
+        return ChannelSearch(
+            site=self.site,
+            strings=self.strings,
+            length=self.length,
+            alphabet=self.alphabet,
+            window=self.window,
+            skip=self.skip,
+            batch_size=self.batch_size,
+            seed=self.seed,
         )
-        return ChannelSearch(**{name: getattr(self, name) for name in names})
 
     def reads(self, run: Run) -> list[Reads]:
         """See :meth:`Study.reads`."""
         return [Reads(texts=2 * self.strings, length=self.length)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Four tables, the last two as positions are and with shuffled ones.
+        """Choose channels on a first set of strings and measure them on a second one.
 
-        ``curves``: averages over the second set of strings, and why a channel is there. ``summary``: means of
-        the statistics over layers, the share of channels with a larger one. ``statistics``, by layer: does
-        the fitted curve rise or fall throughout (``monotone`` 1, -1, 0), the averaged curve's Spearman
-        correlation with the position, and the share of variance that the position explains. ``null``:
-        channels that pass the search's filter, and the largest mean absolute correlation of any.
+        Returns:
+            ``curves``: averages over the second set of strings, and why a channel is there. ``statistics``,
+            by layer: whether the fitted curve rises or falls throughout (``monotone`` 1, -1, 0), the averaged
+            curve's Spearman correlation with the position, and the share of variance that the position
+            explains; as positions are and shuffled. ``summary``: means of the statistics over layers, and the
+            share of channels with a larger correlation. ``null``: channels that pass the search's filter and
+            the largest mean absolute correlation of any, as positions are and shuffled.
         """
         averages = self.search.averages(run)
         (run.out.path / STATE).unlink(missing_ok=True)
-        residual = self.site == "residual"
-        chosen = self.chosen(
-            run, averages["residual"][1:] if residual else averages["attention_input"]
-        )
-        again = replace(self.search.drawn, seed=self.seed + 1)
+        curves = averages[self.site]
+        if self.site == "residual":
+            curves = curves[1:]  # block outputs, without the embedding
+        reasons = self.choose_channels(run, curves)
+        strings = replace(self.search.drawn, seed=self.seed + 1)
         with run.progress("strings to measure on", self.strings) as advance:
-            found = moments(run.lm, again, self.site, list(chosen), self.skip, advance)
-        tables = {
-            "curves": self._curves(found, chosen),
-            "statistics": self._statistics(found, chosen),
+            states = moments(
+                run.lm, strings, self.site, list(reasons), self.skip, advance
+            )
+        return {
+            "curves": self._curves(states, reasons),
+            "statistics": self._statistics(states, reasons),
+            **self._summary_and_null(states, reasons),
         }
-        return tables | self._summary(found, chosen)
 
-    def chosen(self, run: Run, curves: Array) -> dict[int, str]:
-        """The channels to measure and why each was chosen, from averaged states [L, P, D] of others."""
-        found = dict.fromkeys(self.channels or (), GIVEN)
+    def choose_channels(self, run: Run, curves: Array) -> dict[int, str]:
+        """Choose the channels to measure.
+
+        Args:
+            run: The run.
+            curves: Averaged states [L, P, D] of other strings than those that are measured.
+
+        Returns:
+            Why each channel is measured, by channel.
+        """
+        reasons = dict.fromkeys(self.channels or (), GIVEN)
         if self.channels is None:
-            order = np.argsort(-mean_correlation(curves[:, self.skip :]), kind="stable")
-            own = run.model.blocks.get("scale_channel", {}).get("channel")
-            published = {"the paper's": PAPER.get(run.model.name), "the model's": own}
-            for kind, channel in [
-                *((STRONGEST, int(c)) for c in order[: self.top]),
-                *published.items(),
-            ]:
-                if channel is not None:
-                    found[channel] = (
-                        f"{found[channel]} and {kind}" if channel in found else kind
-                    )
-        rest = [c for c in range(curves.shape[2]) if c not in found]
-        drawn = np.random.default_rng(self.seed).permutation(rest)[: self.controls]
-        return found | {int(c): RANDOM for c in drawn}
-
-    def _curves(self, found: Moments, chosen: Mapping[int, str]) -> pd.DataFrame:
-        """Curves of the chosen channels, and of the first one with shuffled positions."""
-        first = next(iter(chosen))
-        parts = []
-        shown = [
-            (channel, kind, found.mean[:, :, channel])
-            for channel, kind in chosen.items()
-        ]
-        for channel, kind, curve in [
-            *shown,
-            (first, SHUFFLED, found.shuffled[:, :, first]),
-        ]:
-            layer, token = (index.ravel() for index in np.indices(curve.shape))
-            smooth = np.full(curve.shape, np.nan)
-            behind = statistics.sliding_mean(curve[:, self.skip :, None], self.window)[
-                :, :, 0
+            trend = mean_correlation(curves[:, self.skip :])
+            strongest = np.argsort(-trend, kind="stable")[: self.top]
+            block = run.model.blocks.get("scale_channel", {})
+            candidates = [
+                *((int(channel), STRONGEST) for channel in strongest),
+                (PAPER.get(run.model.name), "the paper's"),
+                (block.get("channel"), "the model's"),
             ]
-            start = self.skip + self.window // 2
-            smooth[:, start : start + behind.shape[1]] = behind
-            place = {
+            for channel, reason in candidates:
+                if channel is None:
+                    continue
+                if channel in reasons:
+                    reason = f"{reasons[channel]} and {reason}"
+                reasons[channel] = reason
+        unchosen = [c for c in range(curves.shape[2]) if c not in reasons]
+        rng = np.random.default_rng(self.seed)
+        for channel in rng.permutation(unchosen)[: self.controls]:
+            reasons[int(channel)] = RANDOM
+        return reasons
+
+    def _curves(self, states: Moments, reasons: Mapping[int, str]) -> pd.DataFrame:
+        """Curves of the chosen channels, and of the first one with shuffled positions."""
+        curves = [
+            (channel, reason, states.mean[:, :, channel])
+            for channel, reason in reasons.items()
+        ]
+        first = next(iter(reasons))
+        curves.append((first, SHUFFLED, states.shuffled[:, :, first]))
+        parts = []
+        for channel, kind, curve in curves:
+            layer, token = (index.ravel() for index in np.indices(curve.shape))
+            columns = {
                 "channel": channel,
                 "kind": kind,
                 "site": self.site,
                 "layer": layer,
                 "token": token,
+                "value": curve.ravel(),
+                "sliding_mean": self._sliding_mean(curve).ravel(),
             }
-            parts.append(
-                pd.DataFrame(
-                    {**place, "value": curve.ravel(), "sliding_mean": smooth.ravel()}
-                )
-            )
+            parts.append(pd.DataFrame(columns))
         return pd.concat(parts, ignore_index=True)
 
-    def _statistics(self, found: Moments, chosen: Mapping[int, str]) -> pd.DataFrame:
+    def _sliding_mean(self, curve: Array) -> Array:
+        """Centred sliding mean of curves [L, P]; not a number where the window leaves the tokens behind ``skip``."""
+        means = statistics.sliding_mean(curve[:, self.skip :, None], self.window)
+        means = means[:, :, 0]
+        smooth = np.full(curve.shape, np.nan)
+        start = self.skip + self.window // 2
+        smooth[:, start : start + means.shape[1]] = means
+        return smooth
+
+    def _statistics(self, states: Moments, reasons: Mapping[int, str]) -> pd.DataFrame:
         """What position does to each chosen channel, layer by layer."""
-        channels = list(chosen)
-        parts = []
-        mean, shuffled = (
-            part[:, self.skip :, channels] for part in (found.mean, found.shuffled)
-        )
+        channels = list(reasons)
+        mean = states.mean[:, self.skip :, channels]
+        shuffled = states.shuffled[:, self.skip :, channels]
         direction = statistics.paper(
-            found.mean[:, :, channels], window=self.window, skip=self.skip
+            states.mean[:, :, channels], window=self.window, skip=self.skip
         ).direction
+        parts = []
         for i, channel in enumerate(channels):
-            rows = {
+            variance = states.variance[:, i]
+            columns = {
+                "channel": channel,
+                "kind": reasons[channel],
                 "layer": range(len(mean)),
                 "monotone": direction[:, i],
                 "spearman": correlation(mean[:, :, i]),
                 "shuffled_spearman": correlation(shuffled[:, :, i]),
-                "explained": mean[:, :, i].var(1) / found.variance[:, i],
-                "shuffled_explained": shuffled[:, :, i].var(1) / found.variance[:, i],
+                "explained": mean[:, :, i].var(1) / variance,
+                "shuffled_explained": shuffled[:, :, i].var(1) / variance,
+                "n": states.strings,
             }
-            place = {"channel": channel, "kind": chosen[channel]}
-            parts.append(pd.DataFrame({**place, **rows, "n": found.strings}))
+            parts.append(pd.DataFrame(columns))
         return pd.concat(parts, ignore_index=True)
 
-    def _summary(
-        self, found: Moments, chosen: Mapping[int, str]
+    def _summary_and_null(
+        self, states: Moments, reasons: Mapping[int, str]
     ) -> dict[str, pd.DataFrame]:
         """Means over layers with intervals, and what filter and correlation make of shuffled positions."""
-        level = {}
-        filtered = {}
-        for kind, curves in ((REAL, found.mean), (SHUFFLED, found.shuffled)):
-            level[kind] = mean_correlation(curves[:, self.skip :])
-            filtered[kind] = statistics.paper(
+        correlations = {}
+        filters = {}
+        for positions, curves in ((REAL, states.mean), (SHUFFLED, states.shuffled)):
+            correlations[positions] = mean_correlation(curves[:, self.skip :])
+            filters[positions] = statistics.paper(
                 curves, window=self.window, skip=self.skip
             )
-        rows = []
-        null = []
-        for i, (channel, kind) in enumerate(chosen.items()):
-            count = filtered[REAL].monotone_layers[channel]
-            stronger = level[REAL] > level[REAL][channel]
+        summary = []
+        for i, (channel, reason) in enumerate(reasons.items()):
+            is_stronger = correlations[REAL] > correlations[REAL][channel]
+            groups = states.groups[:, :, self.skip :, i]
             row = {
                 "channel": channel,
-                "kind": kind,
-                "monotone_layers": count,
-                "layers": len(found.mean),
+                "kind": reason,
+                "monotone_layers": filters[REAL].monotone_layers[channel],
+                "layers": len(states.mean),
+                **ends(jackknife(groups, states.sizes), "spearman"),
+                "stronger_channels": is_stronger.mean(),
+                "n": states.strings,
             }
-            row |= ends(
-                jackknife(found.groups[:, :, self.skip :, i], found.sizes), "spearman"
-            )
-            rows.append(
-                {**row, "stronger_channels": stronger.mean(), "n": found.strings}
-            )
-        for kind, values in level.items():
-            counts = {
-                "positions": kind,
-                "passing": len(filtered[kind].ranking),
+            summary.append(row)
+        null = [
+            {
+                "positions": positions,
+                "passing": len(filters[positions].ranking),
                 "channels": len(values),
+                "largest": np.nanmax(values),
+                "median": np.nanmedian(values),
             }
-            null.append(
-                {**counts, "largest": np.nanmax(values), "median": np.nanmedian(values)}
-            )
-        return {"summary": pd.DataFrame(rows), "null": pd.DataFrame(null)}
+            for positions, values in correlations.items()
+        ]
+        return {"summary": pd.DataFrame(summary), "null": pd.DataFrame(null)}
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         curves = tables["curves"]
         site = self.site.replace("_", " ")
-        over = f"Channels of the {site}, averaged over layers and random strings. Thick: sliding mean."
-        dotted = (
+        caption = f"Channels of the {site}, averaged over layers and random strings. Thick: sliding mean."
+        averaged = averaged_figure(curves[curves["token"] >= self.skip])
+        figures = {"averaged": (averaged, caption)}
+        caption = (
             "Rank correlation, and variance that the position explains, layer by layer."
         )
-        drawn = {
-            "averaged": (averaged_figure(curves[curves["token"] >= self.skip]), over)
-        }
-        drawn["statistics"] = layer_figure(tables["statistics"]), dotted
-        shown = curves[~curves["kind"].isin([RANDOM, SHUFFLED])]
-        for channel, kind in (
-            shown.groupby("channel", sort=False)["kind"].first().items()
-        ):
+        figures["statistics"] = (layer_figure(tables["statistics"]), caption)
+        chosen = curves[~curves["kind"].isin([RANDOM, SHUFFLED])]
+        kinds = chosen.groupby("channel", sort=False)["kind"].first()
+        for channel, kind in kinds.items():
             caption = f"Channel {channel} ({kind}) of the {site}, layer by layer."
-            drawn[f"layers_{channel}"] = channel_curves(shown, int(channel)), caption
-        return drawn
+            figure = channel_curves(chosen, int(channel))
+            figures[f"layers_{channel}"] = (figure, caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3: some channel follows the position, the filter finds such, layer 0 starts the trend."""
         summary = tables["summary"]
         null = tables["null"].set_index("positions")
         layers = tables["statistics"]
-        controls = ", ".join(
-            f"{rho:.2f}" for rho in summary.loc[summary["kind"] == RANDOM, "spearman"]
-        )
-        bar = null.loc[SHUFFLED, "largest"]
+        is_random = summary["kind"] == RANDOM
+        controls = ", ".join(f"{rho:.2f}" for rho in summary.loc[is_random, "spearman"])
+        noise = null.loc[SHUFFLED, "largest"]
         median = null.loc[REAL, "median"]
-        found = []
-        for row in summary[summary["kind"] != RANDOM].to_dict("records"):
-            own = layers[layers["channel"] == row["channel"]]
+        findings = []
+        for row in summary[~is_random].to_dict("records"):
+            rows = layers[layers["channel"] == row["channel"]]
             name = f"channel {row['channel']}"
             note = (
                 f"{name}: {row['kind']}; monotone in {row['monotone_layers']} of "
-                f"{row['layers']} layers; position explains {own['explained'].mean():.1%} of its variance "
-                f"(shuffled {own['shuffled_explained'].mean():.1%}); the largest correlation of any channel "
-                f"with shuffled positions is {bar:.2f}; random channels {controls}, median {median:.2f}"
+                f"{row['layers']} layers; position explains {rows['explained'].mean():.1%} of its variance "
+                f"(shuffled {rows['shuffled_explained'].mean():.1%}); the largest correlation of any channel "
+                f"with shuffled positions is {noise:.2f}; random channels {controls}, median {median:.2f}"
             )
-            words = f"{name}'s absolute Spearman correlation with position, mean over layers"
-            found.append(
-                Finding.above(EXISTS, words, estimate(row, "spearman"), bar, note)
-            )
-        there, chance = (
-            int(null.loc[positions, "passing"]) for positions in (REAL, SHUFFLED)
-        )
-        count = int(null.loc[REAL, "channels"])
-        note = f"{there} of {count} pass, {chance} with shuffled positions; channels taken as independent"
-        words = "share of channels that pass, minus the share that pass with shuffled positions"
-        passing = Finding.above(
-            FILTER, words, difference_of_shares(there, chance, count), note=note
-        )
-        return [*found, passing.control(), self._start(layers)]
+            statistic = f"{name}'s absolute Spearman correlation with position, mean over layers"
+            rho = estimate(row, "spearman")
+            findings.append(Finding.above(EXISTS, statistic, rho, noise, note))
 
-    def _start(self, layers: pd.DataFrame) -> Finding:
-        """Correlation of the strongest channel right after the first attention, against that of noise."""
-        own = layers[layers["channel"] == layers["channel"].iloc[0]].set_index("layer")
-        first = int(self.site == "attention_input")
-        rho = own["spearman"].abs()
-        bar = 1.96 / math.sqrt(self.length - self.skip - 1)
-        early = rho[0] if first else 0.0
-        where = "input of layer 1" if first else "output of layer 0"
-        before = (
-            f"; input of layer 0, where no token has seen another: {early:.2f}"
-            if first
-            else ""
+        passing = int(null.loc[REAL, "passing"])
+        passing_shuffled = int(null.loc[SHUFFLED, "passing"])
+        count = int(null.loc[REAL, "channels"])
+        note = (
+            f"{passing} of {count} pass, {passing_shuffled} with shuffled positions; "
+            "channels taken as independent"
         )
-        words = f"channel {own['channel'].iloc[0]}'s absolute Spearman correlation with position, {where}"
-        note = f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {rho.iloc[-1]:.2f}"
-        at = (rho[first], own["n"].iloc[0])
-        p = 2 * scipy.stats.norm.sf(Z95 * rho[first] / bar)
-        if early > bar:
-            return Finding.that(False, START, words, at, note)
-        return Finding.tested(True, START, words, at, p, note)
+        statistic = "share of channels that pass, minus the share that pass with shuffled positions"
+        gain = difference_of_shares(passing, passing_shuffled, count)
+        findings.append(Finding.above(FILTER, statistic, gain, note=note).control())
+        findings.append(self._start_finding(layers))
+        return findings
+
+    def _start_finding(self, layers: pd.DataFrame) -> Finding:
+        """Correlation of the strongest channel right after the first attention, against that of noise."""
+        channel = layers["channel"].iloc[0]
+        rows = layers[layers["channel"] == channel].set_index("layer")
+        rho = rows["spearman"].abs()
+        noise = 1.96 / math.sqrt(self.length - self.skip - 1)
+        if self.site == "attention_input":
+            first = 1
+            rho_before = rho[0]
+            measured_at = "input of layer 1"
+            before = (
+                f"; input of layer 0, where no token has seen another: {rho_before:.2f}"
+            )
+        else:
+            first = 0
+            rho_before = 0.0
+            measured_at = "output of layer 0"
+            before = ""
+        statistic = f"channel {channel}'s absolute Spearman correlation with position, {measured_at}"
+        note = (
+            f"95 % of uncorrelated curves stay below {noise:.2f}{before}; "
+            f"last layer: {rho.iloc[-1]:.2f}"
+        )
+        value_and_n = (rho[first], rows["n"].iloc[0])
+        if rho_before > noise:
+            return Finding.that(False, START, statistic, value_and_n, note)
+        p = 2 * scipy.stats.norm.sf(Z95 * rho[first] / noise)
+        return Finding.tested(True, START, statistic, value_and_n, p, note)
 
 
 def correlation(curves: Array) -> Array:
-    """Spearman correlation of each curve [..., P] with the position."""
-    return spearman(
-        curves.astype(np.float64), np.arange(curves.shape[-1], dtype=np.float64)
-    )
+    """Spearman correlation of each curve [..., P] with the position, [...]."""
+    position = np.arange(curves.shape[-1], dtype=np.float64)
+    return spearman(curves.astype(np.float64), position)
 
 
 def mean_correlation(curves: Array) -> Array:
@@ -332,37 +367,41 @@ def mean_correlation(curves: Array) -> Array:
 def jackknife(groups: Array, sizes: Array) -> Estimate:
     """Mean over layers of one channel's absolute correlation, its 95 % interval from leaving groups out.
 
-    ``groups`` are the averages over each group of strings, [G, L, P], ``sizes`` the strings in each, [G].
+    Args:
+        groups: Averages of the channel over each group of strings, [G, L, P].
+        sizes: Strings in each group, [G].
     """
     sums = groups * sizes[:, None, None]
-    whole = sums.sum(0)
-    value = float(np.abs(correlation(whole)).mean())
-    left = np.array([np.abs(correlation(whole - part)).mean() for part in sums])
-    half = scipy.stats.t.ppf(0.975, len(left) - 1) * np.sqrt(
-        (len(left) - 1) * left.var()
+    total = sums.sum(0)
+    value = float(np.abs(correlation(total)).mean())
+    leave_one_out = np.array(
+        [np.abs(correlation(total - group)).mean() for group in sums]
     )
-    return Estimate(
-        value, max(value - half, 0.0), min(value + half, 1.0), int(sizes.sum())
-    )
+    count = len(leave_one_out)
+    error = np.sqrt((count - 1) * leave_one_out.var())
+    half = scipy.stats.t.ppf(0.975, count - 1) * error
+    low = max(value - half, 0.0)
+    high = min(value + half, 1.0)
+    return Estimate(value, low, high, int(sizes.sum()))
 
 
-def _style(index: int, kind: str) -> dict[str, Any]:
-    """Controls have one colour, and dashes by their kind."""
-    if kind not in DASHES:
-        return plot.line_style(index)
-    return plot.line_style(index) | {"color": plot.CONTROL, "linestyle": DASHES[kind]}
+def _line_style(index: int, kind: str) -> dict[str, Any]:
+    """Style of a channel's line; controls have one colour, and dashes by their kind."""
+    style = plot.line_style(index)
+    if kind in DASHES:
+        style |= {"color": plot.CONTROL, "linestyle": DASHES[kind]}
+    return style
 
 
 @plot.styled
 def averaged_figure(curves: pd.DataFrame) -> Figure:
     """Curves averaged over layers, less their mean, over the token; random ones dashed, the null dotted."""
     figure, axes = plot.new_figure(plot.COLUMN, 3.0)
-    for index, ((channel, kind), line) in enumerate(
-        curves.groupby(["channel", "kind"], sort=False)
-    ):
-        mean = line.groupby("token")[["value", "sliding_mean"]].mean()
+    channels = curves.groupby(["channel", "kind"], sort=False)
+    for index, ((channel, kind), rows) in enumerate(channels):
+        mean = rows.groupby("token")[["value", "sliding_mean"]].mean()
         mean -= mean["value"].mean()
-        style = _style(index, str(kind)) | {"marker": ""}
+        style = _line_style(index, str(kind)) | {"marker": ""}
         axes.plot(mean["value"], color=style["color"], linewidth=0.4, alpha=0.4)
         axes.plot(mean["sliding_mean"], label=f"{channel} ({kind})", **style)
     axes.set(
@@ -378,23 +417,23 @@ def layer_figure(table: pd.DataFrame) -> Figure:
     """Correlation with the position, and share of variance that it explains, by layer and channel."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.8, 1, 2, n=table["n"])
     for axes, name, scale in ((left, "spearman", 1), (right, "explained", 100)):
-        for index, ((channel, kind), line) in enumerate(
-            table.groupby(["channel", "kind"], sort=False)
-        ):
-            style = _style(index, str(kind))
-            axes.plot(
-                line["layer"], scale * line[name], label=f"{channel} ({kind})", **style
-            )
-            if not index:
-                null = _style(0, SHUFFLED) | {"marker": ""}
-                shuffled = scale * line[f"shuffled_{name}"]
-                axes.plot(
-                    line["layer"], shuffled, label=f"{channel} ({SHUFFLED})", **null
-                )
+        channels = table.groupby(["channel", "kind"], sort=False)
+        for index, ((channel, kind), rows) in enumerate(channels):
+            style = _line_style(index, str(kind))
+            label = f"{channel} ({kind})"
+            axes.plot(rows["layer"], scale * rows[name], label=label, **style)
+            if index == 0:
+                style = _line_style(0, SHUFFLED) | {"marker": ""}
+                shuffled = scale * rows[f"shuffled_{name}"]
+                label = f"{channel} ({SHUFFLED})"
+                axes.plot(rows["layer"], shuffled, label=label, **style)
         axes.locator_params("x", integer=True)
     left.axhline(0, color=plot.GUIDE, linewidth=0.6, zorder=0)
-    ylabel = "rank correlation of the averaged\ncurve with the position"
-    left.set(xlabel="layer", ylabel=ylabel, ylim=(-1.08, 1.08))
+    left.set(
+        xlabel="layer",
+        ylabel="rank correlation of the averaged\ncurve with the position",
+        ylim=(-1.08, 1.08),
+    )
     right.set(
         xlabel="layer",
         ylabel="variance that the\nposition explains (%)",

@@ -34,10 +34,10 @@ from posbench.studies.base import Study
 from posbench.studies.prompts import Prompts
 from posbench.studies.yu2025.attention_to_gold import (
     AttentionToGold,
-    _of_lengths,
+    _length_finding,
     head_row,
     mean_maps,
-    scores,
+    retrieval_scores,
     vertical_share,
 )
 from posbench.studies.yu2025.doubling import Doubling
@@ -237,11 +237,11 @@ def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> No
     tokens = {e.id: item_tokens(encoded[e.id], e) for e in examples}
     run: Any = SimpleNamespace(lm=lm)
     prompts = Prompts(run, task, examples, encoded, tokens, [examples])
-    _, together = study.answered(prompts, examples, "gold")
+    _, together = study.replies_and_weights(prompts, "gold", examples)
     for row, example in enumerate(examples):
         target = example.gold_position
-        _, alone = study.answered(prompts, [example], "gold")
-        _, plain = study.answered(prompts, [example], UNMODIFIED)
+        _, alone = study.replies_and_weights(prompts, "gold", [example])
+        _, plain = study.replies_and_weights(prompts, UNMODIFIED, [example])
         noise = embedded_attention_noise()
         assert_same(together[row], alone[0], noise, "attention")
         lm_row = attention_to_items(lm, [encoded[example.id]], [example])[0]
@@ -303,7 +303,7 @@ def test_retrieval_score_is_what_shuffling_leaves() -> None:
         axis=1,
     )
     weights = rng.random((6, 4))
-    found = scores(
+    found = retrieval_scores(
         largest, weights, weights / 2, gold, [str(i) for i in range(6)], least=0.0
     )
     shuffles = np.array(
@@ -327,7 +327,9 @@ def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
     largest = rng.integers(0, 12, (120, 60))
     largest[:, 7] = np.where(rng.random(120) < 0.5, gold, 0)
     ones = np.ones((120, 60))
-    found = scores(largest, ones, ones, gold, [str(i) for i in range(120)], least=0.0)
+    found = retrieval_scores(
+        largest, ones, ones, gold, [str(i) for i in range(120)], least=0.0
+    )
     assert (
         list(found.index[found["retrieval"]]) == [7]
         and (found["score_ci_low"] > 0).sum() < 8
@@ -584,5 +586,5 @@ def _with_dips(dips: list[float], noise: float) -> pd.DataFrame:
 def test_a_dip_grows_with_the_length_only_if_it_grows_at_every_step(
     dips: list[float], noise: float, verdict: str
 ) -> None:
-    found = _of_lengths(_with_dips(dips, noise))
+    found = _length_finding(_with_dips(dips, noise))
     assert found.verdict == verdict and found.ci_low < found.value < found.ci_high
