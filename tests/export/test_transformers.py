@@ -106,7 +106,7 @@ def test_the_command(
     # Code that computes something else is found.
     code = tmp_path / "fix" / "modeling_posbench.py"
     text = code.read_text()
-    code.write_text(text.replace('*= own["factor"]', "*= 1"))
+    code.write_text(text.replace('*= constants["factor"]', "*= 1"))
     assert code.read_text() != text and posbench("verify", "fix", verb=True).status == 2
 
 
