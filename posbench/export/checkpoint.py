@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint with the method folded in; a config alone where the weights stay as they are."""
+"""A Hugging Face checkpoint with the method folded in; a config alone if weights stay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class Export(Format):
     name = "checkpoint"
 
     def check(self, fix: Fix) -> None:
-        """See :class:`Format`; some configs take no other rotary embedding."""
+        """Raise UserError where the method does not fold, or the config refuses its RoPE."""
         super().check(fix)
         rotary_config(fix.lm.model.config, folded(fix, self.name))
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Weights in the type of the published ones, config and tokenizer; the config alone where it
-        suffices."""
+        """Write config, tokenizer, and weights (in the published dtype) if they change."""
         lm = fix.lm
         change = folded(fix, self.name)
         config = rotary_config(lm.model.config, change)
@@ -40,7 +39,7 @@ class Export(Format):
             lm.tokenizer.save_pretrained(folder)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through transformers, from the files alone or, of a config, on the model's own weights."""
+        """See :meth:`Format.read`; a config alone is loaded with the model's own weights."""
         config = transformers.AutoConfig.from_pretrained(folder)
         source = folder if folded(fix, self.name).columns else fix.files
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -52,20 +51,20 @@ class Export(Format):
         return next_token(load(model.to(fix.lm.device)), prompts)
 
     def usage(self, fix: Fix) -> str:
-        """By engine."""
+        """How to load the files, by engine."""
         if folded(fix, self.name).columns:
-            return WEIGHTS
-        return CONFIG.replace("BASE", fix.base)
+            return WEIGHTS_USAGE
+        return CONFIG_USAGE.replace("BASE", fix.base)
 
 
-WEIGHTS = """A checkpoint like any other; nothing of posbench is needed.
+WEIGHTS_USAGE = """A checkpoint like any other; nothing of posbench is needed.
 
 - transformers: `AutoModelForCausalLM.from_pretrained("DIR")`
 - vLLM: `vllm serve DIR`
 - llama.cpp: `python convert_hf_to_gguf.py DIR`, then as any GGUF file
 """
 
-CONFIG = """The weights stay as they are: only `config.json` is another one.
+CONFIG_USAGE = """The weights stay as they are: only `config.json` is another one.
 
 - transformers: `AutoModelForCausalLM.from_pretrained("BASE", config=AutoConfig.from_pretrained("DIR"))`
 - vLLM: `vllm serve BASE --hf-config-path DIR`
