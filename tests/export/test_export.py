@@ -175,7 +175,7 @@ def test_files_that_do_not_do_it_are_removed(
     assert not list(tmp_path.iterdir())
 
 
-def test_side_side_effects_the_same_constants_are_told(
+def test_side_effects_of_the_same_constants_are_told(
     run: Path, posbench: Callable[..., Result], outputs: Path, tmp_path: Path
 ) -> None:
     from posbench.export.write import side_effects
