@@ -61,12 +61,12 @@ def export(args: list[str]) -> int:
 
     example: posbench export 1a2b3c4d --to lora --out fix
     """
-    outputs, rest = outputs_of(args)
-    to, rest = option(rest, "--to")
-    out, rest = option(rest, "--out")
-    exact = "--exact" in rest
-    rest = [arg for arg in rest if arg != "--exact"]
-    if to is None or out is None or not rest:
+    outputs, remaining = outputs_of(args)
+    to, remaining = option(remaining, "--to")
+    out, remaining = option(remaining, "--out")
+    exact = "--exact" in remaining
+    remaining = [arg for arg in remaining if arg != "--exact"]
+    if to is None or out is None or not remaining:
         raise UserError(
             "export",
             " ".join(args),
@@ -77,7 +77,7 @@ def export(args: list[str]) -> int:
     console = terminal()
     folder = Path(out).expanduser()
     write.check_destination(folder)
-    origin = _origin(rest, outputs)
+    origin = _origin(remaining, outputs)
     config = origin.config
     quiet()
     run = prepared(config, {}, (), console)

@@ -223,13 +223,13 @@ def figures(args: list[str]) -> int:
     Raises:
         UserError: An argument is wrong, or leaves no experiment.
     """
-    count, rest = option(args, "--jobs")
+    count, remaining = option(args, "--jobs")
     if count is not None and not (count.isdecimal() and int(count)):
         raise UserError(
             "--jobs", count, "a number from 1 on", "leave it out: one on each core"
         )
     console = _console()
-    experiments = _select(rest, console)
+    experiments = _select(remaining, console)
     waiting = [e for e in experiments if e.state == "waiting"]
     waiting.sort(key=lambda e: -e.minutes)
     num_processes = 1
@@ -282,11 +282,15 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
     Raises:
         UserError: An argument is wrong, or leaves no experiment.
     """
-    config_dir, rest = option(args, "--config-dir")
-    papers = [arg.removeprefix("paper=") for arg in rest if arg.startswith("paper=")]
-    names = [arg for arg in rest if "=" not in arg and not arg.startswith(("-", "~"))]
+    config_dir, remaining = option(args, "--config-dir")
+    papers = [
+        arg.removeprefix("paper=") for arg in remaining if arg.startswith("paper=")
+    ]
+    names = [
+        arg for arg in remaining if "=" not in arg and not arg.startswith(("-", "~"))
+    ]
     overrides = [
-        arg for arg in rest if arg not in names and not arg.startswith("paper=")
+        arg for arg in remaining if arg not in names and not arg.startswith("paper=")
     ]
     _check_overrides(overrides)
     folders = [

@@ -20,18 +20,18 @@ def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     Raises:
         UserError: It has no value, or is given twice.
     """
-    words: list[str] = []
+    pieces: list[str] = []
     for arg in args:
         if arg.startswith(f"{flag}="):
-            words += arg.split("=", 1)
+            pieces += arg.split("=", 1)
         else:
-            words.append(arg)
-    if flag not in words:
-        return None, words
-    index = words.index(flag)
-    value = words[index + 1 : index + 2]
-    remaining = words[:index] + words[index + 2 :]
+            pieces.append(arg)
+    if flag not in pieces:
+        return None, pieces
+    index = pieces.index(flag)
+    value = pieces[index + 1 : index + 2]
+    remaining = pieces[:index] + pieces[index + 2 :]
     if not value or flag in remaining:
-        typed = " ".join(words[index:])
+        typed = " ".join(pieces[index:])
         raise UserError(flag, typed, "given once, with a value", f"{flag} VALUE")
     return value[0], remaining

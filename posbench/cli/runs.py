@@ -32,8 +32,8 @@ def ls_runs(args: list[str]) -> int:
 
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
-    outputs, rest = outputs_of(args)
-    filters = [arg for arg in rest if arg != "--json"]
+    outputs, remaining = outputs_of(args)
+    filters = [arg for arg in remaining if arg != "--json"]
     _check_flags(filters, "--outputs DIR, --json", "ls runs")
     records: list[Record] = []
     # A default folder that does not exist is no mistake: nothing ran yet.
@@ -45,7 +45,7 @@ def ls_runs(args: list[str]) -> int:
         if filters and outputs.is_dir():
             hint = index.nearest(filters, index.records(outputs))
         print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
-    show_lists({index.title(records): records}, "--json" in rest, index.look)
+    show_lists({index.title(records): records}, "--json" in remaining, index.look)
     return 0
 
 
@@ -68,15 +68,15 @@ def compare(args: list[str]) -> int:
 
     example: posbench compare 51cc60e3 d172d1d1
     """
-    outputs, rest = outputs_of(args)
-    out, rest = option(rest, "--out")
-    names = [arg for arg in rest if arg != "--json"]
+    outputs, remaining = outputs_of(args)
+    out, remaining = option(remaining, "--out")
+    names = [arg for arg in remaining if arg != "--json"]
     _check_flags(names, "--out FOLDER, --outputs DIR, --json", "compare")
     folders = [index.run_named(name, outputs) for name in names]
     destination = Path(out).expanduser() if out else None
     files, lines, messages = write_comparison(folders, destination)
     title = "differences are from the first run; in % and points, [95 % interval]"
-    show_lists({title: lines}, "--json" in rest, look)
+    show_lists({title: lines}, "--json" in remaining, look)
     for message in messages:
         print(message, file=sys.stderr)
     for file in files:

@@ -53,20 +53,20 @@ class Job:
     Attributes:
         folder: The run's folder.
         shard: Its shard, as ``0/2``, the first of two.
-        own: The user's --config-dir.
+        config_dir: The user's --config-dir.
     """
 
     folder: str
     shard: str
-    own: str | None
+    config_dir: str | None
 
     def __call__(self) -> None:
         """Make the shard, with the exit status of the command line."""
         from posbench.cli.main import main
 
         args = ["resume", self.folder, f"--shard={self.shard}"]
-        if self.own:
-            args.append(f"--config-dir={self.own}")
+        if self.config_dir:
+            args.append(f"--config-dir={self.config_dir}")
         status = main(args)
         if status:
             sys.exit(status)
@@ -94,13 +94,13 @@ def submit(args: list[str]) -> int:
 
     example: posbench submit -m method.factor=1,0,-1 runtime/cluster=slurm runtime.cluster.partition=cpu
     """
-    count, rest = option(args, "--shards")
+    count, remaining = option(args, "--shards")
     if not re.fullmatch("[1-9][0-9]{0,3}", count or "1"):
         hint = "leave it out for one job a run"
         raise UserError("--shards", count, "a whole number from 1 to 9999", hint)
     num_shards = int(count or 1)
     composed_jobs: list[Composed] = []
-    records = compose(rest, composed_jobs.append)
+    records = compose(remaining, composed_jobs.append)
     faults = Faults()
     runs: list[tuple[Composed, Config]] = []
     for composed in composed_jobs:
@@ -322,18 +322,18 @@ def resume(args: list[str]) -> int:
 
     example: posbench resume outputs/kv_retrieval/v001/tiny__scale_channel__51cc60e3
     """
-    config_dir, rest = option(args, "--config-dir")
-    part_text, rest = option(rest, "--part")
-    shard_text, rest = option(rest, "--shard")
+    config_dir, remaining = option(args, "--config-dir")
+    part_text, remaining = option(remaining, "--part")
+    shard_text, remaining = option(remaining, "--shard")
     paths.config_folders(config_dir)
     leaves_end = part_text is not None
     text = part_text if part_text is not None else shard_text or "0/1"
     shard = _shard("--part" if leaves_end else "--shard", text)
-    if len(rest) != 1 or rest[0].startswith("-"):
+    if len(remaining) != 1 or remaining[0].startswith("-"):
         raise UserError(
-            "RUN", " ".join(rest), "one run folder", "posbench ls runs lists them"
+            "RUN", " ".join(remaining), "one run folder", "posbench ls runs lists them"
         )
-    folder = run_named(rest[0], Path(Runtime.outputs))
+    folder = run_named(remaining[0], Path(Runtime.outputs))
     is_announced = False
     while True:
         while in_use(folder) and not leaves_end:

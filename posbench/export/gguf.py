@@ -168,7 +168,7 @@ def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
 
     form = architecture(fix)
     config = families.text_config(fix.lm.model)
-    numbers = {known: number for number, known in gguf.MODEL_ARCH_NAMES.items()}
+    numbers = {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}
     name_map = gguf.get_tensor_name_map(numbers[form.name], fix.lm.layers)
     gguf_name = name_map.get_name(name, (".weight", ".bias"))
     if gguf_name is None:
