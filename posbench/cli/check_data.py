@@ -61,7 +61,7 @@ def check_data(args: list[str]) -> int:
     task = instantiate(raw_task, Task, "task")  # type: ignore[type-abstract]
     facts: Facts = [("task", task.name)]
     if isinstance(task, OwnData):
-        facts += _file_facts(task)
+        facts = _file_facts(task)
         items = _items_to_set(task)
         if items:
             task = replace(task, items_per_prompt=items)

@@ -104,8 +104,8 @@ def export(args: list[str]) -> int:
         versions=_versions("torch", "transformers", form.package),
     )
     prompts = write.comparison_prompts(run)
-    measured = write.write(form, fix, facts, prompts, folder)
-    console.print(Text(measured.words), soft_wrap=True)
+    comparison = write.write(form, fix, facts, prompts, folder)
+    console.print(Text(comparison.words), soft_wrap=True)
     console.print(
         Text(f"{folder}: how to load it stands in {folder / write.CARD}"),
         soft_wrap=True,
@@ -143,9 +143,9 @@ def verify(args: list[str]) -> int:
     quiet()
     run = prepared(config, {}, (), terminal())
     fix = _fix(run, run.method())
-    measured = base.measure(form, fix, folder, write.comparison_prompts(run))
-    write.check_agreement(measured, form, fix)
-    print(measured.words)
+    comparison = base.measure(form, fix, folder, write.comparison_prompts(run))
+    write.check_agreement(comparison, form, fix)
+    print(comparison.words)
     return 0
 
 

@@ -74,7 +74,7 @@ class Format(ABC):
     def check(self, fix: Fix) -> None:
         """Raise UserError where the format cannot hold the method or the model."""
         if self.folds:
-            folded(fix, self.name)
+            checkpoint_change(fix, self.name)
 
     @abstractmethod
     def write(self, fix: Fix, folder: Path) -> None:
@@ -141,7 +141,7 @@ def find(name: str) -> Format:
     return form
 
 
-def folded(fix: Fix, to: str) -> Folded:
+def checkpoint_change(fix: Fix, to: str) -> Folded:
     """The method as a change of the checkpoint; ``to`` is the format's name.
 
     Raises:
@@ -197,7 +197,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Comparison:
     """Comparison of the loaded files with the method in process.
 
     Attributes:
@@ -230,12 +230,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Unverified:
-    """Stands for :class:`Measured` where the engine of the files is not installed."""
+    """Stands for :class:`Comparison` where the engine of the files is not installed."""
 
     words: str
 
 
-def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
+def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Comparison:
     """Load the files of a format and compare them with the method in process.
 
     Args:
@@ -252,7 +252,7 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
     tolerance = EXACT_TOLERANCE_NATS
     if not form.exact(fix):
         tolerance = max(ROUGH_TOLERANCE_NATS, ROUGH_TOLERANCE_SHARE * effect)
-    return Measured(
+    return Comparison(
         difference=difference(expected, actual),
         unmodified=effect,
         tolerance=tolerance,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posbench.export.base import Fix, Format, Prompts, folded, next_token
+from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_token
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.late import Tensor, torch, transformers
 from posbench.model.load import load
@@ -18,12 +18,12 @@ class Export(Format):
     def check(self, fix: Fix) -> None:
         """Raise UserError where the method does not fold, or the config refuses its RoPE."""
         super().check(fix)
-        rotary_config(fix.lm.model.config, folded(fix, self.name))
+        rotary_config(fix.lm.model.config, checkpoint_change(fix, self.name))
 
     def write(self, fix: Fix, folder: Path) -> None:
         """Write config, tokenizer, and weights (in the published dtype) if they change."""
         lm = fix.lm
-        change = folded(fix, self.name)
+        change = checkpoint_change(fix, self.name)
         config = rotary_config(lm.model.config, change)
         if change.columns:
             dtype = getattr(torch, fix.dtype)
@@ -41,7 +41,7 @@ class Export(Format):
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """See :meth:`Format.read`; a config alone is loaded with the model's own weights."""
         config = transformers.AutoConfig.from_pretrained(folder)
-        source = folder if folded(fix, self.name).columns else fix.files
+        source = folder if checkpoint_change(fix, self.name).columns else fix.files
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -52,7 +52,7 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """How to load the files, by engine."""
-        if folded(fix, self.name).columns:
+        if checkpoint_change(fix, self.name).columns:
             return WEIGHTS_USAGE
         return CONFIG_USAGE.replace("BASE", fix.base)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts, folded
+from posbench.export.base import Fix, Format, Prompts, checkpoint_change
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.export.llama_cpp import next_token, serve, tokens
 from posbench.late import Tensor, torch
@@ -71,7 +71,7 @@ class Export(Format):
 
         It must know the architecture, its rotary embedding and tokenizer.
         """
-        metadata(fix, folded(fix, self.name))
+        metadata(fix, checkpoint_change(fix, self.name))
 
     def exact(self, fix: Fix) -> bool:
         """Whether llama.cpp computes in float32 or better."""
@@ -79,7 +79,7 @@ class Export(Format):
 
     def write(self, fix: Fix, folder: Path) -> None:
         """Write ``model.gguf``."""
-        write_model(fix, folded(fix, self.name), folder / "model.gguf")
+        write_model(fix, checkpoint_change(fix, self.name), folder / "model.gguf")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """See :meth:`Format.read`.
@@ -166,16 +166,16 @@ def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
     """
     import gguf
 
-    form = architecture(fix)
+    arch = architecture(fix)
     config = families.text_config(fix.lm.model)
-    numbers = {arch: number for number, arch in gguf.MODEL_ARCH_NAMES.items()}
-    name_map = gguf.get_tensor_name_map(numbers[form.name], fix.lm.layers)
+    numbers = {arch_name: number for number, arch_name in gguf.MODEL_ARCH_NAMES.items()}
+    name_map = gguf.get_tensor_name_map(numbers[arch.name], fix.lm.layers)
     gguf_name = name_map.get_name(name, (".weight", ".bias"))
     if gguf_name is None:
         refuse(fix, f"a plain model of its type, without {name},")
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     module = name.split(".")[-2]
-    if form.interleaved and module in heads:
+    if arch.interleaved and module in heads:
         rows = interleaved(rows, heads[module])
     return gguf_name, rows
 
@@ -192,16 +192,16 @@ def write_model(fix: Fix, change: Folded, path: Path) -> None:
     """
     import gguf
 
-    form = architecture(fix)
+    arch = architecture(fix)
     in_half_precision = fix.dtype in ("float16", "bfloat16")
-    writer = gguf.GGUFWriter(path, form.name)
+    writer = gguf.GGUFWriter(path, arch.name)
     for key, value in metadata(fix, change).items():
         getattr(writer, f"add_{key}")(value)
     with scaled_weights(fix.lm, change):
         # Of tied matrices the first alone, as llama.cpp expects.
         for name, weight in fix.lm.model.named_parameters():
             gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
-            if form.gemma and name.endswith("norm.weight"):
+            if arch.gemma and name.endswith("norm.weight"):
                 rows = rows + 1
             if in_half_precision and rows.ndim > 1:
                 rows = rows.half()
@@ -239,14 +239,14 @@ def metadata(fix: Fix, change: Folded) -> dict[str, Any]:
     Raises:
         UserError: llama.cpp has no key for one of them.
     """
-    form = architecture(fix)
+    arch = architecture(fix)
     config = rotary_config(fix.lm.model.config, change).get_text_config()
     head_size = getattr(config, "head_dim", None)
     if not head_size:
         head_size = config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     context = config.max_position_embeddings
-    if window and not form.large:
+    if window and not arch.large:
         # llama.cpp knows no window here: up to its size the model is the same.
         context = min(context, window)
     values = {
@@ -267,10 +267,10 @@ def metadata(fix: Fix, change: Folded) -> dict[str, Any]:
         "rope_dimension_count": head_size,
         **rope_metadata(fix, config.rope_parameters),
     }
-    if form.large:
+    if arch.large:
         values["sliding_window"] = window
         values["sliding_window_pattern"] = window_period(
-            fix, config, head_size, form.large
+            fix, config, head_size, arch.large
         )
     values |= vocabulary(fix)
     return {key: value for key, value in values.items() if value is not None}

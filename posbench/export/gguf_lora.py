@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from posbench.export import gguf as model_format
-from posbench.export.base import Fix, Prompts, folded
+from posbench.export.base import Fix, Prompts, checkpoint_change
 from posbench.export.llama_cpp import next_token, serve
 from posbench.export.lora import factors, need_columns
 from posbench.late import Tensor
@@ -21,7 +21,7 @@ class Export(model_format.Export):
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the method changes more than weights, or for the model."""
-        need_columns(folded(fix, self.name), self.name)
+        need_columns(checkpoint_change(fix, self.name), self.name)
         model_format.metadata(_without_tokenizer(fix), Folded())
 
     def write(self, fix: Fix, folder: Path) -> None:
@@ -32,7 +32,9 @@ class Export(model_format.Export):
         writer = gguf.GGUFWriter(folder / "adapter.gguf", name)
         writer.add_type("adapter")
         writer.add_string("adapter.type", "lora")
-        for module, (a, b) in factors(fix.lm, folded(fix, self.name)).items():
+        for module, (a, b) in factors(
+            fix.lm, checkpoint_change(fix, self.name)
+        ).items():
             gguf_name, rows = model_format.to_gguf(fix, f"{module}.weight", b)
             writer.add_tensor(f"{gguf_name}.lora_a", a.numpy())
             writer.add_tensor(f"{gguf_name}.lora_b", rows.contiguous().numpy())

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts, folded, next_token
+from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_token
 from posbench.export.fold import column, column_scalings
 from posbench.files.atomic import write_bytes, write_text
 from posbench.late import Tensor, torch
@@ -33,11 +33,11 @@ class Export(Format):
     def check(self, fix: Fix) -> None:
         """Raise UserError where the method changes more than weights."""
         super().check(fix)
-        need_columns(folded(fix, self.name), self.name)
+        need_columns(checkpoint_change(fix, self.name), self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
         """Write ``adapter_config.json`` and ``adapter_model.safetensors``."""
-        change = folded(fix, self.name)
+        change = checkpoint_change(fix, self.name)
         tensors: dict[str, Tensor] = {}
         modules: set[str] = set()
         for name, (a, b) in factors(fix.lm, change).items():
@@ -77,7 +77,7 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """How to load the adapter, by engine."""
-        rank = adapter_rank(folded(fix, self.name))
+        rank = adapter_rank(checkpoint_change(fix, self.name))
         return USAGE.replace("BASE", fix.base).replace("RANK", str(rank))
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Measured, Prompts, Unverified, measure
+from posbench.export.base import Comparison, Fix, Format, Prompts, Unverified, measure
 from posbench.files.atomic import new_folder, write_text
 from posbench.files.digests import sha256
 from posbench.files.markdown import markdown
@@ -172,7 +172,7 @@ def side_effects(
 
 def write(
     form: Format, fix: Fix, facts: CardFacts, prompts: Prompts, out: Path
-) -> Measured | Unverified:
+) -> Comparison | Unverified:
     """Write the folder of a fix, and verify it if its engine is installed.
 
     Args:
@@ -191,18 +191,18 @@ def write(
     with new_folder(out) as folder:
         form.write(fix, folder)
         missing = form.missing()
-        measured: Measured | Unverified
+        comparison: Comparison | Unverified
         if missing:
-            measured = Unverified(f"not verified: {missing}")
+            comparison = Unverified(f"not verified: {missing}")
         else:
-            measured = measure(form, fix, folder, prompts)
-            check_agreement(measured, form, fix)
-        write_text(folder / CARD, card(form, fix, facts, measured))
+            comparison = measure(form, fix, folder, prompts)
+            check_agreement(comparison, form, fix)
+        write_text(folder / CARD, card(form, fix, facts, comparison))
         digests = {name: sha256(file) for name, file in _files(folder).items()}
         record = {
             "format": form.name,
             **asdict(facts),
-            "measured": asdict(measured),
+            "measured": asdict(comparison),
             "files": digests,
         }
         write_text(folder / RECORD, json.dumps(record, indent=2) + "\n")
@@ -210,7 +210,7 @@ def write(
         mode = (folder / RECORD).stat().st_mode
         for name in digests:
             (folder / name).chmod(mode)
-    return measured
+    return comparison
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -234,16 +234,16 @@ def check_destination(out: Path) -> None:
     need_place(out, is_unchanged, f"{KIND} as it was written")
 
 
-def check_agreement(measured: Measured, form: Format, fix: Fix) -> None:
+def check_agreement(comparison: Comparison, form: Format, fix: Fix) -> None:
     """Raise UserError where the files do not do what the method does."""
-    if not measured.holds:
-        allowed = f"files that do what the method does: {measured.words}"
+    if not comparison.holds:
+        allowed = f"files that do what the method does: {comparison.words}"
         hint = "please report it, with this line; another format may do: posbench export --help"
         raise UserError("--to", f"{form.name} of {fix.lm.name}", allowed, hint)
 
 
 def card(
-    form: Format, fix: Fix, facts: CardFacts, measured: Measured | Unverified
+    form: Format, fix: Fix, facts: CardFacts, comparison: Comparison | Unverified
 ) -> str:
     """The model card, as Markdown.
 
@@ -251,7 +251,7 @@ def card(
         form: The format.
         fix: The fix.
         facts: Where it comes from.
-        measured: Comparison of the files with the method.
+        comparison: Of the files with the method.
     """
     source = (paths.PACKAGE / "export" / "card.md.j2").read_text()
     environment = jinja2.Environment(
@@ -271,7 +271,7 @@ def card(
         gain=facts.gain,
         hub=not Path(fix.base).exists(),
         library=form.library,
-        measured=measured.words[0].upper() + measured.words[1:],
+        measured=comparison.words[0].upper() + comparison.words[1:],
         method=constants["name"],
         model=fix.lm.name,
         price=facts.price,
