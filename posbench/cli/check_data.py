@@ -17,9 +17,13 @@ from posbench.schema import instantiate
 from posbench.tasks import Example, Task
 from posbench.tasks.own_data import OwnData
 
-EDGE = 1500  # characters shown at both ends of a long prompt
-PLAIN = re.compile(r"[\w ./:@+-]+", re.ASCII)
+EDGE_CHARACTERS = 1500
+"""Shown at both ends of a long prompt."""
+UNQUOTED_PATH = re.compile(r"[\w ./:@+-]+", re.ASCII)
 """A path that Hydra reads as it stands."""
+
+Facts = list[tuple[str, str]]
+"""Lines to print: name and text."""
 
 
 def check_data(args: list[str]) -> int:
@@ -43,133 +47,167 @@ def check_data(args: list[str]) -> int:
             "a file, then keys to set",
             "posbench check-data FILE",
         )
-    file, *given = args
-    path = (
-        file if PLAIN.fullmatch(file) else "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
-    )
-    asked = [
-        *([] if _given(given, "task=") else ["task=own_data"]),
-        f"task.path={path}",
-        *given,
-    ]
-    # Without a model no model's file shows in the prompts.
-    model = [] if _given(given, "model") else ["model=hf"]
-    task = instantiate(composed(*asked, *model).raw["task"], Task, "task")  # type: ignore[type-abstract]
-    told = [("task", task.name)]
+    file, *overrides = args
+    path = file
+    if not UNQUOTED_PATH.fullmatch(file):
+        path = "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
+    asked_overrides = [f"task.path={path}", *overrides]
+    if not _sets(overrides, "task="):
+        asked_overrides.insert(0, "task=own_data")
+    has_model = _sets(overrides, "model")
+    # Without a model the prompts are those of no model's own template.
+    model = [] if has_model else ["model=hf"]
+    raw_task = composed(*asked_overrides, *model).raw["task"]
+    task = instantiate(raw_task, Task, "task")  # type: ignore[type-abstract]
+    facts: Facts = [("task", task.name)]
     if isinstance(task, OwnData):
-        told, fewest = _own(task)
-        task = replace(task, items_per_prompt=fewest or task.items_per_prompt)
-        asked += [f"task.items_per_prompt={fewest}"] if fewest else []
+        facts = _file_facts(task)
+        items = _items_to_set(task)
+        if items:
+            task = replace(task, items_per_prompt=items)
+            asked_overrides.append(f"task.items_per_prompt={items}")
     faults = Faults()
-    made = None
-    with faults.collecting():
-        made = None if model else ready(composed(*asked))
-    asked += ["model=DIR_OR_HUB_ID"] if model else []
-    examples = (made.config.task if made else task).evaluation()
-    told += _facts(examples)
-    told += [("tokens", _tokens(made, examples))] if made else []
-    told += [("changed", line) for line in (made.said if made else ())]
-    print("\n".join(f"{name:<10}{text}" for name, text in told))
-    first = examples[0]
-    wanted = repr(first.answers[0]) if first.answers else "what the file does not tell"
-    print(f"\nthe first prompt (before any chat template), which expects {wanted}:\n")
-    cut = len(first.prompt) - 2 * EDGE
-    whole = (
-        f"{first.prompt[:EDGE]}\n[... {cut:,} characters ...]\n{first.prompt[-EDGE:]}"
-    )
-    print(
-        "\n".join(
-            f"    {line}" for line in (whole if cut > 0 else first.prompt).splitlines()
-        )
-    )
+    run: Ready | None = None
+    if has_model:
+        with faults.collecting():
+            run = ready(composed(*asked_overrides))
+    else:
+        asked_overrides.append("model=DIR_OR_HUB_ID")
+    if run is None:
+        examples = task.evaluation()
+        facts += _example_facts(examples)
+    else:
+        examples = run.config.task.evaluation()
+        facts += _example_facts(examples)
+        facts.append(("tokens", _token_lengths(run, examples)))
+        facts += [("changed", line) for line in run.said]
+    for name, text in facts:
+        print(f"{name:<10}{text}")
+    _print_prompt(examples[0])
     faults.raise_any()
-    print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked])}")
+    print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked_overrides])}")
     return 0
 
 
-def _given(args: Sequence[str], key: str) -> bool:
-    return any(arg.startswith(key) for arg in args)
+def _sets(overrides: Sequence[str], key: str) -> bool:
+    """Whether an override begins with a key."""
+    return any(override.startswith(key) for override in overrides)
 
 
-def _own(task: OwnData) -> tuple[list[tuple[str, str]], int | None]:
-    """What a file of one's own is; and how many items prompts take, where lists differ and nobody says."""
-    own = task.own
-    name = own.kind.holds
-    sizes = own.sizes
-    told = [("kind", f"{own.kind.kind}, by the field {name}")]
-    told += [("unread", f"fields {', '.join(own.unread)}")] if own.unread else []
-    if not own.moves:
-        return told, None
-    if astray := sum(_astray(record) for record in own.records):
-        lost = f"{astray} of {len(sizes)} gold {name} hold none of their answers: is gold counted from 0?"
-        told.append(("gold", lost))
-    if task.items_per_prompt or min(sizes) == max(sizes):
-        return told, None
-    told.append(
-        (
-            "lists",
-            f"{_spread(sizes)} {name}; prompts take {min(sizes)}, the gold one among them",
+def _file_facts(task: OwnData) -> Facts:
+    """What a file of the user's own is."""
+    file = task.own
+    items = file.kind.holds
+    facts = [("kind", f"{file.kind.kind}, by the field {items}")]
+    if file.unread:
+        facts.append(("unread", f"fields {', '.join(file.unread)}"))
+    if not file.moves:
+        return facts
+    num_wrong = sum(_gold_lacks_answers(record) for record in file.records)
+    if num_wrong:
+        facts.append(
+            (
+                "gold",
+                f"{num_wrong} of {len(file.sizes)} gold {items} hold none of their "
+                "answers: is gold counted from 0?",
+            )
         )
-    )
-    return told, min(sizes)
+    shortest = _items_to_set(task)
+    if shortest:
+        facts.append(
+            (
+                "lists",
+                f"{_spread(file.sizes)} {items}; prompts take {shortest}, "
+                "the gold one among them",
+            )
+        )
+    return facts
 
 
-def _astray(record: Any) -> bool:
-    """Whether no answer stands in what is said to hold it."""
+def _items_to_set(task: OwnData) -> int | None:
+    """Items a prompt can take from every line; None if set, or if all lines have as many."""
+    if not task.own.moves or task.items_per_prompt:
+        return None
+    sizes = task.own.sizes
+    return min(sizes) if min(sizes) < max(sizes) else None
+
+
+def _gold_lacks_answers(record: Any) -> bool:
+    """Whether none of the answers occurs in the gold item."""
     text = record.text(0, record.parts()[record.gold]).lower()
     return not any(answer.lower() in text for answer in record.answers)
 
 
-def _facts(examples: Sequence[Example]) -> list[tuple[str, str]]:
-    """What the examples are, in words."""
-    places = sorted({e.gold_position for e in examples if e.gold_position is not None})
-    moved = (
-        f", each at gold positions {', '.join(map(str, places))}: {len(examples)} prompts"
-        if places
-        else ""
-    )
-    facts = [("examples", f"{len({e.cluster or e.id for e in examples})}{moved}")]
-    if names := list(dict.fromkeys(e.subset for e in examples if e.subset)):
-        facts.append(("subsets", ", ".join(names)))
-    for name, counts, of in (
+def _example_facts(examples: Sequence[Example]) -> Facts:
+    """Number, subsets and sizes of examples."""
+    questions = {e.cluster or e.id for e in examples}
+    text = f"{len(questions)}"
+    positions = {e.gold_position for e in examples if e.gold_position is not None}
+    if positions:
+        listed = ", ".join(map(str, sorted(positions)))
+        text += f", each at gold positions {listed}: {len(examples)} prompts"
+    facts = [("examples", text)]
+    subsets = dict.fromkeys(e.subset for e in examples if e.subset)
+    if subsets:
+        facts.append(("subsets", ", ".join(subsets)))
+    for name, counts, unit in (
         ("items", [len(e.items) for e in examples], "a prompt"),
         ("choices", [len(e.choices) for e in examples], "a question"),
         ("answers", [len(e.answers) for e in examples], "a question"),
         ("length", [len(e.prompt) for e in examples], "characters a prompt"),
     ):
-        facts += [(name, f"{_spread(counts)} {of}")] if any(counts) else []
+        if any(counts):
+            facts.append((name, f"{_spread(counts)} {unit}"))
     return facts
 
 
 def _spread(numbers: Sequence[int]) -> str:
-    """One number, or the least, the median and the most."""
-    least = min(numbers)
-    most = max(numbers)
-    return (
-        f"{least:,}"
-        if least == most
-        else f"{least:,} to {most:,} (median {median(numbers):,.0f})"
-    )
+    """Minimum, maximum and median, or the one number."""
+    low = min(numbers)
+    high = max(numbers)
+    if low == high:
+        return f"{low:,}"
+    return f"{low:,} to {high:,} (median {median(numbers):,.0f})"
 
 
-def _tokens(made: Ready, examples: Sequence[Example]) -> str:
-    """The lengths of prompts in tokens, any chat template counted, and how many are too long, or hold tokens
-    that the tokenizer does not know."""
-    read: Any = made.reader
-    codes = [encode_whole(read, e).ids for e in examples]
-    unknown = read.tokenizer.unk_token_id
-    needed = [
-        len(ids) + room(read, made.config.task, e)
-        for ids, e in zip(codes, examples, strict=True)
-    ]
-    over = sum(n > read.context_window for n in needed)
-    odd = sum(unknown in ids for ids in codes)
-    told = f"{_spread([*map(len, codes)])} a prompt; the model reads {read.context_window:,}"
-    told += (
-        f"; {over} of {len(codes)} are too long with their replies: see task.truncation"
-        if over
-        else ""
-    )
-    return told + (
-        f"; {odd} of {len(codes)} hold tokens that it does not know" if odd else ""
-    )
+def _token_lengths(run: Ready, examples: Sequence[Example]) -> str:
+    """Lengths of prompts in tokens, and how many are too long or hold unknown tokens.
+
+    A chat template is counted.
+    """
+    encoder: Any = run.reader
+    prompts = [encode_whole(encoder, e).ids for e in examples]
+    unknown_token = encoder.tokenizer.unk_token_id
+    num_too_long = 0
+    for ids, example in zip(prompts, examples, strict=True):
+        length = len(ids) + room(encoder, run.config.task, example)
+        num_too_long += length > encoder.context_window
+    num_unknown = sum(unknown_token in ids for ids in prompts)
+    window = f"the model reads {encoder.context_window:,}"
+    texts = [f"{_spread([len(ids) for ids in prompts])} a prompt", window]
+    if num_too_long:
+        texts.append(
+            f"{num_too_long} of {len(prompts)} are too long with their replies: "
+            "see task.truncation"
+        )
+    if num_unknown:
+        texts.append(
+            f"{num_unknown} of {len(prompts)} hold tokens that it does not know"
+        )
+    return "; ".join(texts)
+
+
+def _print_prompt(example: Example) -> None:
+    """Print a prompt, without the middle of a long one, and the answer it expects."""
+    answer = "what the file does not tell"
+    if example.answers:
+        answer = repr(example.answers[0])
+    print(f"\nthe first prompt (before any chat template), which expects {answer}:\n")
+    text = example.prompt
+    num_hidden = len(text) - 2 * EDGE_CHARACTERS
+    if num_hidden > 0:
+        text = (
+            f"{text[:EDGE_CHARACTERS]}\n[... {num_hidden:,} characters ...]\n"
+            f"{text[-EDGE_CHARACTERS:]}"
+        )
+    print("\n".join(f"    {line}" for line in text.splitlines()))

@@ -34,7 +34,9 @@ _posbench() {
 compdef _posbench posbench""",
     "fish": """complete -c posbench -a '(posbench completion words (commandline -cp) 2>/dev/null)'""",
 }
-GROUPS = "model", "task", "method", "search", "study", "runtime"
+GROUPS = ("model", "task", "method", "search", "study", "runtime")
+VERBS_WITH_CHOICES = {"ls": "verbs", "docs": "docs", "completion": "completion"}
+"""Verbs whose first argument is one of the ``CHOICES`` of their module."""
 
 
 def completion(args: list[str]) -> int:
@@ -63,74 +65,75 @@ def completion(args: list[str]) -> int:
 
 
 def words(line: str) -> list[str]:
-    """What the last word of a command line, typed up to here, can become."""
+    """What the last word of a command line, typed so far, can become."""
     *typed, word = line.split(" ")[1:] or [""]
     verb = main.verb_of(typed)
-    roots = paths.config_folders(dict(itertools.pairwise(typed)).get("--config-dir"))
-    experiments = choices(
-        paths.EXPERIMENTS, *(root / "experiment" for root in roots[1:])
-    )
-    key, value, _ = word.partition("=")
+    config_dir = dict(itertools.pairwise(typed)).get("--config-dir")
+    folders = paths.config_folders(config_dir)
+    candidates: list[str] = []
     if word.startswith("-"):
-        told = (
-            main.usage(main.find_verb(verb))
-            if verb
-            else "-m --multirun --cfg --config-dir --help"
-        )
-        found = sorted(set(re.findall(r"(?<!\S)\[?(--?[a-z-]+)", told)))
-    elif value:
-        names = (
-            experiments
-            if key == "experiment"
-            else choices(*(root / key for root in roots))
-        )
-        found = [f"{key}={name}" for name in names]
+        candidates = _flags(verb)
+    elif "=" in word:
+        key = word.partition("=")[0]
+        names = choices(*(folder / key for folder in folders))
+        if key == "experiment":
+            names = _experiments(folders)
+        candidates = [f"{key}={name}" for name in names]
     elif verb in ("", "fetch", "validate", "figures", "submit"):
-        found = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
-        found += [] if typed else [verb for verb in main.VERBS if " " not in verb]
-        found += (
-            experiments
-            if verb == "figures"
-            else ["runtime/cluster="]
-            if verb == "submit"
-            else []
-        )
-        found += (
-            [f"{name}=" for name in _fields(word.partition(".")[0], typed, roots)]
-            if "." in word
-            else []
-        )
-    else:
-        listed = {"ls": "verbs", "docs": "docs", "completion": "completion"}.get(verb)
-        found = [*import_module(f"posbench.cli.{listed}").CHOICES] if listed else []
-    return [each for each in found if each.startswith(word)]
+        candidates = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
+        if not typed:
+            candidates += [name for name in main.VERBS if " " not in name]
+        if verb == "figures":
+            candidates += _experiments(folders)
+        elif verb == "submit":
+            candidates.append("runtime/cluster=")
+        if "." in word:
+            group = word.partition(".")[0]
+            candidates += [f"{name}=" for name in _fields(group, typed, folders)]
+    elif verb in VERBS_WITH_CHOICES:
+        module = import_module(f"posbench.cli.{VERBS_WITH_CHOICES[verb]}")
+        candidates = list(module.CHOICES)
+    return [candidate for candidate in candidates if candidate.startswith(word)]
 
 
-def _fields(group: str, typed: Sequence[str], roots: Sequence[Path]) -> list[str]:
-    """The keys of the choice of a group that is typed, or that a run takes without a word."""
+def _flags(verb: str) -> list[str]:
+    """The flags of a verb, or of a run if it is empty."""
+    text = "-m --multirun --cfg --config-dir --help"
+    if verb:
+        text = main.usage(main.find_verb(verb))
+    return sorted(set(re.findall(r"(?<!\S)\[?(--?[a-z-]+)", text)))
+
+
+def _experiments(folders: Sequence[Path]) -> list[str]:
+    """The experiments of posbench, and those in the user's own config folders."""
+    own_folders = [folder / "experiment" for folder in folders[1:]]
+    return choices(paths.EXPERIMENTS, *own_folders)
+
+
+def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """The keys of a group, for the choice that is typed, or else that of the default config.
+
+    Args:
+        group: The group.
+        typed: Words of the command line.
+        folders: Config folders.
+    """
     from posbench.model.load import ModelConfig
     from posbench.run.runtime import Runtime
     from posbench.schema import defaults, target
 
     cls: Any = {"model": ModelConfig, "runtime": Runtime}.get(group)
     if cls is None:
-        listed = yaml.safe_load((paths.CONF / "config.yaml").read_text())["defaults"]
-        chosen = dict(
-            pair
-            for entry in listed
-            if isinstance(entry, dict)
-            for pair in entry.items()
-        )
-        chosen |= dict(arg.split("=", 1) for arg in typed if "=" in arg)
-        file = next(
-            (
-                f
-                for r in roots
-                if (f := r / group / f"{chosen.get(group)}.yaml").is_file()
-            ),
-            None,
-        )
-        cls = (
-            target(yaml.safe_load(file.read_text()), object, group)[0] if file else None
-        )
-    return [f"{group}.{key}" for key in defaults(cls)] if cls else []
+        config = yaml.safe_load((paths.CONF / "config.yaml").read_text())
+        choice_of_group: dict[str, str] = {}
+        for entry in config["defaults"]:
+            if isinstance(entry, dict):
+                choice_of_group |= entry
+        choice_of_group |= dict(arg.split("=", 1) for arg in typed if "=" in arg)
+        name = choice_of_group.get(group)
+        files = [folder / group / f"{name}.yaml" for folder in folders]
+        file = next((file for file in files if file.is_file()), None)
+        if file is None:
+            return []
+        cls, _ = target(yaml.safe_load(file.read_text()), object, group)
+    return [f"{group}.{key}" for key in defaults(cls)]

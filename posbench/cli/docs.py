@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,51 +45,64 @@ def docs(args: list[str]) -> int:
         UserError: No such page, a folder that holds nothing to show, or a file of other text without marks.
     """
     out, args = option(args, "--out")
-    name, *rest = args or [""]
-    if name not in CHOICES or len(rest) != (name not in FROM_CODE):
-        allowed = ", ".join(
-            name if name in FROM_CODE else f"{name} DIR" for name in CHOICES
-        )
-        raise UserError(
-            "docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families"
-        )
+    name, *operands = args or [""]
+    if name not in CHOICES or len(operands) != (0 if name in FROM_CODE else 1):
+        pages = [name if name in FROM_CODE else f"{name} DIR" for name in CHOICES]
+        allowed = f"{', '.join(pages)}; --out FILE"
+        raise UserError("docs", " ".join(args), allowed, "posbench docs families")
     file = Path(out or "gallery.md").expanduser()
-    images = dict[str, Path]()
-    if name == "gallery":
-        page, images = as_markdown(collect(Path(rest[0]).expanduser()), file.stem)
+    images: dict[str, Path] = {}
+    if name in FROM_CODE:
+        page = FROM_CODE[name]()
     else:
-        page = (
-            FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else FROM_CODE[name]()
-        )
+        folder = Path(operands[0]).expanduser()
+        if name == "gallery":
+            page, images = as_markdown(collect(folder), file.stem)
+        else:
+            page = FROM_RUNS[name](folder)
     if out is None:
         print(page)
         return 0
     text = between_marks(file, name, page)
     if images:
-        folder = file.with_suffix("")
-        folder.mkdir(exist_ok=True)
-        for image, figure in images.items():
-            write_bytes(folder / image, shrink(figure))
-        for left in set(folder.glob("*.png")) - {folder / image for image in images}:
-            left.unlink()
+        _write_images(file.with_suffix(""), images)
     write_text(file, text)
     print(out)
     return 0
 
 
+def _write_images(folder: Path, images: Mapping[str, Path]) -> None:
+    """Write figures to a folder under their names there, and remove all other images."""
+    folder.mkdir(exist_ok=True)
+    for name, figure in images.items():
+        write_bytes(folder / name, shrink(figure))
+    for file in set(folder.glob("*.png")) - {folder / name for name in images}:
+        file.unlink()
+
+
 def between_marks(file: Path, name: str, page: str) -> str:
-    """A file's text with ``page`` between its marks; the two and the page for a new file."""
+    """The text of a file with a page between its marks.
+
+    Args:
+        file: The file; without text it becomes the marks and the page.
+        name: Name of the page in the marks.
+        page: The page, as Markdown.
+
+    Raises:
+        UserError: The file has text without these marks, or with several of them.
+    """
     old = file.read_text(encoding="utf-8") if file.is_file() else ""
-    first = f"<!-- {name} -->"
-    last = f"<!-- /{name} -->"
-    marked = f"{first}\n\n{page}\n\n{last}"
-    new, count = re.subn(f"{first}.*?{last}", lambda _: marked, old, flags=re.DOTALL)
-    if old and count != 1:
-        allowed = f"a new file, or one with {first} and {last} once"
-        raise UserError(
-            "--out", str(file), allowed, "put the marks where the page shall stand"
-        )
-    return new if old else f"{marked}\n"
+    start = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
+    marked = f"{start}\n\n{page}\n\n{end}"
+    if not old:
+        return f"{marked}\n"
+    new, count = re.subn(f"{start}.*?{end}", lambda _: marked, old, flags=re.DOTALL)
+    if count != 1:
+        allowed = f"a new file, or one with {start} and {end} once"
+        hint = "put the marks where the page shall stand"
+        raise UserError("--out", str(file), allowed, hint)
+    return new
 
 
 def claims(folder: Path) -> str:
@@ -98,70 +111,70 @@ def claims(folder: Path) -> str:
     The newest run of each study on each model counts.
     """
     newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
-    for file in sorted(
-        folder.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime
-    ):
+    files = folder.glob("*/v*/*/findings.csv")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
         checked(file.parent)
-        if (frame := read_csv(file)) is not None:
-            newest[file.parts[-4], str(frame["model"].iloc[0])] = (
-                frame,
-                _made(file.parent)["command"],
-            )
+        frame = read_csv(file)
+        if frame is not None:
+            study = file.parts[-4]
+            model = str(frame["model"].iloc[0])
+            newest[study, model] = (frame, _provenance(file.parent)["command"])
     if not newest:
         raise UserError(
             "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
         )
-    found = pd.concat(
-        [frame for frame, _ in newest.values()], ignore_index=True
-    ).fillna({"model": "no model"})
+    frames = [frame for frame, _ in newest.values()]
+    findings = pd.concat(frames, ignore_index=True).fillna({"model": "no model"})
     # The claims of papers first, in the order of their studies, then our controls.
-    found = found.sort_values("kind", key=lambda kind: kind != "paper", kind="stable")
-    models = sorted(found["model"].unique())
-    rows = []
-    parts = []
-    for _, part in found.groupby("claim", sort=False):
-        header, lines = findings_table(part)
-        told = lines[0][1]
-        rows.append(
-            [
-                told,
-                *(
-                    _verdict(part.loc[part["model"] == model, "verdict"])
-                    for model in models
-                ),
-            ]
-        )
-        named = [
-            [line[0], model, *line[2:]]
-            for model, line in zip(part["model"], lines, strict=True)
-        ]
-        parts.append(
-            f"## {told}\n\n{markdown(['verdict', 'model', *header[2:]], named)}"
-        )
-    commands = "\n".join(f"    {command}" for _, command in newest.values())
-    overview = markdown(["claim", *models], rows)
-    sums = "\n".join(
-        f"- {model}: {verdicts(found[found['model'] == model])}" for model in models
+    findings = findings.sort_values(
+        "kind", key=lambda kind: kind != "paper", kind="stable"
     )
-    made = f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"
-    return "\n\n".join([sums, overview, *parts, made])
-
-
-def _made(folder: Path) -> dict[str, Any]:
-    """The provenance of a run; of a sweep, that of one of its runs, which have its command."""
-    jobs = [
-        job["folder"] for job in read_json(folder / "jobs.json") or () if job["folder"]
+    models = sorted(findings["model"].unique())
+    overview = []
+    sections = []
+    for _, of_claim in findings.groupby("claim", sort=False):
+        header, rows = findings_table(of_claim)
+        claim = rows[0][1]
+        verdict_by_model = [
+            _verdict(of_claim.loc[of_claim["model"] == model, "verdict"])
+            for model in models
+        ]
+        overview.append([claim, *verdict_by_model])
+        # The model instead of the claim, which is the section's title.
+        rows = [
+            [row[0], model, *row[2:]]
+            for model, row in zip(of_claim["model"], rows, strict=True)
+        ]
+        table = markdown(["verdict", "model", *header[2:]], rows)
+        sections.append(f"## {claim}\n\n{table}")
+    counts = [
+        f"- {model}: {verdicts(findings[findings['model'] == model])}"
+        for model in models
     ]
-    run = folder.parent / Path(jobs[0]).name if jobs else folder
-    made: dict[str, Any] | None = read_json(run / "provenance.json")
-    if made is None:
-        raise UserError(
-            "DIR",
-            str(folder),
-            "a run folder with its provenance.json",
-            "repeat the run",
-        )
-    return made
+    commands = "\n".join(f"    {command}" for _, command in newest.values())
+    return "\n\n".join(
+        [
+            "\n".join(counts),
+            markdown(["claim", *models], overview),
+            *sections,
+            f"## How\n\nThe verdicts are those of these runs:\n\n{commands}",
+        ]
+    )
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    """The provenance of a run; of a sweep, that of one of its runs.
+
+    All runs of a sweep record its command.
+    """
+    jobs = read_json(folder / "jobs.json") or []
+    runs = [job["folder"] for job in jobs if job["folder"]]
+    run_folder = folder.parent / Path(runs[0]).name if runs else folder
+    provenance: dict[str, Any] | None = read_json(run_folder / "provenance.json")
+    if provenance is None:
+        allowed = "a run folder with its provenance.json"
+        raise UserError("DIR", str(folder), allowed, "repeat the run")
+    return provenance
 
 
 def _verdict(verdicts: pd.Series) -> str:
@@ -173,32 +186,34 @@ def run(folder: Path) -> str:
     """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
     checked(folder)
     sentence, sections = read_run(folder)
-    made = _made(folder)
-    versions = ", ".join(
-        f"{name} {made['packages'][name]}" for name in ("torch", "transformers")
-    )
+    provenance = _provenance(folder)
+    packages = provenance["packages"]
     parts = [sentence]
     for section in sections:
-        table = markdown(section.header, section.rows) if section.rows else ""
-        block = f"```yaml\n{section.block.rstrip()}\n```" if section.block else ""
-        parts += [f"## {section.title}", section.text, table, block]
+        parts += [f"## {section.title}", section.text]
+        if section.rows:
+            parts.append(markdown(section.header, section.rows))
+        if section.block:
+            parts.append(f"```yaml\n{section.block.rstrip()}\n```")
     parts.append(
-        f"Made by `{made['command']}` on {made['hardware']}; posbench {made['posbench']}, {versions}."
+        f"Made by `{provenance['command']}` on {provenance['hardware']}; "
+        f"posbench {provenance['posbench']}, torch {packages['torch']}, "
+        f"transformers {packages['transformers']}."
     )
     return "\n\n".join(part for part in parts if part)
 
 
 def data() -> str:
-    """The fields of a file of one's own."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
-    for name, kind in KINDS.items():
-        for row in schema(kind):
-            kinds.setdefault(row, []).append(name)
-    told = [
-        [f"`{field}`", "all" if len(of) == len(KINDS) else ", ".join(of), form, meaning]
-        for (field, form, meaning), of in kinds.items()
-    ]
-    return markdown(["field", "in files with", "form", "meaning"], told)
+    """The fields of a user's own file, as a Markdown table."""
+    kinds_by_field: dict[tuple[str, ...], list[str]] = {}
+    for kind_name, kind in KINDS.items():
+        for field in schema(kind):
+            kinds_by_field.setdefault(field, []).append(kind_name)
+    rows = []
+    for (name, form, meaning), kinds in kinds_by_field.items():
+        listed = "all" if len(kinds) == len(KINDS) else ", ".join(kinds)
+        rows.append([f"`{name}`", listed, form, meaning])
+    return markdown(["field", "in files with", "form", "meaning"], rows)
 
 
 FROM_CODE: dict[str, Callable[[], str]] = {

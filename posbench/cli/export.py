@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from posbench.cli.options import option
 from posbench.cli.runs import outputs_of
 from posbench.errors import UserError
 from posbench.export import base, write
-from posbench.export.write import Told
+from posbench.export.write import CardFacts
 from posbench.files import sources
 from posbench.files.digests import contents, sha256
 from posbench.methods.base import Method
@@ -61,12 +61,12 @@ def export(args: list[str]) -> int:
 
     example: posbench export 1a2b3c4d --to lora --out fix
     """
-    outputs, rest = outputs_of(args)
-    to, rest = option(rest, "--to")
-    out, rest = option(rest, "--out")
-    exact = "--exact" in rest
-    rest = [arg for arg in rest if arg != "--exact"]
-    if to is None or out is None or not rest:
+    outputs, remaining = outputs_of(args)
+    to, remaining = option(remaining, "--to")
+    out, remaining = option(remaining, "--out")
+    exact = "--exact" in remaining
+    remaining = [arg for arg in remaining if arg != "--exact"]
+    if to is None or out is None or not remaining:
         raise UserError(
             "export",
             " ".join(args),
@@ -75,40 +75,40 @@ def export(args: list[str]) -> int:
         )
     form = base.find(to)
     console = terminal()
-    place = Path(out).expanduser()
-    write.need_room(place)
-    made = (
-        _of_run(run_named(rest[0], outputs))
-        if "=" not in rest[0]
-        else (_of(rest), "", "", "")
-    )
-    config, gain, known, source = made
+    folder = Path(out).expanduser()
+    write.check_destination(folder)
+    origin = _origin(remaining, outputs)
+    config = origin.config
     quiet()
     run = prepared(config, {}, (), console)
-    asked = run.method()
-    asked.check(run.lm)
-    method = _written(form, run, asked, exact)
+    requested = run.method()
+    requested.check(run.lm)
+    method = _method_to_write(form, run, requested, exact)
     fix = _fix(run, method)
     form.check(fix)
-    if price := write.price_of(run, asked, method) if method != asked else known:
+    price = origin.price
+    if method != requested:
+        price = write.folding_price(run, requested, method)
+    if price:
         console.print(Text(price), soft_wrap=True)
-    told = Told(
+    facts = CardFacts(
         command=shlex.join(["posbench", "export", *args]),
-        raw=_recorded(config, fix),
-        source=source or run.origin().get("source", ""),
-        gain=gain,
+        raw=_raw_to_record(config, fix),
+        source=origin.source or run.origin().get("source", ""),
+        gain=origin.gain,
         price=price,
-        effects=write.effects_of(outputs, run.model.name, run.task.name, asdict(asked)),
+        effects=write.side_effects(
+            outputs, run.model.name, run.task.name, asdict(requested)
+        ),
         base=[content.fact for content in contents([config.model.checkpoint])],
-        versions={
-            "posbench": versions.__version__,
-            **_versions("torch", "transformers", form.package),
-        },
+        versions=_versions("torch", "transformers", form.package),
     )
-    measured = write.write(form, fix, told, write.prompts_of(run), place)
-    console.print(Text(measured.words), soft_wrap=True)
+    prompts = write.comparison_prompts(run)
+    comparison = write.write(form, fix, facts, prompts, folder)
+    console.print(Text(comparison.words), soft_wrap=True)
     console.print(
-        Text(f"{place}: how to load it stands in {place / write.CARD}"), soft_wrap=True
+        Text(f"{folder}: how to load it stands in {folder / write.CARD}"),
+        soft_wrap=True,
     )
     return 0
 
@@ -130,37 +130,60 @@ def verify(args: list[str]) -> int:
         raise UserError(
             "DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR"
         )
-    for name, wanted in record["files"].items():
-        if not (folder / name).is_file() or sha256(folder / name) != wanted:
+    for name, digest in record["files"].items():
+        file = folder / name
+        if not file.is_file() or sha256(file) != digest:
             hint = f"write it again: {record['command']}"
             raise UserError(
-                "DIR", str(folder / name), "the file as posbench export wrote it", hint
+                "DIR", str(file), "the file as posbench export wrote it", hint
             )
     form = base.find(record["format"])
-    config = _checked(record["raw"])
+    config = _config_of_record(record["raw"])
     need_same([config.model.checkpoint], {"files": record["base"]})
     quiet()
     run = prepared(config, {}, (), terminal())
     fix = _fix(run, run.method())
-    measured = base.measure(form, fix, folder, write.prompts_of(run))
-    write.need(measured, form, fix)
-    print(measured.words)
+    comparison = base.measure(form, fix, folder, write.comparison_prompts(run))
+    write.check_agreement(comparison, form, fix)
+    print(comparison.words)
     return 0
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a fix comes from.
+
+    Attributes:
+        config: The config of its model, task and method.
+        gain: What a search gained on held-back prompts, in words.
+        price: What folding costs, in words, as a search measured it.
+        source: Where the method's constants come from.
+    """
+
+    config: Config
+    gain: str = ""
+    price: str = ""
+    source: str = ""
+
+
 def _versions(*packages: str) -> dict[str, str]:
-    return {name: version(name) for name in packages if name}
+    """Versions of posbench and of packages, an empty name being none."""
+    numbers = {name: version(name) for name in packages if name}
+    return {"posbench": versions.__version__, **numbers}
 
 
-def _of(overrides: list[str]) -> Config:
-    """The config that overrides ask for, without a search; sizes fit the model's window."""
+def _origin(arguments: list[str], outputs: Path) -> Origin:
+    """What overrides describe, or what a run in a folder of outputs found."""
+    if "=" in arguments[0]:
+        return Origin(_config_of_overrides(arguments))
+    return _origin_of_run(run_named(arguments[0], outputs))
+
+
+def _config_of_overrides(overrides: list[str]) -> Config:
+    """The config of overrides, without a search, and with sizes for the model's window."""
     for key in overrides:
-        if key.split("=")[0].split(".")[0] in (
-            "search",
-            "stages",
-            "study",
-            "experiment",
-        ):
+        group = key.split("=")[0].split(".")[0]
+        if group in ("search", "stages", "study", "experiment"):
             hint = "run that first, then posbench export RUN"
             raise UserError(
                 "export", key, "keys of model, method, task and runtime", hint
@@ -168,71 +191,78 @@ def _of(overrides: list[str]) -> Config:
     return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
-def _of_run(folder: Path) -> tuple[Config, str, str, str]:
-    """The config of a run with the constants that it applied; what its search gained, the price of what it
-    found for a format, and where that comes from, in words."""
-    out = checked(folder)
-    raw = out.config("task", "model", "method")
-    found = {}
+def _origin_of_run(folder: Path) -> Origin:
+    """The config of a run with the constants that it applied, and what its search found."""
+    run = checked(folder)
+    raw = run.config("task", "model", "method")
+    results: dict[str, Any] = {}
     if (folder / FOUND).is_file():
-        found = yaml.safe_load(read_text(folder / FOUND))
-    ran = read_json(folder / "method.json")
-    if ran is None:
-        ran = (
-            {"parts": found}
-            if "parts" in raw["method"]
-            else found.get(raw["method"]["name"], {})
-        )
-    raw = {**raw, "method": _node(raw["method"], ran)}
-    block: dict[str, Any] = next((b for b in found.values()), {})
-    gain = held_back.words(block["held_back"]) if "held_back" in block else ""
-    config = _checked(raw)
-    need_same([config.model.checkpoint], out.facts(PROVENANCE))
-    price = deploy.told(block["deploy"]) if "deploy" in block else ""
-    return config, gain, price, str(block.get("source", ""))
+        results = yaml.safe_load(read_text(folder / FOUND))
+    constants = read_json(folder / "method.json")
+    if constants is None and "parts" in raw["method"]:
+        constants = {"parts": results}
+    elif constants is None:
+        constants = results.get(raw["method"]["name"], {})
+    config = _config_of_record(
+        {**raw, "method": _with_constants(raw["method"], constants)}
+    )
+    need_same([config.model.checkpoint], run.facts(PROVENANCE))
+    result: dict[str, Any] = next(iter(results.values()), {})
+    gain = held_back.words(result["held_back"]) if "held_back" in result else ""
+    price = deploy.told(result["deploy"]) if "deploy" in result else ""
+    return Origin(config, gain, price, str(result.get("source", "")))
 
 
-def _checked(raw: Mapping[str, Any]) -> Config:
+def _config_of_record(raw: Mapping[str, Any]) -> Config:
     """The config of a run that recorded only the groups which took part in it."""
-    kept = {
-        key: value for key, value in raw.items() if key not in ("experiment", "study")
-    }
-    return check({**composed("method=none").raw, **kept, "stages": ["evaluate"]})
+    groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
+    return check({**composed("method=none").raw, **groups, "stages": ["evaluate"]})
 
 
-def _recorded(config: Config, fix: base.Fix) -> dict[str, Any]:
-    """The config with the constants that are written, and with the place of the model from wherever it is
-    asked again."""
-    raw = {**config.raw, "method": _node(config.raw["method"], asdict(fix.method))}
-    if config.model.checkpoint.kind == "path" and not config.model.path.startswith(
-        paths.EMBEDDED
-    ):
+def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
+    """The config with the constants that are written, valid in any working directory."""
+    method = _with_constants(config.raw["method"], asdict(fix.method))
+    raw = {**config.raw, "method": method}
+    is_embedded = config.model.path.startswith(paths.EMBEDDED)
+    if config.model.checkpoint.kind == "path" and not is_embedded:
         raw["model"] = {**raw["model"], "path": fix.files}
     return raw
 
 
-def _node(node: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's config node with the constants that ran."""
-    out = {
-        k: ran[k] if k in ran and k not in ("name", "_target_", "parts") else v
-        for k, v in node.items()
+def _with_constants(
+    node: Mapping[str, Any], constants: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A method's config node with other constants, as plain data."""
+    fixed_keys = ("name", "_target_", "parts")
+    filled = {
+        key: constants.get(key, value) if key not in fixed_keys else value
+        for key, value in node.items()
     }
     if "parts" in node:
-        parts = ran.get("parts", {})
-        out["parts"] = {
-            name: _node(part, parts.get(name, {}))
+        parts = constants.get("parts", {})
+        filled["parts"] = {
+            name: _with_constants(part, parts.get(name, {}))
             for name, part in node["parts"].items()
         }
-    return json.loads(json.dumps(out))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(filled))  # type: ignore[no-any-return]
 
 
-def _written(form: base.Format, run: Run, asked: Method, exact: bool) -> Method:
-    """The method as the format holds it: its twin where the format folds and it does not."""
-    if not form.folds or asked.folded(run.lm) is not None:
-        return asked
-    twin = asked.twin()
+def _method_to_write(
+    form: base.Format, run: Run, requested: Method, exact: bool
+) -> Method:
+    """The method, or its twin for all tokens where the format can hold only that.
+
+    Raises:
+        UserError: ``exact`` forbids the twin.
+    """
+    if not form.folds or requested.folded(run.lm) is not None:
+        return requested
+    twin = requested.twin()
     if exact and twin.folded(run.lm) is not None:
-        allowed = f"a format that holds the method as it is; {form.name} scales the attention of all tokens"
+        allowed = (
+            "a format that holds the method as it is; "
+            f"{form.name} scales the attention of all tokens"
+        )
         raise UserError(
             "--exact", form.name, allowed, "--to transformers, or leave --exact out"
         )
@@ -240,7 +270,7 @@ def _written(form: base.Format, run: Run, asked: Method, exact: bool) -> Method:
 
 
 def _fix(run: Run, method: Method) -> base.Fix:
-    """A method on the model of a run."""
+    """The method on the model of a run, as a fix to be written."""
     config = run.model
     if config.rope == "none":
         allowed = (
@@ -250,13 +280,20 @@ def _fix(run: Run, method: Method) -> base.Fix:
             "model.rope", config.rope, allowed, "take a model whose own config says it"
         )
     files = str(Path(sources.local(config.checkpoint)).resolve())
-    dtype = str(reader(config).facts.get_text_config().dtype or "float32").removeprefix(
-        "torch."
+    dtype = reader(config).facts.get_text_config().dtype or "float32"
+    load_again = partial(
+        load,
+        config,
+        device=run.runtime.device,
+        device_map=run.runtime.device_map,
+        max_memory=run.runtime.max_memory,
     )
-    place = {
-        name: getattr(run.runtime, name)
-        for name in ("device", "device_map", "max_memory")
-    }
-    hub = config.checkpoint.kind == "model"
-    again = partial(load, config, **place)
-    return base.Fix(run.lm, method, config.path if hub else files, again, dtype, files)
+    is_on_hub = config.checkpoint.kind == "model"
+    return base.Fix(
+        lm=run.lm,
+        method=method,
+        base=config.path if is_on_hub else files,
+        load=load_again,
+        dtype=str(dtype).removeprefix("torch."),
+        files=files,
+    )

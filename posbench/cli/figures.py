@@ -37,44 +37,60 @@ COMMAND = [
     "-c",
     f"from posbench.cli.main import run_below; run_below({os.getpid()})",
 ]
-PATIENCE = 30.0
-"""Seconds that processes have to end by themselves when all are stopped."""
+STOP_SECONDS = 30.0
+"""Time that processes have to end by themselves when all are stopped."""
+POLL_SECONDS = 0.1
+WIDE_COLUMNS = 10_000
+"""Width of tables where output is no terminal: nothing wraps."""
 
 
 @dataclass(eq=False)
-class Figure:
-    """An experiment, with what becomes of it."""
+class Experiment:
+    """An experiment to run, its state and its result.
+
+    Attributes:
+        name: Its name.
+        args: Arguments of the command that runs it.
+        minutes: Minutes of one core that it takes without overrides; 0 if not known.
+        configs: Configs of its jobs.
+        overrides: Overrides of its jobs.
+        multirun: Whether it is a sweep.
+        state: ``waiting``, then ``finished before``, ``done``, ``failed``, ``to fetch``
+            or ``refused``.
+        status: Its exit status.
+        note: Why it is not done.
+        folder: Folder of its result.
+        missing_sources: What would have to be downloaded.
+        start_seconds: When its process started, by the monotonic clock.
+        elapsed_seconds: How long its process ran.
+    """
 
     name: str
-    args: list[str]  # of the command that runs it
-    minutes: float  # of one core that it takes as it stands, about; 0: not known
-    configs: list[Config] = field(default_factory=list)  # of every job
+    args: list[str]
+    minutes: float
+    configs: list[Config] = field(default_factory=list)
     overrides: list[Sequence[str]] = field(default_factory=list)
     multirun: bool = False
-    state: str = "waiting"  # then ``finished before``, ``done``, ``failed``, ``to fetch`` or ``refused``
+    state: str = "waiting"
     status: int = 0
-    note: str = ""  # why it is not done
+    note: str = ""
     folder: Path | None = None
-    absent: list[sources.Source] = field(
-        default_factory=list
-    )  # what would have to be downloaded
-    began: float = 0.0  # seconds, as those of ``took``
-    took: float = 0.0
+    missing_sources: list[sources.Source] = field(default_factory=list)
+    start_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
 
     @property
     def command(self) -> str:
-        """What runs it alone, or gets what it lacks."""
-        return shlex.join(
-            ["posbench", *["fetch"] * (self.state == "to fetch"), *self.args]
-        )
+        """The command that runs it alone, or fetches what it needs."""
+        verb = ["fetch"] if self.state == "to fetch" else []
+        return shlex.join(["posbench", *verb, *self.args])
 
     @property
     def line(self) -> str:
-        """What it is and what became of it."""
-        took = duration(self.took) if self.took else ""
-        return (
-            f"{self.state:<15}  {self.name:<24}  {took:>9}  {self.folder or self.note}"
-        )
+        """Its line in the table of all experiments."""
+        elapsed = duration(self.elapsed_seconds) if self.elapsed_seconds else ""
+        result = self.folder or self.note
+        return f"{self.state:<15}  {self.name:<24}  {elapsed:>9}  {result}"
 
     @property
     def weight(self) -> float:
@@ -83,91 +99,105 @@ class Figure:
 
     @property
     def embedded(self) -> bool:
-        """Whether it looks at no model but those that ship with posbench."""
-        used = [config.model.path for config in self.configs if config.uses_model]
-        return all(path.startswith(paths.EMBEDDED) for path in used)
+        """Whether it uses no models but those that come with posbench."""
+        return all(
+            config.model.path.startswith(paths.EMBEDDED)
+            for config in self.configs
+            if config.uses_model
+        )
 
     @property
     def timed(self) -> bool:
-        """Whether it measures times, which others beside it would stretch."""
+        """Whether it measures times, which processes beside it would stretch."""
         return any(isinstance(config.study, Timed) for config in self.configs)
 
-    def look(self) -> None:
-        """Compose and check it; see whether it is finished, and whether its files are here."""
-        problems: list[str] = []
+    def log(self, logs: Path) -> Path:
+        """The file that takes the output of its process."""
+        return logs / f"{self.name}.log"
 
-        def each(composed: Composed) -> None:
-            self.multirun |= composed.multirun
-            try:
-                self.configs.append(
-                    check(composed.raw, composed.typed, composed.folders)
-                )
-                self.overrides.append(composed.overrides)
-            except UserError as error:
-                problems.append(str(error))
-
+    def inspect(self) -> None:
+        """Compose and check its configs; end it unless a process has to run it."""
         try:
-            problems += [
-                record["error"]
-                for record in compose(self.args, each)
-                if "error" in record
-            ]
+            problems = self._compose()
             if problems:
                 self._end("refused", 2, problems[0])
                 return
-            lacking = dict.fromkeys(
-                source for config in self.configs for source in absent(config)
-            )
-            self.absent = list(lacking)
-            self.folder = None if lacking else self.result()
-            if lacking:
-                self._end(
-                    "to fetch",
-                    2,
-                    f"{len(lacking)} of its sources are not on this machine",
-                )
-            elif self.folder:
+            missing = (s for config in self.configs for s in absent(config))
+            self.missing_sources = list(dict.fromkeys(missing))
+            if self.missing_sources:
+                count = len(self.missing_sources)
+                note = f"{count} of its sources are not on this machine"
+                self._end("to fetch", 2, note)
+                return
+            self.folder = self.result()
+            if self.folder:
                 self._end("finished before", 0, "")
         except Exception as error:
-            told = in_one_line(error)
-            if told is None:  # one experiment's defect must not stop the others
+            fault = in_one_line(error)
+            if fault is None:  # a defect of one experiment must not stop the others
                 logging.exception("%s", self.name)
-            self._end("refused", told.status if told else 1, str(told or repr(error)))
+                self._end("refused", 1, repr(error))
+            else:
+                self._end("refused", fault.status, str(fault))
+
+    def _compose(self) -> list[str]:
+        """Compose and check the config of each job; return what is wrong."""
+        jobs: list[Composed] = []
+        records = compose(self.args, jobs.append)
+        problems = []
+        for job in jobs:
+            self.multirun |= job.multirun
+            try:
+                self.configs.append(check(job.raw, job.typed, job.folders))
+                self.overrides.append(job.overrides)
+            except UserError as error:
+                problems.append(str(error))
+        problems += [record["error"] for record in records if "error" in record]
+        return problems
 
     def result(self) -> Path | None:
-        """Folder of the run, or of the sweep over the runs; None unless all is done and whole."""
-        runs = [finished(config) for config in self.configs]
-        found = [run for run in runs if run]
-        if not found or len(found) < len(runs):
+        """Folder of the run, or of the sweep over the runs.
+
+        None unless all runs are done and undamaged.
+        """
+        folders = [finished(config) for config in self.configs]
+        runs = [folder for folder in folders if folder]
+        if not runs or len(runs) < len(folders):
             return None
-        return sweep.finished(self.overrides, found) if self.multirun else found[0]
+        return sweep.finished(self.overrides, runs) if self.multirun else runs[0]
 
-    def log(self, logs: Path) -> Path:
-        """Where what its process prints goes."""
-        return logs / f"{self.name}.log"
+    def end_process(self, returncode: int, logs: Path) -> None:
+        """Record how its process ended.
 
-    def ended(self, code: int, logs: Path) -> None:
-        """Note how its process ended; what did not leave a whole result is not done, whatever it says."""
-        self.took = time.monotonic() - self.began
-        with suppress(UserError):
-            self.folder = self.result() if code == 0 else None
-        text = self.log(logs).read_text(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        last = next(
-            (line for line in reversed(lines) if line.startswith("posbench: ")),
-            lines[-1],
-        )
+        Without a whole result it is not done, whatever the exit status is.
+        """
+        self.elapsed_seconds = time.monotonic() - self.start_seconds
+        if returncode == 0:
+            with suppress(UserError):
+                self.folder = self.result()
+        else:
+            self.folder = None
         if self.folder:
             self._end("done", 0, "")
-        elif code == 0:
-            self._end(
-                "failed", 1, "a file that takes part changed while it ran; run it again"
-            )
+        elif returncode == 0:
+            note = "a file that takes part changed while it ran; run it again"
+            self._end("failed", 1, note)
         else:
-            how = f"stopped by signal {-code}" if code < 0 else f"exit status {code}"
-            self._end("failed", code if code in (1, 2) else 3, f"{how}: {last}")
+            ending = f"exit status {returncode}"
+            if returncode < 0:
+                ending = f"stopped by signal {-returncode}"
+            status = returncode if returncode in (1, 2) else 3
+            self._end("failed", status, f"{ending}: {self._last_message(logs)}")
+
+    def _last_message(self, logs: Path) -> str:
+        """The last message of posbench in its log, else the last line."""
+        text = self.log(logs).read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        messages = [line for line in lines if line.startswith("posbench: ")]
+        return (messages or lines)[-1]
 
     def _end(self, state: str, status: int, note: str) -> None:
+        """Set state and exit status, and the first line of a note."""
         self.state = state
         self.status = status
         self.note = (note.splitlines() or [""])[0]
@@ -193,139 +223,142 @@ def figures(args: list[str]) -> int:
     Raises:
         UserError: An argument is wrong, or leaves no experiment.
     """
-    count, rest = option(args, "--jobs")
+    count, remaining = option(args, "--jobs")
     if count is not None and not (count.isdecimal() and int(count)):
         raise UserError(
             "--jobs", count, "a number from 1 on", "leave it out: one on each core"
         )
-    console = terminal(width=None if sys.stdout.isatty() else 10_000)
-    asked = _asked(rest, console)
-    todo = sorted(
-        (f for f in asked if f.state == "waiting"), key=lambda figure: -figure.minutes
-    )
-    # Two large models do not fit where one does, and one has work for all cores.
-    small = all(figure.embedded for figure in todo)
-    jobs = int(count) if count else _cores() if small else 1
-    runtime = next(
-        (config.runtime for figure in asked for config in figure.configs), Runtime()
-    )
+    console = _console()
+    experiments = _select(remaining, console)
+    waiting = [e for e in experiments if e.state == "waiting"]
+    waiting.sort(key=lambda e: -e.minutes)
+    num_processes = 1
+    if count:
+        num_processes = int(count)
+    elif all(e.embedded for e in waiting):
+        # Two large models may not fit into memory, and one uses all cores.
+        num_processes = _num_cores()
+    configs = (config for e in experiments for config in e.configs)
+    runtime = next((config.runtime for config in configs), Runtime())
     logs = Path(runtime.outputs).expanduser() / "figures"
-    if todo:
-        known = all(figure.minutes for figure in todo)
-        minutes = sum(figure.weight for figure in todo)
-        about = (
-            f" (about {minutes:.0f} minutes of one core as they stand)" if known else ""
-        )
+    if waiting:
+        minutes = sum(e.weight for e in waiting)
+        estimate = ""
+        if all(e.minutes for e in waiting):
+            estimate = f" (about {minutes:.0f} minutes of one core as they stand)"
         console.print(
-            f"{len(todo)} of {len(asked)} to run{about}, {jobs} at a time; logs in {logs}"
+            f"{len(waiting)} of {len(experiments)} to run{estimate}, "
+            f"{num_processes} at a time; logs in {logs}"
         )
         logs.mkdir(parents=True, exist_ok=True)
         with (
             owned(logs),
             progress(
-                console, runtime.log_every, "figures", len(todo), 0, minutes
+                console, runtime.log_every, "figures", len(waiting), 0, minutes
             ) as work,
         ):
-            _run(
-                [figure for figure in todo if not figure.timed],
-                jobs,
-                logs,
-                console,
-                work,
-            )
-            _run([figure for figure in todo if figure.timed], 1, logs, console, work)
-    return _tell(asked, logs, console)
+            untimed = [e for e in waiting if not e.timed]
+            timed = [e for e in waiting if e.timed]
+            _run(untimed, num_processes, logs, console, work)
+            _run(timed, 1, logs, console, work)
+    return _report(experiments, logs, console)
 
 
-def _cores() -> int:
+def _console() -> Console:
+    """The console, which wraps nothing where output is no terminal."""
+    return terminal(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
+
+
+def _num_cores() -> int:
     """Cores that this process may use."""
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _asked(args: Sequence[str], console: Console) -> list[Figure]:
-    """The experiments that arguments ask for, looked at."""
-    own, rest = option(args, "--config-dir")
-    papers = [arg.removeprefix("paper=") for arg in rest if arg.startswith("paper=")]
-    names = [arg for arg in rest if "=" not in arg and not arg.startswith(("-", "~"))]
-    typed = [arg for arg in rest if arg not in names and not arg.startswith("paper=")]
-    for arg in typed:
-        name = arg.removeprefix("experiment=")
-        if name != arg:
-            raise UserError(
-                "experiment", name, "a name alone", f"posbench figures {name}"
-            )
-        if arg.startswith("-") and arg not in ("-m", "--multirun"):
-            raise UserError(
-                "flag", arg, "--jobs N, --config-dir DIR, -m", "posbench figures --help"
-            )
+def _select(args: Sequence[str], console: Console) -> list[Experiment]:
+    """The experiments that arguments name or leave, inspected.
+
+    Raises:
+        UserError: An argument is wrong, or leaves no experiment.
+    """
+    config_dir, remaining = option(args, "--config-dir")
+    papers = [
+        arg.removeprefix("paper=") for arg in remaining if arg.startswith("paper=")
+    ]
+    names = [
+        arg for arg in remaining if "=" not in arg and not arg.startswith(("-", "~"))
+    ]
+    overrides = [
+        arg for arg in remaining if arg not in names and not arg.startswith("paper=")
+    ]
+    _check_overrides(overrides)
     folders = [
         paths.EXPERIMENTS,
-        *(root / "experiment" for root in paths.config_folders(own)[1:]),
+        *(root / "experiment" for root in paths.config_folders(config_dir)[1:]),
     ]
-    there = choices(*folders)
-    for field_, given, known in (
-        ("figures", names, there),
-        ("paper", papers, [*PAPERS]),
-    ):
-        for name in given:
-            if name not in known:
-                raise UserError(
-                    field_,
-                    name,
-                    ", ".join(known),
-                    near(name, known, "posbench ls experiments"),
-                )
-    shared = [*(["--config-dir", own] if own else []), *typed]
-    of_model = any(arg.startswith(("model=", "model.path=")) for arg in typed)
-    found = list[Figure]()
-    out = dict[str, list[str]]()
+    all_names = choices(*folders)
+    _check_names("figures", names, all_names)
+    _check_names("paper", papers, list(PAPERS))
+    shared_args = overrides
+    if config_dir:
+        shared_args = ["--config-dir", config_dir, *overrides]
+    experiments: list[Experiment] = []
+    left_out: dict[str, list[str]] = {}
     with console.status("looking for what is finished"):
-        for name in names or there:
+        for name in names or all_names:
             facts = _facts(name, folders)
-            figure = Figure(
-                name, [f"experiment={name}", *shared], float(facts.get("minutes") or 0)
-            )
             if papers and facts.get("paper") not in papers:
                 continue
-            reason = "" if names else _reason(facts, of_model)
-            if not reason:
-                figure.look()
-                if not names and facts.get("needs_weights") and figure.embedded:
-                    reason = "needs weights"
-                elif not names and figure.state == "refused":
-                    plain = Figure(
-                        name, [arg for arg in figure.args if arg not in typed], 0
-                    )
-                    plain.look()
-                    reason = (
-                        "" if plain.state == "refused" else figure.note
-                    )  # it does not take what is typed
-            out.setdefault(reason, []).append(name)
-            found += [] if reason else [figure]
-    for reason in filter(None, out):
-        console.print(f"left out: {', '.join(out[reason])} ({reason})")
-    if not found:
-        hint = "name one: posbench ls experiments"
+            minutes = float(facts.get("minutes") or 0)
+            experiment = Experiment(name, [f"experiment={name}", *shared_args], minutes)
+            reason = ""
+            if names:
+                experiment.inspect()
+            else:
+                reason = _reason_to_leave_out(experiment, facts, overrides)
+            if reason:
+                left_out.setdefault(reason, []).append(name)
+            else:
+                experiments.append(experiment)
+    for reason, left_names in left_out.items():
+        console.print(f"left out: {', '.join(left_names)} ({reason})")
+    if not experiments:
         raise UserError(
             "figures",
             shlex.join(args),
             "arguments that leave an experiment to run",
-            hint,
+            "name one: posbench ls experiments",
         )
-    return found
+    return experiments
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse ``experiment=NAME`` and unknown flags."""
+    for arg in overrides:
+        if arg.startswith("experiment="):
+            name = arg.removeprefix("experiment=")
+            hint = f"posbench figures {name}"
+            raise UserError("experiment", name, "a name alone", hint)
+        if arg.startswith("-") and arg not in ("-m", "--multirun"):
+            allowed = "--jobs N, --config-dir DIR, -m"
+            raise UserError("flag", arg, allowed, "posbench figures --help")
+
+
+def _check_names(
+    field_name: str, names: Sequence[str], all_names: Sequence[str]
+) -> None:
+    """Refuse a name that does not exist."""
+    for name in names:
+        if name not in all_names:
+            hint = near(name, all_names, "posbench ls experiments")
+            raise UserError(field_name, name, ", ".join(all_names), hint)
 
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     """What the file of an experiment says of it, and whether it trains."""
-    file = next(
-        folder / f"{name}.yaml"
-        for folder in folders
-        if (folder / f"{name}.yaml").is_file()
-    )
+    files = [folder / f"{name}.yaml" for folder in folders]
+    file = next(file for file in files if file.is_file())
     try:
         data = yaml.safe_load(file.read_text())
         return {**data["experiment"], "trains": trains(data)}
@@ -333,89 +366,131 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
         return {}  # composing it tells what is wrong
 
 
-def _reason(facts: Mapping[str, Any], of_model: bool) -> str:
-    """Why an experiment is not among those that run unnamed; empty where it is."""
+def _reason_to_leave_out(
+    experiment: Experiment, facts: Mapping[str, Any], overrides: Sequence[str]
+) -> str:
+    """Why an experiment that was not named does not run; empty, and inspected, if it does.
+
+    Args:
+        experiment: The experiment.
+        facts: What its file says of it.
+        overrides: Overrides for all experiments.
+    """
     if facts.get("trains"):
         return "training, hours: make trainings"
-    return (
-        "needs weights: model=NAME"
-        if facts.get("needs_weights") and not of_model
-        else ""
-    )
+    sets_model = any(arg.startswith(("model=", "model.path=")) for arg in overrides)
+    if facts.get("needs_weights") and not sets_model:
+        return "needs weights: model=NAME"
+    experiment.inspect()
+    if facts.get("needs_weights") and experiment.embedded:
+        return "needs weights"
+    if experiment.state == "refused":
+        plain_args = [arg for arg in experiment.args if arg not in overrides]
+        plain = Experiment(experiment.name, plain_args, 0)
+        plain.inspect()
+        if plain.state != "refused":  # it is the overrides that it does not take
+            return experiment.note
+    return ""
 
 
 def _run(
-    todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: Work
+    experiments: Sequence[Experiment],
+    num_processes: int,
+    logs: Path,
+    console: Console,
+    work: Work,
 ) -> None:
-    """Run so many at a time, in this order; when this process is stopped so are they."""
-    waiting = list(todo)
-    running = dict[Figure, subprocess.Popen[bytes]]()
+    """Run experiments in order; stop their processes when this one is stopped.
+
+    Args:
+        experiments: The experiments.
+        num_processes: How many run at a time.
+        logs: Folder of their logs.
+        console: Takes a line for each that ended.
+        work: Progress of all experiments.
+    """
+    waiting = list(experiments)
+    running: dict[Experiment, subprocess.Popen[bytes]] = {}
+    num_threads = 1 if num_processes > 1 else None
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
-                figure = waiting.pop(0)
-                running[figure] = _start(figure, logs, threads=1 if jobs > 1 else None)
-            work.note = ", ".join(figure.name for figure in running)
-            time.sleep(0.1)
-            for figure in [
-                f for f, process in running.items() if process.poll() is not None
-            ]:
-                figure.ended(running.pop(figure).returncode, logs)
-                work(1, weight=figure.weight)
-                console.print(figure.line, soft_wrap=True)
+            while waiting and len(running) < num_processes:
+                experiment = waiting.pop(0)
+                running[experiment] = _start(experiment, logs, num_threads)
+            work.note = ", ".join(experiment.name for experiment in running)
+            time.sleep(POLL_SECONDS)
+            for experiment, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[experiment]
+                experiment.end_process(process.returncode, logs)
+                work(1, weight=experiment.weight)
+                console.print(experiment.line, soft_wrap=True)
         work.note = ""
     finally:
-        for process in running.values():
-            process.terminate()
-        end = time.monotonic() + PATIENCE
-        for process in running.values():
-            try:
-                process.wait(max(end - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                process.kill()
+        _stop(list(running.values()))
 
 
-def _start(figure: Figure, logs: Path, threads: int | None) -> subprocess.Popen[bytes]:
-    """Start the process of an experiment; what it prints goes to its log."""
-    figure.began = time.monotonic()
-    environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    with open(figure.log(logs), "wb") as out:
-        out.write(f"$ {figure.command}\n".encode(errors="replace"))
-        out.flush()
-        streams: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": out,
-            "stderr": out,
-        }
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate processes, and kill those that do not end in time."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _start(
+    experiment: Experiment, logs: Path, num_threads: int | None
+) -> subprocess.Popen[bytes]:
+    """Start the process of an experiment; its output goes to its log."""
+    experiment.start_seconds = time.monotonic()
+    environment = dict(os.environ)
+    if num_threads:
+        environment.setdefault("OMP_NUM_THREADS", str(num_threads))
+    with open(experiment.log(logs), "wb") as log:
+        log.write(f"$ {experiment.command}\n".encode(errors="replace"))
+        log.flush()
         return subprocess.Popen(
-            [*COMMAND, *figure.args], env={**environment, **os.environ}, **streams
+            [*COMMAND, *experiment.args],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
 
 
-def _tell(asked: Sequence[Figure], logs: Path, console: Console) -> int:
-    """Print all of them, what to fetch, and what failed with the command that repeats it."""
-    if len(asked) == 1 and asked[0].took:
-        print(asked[0].log(logs).read_text(errors="replace"))
+def _report(experiments: Sequence[Experiment], logs: Path, console: Console) -> int:
+    """Print all experiments, what to fetch, and what failed; return the exit status."""
+    if len(experiments) == 1 and experiments[0].elapsed_seconds:
+        print(experiments[0].log(logs).read_text(errors="replace"))
     console.print()
-    for figure in asked:
-        console.print(figure.line, soft_wrap=True)
-    for figure in asked:
-        if figure.status and not figure.absent:
-            log = f"\n  log: {figure.log(logs)}" if figure.state == "failed" else ""
-            told = f"posbench: {figure.name} {figure.state}: {figure.note}{log}\n  next: {figure.command}"
-            print(told, file=sys.stderr)
-    lacking = [figure for figure in asked if figure.absent]
-    if lacking:
+    for experiment in experiments:
+        console.print(experiment.line, soft_wrap=True)
+    for experiment in experiments:
+        if experiment.status and not experiment.missing_sources:
+            lines = [
+                f"posbench: {experiment.name} {experiment.state}: {experiment.note}"
+            ]
+            if experiment.state == "failed":
+                lines.append(f"  log: {experiment.log(logs)}")
+            lines.append(f"  next: {experiment.command}")
+            print("\n".join(lines), file=sys.stderr)
+    to_fetch = [e for e in experiments if e.missing_sources]
+    if to_fetch:
         console.print("\nnot on this machine:")
+        missing = [source for e in to_fetch for source in e.missing_sources]
         with suppress(UserError):  # the table says what could not be reached
-            sources.fetch(
-                [s for figure in lacking for s in figure.absent],
-                dry_run=True,
-                console=console,
-            )
-        commands = "\n  ".join(figure.command for figure in lacking)
-        told = f"{len(lacking)} of {len(asked)} not run: files are not on this machine; next:\n  {commands}"
-        print(f"posbench: {told}", file=sys.stderr)
-    if any(figure.folder for figure in asked):
+            sources.fetch(missing, dry_run=True, console=console)
+        commands = "\n  ".join(e.command for e in to_fetch)
+        print(
+            f"posbench: {len(to_fetch)} of {len(experiments)} not run: "
+            f"files are not on this machine; next:\n  {commands}",
+            file=sys.stderr,
+        )
+    if any(e.folder for e in experiments):
         console.print(f"next: posbench report {logs.parent}", soft_wrap=True)
-    return max(figure.status for figure in asked)
+    return max(e.status for e in experiments)

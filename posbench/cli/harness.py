@@ -1,8 +1,9 @@
 """lm-evaluation-harness under a posbench method; importing this module registers its model type ``posbench``.
 
-The harness's own Hugging Face model scores context and continuation in one forward, padded on the right,
-without a mask. A method that treats the last prompt token apart cannot know which one that is. Here every
-context runs once, padded on the left, and its continuations follow on its cache, as generated tokens do.
+The harness's own Hugging Face model scores context and continuation in one forward,
+padded on the right, without a mask. A method that treats the last prompt token apart
+cannot know which one that is. Here every context runs once, padded on the left, and its
+continuations follow on its cache, as generated tokens do.
 """
 
 from __future__ import annotations
@@ -43,41 +44,53 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MODEL_KEYS = (
-    *(
-        "revision",
-        "dtype",
-        "attention",
-        "rope",
-        "chat_template",
-        "context_window",
-        "threads",
-    ),
+    "revision",
+    "dtype",
+    "attention",
+    "rope",
+    "chat_template",
+    "context_window",
+    "threads",
     "allow_partial",
 )
 RUNTIME_KEYS = ("device", "device_map", "max_memory")
+"""Model arguments that are keys of the config's ``model`` and ``runtime``."""
 
 _OWNER = "posbench"
+"""Key of the harness's response cache that holds whose answers it has."""
+
+UNLIMITED_WINDOW = 2**31
+"""Tokens; a model whose config names no context window reads as many."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What the harness asks for: (context, continuation) as text, None inside a rolling window, and as tokens."""
+"""A log-likelihood request of the harness: (context, continuation) as text, None inside
+a rolling window, and both as tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """Settings of the harness's Hugging Face model that keep their names and meaning."""
+    """Settings of the harness's Hugging Face model that keep their names and meaning.
 
-    batch_size: int | str = (
-        1  # contexts per forward, or ``auto``: the most that fits the longest request
-    )
-    max_batch_size: Count = 64  # where ``auto`` starts
-    max_length: Count | None = (
-        None  # tokens; longer requests lose their beginning. None: the context window
-    )
-    add_bos_token: bool | None = None  # None: as the tokenizer does
-    prefix_token_id: int | None = None  # stands before a continuation without a context
-    logits_cache: bool = (
-        True  # whether requests with the same context share its forward
-    )
+    Attributes:
+        batch_size: Contexts per forward, or ``auto``: the most that fits the longest
+            request.
+        max_batch_size: Where ``auto`` starts.
+        max_length: Tokens; longer requests lose their beginning. None: the context
+            window.
+        add_bos_token: Whether prompts begin with it. None: as the tokenizer does.
+        prefix_token_id: Token before a continuation without a context.
+        logits_cache: Whether requests with the same context share its forward.
+        think_end_token: See the harness, as for all below.
+        enable_thinking: See the harness.
+        chat_template_args: See the harness.
+    """
+
+    batch_size: int | str = 1
+    max_batch_size: Count = 64
+    max_length: Count | None = None
+    add_bos_token: bool | None = None
+    prefix_token_id: int | None = None
+    logits_cache: bool = True
     think_end_token: str | int | None = None
     enable_thinking: bool | None = None
     chat_template_args: dict[str, Any] | None = None
@@ -96,67 +109,70 @@ def configured(
     settings: Mapping[str, Any],
     config_dir: str | None = None,
 ) -> Config:
-    """The checked config of a model and a method, composed and checked as the ``posbench`` command does.
+    """The config of a model and a method, checked as the ``posbench`` command does.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``, the outermost first.
-        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS``
-            and ``RUNTIME_KEYS``.
+        method: A name in ``conf/method``, or several joined by ``+``, outermost first.
+        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the
+            keys of ``MODEL_KEYS`` and ``RUNTIME_KEYS``.
         config_dir: A folder with the user's own YAML files.
 
     Raises:
         UserError: Unknown name, key or value.
     """
     folders = paths.config_folders(config_dir, "model_args.config_dir")
-    # Commas separate the arguments, so a list of methods comes with plus signs.
-    asked = (
-        f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
-    )
-    named = [
+    overrides = [
         "model=hf",
         f"model.path={pretrained}",
         f"model.name={Path(pretrained).name}",
     ]
-    listed = pretrained in choices(*(folder / "model" for folder in folders))
-    args = [f"model={pretrained}"] if listed else named
-    args += [
-        asked,
-        "stages=[evaluate]",
-        *(["--config-dir", config_dir] if config_dir else []),
-    ]
-    groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
-    args += [
-        f"{groups.get(key, 'method')}.{key}={_spelled(value)}"
-        for key, value in settings.items()
-    ]
+    if pretrained in choices(*(folder / "model" for folder in folders)):
+        overrides = [f"model={pretrained}"]
+    # Commas separate the harness's arguments, so methods are joined by plus signs.
+    if "+" in method:
+        method = f"[{method.replace('+', ',')}]"
+    overrides += [f"method={method}", "stages=[evaluate]"]
+    if config_dir:
+        overrides += ["--config-dir", config_dir]
+    for key, value in settings.items():
+        group = "method"
+        if key in MODEL_KEYS:
+            group = "model"
+        elif key in RUNTIME_KEYS:
+            group = "runtime"
+        overrides.append(f"{group}.{key}={_spelled(value)}")
     with renamed("method.", "model_args."):
-        made = composed(*args)
-        return check(made.raw, made.typed, made.folders)
+        config = composed(*overrides)
+        return check(config.raw, config.typed, config.folders)
 
 
 def _spelled(value: Any) -> str:
-    """A value as an override; ``2:5`` is the list [2, 5], for commas part the arguments."""
+    """A value as an override; ``2:5`` is the list [2, 5], as commas separate arguments."""
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value)
-    if re.fullmatch(r"\d+(:\d+)+", str(value)):
-        return f"[{str(value).replace(':', ',')}]"
-    quoted = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{quoted}'" if isinstance(value, str) else str(value)
+    text = str(value)
+    if re.fullmatch(r"\d+(:\d+)+", text):
+        return f"[{text.replace(':', ',')}]"
+    if not isinstance(value, str):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 @register_model("posbench")
 class PosbenchLM(HFLM):  # type: ignore[misc]
     """Any causal LM under a posbench method, as a model of lm-evaluation-harness.
 
-    The method is applied for the time of each call and the model is itself between calls. Log-likelihoods are
-    taken in float32. Tokens, truncation from the left, stop texts, chat templates and the order of results
-    are the harness's own.
+    The method is applied for the time of each call and the model is itself between calls.
+    Log-likelihoods are taken in float32. Tokens, truncation from the left, stop texts,
+    chat templates and the order of results are the harness's own.
 
     Args:
         pretrained: See :func:`configured`; also for ``method`` and ``config_dir``.
-        **settings: Those of :func:`configured`, and fields of :class:`Harness`. A list is written with colons
-            where commas separate the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
+        **settings: Those of :func:`configured`, and fields of :class:`Harness`. A list is
+            written with colons where commas separate the arguments: ``layers=1:3`` is the
+            YAML's ``[1, 3]``.
 
     Raises:
         UserError: Something in the arguments does not fit; see :func:`configured`.
@@ -170,68 +186,77 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         config_dir: str | None = None,
         **settings: Any,
     ) -> None:
-        own = {
-            f.name: settings.pop(f.name) for f in fields(Harness) if f.name in settings
-        }
-        harness = build(Harness, own, "model_args")
+        names = {field.name for field in fields(Harness)}
+        harness_settings = {k: v for k, v in settings.items() if k in names}
+        settings = {k: v for k, v in settings.items() if k not in names}
+        harness = build(Harness, harness_settings, "model_args")
         # The harness reads the word none as None.
-        self.posbench = configured(
-            str(pretrained), str(method or "none"), settings, config_dir
-        )
+        method = str(method or "none")
+        self.posbench = configured(str(pretrained), method, settings, config_dir)
         model = self.posbench.model
+        num_threads = threads(self.posbench)
+        if num_threads:
+            torch.set_num_threads(num_threads)
         runtime = self.posbench.runtime
-        if threads(self.posbench):
-            torch.set_num_threads(threads(self.posbench) or 1)
-        where = {name: getattr(runtime, name) for name in RUNTIME_KEYS}
-        self.lm = load(model, **where)
+        self.lm = load(
+            model,
+            device=runtime.device,
+            device_map=runtime.device_map,
+            max_memory=runtime.max_memory,
+        )
         self.method: Method = self.posbench.choice.build(hint=self.posbench.missing)
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
-            self.lm.tokenizer.chat_template = (
-                CHAT_TEMPLATES[model.chat_template].read_text().rstrip("\n")
-            )
-        known = self.lm.context_window if self.lm.context_window < 2**31 else None
-        kept = asdict(harness) | {"max_length": harness.max_length or known}
+            template = CHAT_TEMPLATES[model.chat_template].read_text()
+            self.lm.tokenizer.chat_template = template.rstrip("\n")
+        max_length = harness.max_length
+        if max_length is None and self.lm.context_window < UNLIMITED_WINDOW:
+            max_length = self.lm.context_window
+        hf_settings = asdict(harness) | {"max_length": max_length}
         super().__init__(
-            self.lm.model, tokenizer=self.lm.tokenizer, revision=model.revision, **kept
+            self.lm.model,
+            tokenizer=self.lm.tokenizer,
+            revision=model.revision,
+            **hf_settings,
         )
         self._device = self.lm.device
-        read = reads(self.posbench)
-        moves: dict[str, Any] = {
-            "model": identity(self.posbench, read),
-            "files": keys(read, "method"),
+        self.identity = self._identity(hf_settings)
+
+    def _identity(self, hf_settings: Mapping[str, Any]) -> str:
+        """Digest of all that moves an answer; ``hf_settings`` are the harness's."""
+        contents = reads(self.posbench)
+        facts: dict[str, Any] = {
+            "model": identity(self.posbench, contents),
+            "files": keys(contents, "method"),
+            "method": self.posbench.raw["method"],
+            "lm_eval": version("lm_eval"),
         }
-        moves["method"] = self.posbench.raw["method"]
-        # A cache may go on with smaller batches: they move rounding only.
-        moves |= {name: value for name, value in kept.items() if "batch" not in name}
-        self.identity = digest(moves | {"lm_eval": version("lm_eval")}, 16)
+        # A cache may be used with another batch size, which moves rounding only.
+        facts |= {k: v for k, v in hf_settings.items() if "batch" not in k}
+        return digest(facts, 16)
 
     @classmethod
     def create_from_arg_string(
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> Self:
         """The model from ``key=value,key=value``."""
-        return cls.create_from_arg_obj(
-            simple_parse_args_string(arg_string), additional_config
-        )
+        arguments = simple_parse_args_string(arg_string)
+        return cls.create_from_arg_obj(arguments, additional_config)
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> Self:
         """The model from its arguments; they win over the harness's flags of the same name."""
-        flags = {
-            key: value
-            for key, value in (additional_config or {}).items()
-            if value is not None
-        }
-        if flags.get("device") == "cuda:0":
-            # What the harness says when nobody said anything: the first GPU where there is one, as auto.
-            del flags["device"]
         if "pretrained" not in arg_dict:
             allowed = "a name in conf/model, a directory or a hub id"
             hint = "--model_args pretrained=tiny,method=scale_channel"
             raise UserError("model_args.pretrained", None, allowed, hint)
+        flags = additional_config or {}
+        flags = {key: value for key, value in flags.items() if value is not None}
+        if flags.get("device") == "cuda:0":
+            # The harness's default, also where there is no GPU: leave the choice to auto.
+            del flags["device"]
         return cls(**(flags | arg_dict))
 
     def get_model_info(self) -> dict[str, Any]:
@@ -244,9 +269,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return {**super().get_model_info(), "posbench": info}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take the harness's response cache, if it is this model's and this method's.
+        """Take the harness's response cache, if it holds answers of this very model.
 
-        Its keys hold the request alone, so the answers of another model or method would be taken for ours.
+        Its keys hold the request alone: those of another model or method would be
+        returned as answers of this one.
 
         Raises:
             UserError: Something else filled the file.
@@ -254,7 +280,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         answers = cache_hook.dbdict
         if answers is not None:
             owner = answers.get(_OWNER)
-            if owner != self.identity and (owner is not None or len(answers)):
+            is_foreign = owner is not None or len(answers) > 0
+            if owner != self.identity and is_foreign:
                 allowed = "a new file, or one that this model, method and version of posbench filled"
                 hint = "give each method a file of its own: the harness does not tell their answers apart"
                 raise UserError("--use_cache", str(answers.filename), allowed, hint)
@@ -269,10 +296,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def _model_generate(self, *args: Any, **settings: Any) -> Any:
-        call = partial(
+        generate = partial(
             super()._model_generate, *args, **settings, logits_processor=checking()
         )
-        return _generated(self.lm, call)
+        return _guarded_generate(self.lm, generate)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -296,65 +323,90 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats and greediness per request: a forward per context, then its continuations.
+        """Score requests: a forward per context, then its continuations on its cache.
+
+        Args:
+            requests: N requests of the harness.
+            disable_tqdm: Whether to show no progress.
+            override_bs: Contexts per forward, instead of the model's batch size.
+
+        Returns:
+            For each request the log-likelihood of its continuation in nats, and whether
+            greedy decoding would produce it.
 
         Raises:
             UserError: A task's continuation is empty, or longer than the model reads.
         """
-        asked: dict[Any, list[int]] = {}
-        contexts: list[list[int]] = []
-        cut = 0
-        for number, (_, context, continuation) in enumerate(requests):
-            if not 0 < len(continuation) <= self.max_length:
-                length = f"{len(continuation)} tokens"
-                allowed = f"1 to {self.max_length} tokens (max_length)"
-                raise UserError(
-                    "continuation", length, allowed, "correct the task's choices"
-                )
-            # The last token of a continuation is predicted and never read.
-            kept = context[-(self.max_length + 1 - len(continuation)) :]
-            cut += len(kept) < len(context)
-            asked.setdefault(tuple(kept) if self.logits_cache else number, []).append(
-                number
-            )
-            contexts.append(kept)
-        if cut:
-            said = "%d of %d requests exceed %d tokens and lost their beginning"
-            log.warning(said, cut, len(requests), self.max_length)
-        groups = list(asked.values())
+        contexts = self._truncated_contexts(requests)
+        # Requests that share a context, by their indices.
+        groups_by_context: dict[Any, list[int]] = {}
+        for index, context in enumerate(contexts):
+            key = tuple(context) if self.logits_cache else index
+            groups_by_context.setdefault(key, []).append(index)
+        groups = list(groups_by_context.values())
         lengths = [
-            max(len(contexts[n]) + len(requests[n][2]) for n in group)
+            max(len(contexts[index]) + len(requests[index][2]) for index in group)
             for group in groups
         ]
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         progress = tqdm(
             total=len(requests),
             disable=disable_tqdm,
             desc="Running loglikelihood requests",
         )
         with self.method.applied(self.lm), progress:
-            size = override_bs or self.batch_size
-            if size == "auto" and requests:
-                size = self._detect_batch_size(
-                    [max(requests, key=lambda r: len(r[1]) + len(r[2]))]
+            batch_size = override_bs or self.batch_size
+            if not requests:
+                batch_size = 1
+            elif batch_size == "auto":
+                longest = max(requests, key=lambda r: len(r[1]) + len(r[2]))
+                batch_size = self._detect_batch_size([longest])
+            for batch in batches(lengths, int(batch_size)):
+                batch_groups = [groups[i] for i in batch]
+                scores = self.lm.continuations(
+                    [contexts[group[0]] for group in batch_groups],
+                    [[requests[index][2] for index in group] for group in batch_groups],
+                    batch_size=len(batch),
                 )
-            for batch in batches(lengths, int(size) if requests else 1):
-                prompts = [contexts[groups[i][0]] for i in batch]
-                tokens = [[requests[n][2] for n in groups[i]] for i in batch]
-                told = self.lm.continuations(prompts, tokens, batch_size=len(batch))
-                for i, answers in zip(batch, told, strict=True):
-                    for n, answer in zip(groups[i], answers, strict=True):
-                        found[n] = answer
-                        # Windows of a rolling request have no text of their own; their sum is cached instead.
-                        if requests[n][0] is not None:
-                            self.cache_hook.add_partial(
-                                "loglikelihood", requests[n][0], answer
-                            )
-                    progress.update(len(answers))
-        return found
+                for group, group_scores in zip(batch_groups, scores, strict=True):
+                    for index, score in zip(group, group_scores, strict=True):
+                        answers[index] = score
+                        text = requests[index][0]
+                        # Windows of a rolling request have no text: their sum is cached.
+                        if text is not None:
+                            self.cache_hook.add_partial("loglikelihood", text, score)
+                    progress.update(len(group))
+        return answers
+
+    def _truncated_contexts(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The end of each request's context that fits with its continuation.
+
+        Raises:
+            UserError: A continuation is empty, or longer than the model reads.
+        """
+        contexts = []
+        num_truncated = 0
+        for _, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                length = f"{len(continuation)} tokens"
+                allowed = f"1 to {self.max_length} tokens (max_length)"
+                hint = "correct the task's choices"
+                raise UserError("continuation", length, allowed, hint)
+            # The last token of a continuation is predicted and never read.
+            max_context = self.max_length + 1 - len(continuation)
+            num_truncated += len(context) > max_context
+            contexts.append(context[-max_context:])
+        if num_truncated:
+            log.warning(
+                "%d of %d requests exceed %d tokens and lost their beginning",
+                num_truncated,
+                len(requests),
+                self.max_length,
+            )
+        return contexts
 
 
 @guarded
-def _generated(lm: LM, call: Callable[[], Any]) -> Any:
-    """The harness's own generation, which a token without numbers stops."""
-    return call()
+def _guarded_generate(lm: LM, generate: Callable[[], Any]) -> Any:
+    """Run the harness's generation, which a token without numbers stops."""
+    return generate()

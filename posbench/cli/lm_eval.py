@@ -30,10 +30,10 @@ def lm_eval(args: list[str]) -> int:
         allowed = "lm-eval 0.4.13 or newer with posbench"
         hint = "pip install 'posbench[lm_eval]'"
         raise UserError("lm_eval", f"no module {error.name}", allowed, hint) from error
-    before = sys.argv
+    argv = sys.argv
     sys.argv = ["posbench lm_eval", *args]
     try:
         cli_evaluate()
     finally:
-        sys.argv = before
+        sys.argv = argv
     return 0

@@ -66,13 +66,30 @@ SIGTERM.
 """
 
 VERBS = {
-    **dict.fromkeys(("ls", "fetch", "validate", "report", "rescore", "show"), "verbs"),
-    **{name: name for name in ("figures", "docs", "lm_eval", "completion")},
-    **{"export": "export", "verify": "export"},
-    **dict.fromkeys(("submit", "jobs", "collect", "resume"), "submit"),
-    **{"ls runs": "runs", "compare": "runs", "check-data": "check_data"},
+    "ls": "verbs",
+    "fetch": "verbs",
+    "validate": "verbs",
+    "report": "verbs",
+    "rescore": "verbs",
+    "show": "verbs",
+    "figures": "figures",
+    "docs": "docs",
+    "lm_eval": "lm_eval",
+    "completion": "completion",
+    "export": "export",
+    "verify": "export",
+    "submit": "submit",
+    "jobs": "submit",
+    "collect": "submit",
+    "resume": "submit",
+    "ls runs": "runs",
+    "compare": "runs",
+    "check-data": "check_data",
 }
-"""The verbs, each a function of that name, with its module; only the one that is asked for is imported."""
+"""Module of each verb, which is a function there; only that of the typed verb is imported."""
+
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,63 +97,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a name that is no text can be told, too
+            # File names may hold bytes that are no text.
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        if args and args[0] in ("-h", "--help", "help"):
-            print(HELP)
-            return 0
-        if args and args[0] == "--version":
-            print(f"posbench {versions.__version__}")
-            return 0
-        versions.check()
-        with _terminable():
-            name = verb_of(args)
-            if not name:
-                return _run(args)
-            verb = find_verb(name)
-            args = args[len(name.split()) :]
-            if {"-h", "--help"} & set(args[:1] if name == "lm_eval" else args):
-                print(usage(verb))
-                return 0
-            return verb(args)
+        return _dispatch(args)
     except KeyboardInterrupt as stop:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 143 if isinstance(stop, _Terminated) else 130
     except Exception as error:
-        told = in_one_line(error)
-        if told is None:
+        fault = in_one_line(error)
+        if fault is None:
             raise
-        complain(told)
-        return told.status
+        complain(fault)
+        return fault.status
+
+
+def _dispatch(args: list[str]) -> int:
+    """Print help or version, or run a verb or the pipeline; return the exit status."""
+    if args and args[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    if args and args[0] == "--version":
+        print(f"posbench {versions.__version__}")
+        return 0
+    versions.check()
+    with _sigterm_interrupts():
+        name = verb_of(args)
+        if not name:
+            return _run(args)
+        verb = find_verb(name)
+        args = args[len(name.split()) :]
+        # Behind other arguments these flags are the harness's own.
+        flags = args[:1] if name == "lm_eval" else args
+        if "-h" in flags or "--help" in flags:
+            print(usage(verb))
+            return 0
+        return verb(args)
 
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: batch systems send it, and a run ends as with Ctrl-C."""
 
 
+def _raise_terminated(*_: object) -> None:
+    raise _Terminated
+
+
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does; only the main thread can hear it."""
-
-    def stop(*_: object) -> None:
-        raise _Terminated
-
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    previous_handler = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def verb_of(args: Sequence[str]) -> str:
     """The verb that begins a command line; empty for a run."""
-    return next((name for name in (" ".join(args[:2]), *args[:1]) if name in VERBS), "")
+    for name in (" ".join(args[:2]), *args[:1]):
+        if name in VERBS:
+            return name
+    return ""
 
 
 def find_verb(name: str) -> Callable[[list[str]], int]:
@@ -152,101 +178,119 @@ def usage(verb: Callable[[list[str]], int]) -> str:
 
 
 def _run(args: list[str]) -> int:
-    """Run what the arguments ask for, once or once per job of a sweep."""
+    """Run the config of the arguments, or each job of a sweep; return the exit status."""
     from posbench.pipeline.compose import compose
     from posbench.report.console import terminal
     from posbench.report.sweep import summarise
 
-    _need_no_verb(args)
+    _refuse_unknown_verb(args)
     if "--cfg" in args:
         return _show_config(args)
     command = shlex.join(["posbench", *args])
+    # Models that jobs of a sweep loaded together, by number of the job.
     models: dict[int, LM] = {}
-    jobs = compose(
-        args,
-        lambda composed: _job(composed, command, models.get(composed.number)),
-        lambda every: models.update(_together(every, command)),
-    )
-    for line in (line for job in jobs for line in job.get("error", "").splitlines()):
-        print(f"posbench: {line}", file=sys.stderr)
-    if len(jobs) > 1 or any(job["multirun"] for job in jobs):
-        summarise(jobs, terminal())
-    return max((job["status"] for job in jobs), default=0)
+
+    def run_job(composed: Composed) -> None:
+        _run_job(composed, command, models.get(composed.number))
+
+    def share_work(jobs: Sequence[Composed]) -> None:
+        models.update(_share_work(jobs, command))
+
+    records = compose(args, run_job, share_work)
+    for record in records:
+        for line in record.get("error", "").splitlines():
+            print(f"posbench: {line}", file=sys.stderr)
+    if len(records) > 1 or any(record["multirun"] for record in records):
+        summarise(records, terminal())
+    return max((record["status"] for record in records), default=0)
 
 
-def _need_no_verb(args: Sequence[str]) -> None:
+def _refuse_unknown_verb(args: Sequence[str]) -> None:
     """Refuse a first word that is neither a verb nor ``key=value``."""
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run has none: posbench key=value"
-        hint = (
-            "leave it out"
-            if args[0] == "run"
-            else near(args[0], list(VERBS), "posbench --help")
-        )
+        hint = near(args[0], list(VERBS), "posbench --help")
+        if args[0] == "run":
+            hint = "leave it out"
         raise UserError("verb", args[0], allowed, hint)
 
 
-def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
-    """Do the work that jobs of a sweep share; gives the models of these jobs, by their number."""
+def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
+    """Do the work that jobs of a sweep share.
+
+    Returns:
+        The model that a job can use, by its number.
+    """
     from posbench.pipeline.ready import ready
     from posbench.pipeline.together import sharing, together
     from posbench.report.console import terminal
 
+    if len(jobs) < 2:
+        return {}
     configs: dict[int, Config] = {}
-    models: dict[int, LM] = {}
-    for composed in every if len(every) > 1 else ():
-        with suppress(UserError):  # its own run tells
+    for composed in jobs:
+        with suppress(UserError):  # the job itself reports it
             configs[composed.number] = ready(composed).config
-    for alike in sharing(list(configs.values())):
+    models: dict[int, LM] = {}
+    for group in sharing(list(configs.values())):
         try:
-            lm = together(alike, command=command, console=terminal())
+            lm = together(group, command=command, console=terminal())
         except Exception:
-            # A defect of what they share must not stop the jobs, which do without.
-            logging.exception("%d jobs share nothing", len(alike))
-        else:
-            models |= {
-                number: lm
-                for number, config in configs.items()
-                if lm and config in alike
-            }
+            # A defect here must not stop the jobs, which can do all of it themselves.
+            logging.exception("%d jobs share nothing", len(group))
+            continue
+        if lm:
+            for number, config in configs.items():
+                if config in group:
+                    models[number] = lm
     return models
 
 
-def _job(composed: Any, command: str, lm: LM | None = None) -> None:
-    """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
+def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
+    """Run one job; leave its status, so that a sweep goes on whatever happens.
+
+    Args:
+        composed: The config as composed.
+        command: The command line.
+        lm: The model, where jobs before loaded it.
+    """
     from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import leave
     from posbench.pipeline.ready import ready
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 
-    facts = {"overrides": composed.overrides, "multirun": composed.multirun}
-    record: dict[str, Any] = {**facts, "folder": None, "status": 0}
+    record: dict[str, Any] = {
+        "overrides": composed.overrides,
+        "multirun": composed.multirun,
+        "folder": None,
+        "status": 0,
+    }
     try:
-        made = ready(composed)
-        if cluster := made.config.runtime.cluster:
+        run = ready(composed)
+        cluster = run.config.runtime.cluster
+        if cluster:
             hint = "posbench submit with the same arguments, or leave it out"
             raise UserError(
                 "runtime/cluster", cluster.kind, "none: this runs here", hint
             )
-        for line in made.said:
+        for line in run.said:
             terminal().print(line, soft_wrap=True, markup=False)
-        record["folder"] = str(
-            execute(made.config, command=command, console=terminal(), lm=lm)
-        )
+        folder = execute(run.config, command=command, console=terminal(), lm=lm)
+        record["folder"] = str(folder)
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
     except Exception as error:
-        told = in_one_line(error)
-        if told:
-            complain(told)
+        fault = in_one_line(error)
+        if fault:
+            complain(fault)
         elif not composed.multirun:
             raise
         else:
             # One job's defect must not stop the others of a sweep.
             logging.exception("%s", " ".join(composed.overrides))
-        record["status"] = told.status if told else 1
+        record["status"] = fault.status if fault else 1
     finally:
         leave(composed.records, composed.number, record)
 
@@ -257,22 +301,24 @@ def _show_config(args: list[str]) -> int:
 
     from posbench.pipeline.compose import compose
 
-    at = args.index("--cfg")
-    if args[at + 1 : at + 2] != ["job"]:
+    index = args.index("--cfg")
+    if args[index + 1 : index + 2] != ["job"]:
         compose(args, lambda composed: None)
         return 0
-    rest = [a for a in (*args[:at], *args[at + 2 :]) if a != "--resolve"]
-    compose(
-        rest,
-        lambda composed: print(yaml.safe_dump(composed.raw, sort_keys=False), end=""),
-    )
+    overrides = [*args[:index], *args[index + 2 :]]
+    overrides = [arg for arg in overrides if arg != "--resolve"]
+
+    def print_config(composed: Composed) -> None:
+        print(yaml.safe_dump(composed.raw, sort_keys=False), end="")
+
+    compose(overrides, print_config)
     return 0
 
 
 def run_below(parent: int) -> None:
     """Entry point of a process that another one started, and that ends with it where Linux can tell."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             sys.exit(143)
     run()
@@ -284,7 +330,7 @@ def run() -> None:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads the pipe (head, less) has read enough; a shell calls this 141.
+        # The reader of the pipe (head, less) has closed it; shells give 141 for this.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     sys.exit(status)

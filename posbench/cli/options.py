@@ -8,23 +8,30 @@ from posbench.errors import UserError
 
 
 def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of ``flag VALUE`` or ``flag=VALUE``, None where it is absent, and the other arguments.
+    """Split an option from arguments.
+
+    Args:
+        args: Arguments of a verb.
+        flag: The option, written ``flag VALUE`` or ``flag=VALUE``.
+
+    Returns:
+        Its value, None where it is absent, and the remaining arguments.
 
     Raises:
-        UserError: It has no value, or stands twice.
+        UserError: It has no value, or is given twice.
     """
-    parts = [
-        part
-        for arg in args
-        for part in (arg.split("=", 1) if arg.startswith(f"{flag}=") else [arg])
-    ]
-    if flag not in parts:
-        return None, parts
-    at = parts.index(flag)
-    value = parts[at + 1 : at + 2]
-    rest = parts[:at] + parts[at + 2 :]
-    if not value or flag in rest:
-        raise UserError(
-            flag, " ".join(parts[at:]), "given once, with a value", f"{flag} VALUE"
-        )
-    return value[0], rest
+    pieces: list[str] = []
+    for arg in args:
+        if arg.startswith(f"{flag}="):
+            pieces += arg.split("=", 1)
+        else:
+            pieces.append(arg)
+    if flag not in pieces:
+        return None, pieces
+    index = pieces.index(flag)
+    value = pieces[index + 1 : index + 2]
+    remaining = pieces[:index] + pieces[index + 2 :]
+    if not value or flag in remaining:
+        typed = " ".join(pieces[index:])
+        raise UserError(flag, typed, "given once, with a value", f"{flag} VALUE")
+    return value[0], remaining

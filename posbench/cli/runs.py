@@ -10,13 +10,13 @@ from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.report import index
 from posbench.report.compare import look, write_comparison
-from posbench.report.console import show_lists
+from posbench.report.console import Record, show_lists
 
 
 def outputs_of(args: Sequence[str]) -> tuple[Path, list[str]]:
-    """The folder that ``--outputs`` names, and the other arguments."""
-    given, rest = option(args, "--outputs")
-    return Path(given or "outputs").expanduser(), rest
+    """The folder that ``--outputs`` names, and the remaining arguments."""
+    folder, remaining = option(args, "--outputs")
+    return Path(folder or "outputs").expanduser(), remaining
 
 
 def ls_runs(args: list[str]) -> int:
@@ -32,29 +32,28 @@ def ls_runs(args: list[str]) -> int:
 
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
-    outputs, rest = outputs_of(args)
-    filters = [arg for arg in rest if arg != "--json"]
-    for arg in filters:
-        if arg.startswith("-"):
-            raise UserError(
-                "flag", arg, "--outputs DIR, --json", "posbench ls runs --help"
-            )
-    # Where nothing ran yet there is nothing to refuse.
-    found = (
-        index.records(outputs, filters)
-        if outputs.exists() or outputs.name != "outputs"
-        else []
-    )
-    if not found:
-        asked = f" that passes {' '.join(filters)}" if filters else ""
-        hint = (
-            index.nearest(filters, index.records(outputs))
-            if filters and outputs.is_dir()
-            else ""
-        )
-        print(f"posbench: no run in {outputs}{asked}{hint}", file=sys.stderr)
-    show_lists({index.title(found): found}, "--json" in rest, index.look)
+    outputs, remaining = outputs_of(args)
+    filters = [arg for arg in remaining if arg != "--json"]
+    _check_flags(filters, "--outputs DIR, --json", "ls runs")
+    records: list[Record] = []
+    # A default folder that does not exist is no mistake: nothing ran yet.
+    if outputs.exists() or outputs.name != "outputs":
+        records = index.records(outputs, filters)
+    if not records:
+        condition = f" that passes {' '.join(filters)}" if filters else ""
+        hint = ""
+        if filters and outputs.is_dir():
+            hint = index.nearest(filters, index.records(outputs))
+        print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
+    show_lists({index.title(records): records}, "--json" in remaining, index.look)
     return 0
+
+
+def _check_flags(args: Sequence[str], allowed: str, verb: str) -> None:
+    """Refuse arguments that are unknown flags."""
+    for arg in args:
+        if arg.startswith("-"):
+            raise UserError("flag", arg, allowed, f"posbench {verb} --help")
 
 
 def compare(args: list[str]) -> int:
@@ -69,24 +68,17 @@ def compare(args: list[str]) -> int:
 
     example: posbench compare 51cc60e3 d172d1d1
     """
-    outputs, rest = outputs_of(args)
-    out, names = option(rest, "--out")
-    as_json = "--json" in names
-    names = [name for name in names if name != "--json"]
-    for name in names:
-        if name.startswith("-"):
-            raise UserError(
-                "flag",
-                name,
-                "--out FOLDER, --outputs DIR, --json",
-                "posbench compare --help",
-            )
+    outputs, remaining = outputs_of(args)
+    out, remaining = option(remaining, "--out")
+    names = [arg for arg in remaining if arg != "--json"]
+    _check_flags(names, "--out FOLDER, --outputs DIR, --json", "compare")
     folders = [index.run_named(name, outputs) for name in names]
-    files, lines, said = write_comparison(
-        folders, Path(out).expanduser() if out else None
-    )
+    destination = Path(out).expanduser() if out else None
+    files, lines, messages = write_comparison(folders, destination)
     title = "differences are from the first run; in % and points, [95 % interval]"
-    show_lists({title: lines}, as_json, look)
-    for line in (*said, *(f"{file.stem}: {file}" for file in files)):
-        print(line, file=sys.stderr)
+    show_lists({title: lines}, "--json" in remaining, look)
+    for message in messages:
+        print(message, file=sys.stderr)
+    for file in files:
+        print(f"{file.stem}: {file}", file=sys.stderr)
     return 0

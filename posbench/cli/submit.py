@@ -20,7 +20,7 @@ from typing import Any
 from posbench import paths
 from posbench.cli.options import option
 from posbench.errors import Faults, UserError
-from posbench.pipeline import jobs as state
+from posbench.pipeline import jobs as job_records
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import (
@@ -42,28 +42,37 @@ from posbench.run.lease import in_use, started
 from posbench.run.parts import Part, lacking
 from posbench.run.runtime import Cluster, Runtime
 
-PAUSE = 5.0
-"""Seconds between looks at a run that another process owns."""
+POLL_SECONDS = 5.0
+"""Between looks at a run that another process owns."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a job does: go on with a run, told by its folder alone."""
+    """A job of a cluster: goes on with a run, from its folder alone.
+
+    Attributes:
+        folder: The run's folder.
+        shard: Its shard, as ``0/2``, the first of two.
+        config_dir: The user's --config-dir.
+    """
 
     folder: str
-    shard: str  # as ``0/2``, the first of two
-    own: str | None  # the user's --config-dir
+    shard: str
+    config_dir: str | None
 
     def __call__(self) -> None:
-        """Do it; the exit status is that of the command line."""
+        """Make the shard, with the exit status of the command line."""
         from posbench.cli.main import main
 
-        own = [f"--config-dir={self.own}"] if self.own else []
-        if status := main(["resume", self.folder, f"--shard={self.shard}", *own]):
+        args = ["resume", self.folder, f"--shard={self.shard}"]
+        if self.config_dir:
+            args.append(f"--config-dir={self.config_dir}")
+        status = main(args)
+        if status:
             sys.exit(status)
 
     def checkpoint(self) -> Any:
-        """What goes into the queue again where the time is up: the same."""
+        """What submitit queues again when the time is up: the same job."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -85,48 +94,53 @@ def submit(args: list[str]) -> int:
 
     example: posbench submit -m method.factor=1,0,-1 runtime/cluster=slurm runtime.cluster.partition=cpu
     """
-    found = list[tuple[Composed, Config]]()
+    count, remaining = option(args, "--shards")
+    if not re.fullmatch("[1-9][0-9]{0,3}", count or "1"):
+        hint = "leave it out for one job a run"
+        raise UserError("--shards", count, "a whole number from 1 to 9999", hint)
+    num_shards = int(count or 1)
+    composed_jobs: list[Composed] = []
+    records = compose(remaining, composed_jobs.append)
     faults = Faults()
-    given, rest = option(args, "--shards")
-    if not re.fullmatch("[1-9][0-9]{0,3}", given or "1"):
-        raise UserError(
-            "--shards",
-            given,
-            "a whole number from 1 to 9999",
-            "leave it out for one job a run",
-        )
-    shards = int(given or 1)
-
-    def each(composed: Composed) -> None:
+    runs: list[tuple[Composed, Config]] = []
+    for composed in composed_jobs:
         with faults.collecting():
-            found.append((composed, _checked(composed, shards)))
-
-    wrong = [job["error"] for job in compose(rest, each) if job["status"]]
-    for line in (line for error in wrong for line in error.splitlines()):
-        print(f"posbench: {line}", file=sys.stderr)
+            runs.append((composed, _config_to_submit(composed, num_shards)))
+    errors = [record["error"] for record in records if record["status"]]
+    for error in errors:
+        for line in error.splitlines():
+            print(f"posbench: {line}", file=sys.stderr)
     faults.raise_any()
-    if wrong:
+    if errors:
         return 2
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    command = ["posbench", "submit", *args]
-    sent = list[tuple[Path, Submission]]()
-    rows = list[dict[str, object]]()
-    known = state.queue()
-    for number, (composed, config) in enumerate(found):
-        folder = prepared_folder(config, shlex.join(command)).absolute()
-        how, entry = _entry(folder, composed, config, known)
-        entry = replace(entry, id=name, number=number, runs=len(found))
-        if how == "submitted":
-            entry = replace(entry, jobs=name, first=len(sent) * shards, shards=shards)
-            sent.append((folder, entry))
-        state.record(folder, entry)
-        rows.append(
-            {"run": folder.name, "state": how, "settings": " ".join(composed.overrides)}
-        )
-    if sent:
-        _send(found[0][1].runtime.cluster, name, sent)  # type: ignore[arg-type]
-    show_lists({f"{len(sent)} of {len(found)} runs submitted as {name}": rows})
-    outputs = shlex.quote(found[0][1].runtime.outputs)
+    submission_id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    command = shlex.join(["posbench", "submit", *args])
+    to_submit: list[tuple[Path, Submission]] = []
+    rows: list[dict[str, object]] = []
+    queue = job_records.queue()
+    for number, (composed, config) in enumerate(runs):
+        folder = prepared_folder(config, command).absolute()
+        state = _submission_state(folder, config, queue)
+        entry = _entry(folder, composed, config, state)
+        entry = replace(entry, id=submission_id, number=number, runs=len(runs))
+        if state == "submitted":
+            entry = replace(
+                entry,
+                jobs=submission_id,
+                first=len(to_submit) * num_shards,
+                shards=num_shards,
+            )
+            to_submit.append((folder, entry))
+        job_records.record(folder, entry)
+        settings = " ".join(composed.overrides)
+        rows.append({"run": folder.name, "state": state, "settings": settings})
+    runtime = runs[0][1].runtime
+    if to_submit:
+        assert runtime.cluster is not None, "the config was checked"
+        _submit_jobs(runtime.cluster, submission_id, to_submit)
+    title = f"{len(to_submit)} of {len(runs)} runs submitted as {submission_id}"
+    show_lists({title: rows})
+    outputs = shlex.quote(runtime.outputs)
     print(
         f"next: posbench jobs {outputs}; then: posbench collect {outputs}",
         file=sys.stderr,
@@ -134,63 +148,83 @@ def submit(args: list[str]) -> int:
     return 0
 
 
-def _entry(
-    folder: Path, composed: Composed, config: Config, known: state.Queue
-) -> tuple[str, Submission]:
-    """How a run stands that is asked for, ``submitted`` where it needs a job, and what to record of it."""
-    there = state.submissions(folder)
-    how = (
-        "running" if in_use(folder) else state.state(folder, known)[0] if there else ""
-    )
-    how = (
-        "done"
-        if finished(config)
-        else how
-        if how in ("running", "waiting")
-        else "submitted"
-    )
-    own = str(composed.folders[-1]) if len(composed.folders) > 1 else None
-    kind = config.runtime.cluster.kind if config.runtime.cluster else ""
-    if there and how != "submitted":  # its jobs are those of the last time
-        return how, replace(
-            there[-1], overrides=composed.overrides, multirun=composed.multirun
+def _submission_state(folder: Path, config: Config, queue: job_records.Queue) -> str:
+    """``done``, ``running`` or ``waiting`` if a run needs no job, else ``submitted``."""
+    state = ""
+    if job_records.submissions(folder):
+        if in_use(folder):
+            state = "running"
+        else:
+            state, _ = job_records.state(folder, queue)
+    if finished(config):
+        return "done"
+    return state if state in ("running", "waiting") else "submitted"
+
+
+def _entry(folder: Path, composed: Composed, config: Config, state: str) -> Submission:
+    """The record of a submission; a run that needs no job keeps those of the last one.
+
+    Args:
+        folder: The run's folder.
+        composed: The run as composed.
+        config: Its config.
+        state: What :func:`_submission_state` returned.
+    """
+    earlier = job_records.submissions(folder)
+    if earlier and state != "submitted":
+        return replace(
+            earlier[-1], overrides=composed.overrides, multirun=composed.multirun
         )
-    return how, Submission("", kind, composed.overrides, composed.multirun, own)
+    return Submission(
+        id="",
+        kind=config.runtime.cluster.kind if config.runtime.cluster else "",
+        overrides=composed.overrides,
+        multirun=composed.multirun,
+        own=str(composed.folders[-1]) if len(composed.folders) > 1 else None,
+    )
 
 
-def _checked(composed: Composed, shards: int) -> Config:
-    """A run that can go: all but the GPU, which this machine may lack, is here."""
+def _config_to_submit(composed: Composed, num_shards: int) -> Config:
+    """The checked config of a run, with the device that its jobs get.
+
+    All that it reads must be on this machine, which may lack the GPU.
+
+    Raises:
+        UserError: Something stands in the way.
+    """
     runtime = composed.raw["runtime"]
-    if not isinstance(cluster := runtime.get("cluster"), dict):
+    cluster = runtime.get("cluster")
+    if not isinstance(cluster, dict):
         raise UserError(
             "runtime/cluster", cluster, "slurm, local", "add runtime/cluster=slurm"
         )
-    asked = str(runtime["device"])
+    device = str(runtime["device"])
     gpus = cluster.get("gpus")
-    if asked.startswith("cuda") and not gpus:
-        raise UserError(
-            "runtime.cluster.gpus",
-            gpus,
-            f"1 or more with runtime.device={asked}",
-            "set it",
-        )
-    device = asked if asked != "auto" else "cuda" if gpus else "cpu"
-    tried = (
-        device if cluster["kind"] == "local" else "auto"
-    )  # that of another machine cannot be tried here
-    config = ready(
-        replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": tried}})
-    ).config
-    if shards > 1 and not parted(config):
-        raise UserError(
-            "--shards", shards, "1 for a study, and for a served model", "leave it out"
-        )
+    if device.startswith("cuda") and not gpus:
+        allowed = f"1 or more with runtime.device={device}"
+        raise UserError("runtime.cluster.gpus", gpus, allowed, "set it")
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    # The device of another machine cannot be checked here.
+    device_to_check = device if cluster["kind"] == "local" else "auto"
+    raw = {**composed.raw, "runtime": {**runtime, "device": device_to_check}}
+    config = ready(replace(composed, raw=raw)).config
+    if num_shards > 1 and not parted(config):
+        allowed = "1 for a study, and for a served model"
+        raise UserError("--shards", num_shards, allowed, "leave it out")
     raw = {**config.raw, "runtime": {**config.raw["runtime"], "device": device}}
     return replace(config, runtime=replace(config.runtime, device=device), raw=raw)
 
 
-def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) -> None:
-    """Hand jobs to the cluster.
+def _submit_jobs(
+    cluster: Cluster, name: str, entries: Sequence[tuple[Path, Submission]]
+) -> None:
+    """Hand the jobs of runs to the cluster, in the order of runs and shards.
+
+    Args:
+        cluster: What each job asks for.
+        name: Name of the jobs.
+        entries: Folder and record of each run.
 
     Raises:
         UserError: submitit is not installed, or the cluster refuses.
@@ -203,75 +237,77 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
         raise UserError(
             "runtime/cluster", cluster.kind, "submitit, which is not installed", hint
         ) from error
-    logs = state.log_folder(sent[0][0].parents[2], name)
+    logs = job_records.log_folder(entries[0][0].parents[2], name)
     logs.mkdir(parents=True)
-    rounds = {f"{cluster.kind}_max_num_timeout": 1000 if cluster.requeue else 0}
-    given: dict[str, Any] = {
+    timeouts = {f"{cluster.kind}_max_num_timeout": 1000 if cluster.requeue else 0}
+    # Local jobs outlive the terminal.
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        executor = submitit.AutoExecutor(logs, cluster=cluster.kind, **timeouts)
+        executor.update_parameters(**_submitit_parameters(cluster, name))
+        submitted = []
+        with _without_streams(), executor.batch():
+            for folder, entry in entries:
+                for shard in range(entry.shards):
+                    job = Job(str(folder), f"{shard}/{entry.shards}", entry.own)
+                    submitted.append(executor.submit(job))
+    except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
+        if cluster.kind == "slurm":  # all jobs are one array: none was submitted
+            for folder, _ in entries:
+                job_records.forget(folder, name)
+            shutil.rmtree(logs, ignore_errors=True)
+        hint = "see what it says, and give the same command again, or take runtime/cluster=local"
+        allowed = f"a cluster that takes jobs ({' '.join(str(error).split())})"
+        raise UserError("runtime/cluster", cluster.kind, allowed, hint) from error
+    finally:
+        signal.signal(signal.SIGHUP, previous_handler)
+    if cluster.kind != "local":
+        return
+    for folder, entry in entries:
+        assert entry.first is not None, "its jobs were submitted"
+        run_jobs = submitted[entry.first : entry.first + entry.shards]
+        pids = [int(job.job_id) for job in run_jobs]
+        processes = tuple((pid, started(pid)) for pid in pids)
+        job_records.record(folder, replace(entry, pids=processes))
+
+
+def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
+    """Parameters of submitit's executor, without those that are not set."""
+    requeue = "requeue" if cluster.requeue else "no-requeue"
+    parameters = {
         "name": name,
         "timeout_min": cluster.minutes,
         "cpus_per_task": cluster.cpus,
         "gpus_per_node": cluster.gpus or None,
         "mem_gb": cluster.memory,
-        "slurm_additional_parameters": {
-            **cluster.more,
-            "requeue" if cluster.requeue else "no-requeue": True,
-        },
+        "slurm_additional_parameters": {**cluster.more, requeue: True},
         "slurm_array_parallelism": cluster.at_once,
         "slurm_setup": list(cluster.setup) or None,
+        "slurm_partition": cluster.partition,
+        "slurm_account": cluster.account,
+        "slurm_qos": cluster.qos,
+        "slurm_constraint": cluster.constraint,
     }
-    given |= {
-        f"slurm_{key}": getattr(cluster, key)
-        for key in ("partition", "account", "qos", "constraint")
-    }
-    before = signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # local jobs outlive the terminal
-    try:
-        executor = submitit.AutoExecutor(logs, cluster=cluster.kind, **rounds)
-        executor.update_parameters(
-            **{key: value for key, value in given.items() if value is not None}
-        )
-        with _without_streams(), executor.batch():
-            jobs = [
-                executor.submit(Job(str(folder), f"{shard}/{each.shards}", each.own))
-                for folder, each in sent
-                for shard in range(each.shards)
-            ]
-    except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
-        hint = "see what it says, and give the same command again, or take runtime/cluster=local"
-        if cluster.kind == "slurm":  # one array: nothing was sent
-            for folder, _ in sent:
-                state.forget(folder, name)
-            shutil.rmtree(logs, ignore_errors=True)
-        allowed = f"a cluster that takes jobs ({' '.join(str(error).split())})"
-        raise UserError("runtime/cluster", cluster.kind, allowed, hint) from error
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    if cluster.kind == "local":
-        for folder, each in sent:
-            assert each.first is not None, "it was sent"
-            mine = [
-                int(job.job_id) for job in jobs[each.first : each.first + each.shards]
-            ]
-            state.record(
-                folder, replace(each, pids=tuple((pid, started(pid)) for pid in mine))
-            )
+    return {key: value for key, value in parameters.items() if value is not None}
 
 
 @contextmanager
 def _without_streams() -> Iterator[None]:
-    """Processes that begin in the block have no part in this one's output: a pipe would wait for them."""
-    kept = {number: os.dup(number) for number in (1, 2)}
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Discard output in a block, and that of processes that start in it.
+
+    Else a pipe behind this process would wait for them.
+    """
+    copies = {number: os.dup(number) for number in (1, 2)}
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        for number in kept:
-            os.dup2(nowhere, number)
+        for number in copies:
+            os.dup2(null, number)
         yield
     finally:
-        for number, stream in kept.items():
-            os.dup2(stream, number)
-            os.close(stream)
-        os.close(nowhere)
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(null)
 
 
 def resume(args: list[str]) -> int:
@@ -286,35 +322,32 @@ def resume(args: list[str]) -> int:
 
     example: posbench resume outputs/kv_retrieval/v001/tiny__scale_channel__51cc60e3
     """
-    own, rest = option(args, "--config-dir")
-    given, rest = option(rest, "--part")
-    shard, rest = option(rest, "--shard")
-    paths.config_folders(own)
-    alone = given is not None
-    part = (
-        _part("--part", given)
-        if given is not None
-        else _part("--shard", shard or "0/1")
-    )
-    if len(rest) != 1 or rest[0].startswith("-"):
+    config_dir, remaining = option(args, "--config-dir")
+    part_text, remaining = option(remaining, "--part")
+    shard_text, remaining = option(remaining, "--shard")
+    paths.config_folders(config_dir)
+    leaves_end = part_text is not None
+    text = part_text if part_text is not None else shard_text or "0/1"
+    shard = _shard("--part" if leaves_end else "--shard", text)
+    if len(remaining) != 1 or remaining[0].startswith("-"):
         raise UserError(
-            "RUN", " ".join(rest), "one run folder", "posbench ls runs lists them"
+            "RUN", " ".join(remaining), "one run folder", "posbench ls runs lists them"
         )
-    folder = run_named(rest[0], Path(Runtime.outputs))
-    told = False
+    folder = run_named(remaining[0], Path(Runtime.outputs))
+    is_announced = False
     while True:
-        while in_use(folder) and not alone:
-            if not told:
+        while in_use(folder) and not leaves_end:
+            if not is_announced:
                 print(f"waiting for another process that owns {folder}", flush=True)
-            told = True
-            time.sleep(PAUSE)
+                is_announced = True
+            time.sleep(POLL_SECONDS)
         try:
             command = _command(folder)
             config = recorded(folder)
-            if alone:
-                make_part(config, part, terminal())
-            elif part.of > 1:
-                make_shard(config, part, command, terminal())
+            if leaves_end:
+                make_part(config, shard, terminal())
+            elif shard.of > 1:
+                make_shard(config, shard, command, terminal())
             else:
                 execute(config, command=command, console=terminal())
             return 0
@@ -322,24 +355,25 @@ def resume(args: list[str]) -> int:
             print(f"posbench: {error}", file=sys.stderr)
             return 1
         except UserError as error:
-            if error.allowed != "one process at a time":  # it was faster
+            if error.allowed != "one process at a time":
                 raise
-            time.sleep(PAUSE)
+            # Another process was faster to take the run.
+            time.sleep(POLL_SECONDS)
 
 
 def _command(folder: Path) -> str:
-    return str(
-        opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}"
-    )
+    """The command that made a run, else the one that goes on with it."""
+    command = opened(folder).facts(PROVENANCE).get("command")
+    return str(command or f"posbench resume {folder}")
 
 
-def _part(flag: str, text: str) -> Part:
-    found = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise UserError(
-            flag, text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run"
-        )
-    return Part(int(found[1]), int(found[2]))
+def _shard(flag: str, text: str) -> Part:
+    """The shard that the value of a flag names, as ``0/2``."""
+    match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        allowed = "I/N, the I-th of N from 0 on, as 0/2"
+        raise UserError(flag, text, allowed, "0/1 is all of a run")
+    return Part(int(match[1]), int(match[2]))
 
 
 def jobs(args: list[str]) -> int:
@@ -353,36 +387,35 @@ def jobs(args: list[str]) -> int:
 
     example: posbench jobs outputs
     """
-    rows = _states(args)
+    rows = _submitted_runs(args)
     show_lists({"jobs": rows}, "--json" in args)
-    return int(any(row["state"] in ("failed", "lost", "damaged") for row in rows))
+    has_failed = any(row["state"] in ("failed", "lost", "damaged") for row in rows)
+    return 1 if has_failed else 0
 
 
-def _states(args: Sequence[str]) -> list[dict[str, object]]:
+def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
+    """The submitted runs that arguments of `posbench jobs` name, by column."""
     names = [arg for arg in args if arg != "--json"]
-    if len(names) > 1 or any(re.match("-", name) for name in names):
+    if len(names) > 1 or any(name.startswith("-") for name in names):
         raise UserError(
             "DIR", " ".join(names), "one folder, --json", "posbench jobs --help"
         )
-    place = run_named(
-        names[0] if names else Runtime.outputs, Path(Runtime.outputs)
-    ).absolute()
-    folders = state.submitted(place)
-    known = state.queue()
-    rows = list[dict[str, object]]()
-    for folder in folders:
-        how, said = state.state(folder, known)
-        logs = (
-            state.submissions(folder)[-1].logs(folder)
-            if how in ("failed", "lost")
-            else ""
-        )
+    outputs = Path(Runtime.outputs)
+    folder = run_named(names[0] if names else Runtime.outputs, outputs).absolute()
+    run_folders = job_records.submitted(folder)
+    queue = job_records.queue()
+    rows: list[dict[str, object]] = []
+    for run_folder in run_folders:
+        state, message = job_records.state(run_folder, queue)
+        logs: Path | str = ""
+        if state in ("failed", "lost"):
+            logs = job_records.submissions(run_folder)[-1].logs(run_folder)
         rows.append(
             {
-                "run": folder.name,
-                "state": how,
-                "folder": folder,
-                "said": said,
+                "run": run_folder.name,
+                "state": state,
+                "folder": run_folder,
+                "said": message,
                 "logs": logs,
             }
         )
@@ -398,34 +431,42 @@ def collect(args: list[str]) -> int:
 
     example: posbench collect outputs
     """
-    rows = {row["folder"]: row for row in _states(args)}
-    for folder in [
-        Path(str(folder))
-        for folder, row in rows.items()
-        if row["state"] in ("failed", "lost")
-    ]:
-        last = state.submissions(folder)[-1]
-        if last.shards > 1 and not lacking(opened(folder), last.shards):
-            paths.config_folders(last.own)
-            execute(recorded(folder), command=_command(folder), console=terminal())
-            rows[folder] |= {"state": "done"}
-    for row in rows.values():
+    rows = {Path(str(row["folder"])): row for row in _submitted_runs(args)}
+    for folder, row in rows.items():
+        if row["state"] in ("failed", "lost") and _finish_from_shards(folder):
+            row["state"] = "done"
+    for folder, row in rows.items():
         if row["state"] != "done":
-            told = f" ({row['said']})" if row["said"] else ""
-            print(f"posbench: {row['folder']}: {row['state']}{told}", file=sys.stderr)
-    summaries = dict[tuple[Path, ...], list[dict[str, Any]]]()
-    for parts in state.grouped([Path(str(folder)) for folder in rows]).values():
-        runs = tuple(folder for _, folder in parts)
-        whole = len(parts) == parts[0][0].runs and all(
-            rows[folder]["state"] == "done" for folder in runs
-        )
-        if whole and parts[0][0].multirun:
-            facts = {"multirun": True, "status": 0}
-            summaries[runs] = [
-                {**facts, "overrides": e.overrides, "folder": str(f)} for e, f in parts
+            message = f" ({row['said']})" if row["said"] else ""
+            print(f"posbench: {folder}: {row['state']}{message}", file=sys.stderr)
+    # Several commands may have submitted the same runs: one summary for all of them.
+    summaries: dict[tuple[Path, ...], list[dict[str, Any]]] = {}
+    for submissions in job_records.grouped(list(rows)).values():
+        entry = submissions[0][0]
+        folders = tuple(folder for _, folder in submissions)
+        all_done = all(rows[folder]["state"] == "done" for folder in folders)
+        if entry.multirun and len(submissions) == entry.runs and all_done:
+            summaries[folders] = [
+                {
+                    "multirun": True,
+                    "status": 0,
+                    "overrides": submission.overrides,
+                    "folder": str(folder),
+                }
+                for submission, folder in submissions
             ]
     for records in summaries.values():
         summarise(records, terminal())
-    missing = sum(row["state"] != "done" for row in rows.values())
-    print(f"{len(rows) - missing} of {len(rows)} runs done", file=sys.stderr)
-    return int(missing > 0)
+    num_done = sum(row["state"] == "done" for row in rows.values())
+    print(f"{num_done} of {len(rows)} runs done", file=sys.stderr)
+    return 0 if num_done == len(rows) else 1
+
+
+def _finish_from_shards(folder: Path) -> bool:
+    """Finish a run whose shards are all made; False if it has none, or some are missing."""
+    submission = job_records.submissions(folder)[-1]
+    if submission.shards == 1 or lacking(opened(folder), submission.shards):
+        return False
+    paths.config_folders(submission.own)
+    execute(recorded(folder), command=_command(folder), console=terminal())
+    return True

@@ -6,7 +6,6 @@ import itertools
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,7 +14,7 @@ from posbench.cli.options import option
 from posbench.cli.runs import outputs_of
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
-from posbench.model.endpoint import look as at_server
+from posbench.model.endpoint import look as look_at_server
 from posbench.model.families import FAMILIES
 from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
@@ -67,67 +66,70 @@ def ls(args: list[str]) -> int:
 
     example: posbench ls experiments | cut -f 1
     """
-    own, args = option(args, "--config-dir")
+    config_dir, args = option(args, "--config-dir")
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or (names and names[0] not in CHOICES):
-        asked = " ".join(names)
-        known = [*CHOICES, "runs"]
-        raise UserError(
-            "ls", asked, ", ".join(known), near(asked, known, "posbench ls models")
-        )
-    show_lists(
-        {kind: _records(kind, own) for kind in names or CHOICES},
-        as_json="--json" in args,
-    )
+        typed = " ".join(names)
+        allowed = [*CHOICES, "runs"]
+        hint = near(typed, allowed, "posbench ls models")
+        raise UserError("ls", typed, ", ".join(allowed), hint)
+    records = {kind: _records(kind, config_dir) for kind in names or CHOICES}
+    show_lists(records, as_json="--json" in args)
     return 0
 
 
-def _records(kind: str, own: str | None) -> list[dict[str, object]]:
+def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
     """The choices of a kind, by column."""
     if kind == "families":
         return [
             {
-                "name": f.name,
-                "model_type": ", ".join(f.model_types),
-                "positions": f.position,
+                "name": family.name,
+                "model_type": ", ".join(family.model_types),
+                "positions": family.position,
             }
-            for f in FAMILIES
+            for family in FAMILIES
         ]
     folders = [
-        root / KINDS.get(kind, "experiment") for root in paths.config_folders(own)
+        root / KINDS.get(kind, "experiment")
+        for root in paths.config_folders(config_dir)
     ]
-    folders[0] = folders[0] if kind in KINDS else paths.EXPERIMENTS
-    records = []
+    if kind not in KINDS:
+        folders[0] = paths.EXPERIMENTS
+    records: list[dict[str, object]] = []
     for name in choices(*folders):
-        text = next(
-            f for folder in folders if (f := folder / f"{name}.yaml").is_file()
-        ).read_text()
-        data = yaml.safe_load(text) or {}
-        if kind == "tasks":
-            cls, _ = target(data, Task, "task")  # type: ignore[type-abstract]
-            facts = {column: getattr(cls, column) for column in TASK_COLUMNS}
-        elif kind == "experiments":
-            about = data.get("experiment") or {}
-            facts = {"what": about.get("title"), "minutes": about.get("minutes")}
-            facts["needs"] = (
-                "training"
-                if trains(data)
-                else "weights"
-                if about.get("needs_weights")
-                else ""
-            )
-        else:
-            facts = {"what": _about(text) or data.get("path")}
-        records.append({"name": name, **facts})
+        files = [folder / f"{name}.yaml" for folder in folders]
+        text = next(file for file in files if file.is_file()).read_text()
+        records.append({"name": name, **_facts(kind, text)})
     return records
 
 
-def _about(text: str) -> str:
+def _facts(kind: str, text: str) -> dict[str, object]:
+    """What `posbench ls` shows of a choice, by column, from the text of its file."""
+    data = yaml.safe_load(text) or {}
+    if kind == "tasks":
+        cls, _ = target(data, Task, "task")  # type: ignore[type-abstract]
+        return {column: getattr(cls, column) for column in TASK_COLUMNS}
+    if kind != "experiments":
+        return {"what": _first_sentence(text) or data.get("path")}
+    experiment = data.get("experiment") or {}
+    needs = ""
+    if trains(data):
+        needs = "training"
+    elif experiment.get("needs_weights"):
+        needs = "weights"
+    return {
+        "what": experiment.get("title"),
+        "minutes": experiment.get("minutes"),
+        "needs": needs,
+    }
+
+
+def _first_sentence(text: str) -> str:
     """The first sentence of a YAML's first comment."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    comment = " ".join(line.lstrip("# ") for line in lines).replace(
-        "et al. ", "et al.\0"
-    )
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    # The stop of "et al." ends no sentence.
+    comment = comment.replace("et al. ", "et al.\0")
     return comment.split(". ")[0].replace("\0", " ").rstrip(".")
 
 
@@ -143,22 +145,14 @@ def fetch(args: list[str]) -> int:
 
     example: posbench fetch model=mistral7b task=nq_multidoc --dry-run
     """
-    needed: list[sources.Source] = []
-    problems: list[UserError] = []
-
-    def collect(composed: Composed) -> None:
-        # A sweep's jobs share most of what they need; what one lacks must not hide what the others do.
-        try:
-            needed.extend(needs(composed.raw))
-        except UserError as error:
-            problems.append(error)
-
-    compose([a for a in args if a != "--dry-run"], collect)
-    if problems:
-        raise problems[0]
+    dry_run = "--dry-run" in args
+    jobs: list[Composed] = []
+    compose([arg for arg in args if arg != "--dry-run"], jobs.append)
+    # A sweep's jobs share most of what they need.
+    needed = [source for job in jobs for source in needs(job.raw)]
     if needed:
-        wide = terminal(width=None if sys.stdout.isatty() else 10_000)
-        sources.fetch(needed, dry_run="--dry-run" in args, console=wide)
+        console = terminal(width=None if sys.stdout.isatty() else 10_000)
+        sources.fetch(needed, dry_run=dry_run, console=console)
     return 0
 
 
@@ -178,86 +172,78 @@ def validate(args: list[str]) -> int:
     """
     measure = "--measure" in args
     args = [arg for arg in args if arg != "--measure"]
-    jobs = [args] if args or measure else _every()
+    checks_choices = not args and not measure
+    commands = _all_choices() if checks_choices else [args]
     status = 0
-    for job in jobs:
+    for command in commands:
+        jobs: list[Composed] = []
         problems: list[UserError] = []
-        made: list[Ready] = []
-
-        def look(
-            composed: Composed,
-            made: list[Ready] = made,
-            problems: list[UserError] = problems,
-        ) -> None:
-            try:
-                if args or measure:
-                    made.append(ready(composed, download=False))
-                else:
-                    check(composed.raw, composed.typed, composed.folders)
-            except UserError as error:
-                problems.append(error)
-
+        runs: list[Ready] = []
         try:
-            compose(job, look)
+            compose(command, jobs.append)
         except UserError as error:
             problems.append(error)
-        print(f"{'ok  ' if not problems else 'BAD '} {shlex.join(job)}")
+        for job in jobs:
+            try:
+                if checks_choices:
+                    check(job.raw, job.typed, job.folders)
+                else:
+                    runs.append(ready(job, download=False))
+            except UserError as error:
+                problems.append(error)
+        print(f"{'BAD ' if problems else 'ok  '} {shlex.join(command)}")
         for problem in problems:
             complain(problem)
             status = 2
-        for one in made:
-            for line in one.said:
-                print(line)
-            if one.reader:
-                estimate.show(one.config, one.reader, measure, terminal())
-            if one.config.uses_model and one.config.model.base_url:
-                terminal().print(
-                    at_server(one.config.model), soft_wrap=True, markup=False
-                )
+        for run in runs:
+            _print_estimate(run, measure)
     return status
 
 
-def _every() -> list[list[str]]:
-    """A job for every choice; with what it cannot do without."""
-    jobs = [
-        [f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)
-    ]
-    jobs = [job for job in jobs if job != ["task=own_data"]]  # nothing without a file
-    jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
-    for job in jobs:
-        job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
-        job += (
-            ["model.base_url=http://localhost:8000/v1"]
-            if job == ["model=endpoint"]
-            else []
-        )
+def _print_estimate(run: Ready, measure: bool) -> None:
+    """Print what changes in a config, and what the run takes."""
+    for line in run.said:
+        print(line)
+    if run.reader:
+        estimate.show(run.config, run.reader, measure, terminal())
+    model = run.config.model
+    if run.config.uses_model and model.base_url:
+        terminal().print(look_at_server(model), soft_wrap=True, markup=False)
+
+
+def _all_choices() -> list[list[str]]:
+    """Overrides for every choice of every group and every experiment."""
+    commands = []
+    for group in GROUPS:
+        for name in choices(paths.CONF / group):
+            if (group, name) != ("task", "own_data"):  # which needs a file
+                choice = f"{group}={name}"
+                commands.append([choice, *_required_overrides(group, name)])
+    experiments = choices(paths.EXPERIMENTS)
+    return commands + [[f"experiment={name}"] for name in experiments]
+
+
+def _required_overrides(group: str, name: str) -> list[str]:
+    """Overrides without which a choice cannot be checked."""
+    if (group, name) == ("model", "endpoint"):
+        return ["model.base_url=http://localhost:8000/v1"]
+    if (group, name) == ("model", "hf"):
+        return ["model.path=posbench://tiny", "stages=[search]"]
+    if group == "model":
         # A model without published constants is a model to search on.
-        job += (
-            ["stages=[search]"]
-            if job[0].startswith("model=") and job[0] != "model=endpoint"
-            else []
-        )
-        # The settings of a search can be checked without the method that it serves.
-        job += ["stages=[evaluate]"] if job[0].startswith("search=") else []
-    return jobs
+        return ["stages=[search]"]
+    if group == "search":
+        # The settings of a search are checked without the method that it serves.
+        return ["stages=[evaluate]"]
+    return []
 
 
 def _folder(verb: str, args: list[str]) -> Path:
     """The folder that the arguments name, or whose hash they do."""
-    outputs, args = outputs_of(args)
-    if len(args) != 1:
-        raise UserError(verb, " ".join(args), "one folder", f"posbench {verb} DIR")
-    return run_named(args[0], outputs)
-
-
-def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
-    """A whole run with answers, and its config."""
-    run = checked(_folder(verb, args))
-    if not run.rows(evaluate.FILE):
-        raise UserError(
-            "DIR", str(run.path), "a run that evaluated", "add evaluate to its stages"
-        )
-    return run, run.config("task")
+    outputs, names = outputs_of(args)
+    if len(names) != 1:
+        raise UserError(verb, " ".join(names), "one folder", f"posbench {verb} DIR")
+    return run_named(names[0], outputs)
 
 
 def report(args: list[str]) -> int:
@@ -287,9 +273,10 @@ def report(args: list[str]) -> int:
         )
     run = open_run(folder)
     with owned(run.path):
-        # A study may have a table of the name summary.csv, too.
-        swept = not (checked(run.path, DRAWN).path / CONFIG).is_file()
-        print(sweep.render_sweep(folder) if swept else render_run(folder))
+        # By its config: a study, too, may have a table named summary.csv.
+        is_single_run = (checked(run.path, DRAWN).path / CONFIG).is_file()
+        page = render_run(folder) if is_single_run else sweep.render_sweep(folder)
+        print(page)
         run.renew(DRAWN)
     return 0
 
@@ -306,16 +293,21 @@ def rescore(args: list[str]) -> int:
     folder = _folder("rescore", args)
     runs = runs_of(folder)
     for run in runs or [folder]:
-        _rescored(open_run(run))
+        _rescore_run(open_run(run))
     if runs:
         sweep.again(folder, terminal())
     return 0
 
 
-def _rescored(run: RunDir) -> None:
-    again = (*DRAWN, *evaluate.TABLES)
+def _rescore_run(run: RunDir) -> None:
+    """Score the saved replies of a run again, and redraw its page.
+
+    Raises:
+        UserError: The run is not finished, or its rows are damaged.
+    """
+    rewritten = (*DRAWN, *evaluate.TABLES)
     with owned(run.path):
-        checked(run.path, again)
+        checked(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
         rows = run.rows(evaluate.FILE)
         torn = run.torn(evaluate.FILE)
@@ -323,18 +315,14 @@ def _rescored(run: RunDir) -> None:
             allowed = (
                 f"a finished run that evaluated, with whole rows (damaged here: {torn})"
             )
-            raise UserError(
-                "DIR",
-                str(run.path),
-                allowed,
-                "repeat its command, with evaluate in the stages",
-            )
+            hint = "repeat its command, with evaluate in the stages"
+            raise UserError("DIR", str(run.path), allowed, hint)
         task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same(task.files(), run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
-        run.renew((*again, evaluate.FILE))
+        run.renew((*rewritten, evaluate.FILE))
     print(f"{changed} of {len(rows)} scores changed; {page}")
 
 
@@ -350,32 +338,38 @@ def show(args: list[str]) -> int:
 
     example: posbench show outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d --wrong
     """
-    name, args = option(args, "--id")
+    example_id, args = option(args, "--id")
     flags = [arg for arg in args if arg in ("--wrong", "--all")]
-    run, raw = _evaluated("show", [arg for arg in args if arg not in flags])
-    examples = Examples.of(run, raw)
-    if name is not None:
-        if name not in examples.rows:
-            hint = near(
-                name, list(examples.rows), f"posbench show {run.path} lists some"
-            )
-            raise UserError("--id", name, f"an id of {run.path / evaluate.FILE}", hint)
-        print(examples.text(name, whole=True))
+    folder = _folder("show", [arg for arg in args if arg not in flags])
+    run = checked(folder)
+    if not run.rows(evaluate.FILE):
+        hint = "add evaluate to its stages"
+        raise UserError("DIR", str(run.path), "a run that evaluated", hint)
+    examples = Examples.of(run, run.config("task"))
+    if example_id is not None:
+        if example_id not in examples.rows:
+            lists_some = f"posbench show {run.path} lists some"
+            hint = near(example_id, list(examples.rows), lists_some)
+            allowed = f"an id of {run.path / evaluate.FILE}"
+            raise UserError("--id", example_id, allowed, hint)
+        print(examples.text(example_id, whole=True))
         return 0
-    wrong = examples.wrong()
-    every = examples.ids()
-    print(f"{len(wrong)} of {len(every)} examples are scored below 1 under some method")
-    names = wrong if "--wrong" in flags else every
-    some = names if "--all" in flags else few(names)
-    for name in some:
-        print(f"\n{examples.text(name)}")
-    if some:
-        more = (
-            f"{len(names) - len(some)} more: add --all; "
-            if len(names) > len(some)
-            else ""
+    all_ids = examples.ids()
+    wrong_ids = examples.wrong()
+    print(
+        f"{len(wrong_ids)} of {len(all_ids)} examples are scored below 1 "
+        "under some method"
+    )
+    ids = wrong_ids if "--wrong" in flags else all_ids
+    printed_ids = ids if "--all" in flags else few(ids)
+    for example_id in printed_ids:
+        print(f"\n{examples.text(example_id)}")
+    if printed_ids:
+        more = ""
+        if len(ids) > len(printed_ids):
+            more = f"{len(ids) - len(printed_ids)} more: add --all; "
+        command = shlex.join(
+            ["posbench", "show", str(run.path), "--id", printed_ids[0]]
         )
-        print(
-            f"\n{more}one in full: posbench show {shlex.quote(str(run.path))} --id {shlex.quote(some[0])}"
-        )
+        print(f"\n{more}one in full: {command}")
     return 0

@@ -1,4 +1,4 @@
-"""What every format is, and how what it wrote is held against the method in process."""
+"""What a format is, and how the files it wrote are compared with the method in process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from posbench.errors import UserError
 from posbench.late import Tensor, torch
@@ -17,50 +17,64 @@ from posbench.model.lm import LM
 Prompts = Sequence[Sequence[int]]
 """Prompts as token ids."""
 
-EXACT = 1e-4
-ROUGH = 5e-2
-SHARE = 0.1
-"""Largest difference of log-probabilities (nats) from the method in process that is allowed: of numbers in
-float32 or better; and of half precision and quantised weights, which round every product, or that share of
-what the method changes, if it is more."""
+EXACT_TOLERANCE_NATS = 1e-4
+"""Largest allowed difference of log-probabilities from the method in process, for
+weights and products in float32 or better."""
+ROUGH_TOLERANCE_NATS = 5e-2
+ROUGH_TOLERANCE_SHARE = 0.1
+"""The same for half precision and quantised weights, which round every product: the
+larger of a fixed tolerance and this share of what the method changes."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """A model and a method with its constants, to be written so that others can load them."""
+    """A method with its constants on a model, to be written for others to load.
+
+    Attributes:
+        lm: The unmodified model.
+        method: The method.
+        base: Where others get the model: hub id or directory.
+        load: Loads the model once more, without the method.
+        dtype: Dtype of the model's published weights.
+        files: Directory of the model on this machine.
+    """
 
     lm: LM
     method: Method
-    base: str  # where others find the model: hub id or directory
-    load: Callable[[], LM]  # the model once more, without the method
-    dtype: str = "float32"  # of the model's published weights
-    files: str = ""  # the directory of the model on this machine
+    base: str
+    load: Callable[[], LM]
+    dtype: str = "float32"
+    files: str = ""
 
     @property
     def exact(self) -> bool:
         """Whether weights and products are of float32 or better."""
-        precise = self.dtype in ("float32", "float64") and self.lm.model.dtype in (
-            torch.float32,
-            torch.float64,
-        )
-        return (
-            precise
-            and getattr(self.lm.model.config, "quantization_config", None) is None
-        )
+        model = self.lm.model
+        has_exact_weights = self.dtype in ("float32", "float64")
+        has_exact_products = model.dtype in (torch.float32, torch.float64)
+        is_quantised = getattr(model.config, "quantization_config", None) is not None
+        return has_exact_weights and has_exact_products and not is_quantised
 
 
 class Format(ABC):
-    """A way to write a fix; the file of a format holds one."""
+    """A way to write a fix. Each format's module has one subclass, ``Export``.
+
+    Attributes:
+        name: Its name on the command line.
+        folds: Whether it holds only methods that fold into the checkpoint.
+        package: Package that loads the files, where posbench does not require it.
+        library: Library under which model hubs list the files.
+    """
 
     name: ClassVar[str]
-    folds: ClassVar[bool] = True  # whether it holds only what folds into the checkpoint
-    package: ClassVar[str] = ""  # that loads it, where posbench does not come with it
-    library: ClassVar[str] = "transformers"  # by which model hubs list it
+    folds: ClassVar[bool] = True
+    package: ClassVar[str] = ""
+    library: ClassVar[str] = "transformers"
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the format cannot hold the method or the model."""
         if self.folds:
-            folded(fix, self.name)
+            checkpoint_change(fix, self.name)
 
     @abstractmethod
     def write(self, fix: Fix, folder: Path) -> None:
@@ -68,16 +82,26 @@ class Format(ABC):
 
     @abstractmethod
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Log-probabilities (nats) of the token after each of N prompts, [N, V], from the engine that loads
-        the files."""
+        """Load the files with their engine and predict the next token of each prompt.
+
+        Args:
+            fix: The fix that was written.
+            folder: Folder of the files.
+            prompts: N prompts as token ids.
+
+        Returns:
+            Log-probabilities in nats, shape (N, vocabulary), float64.
+        """
 
     def missing(self) -> str:
-        """What is not on this machine that loads the files, and where they can be checked instead; empty
-        where all is here."""
+        """What this machine lacks to load the files, and where else they can be checked.
+
+        Empty if nothing is missing.
+        """
         return ""
 
     def exact(self, fix: Fix) -> bool:
-        """As :class:`Fix`, of the engine that loads the files."""
+        """Whether the engine that loads the files computes in float32 or better."""
         return fix.exact
 
     @abstractmethod
@@ -90,7 +114,7 @@ FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora", "transformers", "vllm-plug
 
 
 def find(name: str) -> Format:
-    """A format by its name.
+    """The format of a name.
 
     Raises:
         UserError: There is none, or the package that loads it is missing.
@@ -102,67 +126,93 @@ def find(name: str) -> Format:
             ", ".join(FORMATS),
             "posbench export --help says what each is for",
         )
-    made: Format = import_module(f"posbench.export.{name.replace('-', '_')}").Export()
-    if made.package:
+    module = import_module(f"posbench.export.{name.replace('-', '_')}")
+    form: Format = module.Export()
+    if form.package:
         try:
-            import_module(made.package)
+            import_module(form.package)
         except ImportError as error:
             allowed = (
-                f"a format whose package is installed; {made.package} is not ({error})"
+                f"a format whose package is installed; {form.package} is not ({error})"
             )
             raise UserError(
                 "--to", name, allowed, "pip install 'posbench[export]'"
             ) from error
-    return made
+    return form
 
 
-def folded(fix: Fix, to: str) -> Folded:
-    """The method as a change of the checkpoint.
+def checkpoint_change(fix: Fix, to: str) -> Folded:
+    """The method as a change of the checkpoint; ``to`` is the format's name.
 
     Raises:
-        UserError: It has none.
+        UserError: The method does not fold.
     """
-    found = fix.method.folded(fix.lm)
-    if found is None:
-        allowed = f"a format that holds {fix.method.short_name()} with these parameters"
-        allowed += ": it does not fold into a checkpoint"
+    change = fix.method.folded(fix.lm)
+    if change is None:
+        allowed = (
+            f"a format that holds {fix.method.short_name()} with these parameters"
+            ": it does not fold into a checkpoint"
+        )
         raise UserError("--to", to, allowed, "--to transformers")
-    return found
+    return change
 
 
 def next_token(lm: LM, prompts: Prompts) -> Tensor:
-    """Log-probabilities (nats) of the token after each of N prompts, [N, V], each read alone."""
+    """Predict the next token of each prompt, one prompt per forward.
+
+    Args:
+        lm: The model.
+        prompts: N prompts as token ids.
+
+    Returns:
+        Log-probabilities in nats, shape (N, vocabulary), float64, on the CPU.
+    """
     rows = []
     with torch.inference_mode():
         for prompt in prompts:
-            out = lm.model(**lm.pad([prompt]), use_cache=True, logits_to_keep=1)
-            rows.append(out.logits[0, -1].to(torch.float64).log_softmax(-1).cpu())
+            inputs = lm.pad([prompt])
+            output = lm.model(**inputs, use_cache=True, logits_to_keep=1)
+            logits = output.logits[0, -1].to(torch.float64)
+            rows.append(logits.log_softmax(-1).cpu())
     return torch.stack(rows)
 
 
-def difference(one: Tensor, other: Tensor) -> float:
-    """Largest difference between log-probabilities [N, V] where both are known: an engine may pad its
-    vocabulary, or leave tokens out (NaN), but not all of a prompt."""
-    if bool(other.isnan().all(1).any()):
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference between log-probabilities, over tokens that both hold.
+
+    An engine may pad its vocabulary, or leave tokens out (NaN).
+
+    Args:
+        a: Log-probabilities in nats, shape (N, vocabulary).
+        b: Those to compare, shape (N, vocabulary of the engine).
+
+    Returns:
+        The difference in nats; infinite if ``b`` has no token of a prompt.
+    """
+    if bool(b.isnan().all(1).any()):
         return float("inf")
-    width = min(one.shape[1], other.shape[1])
-    return float(
-        (one[:, :width] - other[:, :width])
-        .abs()
-        .nan_to_num(nan=0.0, posinf=torch.inf)
-        .max()
-    )
+    width = min(a.shape[1], b.shape[1])
+    gaps = (a[:, :width] - b[:, :width]).abs()
+    return float(gaps.nan_to_num(nan=0.0, posinf=torch.inf).max())
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was loaded again, held against the method in process."""
+class Comparison:
+    """Comparison of the loaded files with the method in process.
 
-    difference: float  # largest difference of log-probabilities, in nats
-    unmodified: float  # that of the unmodified model
+    Attributes:
+        difference: Largest difference of log-probabilities, in nats.
+        unmodified: The same difference for the unmodified model.
+        tolerance: Largest allowed difference, in nats.
+        prompts: Number of prompts.
+        tokens: Length of the longest prompt.
+    """
+
+    difference: float
+    unmodified: float
     tolerance: float
     prompts: int
-    tokens: int  # of the longest prompt
+    tokens: int
 
     @property
     def holds(self) -> bool:
@@ -171,27 +221,41 @@ class Measured:
 
     @property
     def words(self) -> str:
-        """In one line."""
-        asked = f"{self.prompts} prompts of up to {self.tokens} tokens"
+        """The comparison as one line of text."""
+        compared = f"{self.prompts} prompts of up to {self.tokens} tokens"
         near = f"{self.difference:.1e} nats at most between the files and the method in process"
         far = f"the unmodified model is {self.unmodified:.2g} away"
-        return f"{near} (allowed {self.tolerance:.1g}), {asked}; {far}"
+        return f"{near} (allowed {self.tolerance:.1g}), {compared}; {far}"
 
 
 @dataclass(frozen=True)
 class Unverified:
-    """Stands for :class:`Measured` where what loads the files is not there."""
+    """Stands for :class:`Comparison` where the engine of the files is not installed."""
 
     words: str
 
 
-def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
-    """Load what a format wrote and hold it against the method."""
+def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Comparison:
+    """Load the files of a format and compare them with the method in process.
+
+    Args:
+        form: The format.
+        fix: The fix that was written.
+        folder: Folder of the files.
+        prompts: Prompts as token ids.
+    """
     with fix.method.applied(fix.lm) as lm:
-        wanted = next_token(lm, prompts)
-    plain = next_token(fix.lm, prompts)
-    got = form.read(fix, folder, prompts)
-    sizes: dict[str, Any] = {"prompts": len(prompts), "tokens": max(map(len, prompts))}
-    far = difference(wanted, plain)
-    allowed = EXACT if form.exact(fix) else max(ROUGH, SHARE * far)
-    return Measured(difference(wanted, got), far, allowed, **sizes)
+        expected = next_token(lm, prompts)
+    unmodified = next_token(fix.lm, prompts)
+    actual = form.read(fix, folder, prompts)
+    effect = difference(expected, unmodified)
+    tolerance = EXACT_TOLERANCE_NATS
+    if not form.exact(fix):
+        tolerance = max(ROUGH_TOLERANCE_NATS, ROUGH_TOLERANCE_SHARE * effect)
+    return Comparison(
+        difference=difference(expected, actual),
+        unmodified=effect,
+        tolerance=tolerance,
+        prompts=len(prompts),
+        tokens=max(map(len, prompts)),
+    )

@@ -1,10 +1,10 @@
-"""A Hugging Face checkpoint with the method folded in; a config alone where the weights stay as they are."""
+"""A Hugging Face checkpoint with the method folded in; a config alone if weights stay."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from posbench.export.base import Fix, Format, Prompts, folded, next_token
+from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_token
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.late import Tensor, torch, transformers
 from posbench.model.load import load
@@ -16,15 +16,14 @@ class Export(Format):
     name = "checkpoint"
 
     def check(self, fix: Fix) -> None:
-        """See :class:`Format`; some configs take no other rotary embedding."""
+        """Raise UserError where the method does not fold, or the config refuses its RoPE."""
         super().check(fix)
-        rotary_config(fix.lm.model.config, folded(fix, self.name))
+        rotary_config(fix.lm.model.config, checkpoint_change(fix, self.name))
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """Weights in the type of the published ones, config and tokenizer; the config alone where it
-        suffices."""
+        """Write config, tokenizer, and weights (in the published dtype) if they change."""
         lm = fix.lm
-        change = folded(fix, self.name)
+        change = checkpoint_change(fix, self.name)
         config = rotary_config(lm.model.config, change)
         if change.columns:
             dtype = getattr(torch, fix.dtype)
@@ -40,9 +39,9 @@ class Export(Format):
             lm.tokenizer.save_pretrained(folder)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through transformers, from the files alone or, of a config, on the model's own weights."""
+        """See :meth:`Format.read`; a config alone is loaded with the model's own weights."""
         config = transformers.AutoConfig.from_pretrained(folder)
-        source = folder if folded(fix, self.name).columns else fix.files
+        source = folder if checkpoint_change(fix, self.name).columns else fix.files
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -52,20 +51,20 @@ class Export(Format):
         return next_token(load(model.to(fix.lm.device)), prompts)
 
     def usage(self, fix: Fix) -> str:
-        """By engine."""
-        if folded(fix, self.name).columns:
-            return WEIGHTS
-        return CONFIG.replace("BASE", fix.base)
+        """How to load the files, by engine."""
+        if checkpoint_change(fix, self.name).columns:
+            return WEIGHTS_USAGE
+        return CONFIG_USAGE.replace("BASE", fix.base)
 
 
-WEIGHTS = """A checkpoint like any other; nothing of posbench is needed.
+WEIGHTS_USAGE = """A checkpoint like any other; nothing of posbench is needed.
 
 - transformers: `AutoModelForCausalLM.from_pretrained("DIR")`
 - vLLM: `vllm serve DIR`
 - llama.cpp: `python convert_hf_to_gguf.py DIR`, then as any GGUF file
 """
 
-CONFIG = """The weights stay as they are: only `config.json` is another one.
+CONFIG_USAGE = """The weights stay as they are: only `config.json` is another one.
 
 - transformers: `AutoModelForCausalLM.from_pretrained("BASE", config=AutoConfig.from_pretrained("DIR"))`
 - vLLM: `vllm serve BASE --hf-config-path DIR`

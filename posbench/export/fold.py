@@ -1,11 +1,11 @@
-"""A method inside the checkpoint itself: scaled columns of projections, and another rotary embedding."""
+"""A method inside the checkpoint itself: scaled columns of projections, other RoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -16,68 +16,82 @@ from posbench.model import families
 from posbench.model.lm import LM
 
 
-def columns(
-    lm: LM, folded: Folded
-) -> dict[str, tuple[Tensor | None, Mapping[int, float]]]:
-    """What to scale: by the dotted name of a projection, its rows (None: all) and factors by channel."""
-    found: dict[str, tuple[Tensor | None, Mapping[int, float]]] = {}
-    for layer, factors in folded.columns.items():
-        found |= {
-            name: (rows, factors)
-            for name, rows in families.query_key_rows(lm.model, layer).items()
-        }
-    return found
+class ColumnScaling(NamedTuple):
+    """What changes in one projection.
+
+    Attributes:
+        rows: Rows of the weight that change; None for all.
+        factors: Factor of each scaled column, by channel.
+    """
+
+    rows: Tensor | None
+    factors: Mapping[int, float]
+
+
+def column_scalings(lm: LM, change: Folded) -> dict[str, ColumnScaling]:
+    """What changes in the query and key projections, by their dotted names."""
+    scalings: dict[str, ColumnScaling] = {}
+    for layer, factors in change.columns.items():
+        for name, rows in families.query_key_rows(lm.model, layer).items():
+            scalings[name] = ColumnScaling(rows, factors)
+    return scalings
 
 
 @contextmanager
-def scaled_weights(lm: LM, folded: Folded) -> Iterator[None]:
-    """Inside the block the projections of the model have scaled columns; afterwards they are as before.
+def scaled_weights(lm: LM, change: Folded) -> Iterator[None]:
+    """Scale columns of the model's projections in a block; restore them bit for bit.
 
     Raises:
-        UserError: The weights are quantised, offloaded, or shared with a module that must not change.
+        UserError: The weights are quantised, offloaded, or shared with a module that
+            must not change.
     """
-    planned = columns(lm, folded)
-    kept = list[tuple[nn.Parameter, int, Tensor]]()
-    weights = {name: _weight(lm, name) for name in planned}
-    _need_own(lm, weights)
+    scalings = column_scalings(lm, change)
+    weights = {name: _weight(lm, name) for name in scalings}
+    _check_unshared(lm, weights)
+    originals: list[tuple[nn.Parameter, int, Tensor]] = []
     try:
         with torch.no_grad():
-            for name, (rows, factors) in planned.items():
+            for name, (rows, factors) in scalings.items():
+                weight = weights[name]
                 for channel, factor in factors.items():
-                    column = weights[name][:, channel]
-                    kept.append((weights[name], channel, column.clone()))
+                    column = weight[:, channel]
+                    originals.append((weight, channel, column.clone()))
                     exact = column.to(torch.promote_types(column.dtype, torch.float32))
                     exact[slice(None) if rows is None else rows] *= factor
-                    weights[name][:, channel] = exact.to(column.dtype)
+                    weight[:, channel] = exact.to(column.dtype)
         yield
     finally:
         with torch.no_grad():
-            for weight, channel, column in reversed(kept):
+            for weight, channel, column in reversed(originals):
                 weight[:, channel] = column
 
 
 def _weight(lm: LM, name: str) -> nn.Parameter:
     """The weight matrix of a projection, whose columns are the channels of its input."""
     module = lm.model.get_submodule(name)
-    plain = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
-    if not plain or module.weight.is_meta:
-        kind = "offloaded weights" if plain else f"{type(module).__name__} weights"
-        allowed = (
-            f"weights in memory that are plain numbers; {name} of {lm.name} has {kind}"
-        )
-        raise UserError(
-            "--to", "checkpoint", allowed, "--to lora, which leaves them as they are"
-        )
-    return module.weight
+    is_plain = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
+    if is_plain and not module.weight.is_meta:
+        return module.weight
+    kind = "offloaded" if is_plain else type(module).__name__
+    allowed = (
+        "weights in memory that are plain numbers; "
+        f"{name} of {lm.name} has {kind} weights"
+    )
+    raise UserError(
+        "--to", "checkpoint", allowed, "--to lora, which leaves them as they are"
+    )
 
 
-def _need_own(lm: LM, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse weights that another module shares, which would then change, too."""
-    ours = {id(weight): name for name, weight in weights.items()}
-    for other, weight in lm.model.named_parameters(remove_duplicate=False):
-        name = ours.get(id(weight), "")
-        if name and other != f"{name}.weight":
-            allowed = f"projections of their own; {name} of {lm.name} shares its weights with {other}"
+def _check_unshared(lm: LM, weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuse projections whose weights another module shares and would see changed."""
+    names = {id(weight): name for name, weight in weights.items()}
+    for parameter, weight in lm.model.named_parameters(remove_duplicate=False):
+        name = names.get(id(weight), "")
+        if name and parameter != f"{name}.weight":
+            allowed = (
+                f"projections of their own; {name} of {lm.name} "
+                f"shares its weights with {parameter}"
+            )
             raise UserError(
                 "--to",
                 "checkpoint",
@@ -87,45 +101,54 @@ def _need_own(lm: LM, weights: Mapping[str, nn.Parameter]) -> None:
 
 
 def column(lm: LM, name: str, channel: int) -> Tensor:
-    """A column of a projection's weights, [rows], float32 or better, also of quantised and adapted ones: what
-    it makes of a unit vector beyond what it makes of zero."""
+    """A column of a projection's weights, also of quantised and adapted ones.
+
+    Where the matrix cannot be read it is the output for a unit vector minus that for 0.
+
+    Args:
+        lm: The model.
+        name: Dotted name of the projection.
+        channel: Channel of its input.
+
+    Returns:
+        The column, shape (rows,), float32 or better, on the CPU.
+    """
     module = lm.model.get_submodule(name)
     if type(module) is nn.Linear and not module.weight.is_meta:
-        given = module.weight[:, channel]
+        values = module.weight[:, channel]
     else:
         width = families.text_config(lm.model).hidden_size
-        unit = torch.zeros(2, width, dtype=lm.model.dtype, device=lm.device)
-        unit[1, channel] = 1
+        inputs = torch.zeros(2, width, dtype=lm.model.dtype, device=lm.device)
+        inputs[1, channel] = 1
         with torch.inference_mode():
-            zero, given = module(unit)
-        given = given - zero
-    return given.detach().to(torch.promote_types(given.dtype, torch.float32)).cpu()
+            output_of_zero, output_of_unit = module(inputs)
+        values = output_of_unit - output_of_zero
+    return values.detach().to(torch.promote_types(values.dtype, torch.float32)).cpu()
 
 
-def rotary_config(config: PreTrainedConfig, folded: Folded) -> PreTrainedConfig:
+def rotary_config(config: PreTrainedConfig, change: Folded) -> PreTrainedConfig:
     """A copy of a model's config with the rotary embedding of a folded method.
 
     Raises:
         UserError: The architecture's config does not take it.
     """
     changed: Any = deepcopy(config)
-    text = changed.get_text_config()
-    known = dict(getattr(text, "rope_parameters", None) or {})
-    nested = any(
-        isinstance(value, Mapping) for value in known.values()
-    )  # by kind of layer, as in Gemma 3
-    each = (
-        {kind: {**value, **folded.rope} for kind, value in known.items()}
-        if nested
-        else {}
-    )
-    text.rope_parameters = each or {**known, **folded.rope}
+    text_config = changed.get_text_config()
+    parameters = dict(getattr(text_config, "rope_parameters", None) or {})
+    by_layer_kind = any(isinstance(value, Mapping) for value in parameters.values())
+    if by_layer_kind:  # as in Gemma 3
+        text_config.rope_parameters = {
+            kind: {**value, **change.rope} for kind, value in parameters.items()
+        }
+    else:
+        text_config.rope_parameters = {**parameters, **change.rope}
     try:
-        text.validate()
+        text_config.validate()
     except (ValueError, StrictDataclassError) as error:
-        kind = folded.rope.get("rope_type")
+        rope_type = change.rope.get("rope_type")
         allowed = (
-            f"a model whose config takes rope_type {kind}; {config.model_type} does not"
+            f"a model whose config takes rope_type {rope_type}; "
+            f"{config.model_type} does not"
         )
         raise UserError("--to", "checkpoint", allowed, "--to transformers") from error
     return changed

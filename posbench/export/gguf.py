@@ -1,4 +1,4 @@
-"""A GGUF file of the whole model with the method folded in, for llama.cpp and what is built on it."""
+"""A GGUF file of the model with the method folded in, for llama.cpp and its users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts, folded
+from posbench.export.base import Fix, Format, Prompts, checkpoint_change
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.export.llama_cpp import next_token, serve, tokens
 from posbench.late import Tensor, torch
@@ -18,15 +18,22 @@ from posbench.model import families, rope
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp knows a model."""
+    """How llama.cpp implements an architecture.
+
+    Attributes:
+        name: Its name in llama.cpp.
+        interleaved: Whether a rotation turns neighbouring coordinates of a head, rather
+            than its two halves.
+        gemma: Whether norms add 1 to their weight, and GELU comes from a table in half
+            precision.
+        large: Number of layers of the size whose queries are scaled by hidden size /
+            heads instead of the size of a head. Not 0 where llama.cpp also reads which
+            layers have a sliding window.
+    """
 
     name: str
-    interleaved: bool = (
-        False  # rotates neighbouring coordinates of a head, not its two halves
-    )
-    gemma: bool = False  # norms add 1 to their weight; llama.cpp takes GELU from a half precision table
-    # its queries are scaled by the size of a head, and by hidden size / heads where it has so many layers;
-    # llama.cpp reads which layers have a sliding window
+    interleaved: bool = False
+    gemma: bool = False
     large: int = 0
 
 
@@ -46,8 +53,8 @@ _SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {
-    _SPLIT.replace("COUNT", count): name
-    for count, name in (("", "qwen2"), ("{1,3}", "llama-bpe"))
+    _SPLIT.replace("COUNT", ""): "qwen2",
+    _SPLIT.replace("COUNT", "{1,3}"): "llama-bpe",
 }
 """How byte-level tokenizers cut a text before they merge, and llama.cpp's names for it."""
 
@@ -60,39 +67,41 @@ class Export(Format):
     library = "gguf"
 
     def check(self, fix: Fix) -> None:
-        """See :class:`Format`; llama.cpp must know the architecture, its rotary embedding and tokenizer."""
-        metadata(fix, folded(fix, self.name))
+        """Raise UserError where llama.cpp cannot represent the model or the method.
+
+        It must know the architecture, its rotary embedding and tokenizer.
+        """
+        metadata(fix, checkpoint_change(fix, self.name))
 
     def exact(self, fix: Fix) -> bool:
-        """See :class:`Format`."""
+        """Whether llama.cpp computes in float32 or better."""
         return fix.exact and not architecture(fix).gemma
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """``model.gguf``."""
-        write_model(fix, folded(fix, self.name), folder / "model.gguf")
+        """Write ``model.gguf``."""
+        write_model(fix, checkpoint_change(fix, self.name), folder / "model.gguf")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through xllamacpp; as texts the prompts must be the same tokens as here, too."""
+        """See :meth:`Format.read`.
+
+        Raises:
+            UserError: llama.cpp cuts the text of a prompt into other tokens.
+        """
         server = serve(folder / "model.gguf", max(map(len, prompts)) + 8)
         tokenizer = fix.lm.tokenizer
-        for prompt in prompts:
-            text = (
-                ""
-                if tokenizer is None
-                else str(tokenizer.decode(prompt, skip_special_tokens=True))
-            )
-            if (
-                tokenizer is not None
-                and tokens(server, text) != tokenizer(text)["input_ids"]
-            ):
-                refuse(
-                    fix,
-                    f"a tokenizer that llama.cpp follows, as it does not in {text[:40]!r},",
-                )
-        return next_token(server, prompts, width(fix))
+        if tokenizer is not None:
+            for prompt in prompts:
+                text = str(tokenizer.decode(prompt, skip_special_tokens=True))
+                if tokens(server, text) != tokenizer(text)["input_ids"]:
+                    refuse(
+                        fix,
+                        "a tokenizer that llama.cpp follows, "
+                        f"as it does not in {text[:40]!r},",
+                    )
+        return next_token(server, prompts, vocabulary_size(fix))
 
     def usage(self, fix: Fix) -> str:
-        """By engine."""
+        """How to load the file."""
         return USAGE
 
 
@@ -102,87 +111,113 @@ USAGE = """- llama.cpp: `llama-server -m DIR/model.gguf`, or `llama-cli -m DIR/m
 
 
 def refuse(fix: Fix, allowed: str) -> NoReturn:
-    """Raise UserError, with the way that is left."""
+    """Raise UserError, with the formats that remain."""
     hint = "--to checkpoint or lora, then llama.cpp's own convert_hf_to_gguf.py or convert_lora_to_gguf.py"
     raise UserError("model", fix.lm.name, f"{allowed} in a GGUF file of posbench", hint)
 
 
 def architecture(fix: Fix) -> Architecture:
-    """How llama.cpp knows the model; UserError where it does not."""
-    kind = fix.lm.model.config.model_type
-    if kind not in ARCHITECTURES:
-        refuse(fix, f"a model of type {', '.join(ARCHITECTURES)}, not {kind},")
+    """The model's architecture in llama.cpp.
+
+    Raises:
+        UserError: llama.cpp has none, or the weights are quantised or offloaded.
+    """
+    model_type = fix.lm.model.config.model_type
+    if model_type not in ARCHITECTURES:
+        refuse(fix, f"a model of type {', '.join(ARCHITECTURES)}, not {model_type},")
     if any(p.is_meta or not p.is_floating_point() for p in fix.lm.model.parameters()):
         refuse(
             fix,
             "weights in memory that are plain numbers, neither quantised nor offloaded,",
         )
-    return ARCHITECTURES[kind]
+    return ARCHITECTURES[model_type]
 
 
-def width(fix: Fix) -> int:
-    """Tokens of the vocabulary."""
+def vocabulary_size(fix: Fix) -> int:
+    """Number of tokens in the model's vocabulary."""
     return int(families.text_config(fix.lm.model).vocab_size)
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows [H * d, ...] of queries or keys for a rotation of neighbouring coordinates; in transformers each
-    turns with the one d / 2 further on."""
+    """Reorder rows of a projection for a rotation of neighbouring coordinates.
+
+    In transformers a coordinate of a head turns with the one d / 2 further on.
+
+    Args:
+        rows: Rows of the query or key projection, shape (heads * d, ...).
+        heads: Number of heads.
+
+    Returns:
+        The rows with each head's two halves interleaved, same shape.
+    """
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def place(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
-    """Name and rows in GGUF of what belongs to a tensor of the model, by its dotted name; UserError where
-    there is none."""
+def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
+    """Name and rows in GGUF of a tensor of the model.
+
+    Args:
+        fix: The fix whose model it is.
+        name: Dotted name of the tensor in transformers.
+        rows: Its rows, shape (rows, ...), or those of an adapter's matrix B.
+
+    Raises:
+        UserError: GGUF has no such tensor for this architecture.
+    """
     import gguf
 
-    kind = architecture(fix)
-    text = families.text_config(fix.lm.model)
-    number = next(
-        number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == kind.name
-    )
-    found = gguf.get_tensor_name_map(number, fix.lm.layers).get_name(
-        name, (".weight", ".bias")
-    )
-    if found is None:
+    arch = architecture(fix)
+    config = families.text_config(fix.lm.model)
+    numbers = {arch_name: number for number, arch_name in gguf.MODEL_ARCH_NAMES.items()}
+    name_map = gguf.get_tensor_name_map(numbers[arch.name], fix.lm.layers)
+    gguf_name = name_map.get_name(name, (".weight", ".bias"))
+    if gguf_name is None:
         refuse(fix, f"a plain model of its type, without {name},")
-    heads = {"q_proj": text.num_attention_heads, "k_proj": text.num_key_value_heads}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     module = name.split(".")[-2]
-    return found, interleaved(
-        rows, heads[module]
-    ) if kind.interleaved and module in heads else rows
+    if arch.interleaved and module in heads:
+        rows = interleaved(rows, heads[module])
+    return gguf_name, rows
 
 
 def write_model(fix: Fix, change: Folded, path: Path) -> None:
-    """Write the model with a change, matrices in float16 where the published ones are in half precision."""
+    """Write the model with a change folded in.
+
+    Matrices are float16 where the published weights are in half precision, else float32.
+
+    Args:
+        fix: The fix whose model is written.
+        change: The method as a change of the checkpoint.
+        path: The GGUF file.
+    """
     import gguf
 
-    kind = architecture(fix)
-    half = fix.dtype in ("float16", "bfloat16")
-    writer = gguf.GGUFWriter(path, kind.name)
+    arch = architecture(fix)
+    in_half_precision = fix.dtype in ("float16", "bfloat16")
+    writer = gguf.GGUFWriter(path, arch.name)
     for key, value in metadata(fix, change).items():
         getattr(writer, f"add_{key}")(value)
     with scaled_weights(fix.lm, change):
-        # Of tied matrices the first alone, as llama.cpp wants it.
+        # Of tied matrices the first alone, as llama.cpp expects.
         for name, weight in fix.lm.model.named_parameters():
-            given, rows = place(fix, name, weight.detach().float().cpu())
-            rows = rows + 1 if kind.gemma and name.endswith("norm.weight") else rows
-            writer.add_tensor(
-                given, (rows.half() if half and rows.ndim > 1 else rows).numpy()
-            )
-        module: Any = rope.rotary_module(fix.lm.model)
-        if getattr(module, "rope_type", None) == "llama3":
-            theta = module.config.rope_parameters["rope_theta"]
-            slower = module.inv_freq.double().cpu()
-            plain = theta ** (
-                -torch.arange(len(slower), dtype=torch.float64) / len(slower)
-            )
-            writer.add_tensor("rope_freqs.weight", (plain / slower).float().numpy())
-        finish(writer)
+            gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
+            if arch.gemma and name.endswith("norm.weight"):
+                rows = rows + 1
+            if in_half_precision and rows.ndim > 1:
+                rows = rows.half()
+            writer.add_tensor(gguf_name, rows.numpy())
+        rotary: Any = rope.rotary_module(fix.lm.model)
+        if getattr(rotary, "rope_type", None) == "llama3":
+            theta = rotary.config.rope_parameters["rope_theta"]
+            scaled = rotary.inv_freq.double().cpu()
+            count = len(scaled)
+            plain = theta ** (-torch.arange(count, dtype=torch.float64) / count)
+            writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
+        write_and_close(writer)
 
 
-def finish(writer: Any) -> None:
-    """Write a file whose parts were all given."""
+def write_and_close(writer: Any) -> None:
+    """Write a file whose metadata and tensors were all added."""
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -192,151 +227,186 @@ def finish(writer: Any) -> None:
 
 
 def metadata(fix: Fix, change: Folded) -> dict[str, Any]:
-    """Sizes, rotary embedding and vocabulary, by the method of gguf's writer that takes each; UserError where
-    llama.cpp has no word for one."""
+    """Sizes, rotary embedding and vocabulary of the model with a change.
+
+    Args:
+        fix: The fix whose model it is.
+        change: The method as a change of the checkpoint.
+
+    Returns:
+        Values by the method of gguf's writer that takes each, without its ``add_``.
+
+    Raises:
+        UserError: llama.cpp has no key for one of them.
+    """
+    arch = architecture(fix)
+    config = rotary_config(fix.lm.model.config, change).get_text_config()
+    head_size = getattr(config, "head_dim", None)
+    if not head_size:
+        head_size = config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    context = config.max_position_embeddings
+    if window and not arch.large:
+        # llama.cpp knows no window here: up to its size the model is the same.
+        context = min(context, window)
+    values = {
+        "type": "model",
+        "name": fix.lm.name,
+        "context_length": context,
+        "vocab_size": config.vocab_size,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "key_length": head_size,
+        "value_length": head_size,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "rope_dimension_count": head_size,
+        **rope_metadata(fix, config.rope_parameters),
+    }
+    if arch.large:
+        values["sliding_window"] = window
+        values["sliding_window_pattern"] = window_period(
+            fix, config, head_size, arch.large
+        )
+    values |= vocabulary(fix)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def rope_metadata(fix: Fix, rope_parameters: Any) -> dict[str, Any]:
+    """The rotary embedding's part of :func:`metadata`, from the config's parameters.
+
+    Raises:
+        UserError: llama.cpp does not implement the embedding.
+    """
     import gguf
 
-    kind = architecture(fix)
-    text = rotary_config(fix.lm.model.config, change).get_text_config()
-    head = (
-        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    )
-    window = getattr(text, "sliding_window", None)
-    context = text.max_position_embeddings
-    whole = text.rope_parameters.get("full_attention", text.rope_parameters)
-    local = text.rope_parameters.get("sliding_attention", {"rope_type": "default"})
-    scaling = whole["rope_type"]
-    more = set(whole) - {
+    full = rope_parameters.get("full_attention", rope_parameters)
+    local = rope_parameters.get("sliding_attention", {"rope_type": "default"})
+    rope_type = full["rope_type"]
+    plain_keys = {
         "rope_type",
         "rope_theta",
         "factor",
         "original_max_position_embeddings",
     }
-    known = scaling in ("default", "linear", "llama3") or (
-        scaling == "yarn" and not more
-    )
-    if not known or local["rope_type"] != "default":
+    is_known = rope_type in ("default", "linear", "llama3")
+    if rope_type == "yarn":
+        is_known = set(full) <= plain_keys
+    if not is_known or local["rope_type"] != "default":
         refuse(
             fix,
-            f"rope_type default, linear, llama3 or plain yarn, default where layers slide; not {whole}",
+            "rope_type default, linear, llama3 or plain yarn, "
+            f"default where layers slide; not {full}",
         )
-    found = {
-        "type": "model",
-        "name": fix.lm.name,
-        # Where llama.cpp knows no window, it is the same model up to there.
-        "context_length": min(context, window)
-        if window and not kind.large
-        else context,
-        "vocab_size": text.vocab_size,
-        "embedding_length": text.hidden_size,
-        "block_count": text.num_hidden_layers,
-        "feed_forward_length": text.intermediate_size,
-        "head_count": text.num_attention_heads,
-        "head_count_kv": text.num_key_value_heads,
-        "key_length": head,
-        "value_length": head,
-        "layer_norm_rms_eps": text.rms_norm_eps,
-        "attn_logit_softcapping": getattr(text, "attn_logit_softcapping", None),
-        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
-        "rope_dimension_count": head,
-        "rope_freq_base": whole["rope_theta"],
+    values = {
+        "rope_freq_base": full["rope_theta"],
         "rope_freq_base_swa": local.get("rope_theta"),
     }
-    if scaling in ("linear", "yarn"):
-        found |= {
-            "rope_scaling_type": gguf.RopeScalingType(scaling),
-            "rope_scaling_factor": whole["factor"],
-        }
-        found["rope_scaling_orig_ctx_len"] = whole.get(
+    if rope_type in ("linear", "yarn"):
+        values["rope_scaling_type"] = gguf.RopeScalingType(rope_type)
+        values["rope_scaling_factor"] = full["factor"]
+        values["rope_scaling_orig_ctx_len"] = full.get(
             "original_max_position_embeddings"
         )
-    if kind.large:
-        full = [name == "full_attention" for name in text.layer_types]
-        period = 1 + (*full, True).index(True)
-        wide = (
-            text.hidden_size / text.num_attention_heads
-            if len(full) == kind.large
-            else head
+    return values
+
+
+def window_period(fix: Fix, config: Any, head_size: int, large: int) -> int:
+    """The period with which layers have full attention, others a sliding window.
+
+    Args:
+        fix: The fix whose model it is.
+        config: The text model's config.
+        head_size: Coordinates of a head.
+        large: See :class:`Architecture`.
+
+    Raises:
+        UserError: There is no such period, or llama.cpp scales queries by another number.
+    """
+    is_full = [kind == "full_attention" for kind in config.layer_types]
+    period = 1 + (*is_full, True).index(True)
+    query_size: float = head_size
+    if len(is_full) == large:
+        query_size = config.hidden_size / config.num_attention_heads
+    is_periodic = is_full == [
+        number % period == 0 for number in range(1, len(is_full) + 1)
+    ]
+    if config.query_pre_attn_scalar != query_size or not is_periodic:
+        refuse(
+            fix,
+            "full attention in every n-th layer, "
+            f"and query_pre_attn_scalar {query_size:g}",
         )
-        if text.query_pre_attn_scalar != wide or full != [
-            not i % period for i in range(1, len(full) + 1)
-        ]:
-            refuse(
-                fix,
-                f"full attention in every n-th layer, and query_pre_attn_scalar {wide:g}",
-            )
-        found |= {"sliding_window": window, "sliding_window_pattern": period}
-    return {
-        key: value
-        for key, value in (found | vocabulary(fix)).items()
-        if value is not None
-    }
+    return period
 
 
 def vocabulary(fix: Fix) -> dict[str, Any]:
-    """The part of :func:`metadata` that reads texts; without a tokenizer token ids alone are read."""
+    """The tokenizer's part of :func:`metadata`.
+
+    Without a tokenizer the file reads token ids alone.
+
+    Raises:
+        UserError: llama.cpp does not implement the tokenizer.
+    """
     from gguf import TokenType
 
-    size = width(fix)
+    size = vocabulary_size(fix)
     tokenizer = fix.lm.tokenizer
-    pieces = [f"<|{i}|>" for i in range(size)]
+    pieces = [f"<|{token}|>" for token in range(size)]
     types = [TokenType.UNUSED] * size
-    spelt: dict[str, Any] = {"model": {"type": "WordLevel"}}
+    definition: dict[str, Any] = {"model": {"type": "WordLevel"}}
     if tokenizer is not None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        spelt = json.loads(backend.to_str()) if backend else {"model": {"type": "slow"}}
+        definition = {"model": {"type": "slow"}}
+        if backend:
+            definition = json.loads(backend.to_str())
         added = tokenizer.added_tokens_decoder
-        for piece, i in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])[
-            :size
-        ]:
-            kind = TokenType.NORMAL if i not in added else TokenType.USER_DEFINED
-            pieces[i], types[i] = (
-                piece,
-                TokenType.CONTROL if i in added and added[i].special else kind,
-            )
-    steps = (spelt.get("pre_tokenizer") or {}).get("pretokenizers", [{}])
-    split = SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
-    found: dict[str, Any] = {
+        by_token = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+        for piece, token in by_token[:size]:
+            pieces[token] = piece
+            types[token] = TokenType.NORMAL
+            if token in added and added[token].special:
+                types[token] = TokenType.CONTROL
+            elif token in added:
+                types[token] = TokenType.USER_DEFINED
+    values: dict[str, Any] = {
         "token_types": types,
         "add_eos_token": False,
         "add_bos_token": False,
     }
-    if spelt["model"]["type"] == "WordLevel":
-        # A text is cut into as few pieces as possible; a space is U+2581 in this kind of vocabulary.
-        found |= {
-            "tokenizer_model": "t5",
-            "token_list": [piece.replace(" ", "\u2581") for piece in pieces],
-        }
-        found |= {
-            "token_scores": [-1.0] * size,
-            "add_space_prefix": False,
-            "remove_extra_whitespaces": False,
-        }
-    elif spelt["model"]["type"] == "BPE" and split:
-        merges = [
+    kind = definition["model"]["type"]
+    steps = (definition.get("pre_tokenizer") or {}).get("pretokenizers", [{}])
+    split = SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
+    if kind == "WordLevel":
+        # llama.cpp's T5 tokenizer cuts a text into as few pieces as possible if all
+        # have the same score; its vocabularies write a space as U+2581.
+        values["tokenizer_model"] = "t5"
+        values["token_list"] = [piece.replace(" ", "\u2581") for piece in pieces]
+        values["token_scores"] = [-1.0] * size
+        values["add_space_prefix"] = False
+        values["remove_extra_whitespaces"] = False
+    elif kind == "BPE" and split:
+        values["tokenizer_model"] = "gpt2"
+        values["tokenizer_pre"] = split
+        values["token_list"] = pieces
+        values["token_merges"] = [
             pair if isinstance(pair, str) else " ".join(pair)
-            for pair in spelt["model"]["merges"]
+            for pair in definition["model"]["merges"]
         ]
-        found |= {
-            "tokenizer_model": "gpt2",
-            "tokenizer_pre": split,
-            "token_list": pieces,
-        }
-        found["token_merges"] = merges
     else:
         refuse(
             fix,
             "a tokenizer of whole words, or a byte-level one of Qwen's or Llama 3's kind",
         )
     for name in ("bos", "eos", "pad", "unk"):
-        found[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)
+        values[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)
     if tokenizer is not None:
-        found["add_bos_token"] = (
-            tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-        )
-        found["chat_template"] = (
-            tokenizer.chat_template
-            if isinstance(tokenizer.chat_template, str)
-            else None
-        )
-    return found
+        first_token = tokenizer("a")["input_ids"][0]
+        values["add_bos_token"] = first_token == tokenizer.bos_token_id
+        if isinstance(tokenizer.chat_template, str):
+            values["chat_template"] = tokenizer.chat_template
+    return values

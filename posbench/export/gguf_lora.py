@@ -1,4 +1,4 @@
-"""A method as a LoRA adapter for llama.cpp, beside a GGUF file of the unmodified model."""
+"""A LoRA adapter for llama.cpp, used with a GGUF file of the unmodified model."""
 
 from __future__ import annotations
 
@@ -6,48 +6,52 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from posbench.export import gguf as whole
-from posbench.export.base import Fix, Prompts, folded
+from posbench.export import gguf as model_format
+from posbench.export.base import Fix, Prompts, checkpoint_change
 from posbench.export.llama_cpp import next_token, serve
 from posbench.export.lora import factors, need_columns
 from posbench.late import Tensor
 from posbench.methods.base import Folded
 
 
-class Export(whole.Export):
+class Export(model_format.Export):
     """A few kilobytes to a megabyte that leave the model's own file as it is."""
 
     name = "gguf-lora"
 
     def check(self, fix: Fix) -> None:
-        """See :class:`Format`; an adapter changes weights alone."""
-        need_columns(folded(fix, self.name), self.name)
-        whole.metadata(_of_ids(fix), Folded())
+        """Raise UserError where the method changes more than weights, or for the model."""
+        need_columns(checkpoint_change(fix, self.name), self.name)
+        model_format.metadata(_without_tokenizer(fix), Folded())
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """``adapter.gguf``."""
+        """Write ``adapter.gguf``."""
         import gguf
 
-        writer = gguf.GGUFWriter(folder / "adapter.gguf", whole.architecture(fix).name)
+        name = model_format.architecture(fix).name
+        writer = gguf.GGUFWriter(folder / "adapter.gguf", name)
         writer.add_type("adapter")
         writer.add_string("adapter.type", "lora")
-        for name, (down, up) in factors(fix.lm, folded(fix, self.name)).items():
-            given, rows = whole.place(fix, f"{name}.weight", up)
-            writer.add_tensor(f"{given}.lora_a", down.numpy())
-            writer.add_tensor(f"{given}.lora_b", rows.contiguous().numpy())
-        writer.add_float32("adapter.lora.alpha", len(down))
-        whole.finish(writer)
+        for module, (a, b) in factors(
+            fix.lm, checkpoint_change(fix, self.name)
+        ).items():
+            gguf_name, rows = model_format.to_gguf(fix, f"{module}.weight", b)
+            writer.add_tensor(f"{gguf_name}.lora_a", a.numpy())
+            writer.add_tensor(f"{gguf_name}.lora_b", rows.contiguous().numpy())
+        rank = len(a)
+        writer.add_float32("adapter.lora.alpha", rank)
+        model_format.write_and_close(writer)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through xllamacpp, on a file of the unmodified model that is made for this alone."""
-        with TemporaryDirectory() as made:
-            base = Path(made) / "base.gguf"
-            whole.write_model(_of_ids(fix), Folded(), base)
+        """See :meth:`Format.read`; the unmodified model goes to a temporary file."""
+        with TemporaryDirectory() as temporary:
+            base = Path(temporary) / "base.gguf"
+            model_format.write_model(_without_tokenizer(fix), Folded(), base)
             server = serve(base, max(map(len, prompts)) + 8, folder / "adapter.gguf")
-            return next_token(server, prompts, whole.width(fix))
+            return next_token(server, prompts, model_format.vocabulary_size(fix))
 
     def usage(self, fix: Fix) -> str:
-        """By engine."""
+        """How to load the adapter."""
         return USAGE
 
 
@@ -57,6 +61,6 @@ USAGE = """- llama.cpp: `llama-server -m BASE.gguf --lora DIR/adapter.gguf`; `ll
 """
 
 
-def _of_ids(fix: Fix) -> Fix:
-    """The same without its tokenizer, which an adapter does without."""
+def _without_tokenizer(fix: Fix) -> Fix:
+    """The fix without its tokenizer, which an adapter does not need."""
     return replace(fix, lm=replace(fix.lm, tokenizer=None))

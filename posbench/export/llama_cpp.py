@@ -1,4 +1,4 @@
-"""llama.cpp in this process, through xllamacpp: how a GGUF file reads a text, and what it says comes next."""
+"""llama.cpp in this process, through xllamacpp: its tokens and its next-token predictions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from posbench.errors import UserError
 from posbench.export.base import Prompts
 from posbench.late import Tensor, torch
 
+MIN_LOG_PROBABILITY = -80
+"""Nats; below, the server's float32 probabilities underflow."""
+
 
 def serve(model: Path, tokens: int, adapter: Path | None = None) -> Any:
-    """A server of a GGUF file on a free port of this machine, with float32 caches for as many tokens.
+    """Start a server of a GGUF file on a free port of this machine.
+
+    Args:
+        model: The GGUF file.
+        tokens: Capacity of its cache, which is in float32.
+        adapter: A LoRA adapter in GGUF.
 
     Raises:
         UserError: llama.cpp does not load the files.
@@ -26,14 +34,14 @@ def serve(model: Path, tokens: int, adapter: Path | None = None) -> Any:
     settings.verbosity = 0
     settings.n_ctx = tokens
     settings.n_parallel = 1
-    settings.warmup = settings.fit_params = False
-    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    settings.flash_attn_type = (
-        xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    )
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = (
-        torch.get_num_threads()
-    )
+    settings.warmup = False
+    settings.fit_params = False
+    settings.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    flash_attention = xllamacpp.llama_flash_attn_type
+    settings.flash_attn_type = flash_attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    settings.cpuparams.n_threads = torch.get_num_threads()
+    settings.cpuparams_batch.n_threads = torch.get_num_threads()
     if adapter is not None:
         settings.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
     try:
@@ -44,48 +52,55 @@ def serve(model: Path, tokens: int, adapter: Path | None = None) -> Any:
 
 
 def next_token(server: Any, prompts: Prompts, vocabulary: int) -> Tensor:
-    """As :func:`posbench.export.base.next_token`, from a server; NaN below -80 nats, where its float32 ends.
+    """Predict the next token of each prompt with a server.
+
+    Args:
+        server: What :func:`serve` started.
+        prompts: N prompts as token ids.
+        vocabulary: Number of tokens in the model's vocabulary.
+
+    Returns:
+        Log-probabilities in nats, shape (N, vocabulary), float64; NaN below -80 nats.
 
     Raises:
         UserError: It does not answer a prompt, or not with a distribution.
     """
-    found = torch.full((len(prompts), vocabulary), torch.nan, dtype=torch.float64)
-    # The server tells of no token that is part of a character: let it choose one that is not.
+    log_probabilities = torch.full(
+        (len(prompts), vocabulary), torch.nan, dtype=torch.float64
+    )
+    # The server reports no token that is part of a character: force one that is not.
+    whole_character = tokens(server, "a")[-1]
     settings = {
         "max_tokens": 1,
         "n_probs": vocabulary,
-        "logit_bias": [[tokens(server, "a")[-1], 1e6]],
+        "logit_bias": [[whole_character, 1e6]],
     }
-    for row, prompt in zip(found, prompts, strict=True):
-        answer = server.handle_completions(
-            {"prompt": list(prompt), "cache_prompt": False, **settings}
-        )
-        said = (
-            answer["choices"][0]["logprobs"]["content"]
-            if "choices" in answer
-            else [{"top_logprobs": []}]
-        )
-        for token in said[0]["top_logprobs"]:
-            if token["logprob"] is not None and token["logprob"] > -80:
-                row[token["id"]] = token["logprob"]
+    for row, prompt in zip(log_probabilities, prompts, strict=True):
+        request = {"prompt": list(prompt), "cache_prompt": False, **settings}
+        answer = server.handle_completions(request)
+        predictions = []
+        if "choices" in answer:
+            content = answer["choices"][0]["logprobs"]["content"]
+            predictions = content[0]["top_logprobs"]
+        for prediction in predictions:
+            value = prediction["logprob"]
+            if value is not None and value > MIN_LOG_PROBABILITY:
+                row[prediction["id"]] = value
         if not 0.999 < row.exp().nansum() < 1.001:
-            told = answer.get("error", {}).get(
-                "message", "its probabilities do not add up to 1"
-            )
-            allowed = f"prompts that it answers ({told})"
+            error = answer.get("error", {})
+            reason = error.get("message", "its probabilities do not add up to 1")
+            allowed = f"prompts that it answers ({reason})"
             raise UserError(
                 "llama.cpp", f"{len(prompt)} tokens", allowed, "shorter prompts"
             )
-    return found
+    return log_probabilities
 
 
 def tokens(server: Any, text: str) -> Sequence[int]:
-    """A text as the server reads it, with the tokens that it puts before."""
-    data = json.dumps(
-        {"content": text, "add_special": True, "parse_special": True}
-    ).encode()
-    direct = build_opener(ProxyHandler({}))
-    with direct.open(
-        Request(f"{server.listening_address}/tokenize", data), timeout=60
-    ) as reply:
+    """Token ids of a text as the server reads it, with those that it puts in front."""
+    request = {"content": text, "add_special": True, "parse_special": True}
+    url = f"{server.listening_address}/tokenize"
+    # Without the proxies of the environment: the server is on this machine.
+    opener = build_opener(ProxyHandler({}))
+    with opener.open(Request(url, json.dumps(request).encode()), timeout=60) as reply:
         return json.load(reply)["tokens"]

@@ -1,4 +1,4 @@
-"""A method as a LoRA adapter of rank 1 for each channel, in PEFT's files."""
+"""A method as a LoRA adapter, of rank 1 for each scaled channel, in PEFT's files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.torch import save
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts, folded, next_token
-from posbench.export.fold import column, columns
+from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_token
+from posbench.export.fold import column, column_scalings
 from posbench.files.atomic import write_bytes, write_text
 from posbench.late import Tensor, torch
 from posbench.methods.base import Folded
@@ -31,20 +31,21 @@ class Export(Format):
     library = "peft"
 
     def check(self, fix: Fix) -> None:
-        """See :class:`Format`; an adapter changes weights alone."""
+        """Raise UserError where the method changes more than weights."""
         super().check(fix)
-        need_columns(folded(fix, self.name), self.name)
+        need_columns(checkpoint_change(fix, self.name), self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """``adapter_config.json`` and ``adapter_model.safetensors``."""
-        change = folded(fix, self.name)
-        tensors = dict[str, Tensor]()
-        modules = set[str]()
-        for name, (down, up) in factors(fix.lm, change).items():
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = down
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = up
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors``."""
+        change = checkpoint_change(fix, self.name)
+        tensors: dict[str, Tensor] = {}
+        modules: set[str] = set()
+        for name, (a, b) in factors(fix.lm, change).items():
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = a
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = b
             modules.add(name.rpartition(".")[2])
-        rank = max(len(factors) for factors in change.columns.values())
+        rank = adapter_rank(change)
+        layers = families.family_of(fix.lm.model).layers
         config: dict[str, Any] = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -56,31 +57,27 @@ class Export(Format):
             "inference_mode": True,
             "target_modules": sorted(modules),
             "layers_to_transform": sorted(change.columns),
-            "layers_pattern": families.family_of(fix.lm.model).layers.rpartition(".")[
-                2
-            ],
+            "layers_pattern": layers.rpartition(".")[2],
         }
-        write_bytes(
-            folder / "adapter_model.safetensors", save(tensors, {"format": "pt"})
-        )
+        weights = save(tensors, {"format": "pt"})
+        write_bytes(folder / "adapter_model.safetensors", weights)
         write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through PEFT."""
+        """See :meth:`Format.read`; through PEFT."""
         from peft import PeftModel
 
         lm = fix.load()
-        with (
-            warnings.catch_warnings()
-        ):  # of PEFT's own calls, which nobody here can change
+        with warnings.catch_warnings():
+            # PEFT's own calls warn, which users cannot change.
             warnings.simplefilter("ignore", FutureWarning)
             model = PeftModel.from_pretrained(lm.model, str(folder))
-        tuned: Any = model.base_model.model
-        return next_token(load(tuned, tokenizer=lm.tokenizer), prompts)
+        adapted: Any = model.base_model.model
+        return next_token(load(adapted, tokenizer=lm.tokenizer), prompts)
 
     def usage(self, fix: Fix) -> str:
-        """By engine."""
-        rank = max(len(factors) for factors in folded(fix, self.name).columns.values())
+        """How to load the adapter, by engine."""
+        rank = adapter_rank(checkpoint_change(fix, self.name))
         return USAGE.replace("BASE", fix.base).replace("RANK", str(rank))
 
 
@@ -92,31 +89,47 @@ USAGE = """- PEFT: `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrain
 
 
 def need_columns(change: Folded, to: str) -> None:
-    """Refuse what no adapter of weights holds."""
-    if change.rope or not change.columns:
-        what = "rotary embeddings change" if change.rope else "nothing changes"
-        hint = "--to gguf" if to == "gguf-lora" else "--to checkpoint"
-        raise UserError(
-            "--to", to, f"a format for more than weights: {what} here", hint
-        )
+    """Refuse a change of more than weights, or of nothing; ``to`` is the format's name."""
+    if change.columns and not change.rope:
+        return
+    reason = "rotary embeddings change" if change.rope else "nothing changes"
+    hint = "--to gguf" if to == "gguf-lora" else "--to checkpoint"
+    allowed = f"a format for more than weights: {reason} here"
+    raise UserError("--to", to, allowed, hint)
+
+
+def adapter_rank(change: Folded) -> int:
+    """The rank of the adapter: channels of the layer that has most."""
+    return max(map(len, change.columns.values()), default=0)
 
 
 def factors(lm: LM, change: Folded) -> dict[str, tuple[Tensor, Tensor]]:
-    """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: for each of r
-    channels a unit row of A, and in B that channel's column times its factor less one; zeros up to the r of
-    the layer with most channels."""
+    """The adapter's matrices, by the dotted name of the projection.
+
+    Each scaled channel has a unit row in A, and in B its column of the weights times its
+    factor minus 1; the rest, up to the rank of the adapter, is zero.
+
+    Args:
+        lm: The model.
+        change: The method as a change of the checkpoint.
+
+    Returns:
+        A, shape (rank, hidden size), and B, shape (rows, rank), in float32; B A is what
+        the projection's weights gain.
+    """
     width = families.text_config(lm.model).hidden_size
-    out = dict[str, tuple[Tensor, Tensor]]()
-    rank = max(map(len, change.columns.values()), default=0)
-    for name, (rows, scales) in columns(lm, change).items():
-        down = torch.zeros(rank, width)
-        ups = []
-        for number, (channel, factor) in enumerate(scales.items()):
-            down[number, channel] = 1
+    matrices: dict[str, tuple[Tensor, Tensor]] = {}
+    rank = adapter_rank(change)
+    for name, (rows, column_factors) in column_scalings(lm, change).items():
+        a = torch.zeros(rank, width)
+        gains = []
+        for index, (channel, factor) in enumerate(column_factors.items()):
+            a[index, channel] = 1
             gain = (factor - 1) * column(lm, name, channel)
             if rows is not None:
                 gain = torch.zeros_like(gain).index_copy(0, rows, gain[rows])
-            ups.append(gain)
-        ups += [torch.zeros_like(gain)] * (rank - len(ups))
-        out[name] = down, torch.stack(ups, dim=1).float().contiguous()
-    return out
+            gains.append(gain)
+        padding = [torch.zeros_like(gain)] * (rank - len(gains))
+        b = torch.stack(gains + padding, dim=1).float().contiguous()
+        matrices[name] = (a, b)
+    return matrices

@@ -1,4 +1,4 @@
-"""A checkpoint with a few lines of code beside it that compute a method when the model runs."""
+"""A checkpoint with a file of code beside it that computes a method as the model runs."""
 
 from __future__ import annotations
 
@@ -27,53 +27,57 @@ from posbench.model.hooks import replaced
 from posbench.model.lm import LM
 
 CODE = Path(__file__).parent / "shipped"
-"""The files that go out; what differs between architectures are two names in them, and the config."""
+"""Folder of the files of code. They are written for Llama: another architecture replaces
+the names of two classes."""
 MODULE = "modeling_posbench"
+"""Name of the file of code in an exported folder."""
 
 
 class Export(Format):
     """Weights, config and tokenizer with code beside them, which needs transformers alone.
 
-    The weights go along so that one folder loads, and the code runs with those that it was checked with.
+    The weights are written too, so that one folder loads, and the code runs with the
+    weights that it was compared on.
     """
 
     name = "transformers"
     folds = False
 
     def check(self, fix: Fix) -> None:
-        """Raise UserError for a method that no code is there for, and for weights that cannot be written."""
+        """Raise UserError for a method without code, and for weights in no plain tensors."""
         if type(fix.method) not in SHIPPED:
-            known = ", ".join(method.short_name() for method in SHIPPED)
-            allowed = f"a format that holds {fix.method.short_name()}; this one holds {known}, one at a time"
+            supported = ", ".join(method.short_name() for method in SHIPPED)
+            allowed = (
+                f"a format that holds {fix.method.short_name()}; "
+                f"this one holds {supported}, one at a time"
+            )
             raise UserError(
                 "--to", self.name, allowed, "--to checkpoint, for methods that fold"
             )
-        need_plain(fix.lm, self.name)
+        check_plain_weights(fix.lm, self.name)
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """``config.json``, weights in the type of the published ones, tokenizer and the code."""
+        """Write config, weights (in the published dtype), tokenizer and code."""
         model = fix.lm.model
-        dtype = getattr(torch, fix.dtype)
         code, constants = SHIPPED[type(fix.method)]
-        tensors = model.state_dict() | more_weights(fix)
+        dtype = getattr(torch, fix.dtype)
         weights = {
             name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in tensors.items()
+            for name, value in (model.state_dict() | router_weights(fix)).items()
         }
-        # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
+        # Some checkpoints (MPT) let generate() run without a cache: another method.
         with replaced(model.generation_config, "use_cache", True):
-            # Under the names of the class: transformers renames by model_type, which is another one here.
+            # With the class's names of weights: transformers would rename them by
+            # model_type, which is another one here.
             model.save_pretrained(
                 folder, state_dict=weights, save_original_format=False
             )
-        own = {
-            name: value
-            for name, value in model.config.to_dict().items()
-            if name != "_name_or_path"
-        }
-        config = own | {
+        config = model.config.to_dict()
+        config.pop("_name_or_path", None)
+        config |= {
             "model_type": "posbench",
-            # What `transformers serve` loads; other engines know no such name, and refuse the folder.
+            # What `transformers serve` loads; other engines know no such architecture,
+            # and refuse the folder.
             "architectures": ["AutoModelForCausalLM"],
             "auto_map": {
                 "AutoConfig": f"{MODULE}.PosbenchConfig",
@@ -83,31 +87,26 @@ class Export(Format):
             "posbench": {
                 "method": code,
                 **constants(fix.method, fix.lm),
-                "where": places(fix.lm),
+                "where": module_names(fix.lm),
             },
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         text = (CODE / f"{code}.py").read_text()
-        for stands, ours in (
-            ("LlamaConfig", type(model.config)),
-            ("LlamaForCausalLM", type(model)),
-        ):
-            text = text.replace(stands, ours.__name__)
+        text = text.replace("LlamaConfig", type(model.config).__name__)
+        text = text.replace("LlamaForCausalLM", type(model).__name__)
         (folder / f"{MODULE}.py").write_text(text)
         if fix.lm.tokenizer is not None:
             fix.lm.tokenizer.save_pretrained(folder)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through transformers in a process of its own, where posbench cannot be imported."""
-        return answers([job(fix.lm, folder, prompts)])[0]
+        """See :meth:`Format.read`; in a process that cannot import posbench."""
+        return run_jobs([next_token_job(fix.lm, folder, prompts)])[0]
 
     def usage(self, fix: Fix) -> str:
-        """With transformers alone."""
-        return USAGE + (
-            PROMPTS
-            if isinstance(fix.method, ScaleChannel) and fix.method.needs_prompt
-            else ""
-        )
+        """How to load the files with transformers."""
+        if isinstance(fix.method, ScaleChannel) and fix.method.needs_prompt:
+            return USAGE + LAST_TOKEN_USAGE
+        return USAGE
 
 
 USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`, and
@@ -118,40 +117,41 @@ USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_re
 """
 
 
-PROMPTS = """- The last token of a prompt is treated apart: a whole prompt goes in one call, padded on the
+LAST_TOKEN_USAGE = """- The last token of a prompt is treated apart: a whole prompt goes in one call, padded on the
   left. So no `prefill_chunk_size`, no prompt that goes on from a filled cache, no `--continuous-batching`.
 """
 
 
-def places(lm: LM) -> dict[str, Any]:
-    """Where the code finds what it changes."""
+def module_names(lm: LM) -> dict[str, Any]:
+    """Dotted names of the modules that the code changes."""
     family = families.family_of(lm.model)
-    module = rope.rotary_module(lm.model)
-    names = {id(found): name for name, found in lm.model.named_modules()}
+    rotary = rope.rotary_module(lm.model)
+    names = {id(module): name for name, module in lm.model.named_modules()}
     return {
         "layers": family.layers,
         "attention": family.attention,
-        "rotary": names.get(id(module)),
+        "rotary": names.get(id(rotary)),
     }
 
 
-def more_weights(fix: Fix) -> dict[str, Tensor]:
-    """Weights of the method's own, by their names in the model: the routers of MoICE."""
+def router_weights(fix: Fix) -> dict[str, Tensor]:
+    """Weights of MoICE's routers by their names in the model; none for other methods."""
     if not isinstance(fix.method, MoICE):
         return {}
     family = families.family_of(fix.lm.model)
-    return {
-        f"{family.layers}.{layer}.{family.attention}.router.{name}": value
-        for layer, router in _routers(fix.method, fix.lm).items()
-        for name, value in router.state_dict().items()
-    }
+    weights = {}
+    for layer, router in _routers(fix.method, fix.lm).items():
+        prefix = f"{family.layers}.{layer}.{family.attention}.router"
+        for name, value in router.state_dict().items():
+            weights[f"{prefix}.{name}"] = value
+    return weights
 
 
-def need_plain(lm: LM, to: str) -> None:
-    """Refuse a model whose weights are packed or elsewhere."""
-    packed = getattr(lm.model, "hf_quantizer", None) is not None
-    if packed or any(parameter.is_meta for parameter in lm.model.parameters()):
-        kind = "quantised" if packed else "offloaded"
+def check_plain_weights(lm: LM, to: str) -> None:
+    """Refuse a model with quantised or offloaded weights; ``to`` is the format's name."""
+    is_quantised = getattr(lm.model, "hf_quantizer", None) is not None
+    if is_quantised or any(parameter.is_meta for parameter in lm.model.parameters()):
+        kind = "quantised" if is_quantised else "offloaded"
         allowed = (
             f"weights in memory that are plain numbers; those of {lm.name} are {kind}"
         )
@@ -159,156 +159,181 @@ def need_plain(lm: LM, to: str) -> None:
         raise UserError("--to", to, allowed, hint)
 
 
-def job(lm: LM, folder: Path, prompts: Prompts) -> dict[str, Any]:
-    """What :func:`answers` is asked: a folder, the type, kernel and device of a model, and N prompts."""
+def next_token_job(lm: LM, folder: Path, prompts: Prompts) -> dict[str, Any]:
+    """A job for :func:`run_jobs`: predict the next tokens of prompts.
+
+    Args:
+        lm: The model whose dtype, attention kernel and device the job uses.
+        folder: The exported folder.
+        prompts: Prompts as token ids.
+    """
     return {
         "folder": str(folder.resolve()),
         "prompts": [list(prompt) for prompt in prompts],
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "kernel": families.text_config(lm.model)._attn_implementation,
-        "place": "auto" if hasattr(lm.model, "hf_device_map") else str(lm.device),
+        "device_map": "auto" if hasattr(lm.model, "hf_device_map") else str(lm.device),
     }
 
 
-def answers(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Log-probabilities [N, V] of every job, from one process where posbench cannot be imported."""
-    rows: list[Tensor] = apart(
-        [sys.executable, "-I", "-c", ASK], jobs, {"HF_HUB_OFFLINE": "1"}, "transformers"
+def run_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Log-probabilities of every job, from one process that cannot import posbench.
+
+    Args:
+        jobs: What :func:`next_token_job` returned.
+
+    Returns:
+        For each job a tensor in nats, shape (prompts, vocabulary), float64.
+    """
+    results: list[Tensor] = run_process(
+        [sys.executable, "-I", "-c", NEXT_TOKEN_SCRIPT],
+        jobs,
+        {"HF_HUB_OFFLINE": "1"},
+        "transformers",
     )
-    return rows
+    return results
 
 
-def apart(
-    command: Sequence[str], job: object, settings: Mapping[str, str], to: str
+def run_process(
+    command: Sequence[str], job: object, environment: Mapping[str, str], to: str
 ) -> Any:
-    """What a process of its own saved with torch: it gets a job as JSON, the file's name, and environment
-    variables.
+    """Run a command that loads exported files, and return what it saved with torch.
+
+    Args:
+        command: The command; the name of the file to save to is appended.
+        job: What it reads from its input, as JSON.
+        environment: Environment variables to set.
+        to: Name of the format, for errors.
 
     Raises:
-        MachineError: It ended with an error.
+        MachineError: The command failed.
     """
-    with tempfile.TemporaryDirectory() as place:
-        out = Path(place) / "answers.pt"
-        done = subprocess.run(
-            [*command, str(out)],
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "answers.pt"
+        process = subprocess.run(
+            [*command, str(results)],
             input=json.dumps(job),
             capture_output=True,
             text=True,
-            cwd=place,
-            env={**os.environ, "HF_MODULES_CACHE": place, **settings},
+            cwd=folder,
+            env={**os.environ, "HF_MODULES_CACHE": folder, **environment},
             check=False,
         )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["nothing"]
-            # Progress bars may follow the error.
-            errors = [
-                line
-                for line in lines
-                if re.search(r"(^|\s)[\w.]+(Error|Exception): ", line)
-            ]
-            said = (errors or lines)[-1][:300]
+        if process.returncode:
+            reason = _error_line(process.stderr)
             raise MachineError(
                 "--to",
                 to,
-                f"files that load; the process said: {said}",
+                f"files that load; the process said: {reason}",
                 "please report it",
             )
-        return torch.load(out)
+        return torch.load(results)
 
 
-ASK = """
+def _error_line(stderr: str) -> str:
+    """The last error in the output of a process, or its last line, in 300 characters."""
+    lines = stderr.strip().splitlines() or ["nothing"]
+    # Progress bars may follow the error.
+    is_error = re.compile(r"(^|\s)[\w.]+(Error|Exception): ")
+    errors = [line for line in lines if is_error.search(line)]
+    return (errors or lines)[-1][:300]
+
+
+NEXT_TOKEN_SCRIPT = """
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM
 
 sys.modules["posbench"] = None
-rows = []
+results = []
 for job in json.load(sys.stdin):
     model = AutoModelForCausalLM.from_pretrained(
         job["folder"],
         trust_remote_code=True,
         dtype=getattr(torch, job["dtype"]),
         attn_implementation=job["kernel"],
-        device_map=job["place"],
+        device_map=job["device_map"],
     )
+    rows = []
     with torch.inference_mode():
-        found = [
-            model(input_ids=torch.tensor([prompt], device=model.device), logits_to_keep=1).logits[0, -1]
-            for prompt in job["prompts"]
-        ]
-    rows.append(torch.stack([row.to(torch.float64).log_softmax(-1).cpu() for row in found]))
-torch.save(rows, sys.argv[1])
+        for prompt in job["prompts"]:
+            ids = torch.tensor([prompt], device=model.device)
+            logits = model(input_ids=ids, logits_to_keep=1).logits[0, -1]
+            rows.append(logits.to(torch.float64).log_softmax(-1).cpu())
+    results.append(torch.stack(rows))
+torch.save(results, sys.argv[1])
 """
-"""What that process runs, from a list of jobs in JSON to a file with a list of tensors."""
+"""Reads a list of jobs as JSON, and saves a list of tensors to the file it is called with."""
 
 
-def _channels(method: ScaleChannel, lm: LM) -> dict[str, Any]:
-    last = None if method.last == "all" else method.last
-    own = {
+def _scale_channel(method: ScaleChannel, lm: LM) -> dict[str, Any]:
+    return {
         "channels": list(method.channels),
         "factor": method.factor,
         "layers": list(method.layers),
+        "last": None if method.last == "all" else method.last,
+        "tokens": method.tokens,
     }
-    return {**own, "last": last, "tokens": method.tokens}
 
 
-def _scales(method: LayerScaling, lm: LM) -> dict[str, Any]:
+def _layer_scaling(method: LayerScaling, lm: LM) -> dict[str, Any]:
     rotated = rope.rotated_layers(lm.model)
-    scales = method.layer_scales(lm.layers)
-    return {
-        "scales": [
-            scale if layer in rotated else 1.0 for layer, scale in enumerate(scales)
-        ]
-    }
+    scales = [
+        scale if layer in rotated else 1.0
+        for layer, scale in enumerate(method.layer_scales(lm.layers))
+    ]
+    return {"scales": scales}
 
 
-def _scale(method: PositionInterpolation, lm: LM) -> dict[str, Any]:
-    return _scales(LayerScaling(scales=(method.scale,) * lm.layers), lm)
+def _position_interpolation(method: PositionInterpolation, lm: LM) -> dict[str, Any]:
+    return _layer_scaling(LayerScaling(scales=(method.scale,) * lm.layers), lm)
 
 
-def _buckets(method: AttentionBuckets, lm: LM) -> dict[str, Any]:
+def _attention_buckets(method: AttentionBuckets, lm: LM) -> dict[str, Any]:
     return {"bases": list(method.bases), "mixture": method.mixture}
 
 
-def _ratios(method: MsPoE, lm: LM) -> dict[str, Any]:
-    direct = "permutation" if method.variant == "official" else "rank"
-    layers = [
-        layer for layer in rope.rotated_layers(lm.model) if layer >= method.first_layer
-    ]
-    own = {"indices": layers, "ratios": list(method.ratios), "alpha": method.alpha}
+def _ms_poe(method: MsPoE, lm: LM) -> dict[str, Any]:
+    rotated = rope.rotated_layers(lm.model)
+    default_order = "permutation" if method.variant == "official" else "rank"
     return {
         "method": "ms_poe",
-        **own,
+        "indices": [layer for layer in rotated if layer >= method.first_layer],
+        "ratios": list(method.ratios),
+        "alpha": method.alpha,
         "variant": method.variant,
-        "order": method.order or direct,
+        "order": method.order or default_order,
     }
 
 
-def _mixture(method: MoICE, lm: LM) -> dict[str, Any]:
+def _moice(method: MoICE, lm: LM) -> dict[str, Any]:
     routers = _routers(method, lm)
-    width = next(iter(routers.values())).gate_1.in_features if routers else None
-    own = {
+    width = None
+    if routers:
+        width = next(iter(routers.values())).gate_1.in_features
+    return {
+        "method": "moice",
         "indices": rope.rotated_layers(lm.model),
         "bases": list(method.bases),
         "top_k": method.top_k,
+        "router": width,
     }
-    return {"method": "moice", **own, "router": width}
 
 
 def _routers(method: MoICE, lm: LM) -> dict[int, Any]:
-    return (
-        {}
-        if method.weights == UNIFORM
-        else load_routers(lm, str(method.weights), len(method.bases))
-    )
+    """Trained routers by layer; none where all bases weigh the same."""
+    if method.weights == UNIFORM:
+        return {}
+    return load_routers(lm, str(method.weights), len(method.bases))
 
 
 SHIPPED: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]] = {
-    ScaleChannel: ("scale_channel", _channels),
-    LayerScaling: ("layer_scaling", _scales),
-    PositionInterpolation: ("layer_scaling", _scale),
-    AttentionBuckets: ("attention_buckets", _buckets),
-    MsPoE: ("by_hand", _ratios),
-    MoICE: ("by_hand", _mixture),
+    ScaleChannel: ("scale_channel", _scale_channel),
+    LayerScaling: ("layer_scaling", _layer_scaling),
+    PositionInterpolation: ("layer_scaling", _position_interpolation),
+    AttentionBuckets: ("attention_buckets", _attention_buckets),
+    MsPoE: ("by_hand", _ms_poe),
+    MoICE: ("by_hand", _moice),
 }
-"""By method, the file of its code and what makes the constants in the config."""
+"""By method: the name of its file of code, and a function from the method and a model to
+the constants in the config."""

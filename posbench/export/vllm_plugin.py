@@ -13,7 +13,7 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.export.base import Fix, Format, Prompts
-from posbench.export.transformers import CODE, SHIPPED, apart
+from posbench.export.transformers import CODE, SHIPPED, run_process
 from posbench.late import Tensor, torch
 from posbench.model import rope
 
@@ -29,7 +29,8 @@ MODELS = (
     "qwen3_moe",
 )
 """Values of ``model_type``, and modules of vLLM, whose layers each hold a rotary embedding."""
-PYTHON = "POSBENCH_VLLM_PYTHON"
+PYTHON_VARIABLE = "POSBENCH_VLLM_PYTHON"
+"""Environment variable that names a Python interpreter with vLLM."""
 
 
 class Export(Format):
@@ -40,8 +41,9 @@ class Export(Format):
     library = "vllm"
 
     def check(self, fix: Fix) -> None:
-        """Raise UserError for other methods, and for models that vLLM does not serve in this shape."""
-        if SHIPPED.get(type(fix.method), ("",))[0] != "layer_scaling":
+        """Raise UserError for other methods, and models that vLLM implements otherwise."""
+        code, _ = SHIPPED.get(type(fix.method), ("", None))
+        if code != "layer_scaling":
             allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
             raise UserError(
                 "--to",
@@ -49,61 +51,61 @@ class Export(Format):
                 allowed,
                 "--to lora for what folds, else --to transformers",
             )
-        kind = fix.lm.model.config.model_type
-        scaled = (
-            getattr(rope.rotary_module(fix.lm.model), "rope_type", None) != "default"
+        model_type = fix.lm.model.config.model_type
+        rotary = rope.rotary_module(fix.lm.model)
+        has_plain_rope = getattr(rotary, "rope_type", None) == "default"
+        if model_type in MODELS and has_plain_rope:
+            return
+        model = f"{fix.lm.name} is {model_type}"
+        if not has_plain_rope:
+            model += ", scaled"
+        allowed = f"{', '.join(MODELS)} with plain RoPE; {model}"
+        raise UserError(
+            "--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers"
         )
-        if kind not in MODELS or scaled:
-            what = f"{fix.lm.name} is {kind}{', scaled' if scaled else ''}"
-            allowed = f"{', '.join(MODELS)} with plain RoPE; {what}"
-            raise UserError(
-                "--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers"
-            )
 
     def write(self, fix: Fix, folder: Path) -> None:
-        """``pyproject.toml`` and a package of two modules: one that registers, one that is the model."""
-        kind = fix.lm.model.config.model_type
-        package = name_of(fix)
-        model = type(fix.lm.model).__name__
+        """Write ``pyproject.toml`` and a package: its model, and what registers it."""
+        model_type = fix.lm.model.config.model_type
+        package = package_name(fix)
         text = (CODE / "vllm_layers.py").read_text()
         text = text.replace(
-            "models.llama import LlamaForCausalLM", f"models.{kind} import {model}"
+            "models.llama import LlamaForCausalLM",
+            f"models.{model_type} import {type(fix.lm.model).__name__}",
         )
-        text = text.replace("SCALES = (1.0,)", f"SCALES = {scales_of(fix)}")
+        text = text.replace("SCALES = (1.0,)", f"SCALES = {layer_scales(fix)}")
         (folder / package).mkdir()
         (folder / package / "model.py").write_text(text)
-        for file, source in (
-            (f"{package}/__init__.py", REGISTER),
-            ("pyproject.toml", PROJECT),
-        ):
-            (folder / file).write_text(
-                source.replace("PACKAGE", package).replace("MODEL", name_in_vllm(fix))
-            )
+        templates = {f"{package}/__init__.py": REGISTER, "pyproject.toml": PROJECT}
+        for name, template in templates.items():
+            text = template.replace("PACKAGE", package)
+            text = text.replace("MODEL", architecture_name(fix))
+            (folder / name).write_text(text)
 
     def missing(self) -> str:
-        """See :class:`Format`."""
-        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-        there = subprocess.run([python(), "-c", look], check=False).returncode == 0
+        """See :meth:`Format.missing`."""
+        script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        process = subprocess.run([interpreter(), "-c", script], check=False)
+        if process.returncode == 0:
+            return ""
         return (
-            ""
-            if there
-            else f"vLLM is not installed here; set {PYTHON} to a Python that has it"
+            f"vLLM is not installed here; set {PYTHON_VARIABLE} to a Python that has it"
         )
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
-        """Through vLLM in a process of its own."""
-        model = str(Path(fix.files).resolve()) if fix.files else fix.base
-        dtype = str(fix.lm.model.dtype).removeprefix("torch.")
-        call = {
-            "model": model,
-            "dtype": dtype,
-            "hf_overrides": {"architectures": [name_in_vllm(fix)]},
+        """See :meth:`Format.read`; through vLLM in a process of its own."""
+        arguments = {
+            "model": str(Path(fix.files).resolve()) if fix.files else fix.base,
+            "dtype": str(fix.lm.model.dtype).removeprefix("torch."),
+            "hf_overrides": {"architectures": [architecture_name(fix)]},
         }
-        return answers(call, prompts, package=str(folder.resolve() / name_of(fix)))
+        package = folder.resolve() / package_name(fix)
+        return next_token(arguments, prompts, package=str(package))
 
     def usage(self, fix: Fix) -> str:
-        """With vLLM."""
-        return USAGE.replace("BASE", fix.base).replace("MODEL", name_in_vllm(fix))
+        """How to load the package with vLLM."""
+        usage = USAGE.replace("BASE", fix.base)
+        return usage.replace("MODEL", architecture_name(fix))
 
 
 USAGE = """- vLLM: `pip install DIR`, then `vllm serve BASE --hf-overrides '{"architectures": ["MODEL"]}'`
@@ -141,70 +143,76 @@ packages = ["PACKAGE"]
 """
 
 
-def scales_of(fix: Fix) -> tuple[float, ...]:
+def layer_scales(fix: Fix) -> tuple[float, ...]:
     """The scale of each layer."""
-    return tuple(
-        float(scale)
-        for scale in SHIPPED[type(fix.method)][1](fix.method, fix.lm)["scales"]
-    )
+    _, constants = SHIPPED[type(fix.method)]
+    return tuple(float(scale) for scale in constants(fix.method, fix.lm)["scales"])
 
 
-def name_of(fix: Fix) -> str:
-    """Of the package: another for other scales or another architecture, so that several can be installed."""
-    told = json.dumps([type(fix.lm.model).__name__, scales_of(fix)])
-    return f"posbench_{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+def package_name(fix: Fix) -> str:
+    """Name of the package, which its architecture and scales determine.
+
+    So packages of several fixes can be installed side by side.
+    """
+    identity = json.dumps([type(fix.lm.model).__name__, layer_scales(fix)])
+    return f"posbench_{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
-def name_in_vllm(fix: Fix) -> str:
-    """Of the architecture that the package registers."""
-    return f"{name_of(fix).capitalize().replace('_', '')}ForCausalLM"
+def architecture_name(fix: Fix) -> str:
+    """Name of the architecture that the package registers with vLLM."""
+    return f"{package_name(fix).capitalize().replace('_', '')}ForCausalLM"
 
 
-def python() -> str:
-    """The interpreter that has vLLM."""
-    return os.environ.get(PYTHON, sys.executable)
+def interpreter() -> str:
+    """The Python interpreter that has vLLM."""
+    return os.environ.get(PYTHON_VARIABLE, sys.executable)
 
 
-def answers(
-    call: Mapping[str, Any], prompts: Prompts, *, package: str = "", adapter: str = ""
+def next_token(
+    arguments: Mapping[str, Any],
+    prompts: Prompts,
+    *,
+    package: str = "",
+    adapter: str = "",
 ) -> Tensor:
-    """Log-probabilities [N, V] from vLLM.
+    """Predict the next token of each prompt with vLLM.
 
     Args:
-        call: Arguments of ``vllm.LLM``.
+        arguments: Arguments of ``vllm.LLM``.
         prompts: N prompts as token ids.
-        package: The package's folder; it registers as where it is installed.
-        adapter: The folder of a LoRA adapter.
+        package: Folder of an exported package, registered as if installed.
+        adapter: Folder of a LoRA adapter.
+
+    Returns:
+        Log-probabilities in nats, shape (N, vocabulary), float64.
 
     Raises:
-        UserError: vLLM is not there.
-        MachineError: It ended with an error.
+        UserError: vLLM is not installed.
+        MachineError: vLLM failed.
     """
-    if missing := Export().missing():
-        raise UserError(
-            "vllm", python(), missing, f"{PYTHON}=/path/to/python posbench verify DIR"
-        )
+    missing = Export().missing()
+    if missing:
+        hint = f"{PYTHON_VARIABLE}=/path/to/python posbench verify DIR"
+        raise UserError("vllm", interpreter(), missing, hint)
     job = {
-        "call": call,
+        "arguments": arguments,
         "prompts": [list(prompt) for prompt in prompts],
         "package": package,
+        "adapter": adapter,
     }
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
-        settings |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if package:
-        # For the processes that vLLM starts, too.
-        settings["PYTHONPATH"] = str(Path(package).parent)
-    rows: Tensor = apart(
-        [python(), "-c", ASK], {**job, "adapter": adapter}, settings, "vllm-plugin"
-    )
-    return rows
+        # vLLM's own processes must find the package, too.
+        environment["PYTHONPATH"] = str(Path(package).parent)
+    command = [interpreter(), "-c", NEXT_TOKEN_SCRIPT]
+    log_probabilities: Tensor = run_process(command, job, environment, "vllm-plugin")
+    return log_probabilities
 
 
-ASK = """
+NEXT_TOKEN_SCRIPT = """
 import importlib, json, os, sys
 import torch
 from vllm import LLM, SamplingParams
@@ -218,13 +226,15 @@ engine = LLM(
     max_logprobs=-1,
     skip_tokenizer_init=True,
     enforce_eager=True,
-    **job["call"],
+    **job["arguments"],
 )
 adapter = LoRARequest("fix", 1, job["adapter"]) if job["adapter"] else None
-asked = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False)
-out = engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], asked, lora_request=adapter)
-found = [reply.outputs[0].logprobs[0] for reply in out]
-rows = [[row[token].logprob for token in range(len(row))] for row in found]
+sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False)
+prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+rows = []
+for reply in engine.generate(prompts, sampling, lora_request=adapter):
+    predictions = reply.outputs[0].logprobs[0]
+    rows.append([predictions[token].logprob for token in range(len(predictions))])
 torch.save(torch.tensor(rows, dtype=torch.float64), sys.argv[1])
 """
-"""What that process runs, from one JSON object to a file with a tensor."""
+"""Reads a job as JSON, and saves a tensor to the file it is called with."""

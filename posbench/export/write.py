@@ -1,5 +1,7 @@
-"""Write a fix as a format, hold it against the method, and tell all of it on a card; nothing is left of what
-does not hold."""
+"""Write a fix in a format, compare the files with the method, and add a model card.
+
+Nothing is left of files that do not do what the method does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import yaml
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Measured, Prompts, Unverified, measure
+from posbench.export.base import Comparison, Fix, Format, Prompts, Unverified, measure
 from posbench.files.atomic import new_folder, write_text
 from posbench.files.digests import sha256
 from posbench.files.markdown import markdown
@@ -30,78 +32,75 @@ from posbench.tasks import Example
 from posbench.tasks.base import EvaluationOnly
 
 RECORD = "posbench.json"
+"""File that ``posbench verify`` reads."""
 CARD = "README.md"
+"""File of the model card."""
 KIND = "folder of posbench export"
-"""What ``posbench verify`` reads, the model card, and what both stand in."""
-PROMPTS = 8  # that are compared
+"""What an exported folder is called in messages."""
+NUM_PROMPTS = 8
+"""Prompts on which the files are compared with the method."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a card tells beside the format: all that is known of where the fix comes from."""
+class CardFacts:
+    """Facts for the model card and the record: where the fix comes from.
+
+    Attributes:
+        command: The command that wrote the files.
+        raw: The config with the method's constants, as plain data.
+        source: Where the constants come from.
+        gain: What they gained on prompts held back from the search, in words.
+        price: What folding costs, in words.
+        effects: Side effects on other tasks, as :func:`side_effects` returns them.
+        versions: Versions of packages, by name.
+        base: The model's files, as the provenance of a run lists them.
+    """
 
     command: str
-    raw: Mapping[str, Any]  # the config with the constants, as plain data
+    raw: Mapping[str, Any]
     source: str = ""
-    gain: str = ""  # of the search on held-back prompts, in words
+    gain: str = ""
     price: str = ""
     effects: Sequence[Sequence[str]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    base: Sequence[Mapping[str, str]] = ()  # the model's files, as provenance has them
+    base: Sequence[Mapping[str, str]] = ()
 
 
-def examples_of(run: Run) -> list[Example]:
-    """The prompts that a fix is held against: those of the calibration where the task has some, else those of
-    the evaluation."""
-    return (
-        run.evaluation
-        if isinstance(run.task, EvaluationOnly)
-        else run.task.examples("calibration")
-    )
+def comparison_examples(run: Run) -> list[Example]:
+    """The calibration examples of a task, or its evaluation examples if it has none."""
+    if isinstance(run.task, EvaluationOnly):
+        return run.evaluation
+    return run.task.examples("calibration")
 
 
-def prompts_of(run: Run) -> Prompts:
-    """Some of them as token ids, spread over all."""
-    examples = examples_of(run)
-    some = [
-        examples[i]
-        for i in sorted(
-            {*np.linspace(0, len(examples) - 1, PROMPTS).round().astype(int)}
-        )
-    ]
-    return [encoded.ids for encoded in run.encode(some).values()]
+def comparison_prompts(run: Run) -> Prompts:
+    """Token ids of a few prompts, spread evenly over the examples."""
+    examples = comparison_examples(run)
+    indices = np.linspace(0, len(examples) - 1, NUM_PROMPTS).round().astype(int)
+    chosen = [examples[i] for i in sorted({*indices})]
+    return [encoded.ids for encoded in run.encode(chosen).values()]
 
 
-def price_of(run: Run, asked: Method, written: Method) -> str:
-    """What it costs that all tokens are scaled where the last alone were: the loss of the answers, paired."""
-    examples = [e for e in examples_of(run) if e.answers]
+def folding_price(run: Run, requested: Method, written: Method) -> str:
+    """What it costs to scale all tokens instead of the last alone, in words.
+
+    The loss of the examples' answers under both methods is compared, paired by prompt.
+
+    Args:
+        run: Model, task and runtime.
+        requested: The method for the last token.
+        written: Its twin for all tokens, which the files hold.
+    """
+    examples = [e for e in comparison_examples(run) if e.answers]
     if not examples:
         return "not measured: the task publishes no answers"
-    encoded = run.encode(examples)
-    losses = dict[str, np.ndarray]()
-    for name, method in {
-        "unmodified": Unmodified(),
-        "asked": asked,
-        "written": written,
-    }.items():
-        found = dict[str, float]()
-        plan = run.batches(examples, lambda e: len(encoded[e.id].ids))
-        with (
-            method.applied(run.lm) as lm,
-            run.progress(f"price of folding: {name}", len(examples)) as done,
-        ):
-            for batch in plan:
-                texts = [e.prompt for e in batch]
-                answers = [e.answers[0] for e in batch]
-                values = lm.answer_loss(texts, answers, batch_size=len(batch))
-                found |= {
-                    e.id: float(value) for e, value in zip(batch, values, strict=True)
-                }
-                done(len(batch))
-        losses[name] = np.array([found[e.id] for e in examples])
-    gap = paired(
-        losses["written"], losses["asked"], [e.cluster or e.id for e in examples]
-    )
+    methods = {"unmodified": Unmodified(), "asked": requested, "written": written}
+    losses = {
+        name: _answer_losses(run, method, examples, f"price of folding: {name}")
+        for name, method in methods.items()
+    }
+    clusters = [e.cluster or e.id for e in examples]
+    gap = paired(losses["written"], losses["asked"], clusters)
     means = {name: f"{float(values.mean()):.4g}" for name, values in losses.items()}
     return (
         f"All tokens scaled instead of the last alone: {gap.loss_verdict}; loss {means['written']} "
@@ -110,116 +109,173 @@ def price_of(run: Run, asked: Method, written: Method) -> str:
     )
 
 
-def effects_of(
+def _answer_losses(
+    run: Run, method: Method, examples: Sequence[Example], label: str
+) -> np.ndarray:
+    """Loss of each example's first answer under a method.
+
+    Args:
+        run: Model and runtime.
+        method: The method.
+        examples: N examples with answers.
+        label: What the progress bar says.
+
+    Returns:
+        Nats per answer token, shape (N,).
+    """
+    encoded = run.encode(examples)
+    batches = run.batches(examples, lambda e: len(encoded[e.id].ids))
+    losses: dict[str, float] = {}
+    with method.applied(run.lm) as lm, run.progress(label, len(examples)) as progress:
+        for batch in batches:
+            prompts = [e.prompt for e in batch]
+            answers = [e.answers[0] for e in batch]
+            values = lm.answer_loss(prompts, answers, batch_size=len(batch))
+            for example, value in zip(batch, values, strict=True):
+                losses[example.id] = float(value)
+            progress(len(batch))
+    return np.array([losses[e.id] for e in examples])
+
+
+def side_effects(
     outputs: Path, model: str, task: str, method: Mapping[str, Any]
 ) -> list[list[str]]:
-    """From runs of other tasks with the same model and constants: task, difference in points, n."""
-    rows = []
-    for folder in runs_in(outputs) if outputs.is_dir() else []:
-        ran = read_json(folder / "method.json")
+    """What the same constants did to other tasks, from runs of the same model.
+
+    Args:
+        outputs: Folder of runs, which may not exist.
+        model: Name of the model.
+        task: Name of the task that is left out.
+        method: Fields of the method.
+
+    Returns:
+        Rows of task, difference from the unmodified model in points, and n.
+    """
+    rows: list[list[str]] = []
+    if not outputs.is_dir():
+        return rows
+    for folder in runs_in(outputs):
+        run_method = read_json(folder / "method.json")
         metrics = read_csv(folder / "metrics.csv")
-        if (
-            ran is None
-            or metrics is None
-            or {k: ran.get(k) for k in method} != dict(method)
-        ):
+        if run_method is None or metrics is None:
             continue
-        here = metrics[(metrics["model"] == model) & (metrics["task"] != task)]
-        for row in overall(here, "difference").itertuples():
-            gap = with_interval(
+        if {key: run_method.get(key) for key in method} != dict(method):
+            continue
+        is_side_effect = (metrics["model"] == model) & (metrics["task"] != task)
+        for row in overall(metrics[is_side_effect], "difference").itertuples():
+            points = with_interval(
                 100 * row.value, 100 * row.ci_low, 100 * row.ci_high, "+z.1f"
             )
-            rows.append([str(row.task), gap, str(row.n)])
+            rows.append([str(row.task), points, str(row.n)])
     return rows
 
 
 def write(
-    form: Format, fix: Fix, told: Told, prompts: Prompts, out: Path
-) -> Measured | Unverified:
-    """Write a folder, verified where that is possible; ``out`` may hold an older one of posbench.
+    form: Format, fix: Fix, facts: CardFacts, prompts: Prompts, out: Path
+) -> Comparison | Unverified:
+    """Write the folder of a fix, and verify it if its engine is installed.
+
+    Args:
+        form: The format.
+        fix: The fix.
+        facts: What the model card says beside the format.
+        prompts: Prompts to compare on, as token ids.
+        out: The folder; an older export there is replaced.
 
     Raises:
-        UserError: The format cannot hold it, something else stands at ``out``, or what was loaded again is
-            further from the method than the tolerance.
+        UserError: The format cannot hold the fix, something else stands at ``out``, or
+            the files differ from the method by more than the tolerance.
     """
-    need_room(out)
+    check_destination(out)
     form.check(fix)
     with new_folder(out) as folder:
         form.write(fix, folder)
-        measured: Measured | Unverified
-        if missing := form.missing():
-            measured = Unverified(f"not verified: {missing}")
+        missing = form.missing()
+        comparison: Comparison | Unverified
+        if missing:
+            comparison = Unverified(f"not verified: {missing}")
         else:
-            measured = measure(form, fix, folder, prompts)
-            need(measured, form, fix)
-        write_text(folder / CARD, card(form, fix, told, measured))
-        files = {
-            str(f.relative_to(folder)): sha256(f)
-            for f in sorted(folder.rglob("*"))
-            if f.is_file()
-        }
+            comparison = measure(form, fix, folder, prompts)
+            check_agreement(comparison, form, fix)
+        write_text(folder / CARD, card(form, fix, facts, comparison))
+        digests = {name: sha256(file) for name, file in _files(folder).items()}
         record = {
             "format": form.name,
-            **asdict(told),
-            "measured": asdict(measured),
-            "files": files,
+            **asdict(facts),
+            "measured": asdict(comparison),
+            "files": digests,
         }
         write_text(folder / RECORD, json.dumps(record, indent=2) + "\n")
-        for file in files:  # safetensors lets nobody else read what it writes
-            (folder / file).chmod((folder / RECORD).stat().st_mode)
-    return measured
+        # safetensors writes files that nobody else may read.
+        mode = (folder / RECORD).stat().st_mode
+        for name in digests:
+            (folder / name).chmod(mode)
+    return comparison
 
 
-def need_room(out: Path) -> None:
-    """Refuse a place where something stands that is not an export as it was written: it would be lost."""
-    known = (read_json(out / RECORD) or {}).get("files", {})
-    files = (
-        {str(f.relative_to(out)): f for f in out.rglob("*") if f.is_file()}
-        if out.is_dir()
-        else {}
-    )
-    mine = [
-        name
-        for name, f in files.items()
-        if name != RECORD and known.get(name) != sha256(f)
-    ]
-    need_place(
-        out,
-        bool(known) and not mine and not out.is_symlink(),
-        f"{KIND} as it was written",
-    )
+def _files(folder: Path) -> dict[str, Path]:
+    """All files below a folder, by their path in it."""
+    return {
+        str(file.relative_to(folder)): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
-def need(measured: Measured, form: Format, fix: Fix) -> None:
+def check_destination(out: Path) -> None:
+    """Refuse a folder that holds anything but an unchanged export: it would be lost."""
+    digests = (read_json(out / RECORD) or {}).get("files", {})
+    is_unchanged = bool(digests) and not out.is_symlink()
+    if is_unchanged and out.is_dir():
+        is_unchanged = all(
+            name == RECORD or digests.get(name) == sha256(file)
+            for name, file in _files(out).items()
+        )
+    need_place(out, is_unchanged, f"{KIND} as it was written")
+
+
+def check_agreement(comparison: Comparison, form: Format, fix: Fix) -> None:
     """Raise UserError where the files do not do what the method does."""
-    if not measured.holds:
-        allowed = f"files that do what the method does: {measured.words}"
+    if not comparison.holds:
+        allowed = f"files that do what the method does: {comparison.words}"
         hint = "please report it, with this line; another format may do: posbench export --help"
         raise UserError("--to", f"{form.name} of {fix.lm.name}", allowed, hint)
 
 
-def card(form: Format, fix: Fix, told: Told, measured: Measured | Unverified) -> str:
-    """The model card, Markdown."""
-    constants = {k: v for k, v in told.raw["method"].items() if k != "_target_"}
+def card(
+    form: Format, fix: Fix, facts: CardFacts, comparison: Comparison | Unverified
+) -> str:
+    """The model card, as Markdown.
+
+    Args:
+        form: The format.
+        fix: The fix.
+        facts: Where it comes from.
+        comparison: Of the files with the method.
+    """
     source = (paths.PACKAGE / "export" / "card.md.j2").read_text()
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    facts: dict[str, Any] = {
-        "hub": not Path(fix.base).exists(),
-        "base": fix.base,
-        "library": form.library,
-        "model": fix.lm.name,
-        "told": constants["name"],
-        "about": (type(form).__doc__ or "").splitlines()[0],
-        "usage": form.usage(fix),
-        "measured": measured.words[0].upper() + measured.words[1:],
-        "constants": yaml.safe_dump(constants, sort_keys=False),
-        "effects": markdown(["task", "difference", "n"], told.effects)
-        if told.effects
-        else "",
-        "versions": ", ".join(
-            f"{name} {version}" for name, version in told.versions.items()
-        ),
-    }
-    return environment.from_string(source).render({**asdict(told), **facts})
+    constants = {k: v for k, v in facts.raw["method"].items() if k != "_target_"}
+    versions = [f"{name} {version}" for name, version in facts.versions.items()]
+    effects = ""
+    if facts.effects:
+        effects = markdown(["task", "difference", "n"], facts.effects)
+    return environment.from_string(source).render(
+        about=(type(form).__doc__ or "").splitlines()[0],
+        base=fix.base,
+        command=facts.command,
+        constants=yaml.safe_dump(constants, sort_keys=False),
+        effects=effects,
+        gain=facts.gain,
+        hub=not Path(fix.base).exists(),
+        library=form.library,
+        measured=comparison.words[0].upper() + comparison.words[1:],
+        method=constants["name"],
+        model=fix.lm.name,
+        price=facts.price,
+        source=facts.source,
+        usage=form.usage(fix),
+        versions=", ".join(versions),
+    )

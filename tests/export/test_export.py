@@ -178,14 +178,14 @@ def test_files_that_do_not_do_it_are_removed(
 def test_side_effects_of_the_same_constants_are_told(
     run: Path, posbench: Callable[..., Result], outputs: Path, tmp_path: Path
 ) -> None:
-    from posbench.export.write import effects_of
+    from posbench.export.write import side_effects
 
     ran = json.loads((run / "method.json").read_text())
     ran.pop("source", None)
-    assert effects_of(outputs, "random", "kv_retrieval", ran) == []
-    ((task, told, n),) = effects_of(outputs, "random", "another", ran)
+    assert side_effects(outputs, "random", "kv_retrieval", ran) == []
+    ((task, told, n),) = side_effects(outputs, "random", "another", ran)
     assert task == "kv_retrieval" and "[" in told and int(n) == 36
-    assert effects_of(outputs, "random", "another", {**ran, "factor": 7.5}) == []
+    assert side_effects(outputs, "random", "another", {**ran, "factor": 7.5}) == []
 
 
 def test_other_weights_are_named(

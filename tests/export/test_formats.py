@@ -62,7 +62,7 @@ def fix_of(model: hf.PreTrainedModel, method: Method, folder: Path) -> base.Fix:
     return base.Fix(load(model), method, str(folder), again, "float32", str(folder))
 
 
-def measured(to: str, fix: base.Fix, folder: Path) -> base.Measured:
+def measured(to: str, fix: base.Fix, folder: Path) -> base.Comparison:
     form = base.find(to)
     form.check(fix)
     folder.mkdir()

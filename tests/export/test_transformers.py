@@ -14,7 +14,7 @@ import transformers
 
 from posbench.errors import UserError
 from posbench.export.base import Fix, difference, find, next_token
-from posbench.export.transformers import CODE, Export, answers, job
+from posbench.export.transformers import CODE, Export, next_token_job, run_jobs
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
 from posbench.methods.layer_scaling import LayerScaling
@@ -106,7 +106,7 @@ def test_the_command(
     # Code that computes something else is found.
     code = tmp_path / "fix" / "modeling_posbench.py"
     text = code.read_text()
-    code.write_text(text.replace('*= own["factor"]', "*= 1"))
+    code.write_text(text.replace('*= constants["factor"]', "*= 1"))
     assert code.read_text() != text and posbench("verify", "fix", verb=True).status == 2
 
 
@@ -129,9 +129,9 @@ def check_models(names: Any, folder: Path) -> None:
                 )
                 with method.applied(lm):
                     cases.append((f"{model}, {what}", next_token(lm, PROMPTS), plain))
-                jobs.append(job(lm, written, PROMPTS))
+                jobs.append(next_token_job(lm, written, PROMPTS))
     assert len(jobs) >= 5 * len(names)
-    for (what, wanted, plain), got in zip(cases, answers(jobs), strict=True):
+    for (what, wanted, plain), got in zip(cases, run_jobs(jobs), strict=True):
         noise = family_noise(what.split(",")[0], log_probabilities)
         assert_same(difference(wanted, got), 0.0, noise, "an export")
         assert difference(plain, got) > 1e-2, (

@@ -18,7 +18,14 @@ import transformers as hf
 
 from posbench.errors import UserError
 from posbench.export import checkpoint, lora, vllm_plugin
-from posbench.export.base import EXACT, Fix, Format, difference, measure, next_token
+from posbench.export.base import (
+    EXACT_TOLERANCE_NATS,
+    Fix,
+    Format,
+    difference,
+    measure,
+    next_token,
+)
 from posbench.export.write import CARD
 from posbench.methods.base import Method
 from posbench.methods.layer_scaling import LayerScaling
@@ -109,9 +116,11 @@ def test_vllm_loads_what_folds(name: str, tmp_path: Path) -> None:
     call: dict[str, Any] = {"model": str(out), "dtype": "float32"}
     if name == "lora":
         call |= {"model": fix.base, "enable_lora": True, "max_lora_rank": 8}
-    got = vllm_plugin.answers(call, PROMPTS, adapter=str(out) if name == "lora" else "")
+    got = vllm_plugin.next_token(
+        call, PROMPTS, adapter=str(out) if name == "lora" else ""
+    )
     with fix.method.applied(fix.lm):
-        assert difference(next_token(fix.lm, PROMPTS), got) < EXACT
+        assert difference(next_token(fix.lm, PROMPTS), got) < EXACT_TOLERANCE_NATS
     assert difference(next_token(fix.lm, PROMPTS), got) > 0.1
 
 
@@ -135,7 +144,7 @@ def test_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "from vllm.model_executor.models.mistral import MistralForCausalLM as Base"
         in text
     )
-    other = vllm_plugin.name_of(
+    other = vllm_plugin.package_name(
         replace(fix, method=LayerScaling(scales=(1.0, 0.6, 1.8)))
     )
     assert other != package, "two fixes may be installed side by side"
@@ -170,7 +179,7 @@ def test_refusals(model: str, method: Method, said: str) -> None:
 def test_without_vllm_it_says_so(
     posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(vllm_plugin.PYTHON, sys.executable)
+    monkeypatch.setenv(vllm_plugin.PYTHON_VARIABLE, sys.executable)
     if not vllm_plugin.Export().missing():
         pytest.skip("vLLM is here")
     call = ["export", "model=tiny", "method=layer_scaling", "task.limit=4"]
@@ -183,4 +192,4 @@ def test_without_vllm_it_says_so(
     )
     assert "Not verified" in (tmp_path / "fix" / CARD).read_text()
     again = posbench("verify", str(tmp_path / "fix"), verb=True)
-    assert again.status == 2 and vllm_plugin.PYTHON in again.err
+    assert again.status == 2 and vllm_plugin.PYTHON_VARIABLE in again.err

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 The posbench authors
-"""A language model whose attention rotates queries and keys itself, under other positions or bases than the
-model's own: Ms-PoE (Zhang et al. 2024, Algorithm 1) or MoICE (Lin et al. 2024).
+"""A language model whose attention rotates queries and keys itself, under other
+positions or bases than the model's own: Ms-PoE (Zhang et al. 2024, Algorithm 1) or
+MoICE (Lin et al. 2024).
 
-``AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`` loads it; nothing but transformers is
-needed. ``posbench`` in config.json holds the ``method``, its constants, and the ``indices`` of the changed
-layers; ``where`` names the model's ``layers``, their ``attention`` and the ``rotary`` embedding.
+``AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`` loads it;
+nothing but transformers is needed. ``posbench`` in config.json holds the ``method``,
+its constants, and the ``indices`` of the changed layers; ``where`` names the model's
+``layers``, their ``attention`` and the ``rotary`` embedding.
 
-Keys stay un-rotated in the cache. B is the batch, H query heads, G key heads, T new tokens, S all tokens, d a
-head's size.
+Keys stay un-rotated in the cache. Shapes: B batch, H query heads, G key heads, T new
+tokens, S all tokens, d size of a head, r rotated coordinates of a head, N bases.
 """
 
 import inspect
@@ -29,13 +31,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class PosbenchConfig(BaseConfig):
-    """That of the unmodified model, and ``posbench``."""
+    """The config of the unmodified model, and ``posbench``."""
 
     model_type = "posbench"
 
 
 class Router(nn.Module):
-    """Scores of N bases from queries [B, H, T, d] (MoICE)."""
+    """Scores of N bases from queries (MoICE)."""
 
     def __init__(self, width: int, bases: int) -> None:
         super().__init__()
@@ -44,135 +46,173 @@ class Router(nn.Module):
         self.gate_3 = nn.Linear(width, bases, bias=False)
 
     def forward(self, query: Tensor) -> Tensor:
-        """Logits [B, H, T, N]."""
+        """Logits [B, H, T, N] of the bases for queries [B, H, T, d]."""
         return self.gate_2(nn.functional.silu(self.gate_1(query)) * self.gate_3(query))
 
 
+class LayerState(NamedTuple):
+    """What :func:`attend` needs to rotate in one layer.
+
+    Attributes:
+        constants: The method and its constants, ``posbench`` in config.json.
+        positions: Positions of all tokens, [B, S].
+        prompt_values: Values computed on the prompt that hold for generated tokens too.
+        rotary_tables: Function from positions [B, T], and optionally another base, to
+            cos and sin, each [B, T, r].
+    """
+
+    constants: dict[str, Any]
+    positions: Tensor
+    prompt_values: dict[str, Any]
+    rotary_tables: Any
+
+
 class PosbenchForCausalLM(Base):
-    """The model with its own rotation. Ms-PoE ranks heads by the prompt: a call with an empty cache."""
+    """The model with its own rotation.
+
+    Ms-PoE ranks heads on the prompt, which is a call with an empty cache.
+    """
 
     config_class = PosbenchConfig
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own, text = config.posbench, config.get_text_config()
-        self.asked: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.get_submodule(own["where"]["rotary"]).register_forward_hook(
-            self.remember, with_kwargs=True
+        constants = config.posbench
+        text_config = config.get_text_config()
+        modules = constants["where"]
+        # By kind of layer: an empty tensor of the hidden states' dtype and device,
+        # and the positions [B, T] of the current forward.
+        self.rotary_inputs: dict[Any, tuple[Tensor, Tensor]] = {}
+        rotary = self.get_submodule(modules["rotary"])
+        rotary.register_forward_hook(self.record_rotary_inputs, with_kwargs=True)
+        layers = self.get_submodule(modules["layers"])
+        layer_kinds = getattr(text_config, "layer_types", None) or [None] * len(layers)
+        for index in constants["indices"]:
+            attention = getattr(layers[index], modules["attention"])
+            hook = partial(self.prepare_layer, layer_kinds[index])
+            attention.register_forward_pre_hook(hook, with_kwargs=True)
+            if constants.get("router"):
+                attention.router = Router(constants["router"], len(constants["bases"]))
+        # `attend` wraps the kernel in use, under a name that only this file has.
+        self.kernel_name = text_config._attn_implementation
+        self.attention_name = f"posbench_{self.kernel_name}_{__name__}"
+        AttentionInterface.register(
+            self.attention_name, partial(attend, self.kernel_name)
         )
-        layers = self.get_submodule(own["where"]["layers"])
-        kinds = getattr(text, "layer_types", None) or [None] * len(layers)
-        for index in own["indices"]:
-            attention = getattr(layers[index], own["where"]["attention"])
-            attention.register_forward_pre_hook(
-                partial(self.hold, kinds[index]), with_kwargs=True
-            )
-            if own.get("router"):
-                attention.router = Router(own["router"], len(own["bases"]))
-        # In front of the kernel in use, and under a name of this file's own.
-        self.kernel = text._attn_implementation
-        self.ours = f"posbench_{self.kernel}_{__name__}"
-        AttentionInterface.register(self.ours, partial(attend, self.kernel))
         AttentionMaskInterface.register(
-            self.ours, ALL_MASK_ATTENTION_FUNCTIONS[self.kernel]
+            self.attention_name, ALL_MASK_ATTENTION_FUNCTIONS[self.kernel_name]
         )
-        self.set_attn_implementation(self.ours)
+        self.set_attn_implementation(self.attention_name)
 
-    def remember(self, rotary: Any, args: Any, kwargs: Any, tables: Any) -> None:
-        """Keep the positions [B, T] of a forward; some models ask for each kind of layer apart."""
-        given = (
-            dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        )
-        # Of the hidden states only type and device matter.
-        self.asked[given.get("layer_type")] = (
-            given["x"].new_empty(0),
-            given["position_ids"],
-        )
+    def record_rotary_inputs(
+        self, rotary: Any, args: Any, kwargs: Any, tables: Any
+    ) -> None:
+        """Record the positions [B, T] of a forward.
 
-    def hold(self, kind: str | None, attention: Any, args: Any, kwargs: Any) -> Any:
-        """Let a layer cache un-rotated keys, and keep what :func:`attend` needs."""
-        if attention.config._attn_implementation != self.ours:
+        Models with several kinds of layers call their rotary embedding once per kind.
+        """
+        names = ("x", "position_ids", "layer_type")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        # Of the hidden states only dtype and device matter.
+        like_hidden = arguments["x"].new_empty(0)
+        layer_kind = arguments.get("layer_type")
+        self.rotary_inputs[layer_kind] = (like_hidden, arguments["position_ids"])
+
+    def prepare_layer(
+        self, layer_kind: str | None, attention: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Before a layer's attention: identity tables, and the state for `attend`.
+
+        With these tables the layer rotates nothing and caches un-rotated keys.
+        """
+        if attention.config._attn_implementation != self.attention_name:
             raise ValueError(
                 "choose the attention kernel in from_pretrained(attn_implementation=...)"
             )
-        kind = kind if kind in self.asked else None
+        if layer_kind not in self.rotary_inputs:
+            layer_kind = None
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        positions, memory = (
-            self.asked[kind][1].expand(hidden.shape[0], -1).to(hidden.device),
-            {},
-        )
-        past = cache.get_seq_length(attention.layer_idx) if cache is not None else 0
-        if past:
-            before, memory = cache.posbench[attention.layer_idx]
-            positions = torch.cat([before[:, :past], positions], dim=1)
+        layer = attention.layer_idx
+        positions = self.rotary_inputs[layer_kind][1]
+        positions = positions.expand(hidden.shape[0], -1).to(hidden.device)
+        prompt_values: dict[str, Any] = {}
+        num_cached = 0
         if cache is not None:
-            # A copy of a cache shares what it holds: replace, never change.
-            cache.posbench = {
-                **getattr(cache, "posbench", {}),
-                attention.layer_idx: (positions, memory),
-            }
-        attention.held = (
+            num_cached = cache.get_seq_length(layer)
+        if num_cached:
+            cached_positions, prompt_values = cache.posbench[layer]
+            positions = torch.cat([cached_positions[:, :num_cached], positions], dim=1)
+        if cache is not None:
+            # A copy of a cache shares this dictionary: replace it, never change it.
+            states = getattr(cache, "posbench", {})
+            cache.posbench = {**states, layer: (positions, prompt_values)}
+        attention.posbench_state = LayerState(
             self.config.posbench,
             positions,
-            memory,
-            partial(self.table, kind),
+            prompt_values,
+            partial(self.rotary_tables, layer_kind),
         )
         cos, sin = kwargs["position_embeddings"]
-        return args, {
-            **kwargs,
-            "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin)),
-        }
+        identity = (torch.ones_like(cos), torch.zeros_like(sin))
+        return args, {**kwargs, "position_embeddings": identity}
 
-    def table(
-        self, kind: str | None, positions: Tensor, base: float | None = None
+    def rotary_tables(
+        self, layer_kind: str | None, positions: Tensor, base: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, rotated coordinates] at positions [B, T], under another base if given."""
-        rotary, hidden = (
-            self.get_submodule(self.config.posbench["where"]["rotary"]),
-            self.asked[kind][0],
-        )
-        before = rotary._buffers.get("inv_freq")
+        """cos and sin [B, T, r] at positions [B, T], under another base if given."""
+        rotary = self.get_submodule(self.config.posbench["where"]["rotary"])
+        like_hidden = self.rotary_inputs[layer_kind][0]
+        original = rotary._buffers.get("inv_freq")
         if base is not None:
-            count = before.numel()
-            powers = (
-                torch.arange(count, device=before.device, dtype=torch.float32) / count
-            )
-            rotary._buffers["inv_freq"] = base**-powers
-        # Without its decorators: frequencies that depend on the prompt's length stay as they were chosen.
-        forward, options = (
-            inspect.unwrap(type(rotary).forward),
-            {"layer_type": kind} if kind else {},
-        )
+            count = original.numel()
+            indices = torch.arange(count, device=original.device, dtype=torch.float32)
+            rotary._buffers["inv_freq"] = base ** -(indices / count)
+        # Without its decorators, which would choose other frequencies by the largest
+        # position: those chosen for the prompt stay.
+        forward = inspect.unwrap(type(rotary).forward)
+        options = {"layer_type": layer_kind} if layer_kind else {}
         try:
             with torch.no_grad():
-                return forward(rotary, hidden, positions.to(hidden.device), **options)
+                return forward(
+                    rotary, like_hidden, positions.to(like_hidden.device), **options
+                )
         finally:
             if base is not None:
-                rotary._buffers["inv_freq"] = before
+                rotary._buffers["inv_freq"] = original
 
 
-class Rotation(NamedTuple):
-    """What a method gets for one layer: un-rotated queries [B, H, T, d], and keys and values [B, G, S, d]."""
+class AttentionCall(NamedTuple):
+    """The attention of one layer under a method.
 
-    attention: Any
+    Attributes:
+        module: The model's attention module.
+        query: Un-rotated queries, [B, H, T, d].
+        key: Un-rotated keys, [B, G, S, d].
+        value: Values, [B, G, S, d].
+        mask: The mask as the kernel takes it; None for a plain causal one.
+        kernel: The attention kernel.
+        kernel_options: Further arguments of the kernel.
+        query_positions: [B, T].
+        key_positions: [B, S].
+        state: Constants, positions and tables of the layer.
+    """
+
+    module: Any
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Any
-    settings: dict[str, Any]  # of the kernel
     kernel: Any
-    own: dict[str, Any]  # constants of the method
-    places: tuple[
-        Tensor, Tensor
-    ]  # positions of the queries [B, T] and of the keys [B, S]
-    memory: dict[str, Any]  # kept from the prompt on
-    table: Any  # from positions and a base to cos and sin
+    kernel_options: dict[str, Any]
+    query_positions: Tensor
+    key_positions: Tensor
+    state: LayerState
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The attention's output [B, T, H, d]."""
+    def run_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attention's output, [B, T, H, d]."""
         return self.kernel(
-            self.attention, query, key, value, self.mask, **self.settings
+            self.module, query, key, value, self.mask, **self.kernel_options
         )[0]
 
 
@@ -183,125 +223,174 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Any,
-    **settings: Any,
+    **kernel_options: Any,
 ) -> Any:
-    """Attention under the method in its layers, and as ever in the others."""
+    """Attention under the method in its layers, and unmodified in all others.
+
+    Args:
+        kernel_name: Name of the kernel, as in ``attn_implementation``.
+        attention: The model's attention module.
+        query: Queries, [B, H, T, d]; un-rotated in the layers of the method.
+        key: Keys, [B, G, S, d]; un-rotated in the layers of the method.
+        value: Values, [B, G, S, d].
+        mask: The mask as the kernel takes it.
+        **kernel_options: Further arguments of the kernel.
+
+    Returns:
+        The output [B, T, H, d], and the attention weights or None.
+    """
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     kernel = ALL_ATTENTION_FUNCTIONS.get_interface(kernel_name, eager)
-    if not hasattr(attention, "held"):
-        return kernel(attention, query, key, value, mask, **settings)
-    own, positions, memory, table = attention.held
-    if positions.shape[1] < key.shape[2]:
+    if not hasattr(attention, "posbench_state"):
+        return kernel(attention, query, key, value, mask, **kernel_options)
+    state: LayerState = attention.posbench_state
+    if state.positions.shape[1] < key.shape[2]:
         raise ValueError("a cache that grows is needed (DynamicCache)")
-    # A sliding-window layer holds the newest keys alone.
-    places = positions[:, -query.shape[2] :], positions[:, -key.shape[2] :]
-    rest = mask, settings, kernel, own, places, memory, table
-    method = ms_poe if own["method"] == "ms_poe" else moice
-    return method(Rotation(attention, query, key, value, *rest)), None
-
-
-def ms_poe(r: Rotation) -> Tensor:
-    """Every head sees positions divided by a ratio of its own."""
-    groups = r.query.shape[1] // r.key.shape[1]
-    if "ratios" not in r.memory:
-        r.memory["ratios"] = ratios(r)
-    queries, keys = (
-        at[:, None] / r.memory["ratios"][..., None] for at in r.places
-    )  # [B, H, T], [B, H, S]
-    query = rotated(r.attention, r.query, *per_head(r.table, queries))
-    if (
-        r.own["variant"] == "official"
-    ):  # the keys of a group are rotated with the ratio of its first head
-        return r.attend(
-            query,
-            rotated(r.attention, r.key, *per_head(r.table, keys[:, ::groups])),
-            r.value,
-        )
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (r.key, r.value))
-    key = rotated(r.attention, key, *per_head(r.table, keys))
-    if groups == 1:
-        return r.attend(query, key, value)
-    # The kernel repeats no head: each has its keys already.
-    r.attention.num_key_value_groups = 1
-    try:
-        return r.attend(query, key, value)
-    finally:
-        r.attention.num_key_value_groups = groups
-
-
-def ratios(r: Rotation) -> Tensor:
-    """The ratio of each head, [B, H], by how many keys have an outlying share of its last row."""
-    heads, (low, high), paper = (
-        r.query.shape[1],
-        r.own["ratios"],
-        r.own["variant"] == "paper",
+    call = AttentionCall(
+        attention,
+        query,
+        key,
+        value,
+        mask,
+        kernel,
+        kernel_options,
+        query_positions=state.positions[:, -query.shape[2] :],
+        # A sliding-window layer holds the newest keys alone.
+        key_positions=state.positions[:, -key.shape[2] :],
+        state=state,
     )
-    if r.own["order"] == "reversed":
-        number = torch.arange(heads - 1, -1, -1, device=r.query.device).expand(
-            r.query.shape[:2]
-        )
+    method = ms_poe if state.constants["method"] == "ms_poe" else moice
+    return method(call), None
+
+
+def ms_poe(call: AttentionCall) -> Tensor:
+    """Output [B, T, H, d] where each head divides positions by a ratio of its own."""
+    tables = call.state.rotary_tables
+    prompt_values = call.state.prompt_values
+    if "ratios" not in prompt_values:
+        prompt_values["ratios"] = head_ratios(call)
+    ratios = prompt_values["ratios"][..., None]  # [B, H, 1]
+    query_positions = call.query_positions[:, None] / ratios  # [B, H, T]
+    key_positions = call.key_positions[:, None] / ratios  # [B, H, S]
+    query = rotate(call.module, call.query, *tables_per_head(tables, query_positions))
+    group_size = call.query.shape[1] // call.key.shape[1]
+    if call.state.constants["variant"] == "official":
+        # The keys of a group are rotated with the ratio of its first head.
+        key_tables = tables_per_head(tables, key_positions[:, ::group_size])
+        key = rotate(call.module, call.key, *key_tables)
+        return call.run_kernel(query, key, call.value)
+    key = call.key.repeat_interleave(group_size, dim=1)
+    value = call.value.repeat_interleave(group_size, dim=1)
+    key = rotate(call.module, key, *tables_per_head(tables, key_positions))
+    if group_size == 1:
+        return call.run_kernel(query, key, value)
+    # Each query head has keys of its own now: the kernel must not repeat them.
+    call.module.num_key_value_groups = 1
+    try:
+        return call.run_kernel(query, key, value)
+    finally:
+        call.module.num_key_value_groups = group_size
+
+
+def head_ratios(call: AttentionCall) -> Tensor:
+    """The ratio of each head, [B, H], by its number of outlying attention weights.
+
+    A weight in the row of the last prompt token is outlying if it is alpha times the
+    mean (Zhang et al. 2024, Algorithm 1). Ratios grow evenly over the ranks of heads.
+    """
+    constants = call.state.constants
+    num_heads = call.query.shape[1]
+    low, high = constants["ratios"]
+    is_paper_variant = constants["variant"] == "paper"
+    if constants["order"] == "reversed":
+        ranks = torch.arange(num_heads - 1, -1, -1, device=call.query.device)
+        ranks = ranks.expand(call.query.shape[:2])
     else:
-        last, key, alpha = r.query[:, :, -1:], r.key, r.own["alpha"]
-        if paper:
-            last = rotated(r.attention, last, *r.table(r.places[0][:, -1:]))
-            key = rotated(r.attention, key, *r.table(r.places[1]))
-        weights = last_row(last, key, r.mask, **r.settings)
-        # Equal scores give the mean to every key that the row may see, and nothing to padding.
-        mean = last_row(torch.zeros_like(last), key, r.mask, **r.settings)
-        above = weights >= alpha * mean if paper else weights > alpha * mean
-        number = (
-            (above & (mean > 0)).sum(-1).argsort(dim=1, descending=True, stable=True)
-        )
-        number = number if r.own["order"] == "permutation" else number.argsort(dim=1)
-    steps = max(heads - 1, 1) if paper else heads
-    return low + (high - low) * number.float() / steps
+        last_query = call.query[:, :, -1:]
+        key = call.key
+        if is_paper_variant:
+            tables = call.state.rotary_tables
+            last_position = call.query_positions[:, -1:]
+            last_query = rotate(call.module, last_query, *tables(last_position))
+            key = rotate(call.module, key, *tables(call.key_positions))
+        weights = last_row(last_query, key, call.mask, **call.kernel_options)
+        # Equal scores give the mean to every key that the row may see, 0 to padding.
+        no_query = torch.zeros_like(last_query)
+        mean = last_row(no_query, key, call.mask, **call.kernel_options)
+        threshold = constants["alpha"] * mean
+        is_outlying = weights >= threshold if is_paper_variant else weights > threshold
+        num_outlying = (is_outlying & (mean > 0)).sum(-1)
+        ranks = num_outlying.argsort(dim=1, descending=True, stable=True)
+        if constants["order"] != "permutation":
+            ranks = ranks.argsort(dim=1)
+    steps = max(num_heads - 1, 1) if is_paper_variant else num_heads
+    return low + (high - low) * ranks.float() / steps
 
 
-def moice(r: Rotation) -> Tensor:
-    """Attention under every base, mixed with weights of a router for each token and head."""
-    mixed, weights = torch.zeros(()), None
-    for number, base in enumerate(r.own["bases"]):
-        query = rotated(r.attention, r.query, *r.table(r.places[0], base))
-        weights = (
-            shares(r.attention, query.float(), r.own) if weights is None else weights
-        )
-        out = r.attend(
-            query, rotated(r.attention, r.key, *r.table(r.places[1], base)), r.value
-        )
-        mixed = mixed + weights[..., number].transpose(1, 2)[..., None] * out
-    return mixed.to(r.query.dtype)
+def moice(call: AttentionCall) -> Tensor:
+    """Attention under every base, mixed with a router's weights per token and head.
+
+    Returns:
+        The output [B, T, H, d] in the dtype of the queries.
+    """
+    tables = call.state.rotary_tables
+    mixed = torch.zeros(())
+    for index, base in enumerate(call.state.constants["bases"]):
+        query = rotate(call.module, call.query, *tables(call.query_positions, base))
+        if index == 0:  # the router reads queries rotated under the first base
+            weights = base_weights(call.module, query.float(), call.state.constants)
+        key = rotate(call.module, call.key, *tables(call.key_positions, base))
+        output = call.run_kernel(query, key, call.value)
+        mixed = mixed + weights[..., index].transpose(1, 2)[..., None] * output
+    return mixed.to(call.query.dtype)
 
 
-def shares(attention: Any, query: Tensor, own: Any) -> Tensor:
-    """Weights [B, H, T, N] that sum to 1, of which the largest ``top_k`` are kept."""
-    if not own.get("router"):
-        return query.new_full(
-            (*query.shape[:3], len(own["bases"])), 1 / len(own["bases"])
-        )
+def base_weights(attention: Any, query: Tensor, constants: Any) -> Tensor:
+    """Weights [B, H, T, N] of the bases for queries [B, H, T, d].
+
+    They sum to 1; only the largest ``top_k`` of a token and head are not 0.
+    """
+    num_bases = len(constants["bases"])
+    if not constants.get("router"):
+        return query.new_full((*query.shape[:3], num_bases), 1 / num_bases)
     logits = attention.router.to(query)(query)
     weights = logits.softmax(-1)
-    chosen = logits.topk(own["top_k"], dim=-1).indices
-    kept = torch.zeros_like(weights).scatter(-1, chosen, weights.gather(-1, chosen))
-    return kept / kept.sum(-1, keepdim=True)
+    top = logits.topk(constants["top_k"], dim=-1).indices
+    weights = torch.zeros_like(weights).scatter(-1, top, weights.gather(-1, top))
+    return weights / weights.sum(-1, keepdim=True)
 
 
-def rotated(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, H, T, d] by the model's own function, with tables [B, T, r] or, per head, [B, H, T, r]."""
+def rotate(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys by the model's own function.
+
+    Args:
+        attention: The attention module, whose file defines the function.
+        x: Queries or keys, [B, H, T, d].
+        cos: Cosines, [B, T, r], or [B, H, T, r] for tables per head.
+        sin: Sines, of the same shape.
+
+    Returns:
+        The rotated queries or keys, [B, H, T, d].
+    """
     if cos.ndim == 4:  # heads become rows
-        heads = rotated(
-            attention, x.flatten(0, 1)[:, None], cos.flatten(0, 1), sin.flatten(0, 1)
-        )
-        return heads.reshape(x.shape)
-    apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-    part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    turned = apply(part[:, :0], part, cos.to(x.device), sin.to(x.device))[1]
-    return torch.cat([turned, rest], dim=-1)
+        rows = x.flatten(0, 1)[:, None]
+        rows = rotate(attention, rows, cos.flatten(0, 1), sin.flatten(0, 1))
+        return rows.reshape(x.shape)
+    apply_rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    width = cos.shape[-1]
+    rotary_part = x[..., :width]
+    no_heads = rotary_part[:, :0]
+    cos = cos.to(x.device)
+    sin = sin.to(x.device)
+    rotated = apply_rotary(no_heads, rotary_part, cos, sin)[1]
+    return torch.cat([rotated, x[..., width:]], dim=-1)
 
 
-def per_head(table: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+def tables_per_head(rotary_tables: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, H, T, r] at positions [B, H, T]."""
-    cos, sin = table(positions.flatten(0, 1))
-    return cos.unflatten(0, positions.shape[:2]), sin.unflatten(0, positions.shape[:2])
+    cos, sin = rotary_tables(positions.flatten(0, 1))
+    shape = positions.shape[:2]
+    return cos.unflatten(0, shape), sin.unflatten(0, shape)
 
 
 def last_row(
@@ -313,21 +402,34 @@ def last_row(
     sliding_window: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Attention weights of the last query, [B, H, S]."""
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).float()
-    scores = (query.float() @ keys.transpose(-1, -2))[:, :, -1] * (
-        scaling or query.shape[-1] ** -0.5
-    )
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    total, shut = scores.shape[-1], float("-inf")
+    """Attention weights of the last query, float32.
+
+    Args:
+        query: Queries, [B, H, T, d].
+        key: Keys, [B, G, S, d].
+        mask: [B, 1, T, S], boolean or added to the scores; [B, S], 0 on padding, as
+            flash kernels take it; or None.
+        scaling: Factor of the scores; None for 1 / sqrt(d).
+        softcap: Bound of the scores' absolute values, if any.
+        sliding_window: Keys that a query sees, in tokens, if not all.
+
+    Returns:
+        Weights [B, H, S], each row sums to 1.
+    """
+    group_size = query.shape[1] // key.shape[1]
+    keys = key.repeat_interleave(group_size, dim=1).float()
+    scores = (query.float() @ keys.transpose(-1, -2))[:, :, -1]
+    scores = scores * (scaling or query.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    num_keys = scores.shape[-1]
     if mask is not None and mask.ndim == 4:
-        row = mask[:, :, -1, :total]
-        return (
-            scores.masked_fill(~row, shut) if row.dtype == torch.bool else scores + row
-        ).softmax(-1)
-    hidden = torch.arange(total - 1, -1, -1, device=scores.device) >= (
-        sliding_window or total
-    )
-    if mask is not None:  # padding alone, as flash kernels take it
-        hidden = hidden | ~mask[:, None, -total:].bool()
-    return scores.masked_fill(hidden, shut).softmax(-1)
+        row = mask[:, :, -1, :num_keys]
+        if row.dtype == torch.bool:
+            return scores.masked_fill(~row, float("-inf")).softmax(-1)
+        return (scores + row).softmax(-1)
+    distances = torch.arange(num_keys - 1, -1, -1, device=scores.device)
+    is_hidden = distances >= (sliding_window or num_keys)
+    if mask is not None:
+        is_hidden = is_hidden | ~mask[:, None, -num_keys:].bool()
+    return scores.masked_fill(is_hidden, float("-inf")).softmax(-1)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 The posbench authors
-"""A language model that rotates queries and keys as if a token at position m stood at m / s, in each layer
-with a scale s of its own (LPES, Section 3.2; one scale for all layers: Position Interpolation).
+"""A language model that rotates queries and keys as if a token at position m stood at
+m / s, in each layer with a scale s of its own (LPES, Section 3.2; one scale for all
+layers: Position Interpolation).
 
-``AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`` loads it; nothing but transformers is
-needed. ``posbench`` in config.json holds the ``scales``, one for each layer; ``where`` names the model's
-``layers``, their ``attention`` and the ``rotary`` embedding.
+``AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`` loads it;
+nothing but transformers is needed. ``posbench`` in config.json holds the ``scales``,
+one for each layer; ``where`` names the model's ``layers``, their ``attention`` and the
+``rotary`` embedding.
 """
 
 import inspect
@@ -18,7 +20,7 @@ from transformers import LlamaForCausalLM as Base
 
 
 class PosbenchConfig(BaseConfig):
-    """That of the unmodified model, and ``posbench``."""
+    """The config of the unmodified model, and ``posbench``."""
 
     model_type = "posbench"
 
@@ -30,52 +32,77 @@ class PosbenchForCausalLM(Base):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own = config.posbench
-        self.asked: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.get_submodule(own["where"]["rotary"]).register_forward_hook(
-            self.remember, with_kwargs=True
-        )
-        layers = self.get_submodule(own["where"]["layers"])
-        kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(
-            layers
-        )
-        for layer, kind, scale in zip(layers, kinds, own["scales"], strict=True):
+        scales = config.posbench["scales"]
+        modules = config.posbench["where"]
+        # By kind of layer: an empty tensor of the hidden states' dtype and device,
+        # and the positions [B, T] of the current forward.
+        self.rotary_inputs: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        # cos and sin of the current forward, by kind of layer and scale.
+        self.scaled_tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        rotary = self.get_submodule(modules["rotary"])
+        rotary.register_forward_hook(self.record_rotary_inputs, with_kwargs=True)
+        layers = self.get_submodule(modules["layers"])
+        layer_kinds = getattr(config.get_text_config(), "layer_types", None)
+        if not layer_kinds:
+            layer_kinds = [None] * len(layers)
+        for layer, layer_kind, scale in zip(layers, layer_kinds, scales, strict=True):
             if scale != 1:
-                hook = partial(self.rotate, kind, scale)
-                getattr(layer, own["where"]["attention"]).register_forward_pre_hook(
-                    hook, with_kwargs=True
-                )
+                attention = getattr(layer, modules["attention"])
+                hook = partial(self.scale_positions, layer_kind, scale)
+                attention.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def remember(self, rotary: Any, args: Any, kwargs: Any, tables: Any) -> None:
-        """Keep the positions [B, T] of a forward; some models ask for each kind of layer apart."""
-        given = (
-            dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        )
-        # Of the hidden states only type and device matter.
-        self.asked[given.get("layer_type")] = (
-            given["x"].new_empty(0),
-            given["position_ids"],
-        )
-        self.made.clear()
+    def record_rotary_inputs(
+        self, rotary: Any, args: Any, kwargs: Any, tables: Any
+    ) -> None:
+        """Record the positions [B, T] of a forward.
 
-    def rotate(
-        self, kind: str | None, scale: float, attention: Any, args: Any, kwargs: Any
+        Models with several kinds of layers call their rotary embedding once per kind.
+        """
+        names = ("x", "position_ids", "layer_type")
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        # Of the hidden states only dtype and device matter.
+        like_hidden = arguments["x"].new_empty(0)
+        layer_kind = arguments.get("layer_type")
+        self.rotary_inputs[layer_kind] = (like_hidden, arguments["position_ids"])
+        self.scaled_tables.clear()
+
+    def scale_positions(
+        self,
+        layer_kind: str | None,
+        scale: float,
+        attention: Any,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        """Give a layer its own cos and sin, each [B, T, rotated coordinates]."""
-        given = kwargs.get("position_embeddings")
-        if given is None:  # a layer without rotary embedding
+        """Before a layer's attention: its tables become those of positions m / scale.
+
+        Args:
+            layer_kind: Kind of the layer, where the model has several.
+            scale: The layer's scale s.
+            attention: The attention module.
+            args: Its positional arguments.
+            kwargs: Its arguments by name.
+
+        Returns:
+            The arguments, with cos and sin [B, T, rotated coordinates of a head].
+        """
+        original = kwargs.get("position_embeddings")
+        if original is None:  # a layer without rotary embedding
             return None
-        kind = kind if kind in self.asked else None
-        if (kind, scale) not in self.made:
-            hidden, positions = self.asked[kind]
+        if layer_kind not in self.rotary_inputs:
+            layer_kind = None
+        if (layer_kind, scale) not in self.scaled_tables:
+            like_hidden, positions = self.rotary_inputs[layer_kind]
             rotary = self.get_submodule(self.config.posbench["where"]["rotary"])
-            # Without its decorators: frequencies that depend on the prompt's length stay as they were chosen.
+            # Without its decorators, which would choose other frequencies by the
+            # largest position: those chosen for the prompt stay.
             forward = inspect.unwrap(type(rotary).forward)
-            options = {"layer_type": kind} if kind else {}
+            options = {"layer_type": layer_kind} if layer_kind else {}
             with torch.no_grad():
-                self.made[kind, scale] = forward(
-                    rotary, hidden, positions.float() / scale, **options
+                self.scaled_tables[layer_kind, scale] = forward(
+                    rotary, like_hidden, positions.float() / scale, **options
                 )
-        tables = tuple(table.to(given[0].device) for table in self.made[kind, scale])
+        device = original[0].device
+        cos, sin = self.scaled_tables[layer_kind, scale]
+        tables = (cos.to(device), sin.to(device))
         return args, {**kwargs, "position_embeddings": tables}

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
 # Copyright (c) 2026 The posbench authors
-"""A language model in which channels of the attention input are scaled for the last tokens alone (Yu et al.
-2025, Section 3.3, Eq. 2-3).
+"""A language model in which channels of the attention input are scaled for the last
+tokens alone (Yu et al. 2025, Section 3.3, Eq. 2-3).
 
-``AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`` loads it; nothing but transformers is
-needed. ``posbench`` in config.json holds the ``channels``, their ``factor``, the first and last of the scaled
-``layers`` [0-based, inclusive], and ``last``: how many tokens of a prompt have scaled queries (null: all), as
-every generated token has. Where ``tokens`` is "both", these attend to scaled keys of all tokens. ``where``
-names the model's ``layers`` and their ``attention``.
+``AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`` loads it;
+nothing but transformers is needed. ``posbench`` in config.json holds the ``channels``,
+their ``factor``, the first and last of the scaled ``layers`` [0-based, inclusive], and
+``last``: how many tokens of a prompt have scaled queries (null: all), as every generated
+token has. Where ``tokens`` is "both", these attend to scaled keys of all tokens.
+``where`` names the model's ``layers`` and their ``attention``.
+
+Shapes: B batch, T tokens, G key heads, d size of a head, D hidden size, V vocabulary.
 """
 
 import inspect
@@ -23,17 +26,13 @@ from transformers.cache_utils import DynamicLayer
 
 
 class PosbenchConfig(BaseConfig):
-    """That of the unmodified model, and ``posbench``."""
+    """The config of the unmodified model, and ``posbench``."""
 
     model_type = "posbench"
 
 
-class Caught(Exception):
-    """Ends a layer's attention once its keys and values are there."""
-
-
-class Catch:
-    """Takes the place of a cache in one layer, and catches its keys and values."""
+class CacheProxy:
+    """Takes the place of a cache in one layer's attention."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -41,188 +40,248 @@ class Catch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
+
+class KeysRecorded(Exception):
+    """Ends a layer's attention once its keys and values are recorded."""
+
+
+class RecordingCache(CacheProxy):
+    """Records the keys and values of a layer instead of caching them."""
+
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Keys and values [B, G, T, d] as the layer caches them."""
-        self.keys, self.values = keys, values
-        raise Caught
+        """Record keys and values [B, G, T, d], and end the layer's attention."""
+        self.keys = keys
+        self.values = values
+        raise KeysRecorded
 
 
-class WithValues(Catch):
-    """A cache in one layer that keeps other values than it is given."""
+class CacheWithValues(CacheProxy):
+    """Caches other values than the layer computes."""
 
     def __init__(self, cache: Any, values: torch.Tensor) -> None:
         super().__init__(cache)
         self.values = values
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """See :meth:`Catch.update`."""
-        return self.cache.update(keys, self.values, *rest, **more)
+        """Cache the layer's keys with these values, each [B, G, T, d]."""
+        return self.cache.update(keys, self.values, *args, **kwargs)
 
 
 class PosbenchForCausalLM(Base):
-    """The model with scaled channels. A call with an empty cache is a prompt; what follows on that cache is
-    generated, and is scaled. Each call without a cache is a prompt of its own."""
+    """The model with scaled channels.
+
+    A call with an empty cache is a prompt; what follows on that cache is generated, and
+    is scaled. Each call without a cache is a prompt of its own.
+    """
 
     config_class = PosbenchConfig
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        own = config.posbench
-        self.at_the_end = False
-        first, last = own["layers"]
-        for index, layer in enumerate(self.get_submodule(own["where"]["layers"])):
+        modules = config.posbench["where"]
+        first, last = config.posbench["layers"]
+        # Whether the current forward runs the last tokens of a prompt, or generated ones.
+        self.runs_last_tokens = False
+        for index, layer in enumerate(self.get_submodule(modules["layers"])):
             if first <= index <= last:
-                attention = getattr(layer, own["where"]["attention"])
-                attention.register_forward_pre_hook(self.before, with_kwargs=True)
+                attention = getattr(layer, modules["attention"])
+                attention.register_forward_pre_hook(
+                    self.scale_last_tokens, with_kwargs=True
+                )
                 attention.register_forward_hook(
-                    partial(self.after, index), with_kwargs=True
+                    partial(self.scale_earlier_keys, index), with_kwargs=True
                 )
 
-    def before(self, attention: Any, args: Any, kwargs: Any) -> Any:
-        """The last tokens: queries and keys come from the scaled input, values from the unmodified one."""
-        if not self.at_the_end or self.config.posbench["tokens"] == "earlier":
-            return None
-        name, cache = the_cache(kwargs)
-        kept = WithValues(cache, caught(attention, args, kwargs).values)
-        args, kwargs = self.scaled(args, kwargs)
-        return args, {**kwargs, name: kept}
+    def scale_last_tokens(self, attention: Any, args: Any, kwargs: Any) -> Any:
+        """Before attention of the last tokens: scale the input of queries and keys.
 
-    def after(
+        Values come from the unmodified input.
+        """
+        if not self.runs_last_tokens or self.config.posbench["tokens"] == "earlier":
+            return None
+        name, cache = find_cache(kwargs)
+        values = record_keys_values(attention, args, kwargs).values
+        args, kwargs = self.scale_input(args, kwargs)
+        return args, {**kwargs, name: CacheWithValues(cache, values)}
+
+    def scale_earlier_keys(
         self, index: int, attention: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """The tokens before: once they have attended, their keys are cached as the last ones see them."""
-        if self.at_the_end or self.config.posbench["tokens"] == "last":
-            return
-        layer = the_cache(kwargs)[1].layers[index]
-        keys = caught(attention, *self.scaled(args, kwargs)).keys
-        # A sliding-window layer keeps the newest alone.
-        layer.keys = keys[..., -layer.keys.shape[-2] :, :].to(layer.keys.dtype)
+        """After attention of the earlier tokens: cache scaled keys for later tokens.
 
-    def scaled(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a layer's attention with a scaled input [B, T, D]."""
-        own = self.config.posbench
+        Args:
+            index: Index of the layer.
+            attention: Its attention module.
+            args: Positional arguments of the attention.
+            kwargs: Its arguments by name.
+            output: What it returned, which stays.
+        """
+        if self.runs_last_tokens or self.config.posbench["tokens"] == "last":
+            return
+        _, cache = find_cache(kwargs)
+        layer = cache.layers[index]
+        args, kwargs = self.scale_input(args, kwargs)
+        keys = record_keys_values(attention, args, kwargs).keys
+        # A sliding-window layer keeps the newest alone.
+        num_cached = layer.keys.shape[-2]
+        layer.keys = keys[..., -num_cached:, :].to(layer.keys.dtype)
+
+    def scale_input(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of a layer's attention with scaled channels of its input [B, T, D]."""
+        constants = self.config.posbench
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         hidden = hidden.clone()
-        hidden[..., own["channels"]] *= own["factor"]
+        hidden[..., constants["channels"]] *= constants["factor"]
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": hidden}
         return (hidden, *args[1:]), kwargs
 
     @wraps(Base.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prompt in two parts, what follows in one."""
+        """Logits [B, T, V]; the earlier tokens of a prompt run first, then its last ones."""
         bound = inspect.signature(Base.forward).bind(self, *args, **kwargs).arguments
-        call = {**bound, **bound.get("kwargs", {})}
-        call = {
-            name: value
-            for name, value in call.items()
-            if name not in ("self", "kwargs")
-        }
-        cache, labels = call.pop("past_key_values", None), call.pop("labels", None)
-        use_cache, as_dict = call.pop("use_cache", None), call.pop("return_dict", None)
-        if call.get("output_attentions") or call.get("output_hidden_states"):
+        arguments = {**bound, **bound.get("kwargs", {})}
+        arguments.pop("self")
+        arguments.pop("kwargs", None)
+        cache = arguments.pop("past_key_values", None)
+        labels = arguments.pop("labels", None)
+        use_cache = arguments.pop("use_cache", None)
+        return_dict = arguments.pop("return_dict", None)
+        logits_to_keep = arguments.pop("logits_to_keep", 0)
+        if arguments.get("output_attentions") or arguments.get("output_hidden_states"):
             raise ValueError("attentions and hidden states have no single value here")
-        cache = DynamicCache(config=self.config) if cache is None else cache
+        if cache is None:
+            cache = DynamicCache(config=self.config)
         if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
             raise ValueError(
-                f"a DynamicCache is needed, not {type(cache).__name__}: drop cache_implementation"
+                f"a DynamicCache is needed, not {type(cache).__name__}: "
+                "drop cache_implementation"
             )
-        tokens = (
-            call["input_ids"]
-            if call.get("input_ids") is not None
-            else call["inputs_embeds"]
-        )
-        total, keep, mask = (
-            tokens.shape[1],
-            call.pop("logits_to_keep", 0),
-            call.get("attention_mask"),
-        )
-        count = self.config.posbench["last"]
-        if (
-            count
-            and isinstance(mask, torch.Tensor)
-            and mask.ndim == 2
-            and not mask[:, -count:].any(dim=1).all()
-        ):
-            raise ValueError(
-                "prompts must be padded on the left: tokenizer.padding_side = 'left'"
-            )
-        some = keep if isinstance(keep, int) else 0
-        last = (
-            total
-            if cache.get_seq_length()
-            else min(self.config.posbench["last"] or total, total)
-        )
-        # No call gives fewer logits than those of one token: the spare one is dropped below.
-        head = slice(0, total - last), max(some - last, 1) if some else 0, False
+        inputs = arguments.get("input_ids")
+        if inputs is None:
+            inputs = arguments["inputs_embeds"]
+        num_tokens = inputs.shape[1]
+        num_last = self.config.posbench["last"] or num_tokens
+        if self.config.posbench["last"]:
+            check_left_padding(arguments.get("attention_mask"), num_last)
+        if cache.get_seq_length():  # all tokens are generated ones
+            num_last = num_tokens
+        num_last = min(num_last, num_tokens)
+        num_earlier = num_tokens - num_last
+        # 0 keeps the logits of all tokens; indices choose among them below.
+        num_logits = logits_to_keep if isinstance(logits_to_keep, int) else 0
         logits = []
-        try:
-            for rows, few, self.at_the_end in (
-                head,
-                (slice(total - last, total), min(some, last), True),
-            ):
-                if rows.stop > rows.start:
-                    # Later tokens come with the mask of all before them.
-                    whole = rows.stop - rows.start == total
-                    part = (
-                        call
-                        if whole
-                        else {name: cut(name, call[name], rows, total) for name in call}
-                    )
-                    part = {
-                        **part,
-                        "past_key_values": cache,
-                        "use_cache": True,
-                        "logits_to_keep": few,
-                    }
-                    out = super().forward(**part)
-                    logits.append(out.logits)
-        finally:
-            self.at_the_end = False
-        out.logits = torch.cat(logits, dim=1)[
-            :, slice(-keep, None) if isinstance(keep, int) else keep
-        ]
-        if labels is not None:
-            size = self.config.get_text_config().vocab_size
-            out.loss = self.loss_function(
-                logits=out.logits, labels=labels, vocab_size=size
+        if num_earlier:
+            num_earlier_logits = 0
+            if num_logits:
+                # A call gives the logits of one token at least; that is dropped below.
+                num_earlier_logits = max(num_logits - num_last, 1)
+            output = self.run_tokens(
+                arguments, slice(0, num_earlier), num_tokens, cache, num_earlier_logits
             )
-        out.past_key_values = cache if use_cache is not False else None
-        return out.to_tuple() if as_dict is False else out
+            logits.append(output.logits)
+        try:
+            self.runs_last_tokens = True
+            output = self.run_tokens(
+                arguments,
+                slice(num_earlier, num_tokens),
+                num_tokens,
+                cache,
+                min(num_logits, num_last),
+            )
+        finally:
+            self.runs_last_tokens = False
+        logits.append(output.logits)
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = slice(-logits_to_keep, None)
+        output.logits = torch.cat(logits, dim=1)[:, logits_to_keep]
+        if labels is not None:
+            output.loss = self.loss_function(
+                logits=output.logits,
+                labels=labels,
+                vocab_size=self.config.get_text_config().vocab_size,
+            )
+        output.past_key_values = cache if use_cache is not False else None
+        return output.to_tuple() if return_dict is False else output
+
+    def run_tokens(
+        self,
+        arguments: dict[str, Any],
+        tokens: slice,
+        num_tokens: int,
+        cache: Any,
+        logits_to_keep: int,
+    ) -> Any:
+        """Run the unmodified forward on a range of tokens.
+
+        Args:
+            arguments: Arguments of the forward for all tokens.
+            tokens: The range.
+            num_tokens: Number of all tokens.
+            cache: Cache of the tokens before the range.
+            logits_to_keep: Tokens whose logits are computed, from the end; 0 for all.
+        """
+        if tokens.stop - tokens.start < num_tokens:
+            arguments = {
+                name: select_tokens(name, value, tokens, num_tokens)
+                for name, value in arguments.items()
+            }
+        return super().forward(
+            **arguments,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        )
 
 
-def the_cache(kwargs: Any) -> tuple[str, Any]:
-    """The cache among the arguments of a layer's attention, and its name there."""
-    return next(
-        (name, kwargs[name])
-        for name in ("past_key_values", "layer_past")
-        if name in kwargs
-    )
+def check_left_padding(mask: Any, num_last: int) -> None:
+    """Refuse a mask [B, S] under which a prompt has no token among the last ones."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return
+    if not mask[:, -num_last:].any(dim=1).all():
+        raise ValueError(
+            "prompts must be padded on the left: tokenizer.padding_side = 'left'"
+        )
 
 
-def caught(attention: Any, args: Any, kwargs: Any) -> Catch:
+def find_cache(kwargs: Any) -> tuple[str, Any]:
+    """Name and value of the cache among the arguments of a layer's attention."""
+    name = "past_key_values" if "past_key_values" in kwargs else "layer_past"
+    return name, kwargs[name]
+
+
+def record_keys_values(attention: Any, args: Any, kwargs: Any) -> RecordingCache:
     """The keys and values that a layer's attention would cache."""
-    name, cache = the_cache(kwargs)
-    catch = Catch(cache)
-    with suppress(Caught):
-        attention.forward(*args, **{**kwargs, name: catch})
-    return catch
+    name, cache = find_cache(kwargs)
+    recording = RecordingCache(cache)
+    with suppress(KeysRecorded):
+        attention.forward(*args, **{**kwargs, name: recording})
+    return recording
 
 
-def cut(name: str, value: Any, rows: slice, total: int) -> Any:
-    """The part of an argument of the forward that belongs to some of the ``total`` tokens."""
+def select_tokens(name: str, value: Any, tokens: slice, num_tokens: int) -> Any:
+    """What an argument of the forward is for a range of the tokens.
+
+    Args:
+        name: Name of the argument.
+        value: Its value for all tokens.
+        tokens: The range. Its mask covers all tokens before it, too.
+        num_tokens: Number of all tokens.
+    """
     if not isinstance(value, torch.Tensor):
         if name == "attention_mask" and value is not None:
             raise ValueError("attention_mask must be a tensor")
         return value
+    if name == "attention_mask" and value.ndim == 2:
+        return value[:, : tokens.stop]
     if name == "attention_mask":
-        return (
-            value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
-        )
+        return value[:, :, tokens, : tokens.stop]
     if name == "position_ids":
-        return value[..., rows]
-    return value[:, rows] if value.ndim >= 2 and value.shape[1] == total else value
+        return value[..., tokens]
+    if value.ndim >= 2 and value.shape[1] == num_tokens:
+        return value[:, tokens]
+    return value
