@@ -12,7 +12,7 @@ from typing import Any
 from posbench.errors import Faults, UserError
 from posbench.measure.replies import encode_whole, room
 from posbench.pipeline.compose import composed
-from posbench.pipeline.ready import Ready, ready
+from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
 from posbench.tasks.own_data import OwnData
@@ -63,12 +63,12 @@ def check_data(args: list[str]) -> int:
     faults = Faults()
     made = None
     with faults.collecting():
-        made = None if model else ready(composed(*asked))
+        made = None if model else prepare(composed(*asked))
     asked += ["model=DIR_OR_HUB_ID"] if model else []
     examples = (made.config.task if made else task).evaluation()
     told += _facts(examples)
     told += [("tokens", _tokens(made, examples))] if made else []
-    told += [("changed", line) for line in (made.said if made else ())]
+    told += [("changed", line) for line in (made.warnings if made else ())]
     print("\n".join(f"{name:<10}{text}" for name, text in told))
     first = examples[0]
     wanted = repr(first.answers[0]) if first.answers else "what the file does not tell"
@@ -152,7 +152,7 @@ def _spread(numbers: Sequence[int]) -> str:
     )
 
 
-def _tokens(made: Ready, examples: Sequence[Example]) -> str:
+def _tokens(made: PreparedRun, examples: Sequence[Example]) -> str:
     """The lengths of prompts in tokens, any chat template counted, and how many are too long, or hold tokens
     that the tokenizer does not know."""
     read: Any = made.reader

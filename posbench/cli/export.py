@@ -27,7 +27,7 @@ from posbench.model.load import load, reader
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.identity import need_same
-from posbench.pipeline.ready import prepared, quiet, ready
+from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import terminal
 from posbench.report.folder import read_json, read_text
 from posbench.report.index import run_named
@@ -83,9 +83,9 @@ def export(args: list[str]) -> int:
         else (_of(rest), "", "", "")
     )
     config, gain, known, source = made
-    quiet()
-    run = prepared(config, {}, (), console)
-    asked = run.method()
+    silence_transformers()
+    run = build_run(config, console)
+    asked = run.method.build()
     asked.check(run.lm)
     method = _written(form, run, asked, exact)
     fix = _fix(run, method)
@@ -95,7 +95,7 @@ def export(args: list[str]) -> int:
     told = Told(
         command=shlex.join(["posbench", "export", *args]),
         raw=_recorded(config, fix),
-        source=source or run.origin().get("source", ""),
+        source=source or run.method.origin().get("source", ""),
         gain=gain,
         price=price,
         effects=write.effects_of(outputs, run.model.name, run.task.name, asdict(asked)),
@@ -139,9 +139,9 @@ def verify(args: list[str]) -> int:
     form = base.find(record["format"])
     config = _checked(record["raw"])
     need_same([config.model.checkpoint], {"files": record["base"]})
-    quiet()
-    run = prepared(config, {}, (), terminal())
-    fix = _fix(run, run.method())
+    silence_transformers()
+    run = build_run(config, terminal())
+    fix = _fix(run, run.method.build())
     measured = base.measure(form, fix, folder, write.prompts_of(run))
     write.need(measured, form, fix)
     print(measured.words)
@@ -165,7 +165,7 @@ def _of(overrides: list[str]) -> Config:
             raise UserError(
                 "export", key, "keys of model, method, task and runtime", hint
             )
-    return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
+    return prepare(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
 def _of_run(folder: Path) -> tuple[Config, str, str, str]:

@@ -28,7 +28,7 @@ from posbench.report import sweep
 from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
 from posbench.run.lease import owned
-from posbench.run.progress import Work, duration, progress
+from posbench.run.progress import Progress, duration, progress
 from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed
 
@@ -345,7 +345,7 @@ def _reason(facts: Mapping[str, Any], of_model: bool) -> str:
 
 
 def _run(
-    todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: Work
+    todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: Progress
 ) -> None:
     """Run so many at a time, in this order; when this process is stopped so are they."""
     waiting = list(todo)

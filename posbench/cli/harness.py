@@ -184,7 +184,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             torch.set_num_threads(threads(self.posbench) or 1)
         where = {name: getattr(runtime, name) for name in RUNTIME_KEYS}
         self.lm = load(model, **where)
-        self.method: Method = self.posbench.choice.build(hint=self.posbench.missing)
+        self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
             self.lm.tokenizer.chat_template = (

@@ -188,18 +188,18 @@ def _need_no_verb(args: Sequence[str]) -> None:
 
 def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
     """Do the work that jobs of a sweep share; gives the models of these jobs, by their number."""
-    from posbench.pipeline.ready import ready
-    from posbench.pipeline.together import sharing, together
+    from posbench.pipeline.prepare import prepare
+    from posbench.pipeline.sharing import groups_to_share, run_together
     from posbench.report.console import terminal
 
     configs: dict[int, Config] = {}
     models: dict[int, LM] = {}
     for composed in every if len(every) > 1 else ():
         with suppress(UserError):  # its own run tells
-            configs[composed.number] = ready(composed).config
-    for alike in sharing(list(configs.values())):
+            configs[composed.number] = prepare(composed).config
+    for alike in groups_to_share(list(configs.values())):
         try:
-            lm = together(alike, command=command, console=terminal())
+            lm = run_together(alike, command=command, console=terminal())
         except Exception:
             # A defect of what they share must not stop the jobs, which do without.
             logging.exception("%d jobs share nothing", len(alike))
@@ -216,23 +216,29 @@ def _job(composed: Any, command: str, lm: LM | None = None) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
     from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import leave
-    from posbench.pipeline.ready import ready
+    from posbench.pipeline.prepare import prepare
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
-        made = ready(composed)
+        made = prepare(composed)
         if cluster := made.config.runtime.cluster:
             hint = "posbench submit with the same arguments, or leave it out"
             raise UserError(
                 "runtime/cluster", cluster.kind, "none: this runs here", hint
             )
-        for line in made.said:
+        for line in made.warnings:
             terminal().print(line, soft_wrap=True, markup=False)
         record["folder"] = str(
-            execute(made.config, command=command, console=terminal(), lm=lm)
+            execute(
+                made.config,
+                command=command,
+                console=terminal(),
+                lm=lm,
+                worker_main=main,
+            )
         )
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)

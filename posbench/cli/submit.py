@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench import paths
+from posbench.cli.main import main
 from posbench.cli.options import option
 from posbench.errors import Faults, UserError
 from posbench.pipeline import jobs as state
@@ -26,21 +27,21 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.execute import (
     execute,
     finished,
-    parted,
-    prepared_folder,
-    recorded,
+    is_shardable,
+    make_run_folder,
+    recorded_config,
 )
 from posbench.pipeline.jobs import Submission
-from posbench.pipeline.ready import ready
-from posbench.pipeline.together import make_part, make_shard
+from posbench.pipeline.prepare import prepare
+from posbench.pipeline.sharing import make_shard, make_shard_and_finish
 from posbench.report.console import show_lists, terminal
 from posbench.report.index import run_named
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import PROVENANCE, opened
 from posbench.run.lease import in_use, started
-from posbench.run.parts import Part, lacking
 from posbench.run.runtime import Cluster, Runtime
+from posbench.run.shards import Shard, missing_shards
 
 PAUSE = 5.0
 """Seconds between looks at a run that another process owns."""
@@ -56,8 +57,6 @@ class Job:
 
     def __call__(self) -> None:
         """Do it; the exit status is that of the command line."""
-        from posbench.cli.main import main
-
         own = [f"--config-dir={self.own}"] if self.own else []
         if status := main(["resume", self.folder, f"--shard={self.shard}", *own]):
             sys.exit(status)
@@ -113,7 +112,7 @@ def submit(args: list[str]) -> int:
     rows = list[dict[str, object]]()
     known = state.queue()
     for number, (composed, config) in enumerate(found):
-        folder = prepared_folder(config, shlex.join(command)).absolute()
+        folder = make_run_folder(config, shlex.join(command)).absolute()
         how, entry = _entry(folder, composed, config, known)
         entry = replace(entry, id=name, number=number, runs=len(found))
         if how == "submitted":
@@ -178,10 +177,10 @@ def _checked(composed: Composed, shards: int) -> Config:
     tried = (
         device if cluster["kind"] == "local" else "auto"
     )  # that of another machine cannot be tried here
-    config = ready(
+    config = prepare(
         replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": tried}})
     ).config
-    if shards > 1 and not parted(config):
+    if shards > 1 and not is_shardable(config):
         raise UserError(
             "--shards", shards, "1 for a study, and for a served model", "leave it out"
         )
@@ -310,13 +309,13 @@ def resume(args: list[str]) -> int:
             time.sleep(PAUSE)
         try:
             command = _command(folder)
-            config = recorded(folder)
+            config = recorded_config(folder)
             if alone:
-                make_part(config, part, terminal())
-            elif part.of > 1:
-                make_shard(config, part, command, terminal())
+                make_shard(config, part, terminal())
+            elif part.count > 1:
+                make_shard_and_finish(config, part, command, terminal(), main)
             else:
-                execute(config, command=command, console=terminal())
+                execute(config, command=command, console=terminal(), worker_main=main)
             return 0
         except IncompleteRun as error:
             print(f"posbench: {error}", file=sys.stderr)
@@ -333,13 +332,13 @@ def _command(folder: Path) -> str:
     )
 
 
-def _part(flag: str, text: str) -> Part:
+def _part(flag: str, text: str) -> Shard:
     found = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
     if not found or int(found[1]) >= int(found[2]):
         raise UserError(
             flag, text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run"
         )
-    return Part(int(found[1]), int(found[2]))
+    return Shard(int(found[1]), int(found[2]))
 
 
 def jobs(args: list[str]) -> int:
@@ -405,9 +404,14 @@ def collect(args: list[str]) -> int:
         if row["state"] in ("failed", "lost")
     ]:
         last = state.submissions(folder)[-1]
-        if last.shards > 1 and not lacking(opened(folder), last.shards):
+        if last.shards > 1 and not missing_shards(opened(folder), last.shards):
             paths.config_folders(last.own)
-            execute(recorded(folder), command=_command(folder), console=terminal())
+            execute(
+                recorded_config(folder),
+                command=_command(folder),
+                console=terminal(),
+                worker_main=main,
+            )
             rows[folder] |= {"state": "done"}
     for row in rows.values():
         if row["state"] != "done":

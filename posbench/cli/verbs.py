@@ -22,7 +22,7 @@ from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same
-from posbench.pipeline.ready import Ready, ready
+from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import show_lists, terminal
@@ -182,16 +182,16 @@ def validate(args: list[str]) -> int:
     status = 0
     for job in jobs:
         problems: list[UserError] = []
-        made: list[Ready] = []
+        made: list[PreparedRun] = []
 
         def look(
             composed: Composed,
-            made: list[Ready] = made,
+            made: list[PreparedRun] = made,
             problems: list[UserError] = problems,
         ) -> None:
             try:
                 if args or measure:
-                    made.append(ready(composed, download=False))
+                    made.append(prepare(composed, download=False))
                 else:
                     check(composed.raw, composed.typed, composed.folders)
             except UserError as error:
@@ -206,7 +206,7 @@ def validate(args: list[str]) -> int:
             complain(problem)
             status = 2
         for one in made:
-            for line in one.said:
+            for line in one.warnings:
                 print(line)
             if one.reader:
                 estimate.show(one.config, one.reader, measure, terminal())

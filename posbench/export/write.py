@@ -69,7 +69,7 @@ def prompts_of(run: Run) -> Prompts:
             {*np.linspace(0, len(examples) - 1, PROMPTS).round().astype(int)}
         )
     ]
-    return [encoded.ids for encoded in run.encode(some).values()]
+    return [encoded.ids for encoded in run.prompts.encode(some).values()]
 
 
 def price_of(run: Run, asked: Method, written: Method) -> str:
@@ -77,7 +77,7 @@ def price_of(run: Run, asked: Method, written: Method) -> str:
     examples = [e for e in examples_of(run) if e.answers]
     if not examples:
         return "not measured: the task publishes no answers"
-    encoded = run.encode(examples)
+    encoded = run.prompts.encode(examples)
     losses = dict[str, np.ndarray]()
     for name, method in {
         "unmodified": Unmodified(),
@@ -85,7 +85,7 @@ def price_of(run: Run, asked: Method, written: Method) -> str:
         "written": written,
     }.items():
         found = dict[str, float]()
-        plan = run.batches(examples, lambda e: len(encoded[e.id].ids))
+        plan = run.prompts.batches_by_length(examples, lambda e: len(encoded[e.id].ids))
         with (
             method.applied(run.lm) as lm,
             run.progress(f"price of folding: {name}", len(examples)) as done,

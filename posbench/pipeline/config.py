@@ -12,11 +12,11 @@ from posbench import paths
 from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
 from posbench.files.sources import Source
-from posbench.methods import Method
 from posbench.methods.choice import MethodChoice, every
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GIVEN, GROUPS, TOP
+from posbench.run.method import MethodUnderTest
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import Positive, build, instantiate
 from posbench.search.base import Search
@@ -66,7 +66,7 @@ class Config:
     study: Study | None
     raw: dict[str, Any] = field(repr=False)
     typed: frozenset[str] = frozenset()  # dotted keys that the user set
-    every: Mapping[str, MethodChoice] = field(default_factory=dict)
+    all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
 
     @property
     def study_name(self) -> str:
@@ -84,19 +84,25 @@ class Config:
         """Whether the task's prompts take part."""
         return self.study is None or self.study.needs_task
 
-    @property
-    def standins(self) -> Mapping[str, Any]:
-        """What stands for parameters that the search stage will find."""
-        return self.search.finds if "search" in self.stages else {}
+    def method_under_test(self) -> MethodUnderTest:
+        """Return the method under test, without the parameters that a search will find."""
+        return MethodUnderTest(
+            self.choice,
+            self.target,
+            stand_ins=self.search.finds if "search" in self.stages else {},
+            hint=self._missing_parameter_hint(),
+            blocks=self.model.blocks,
+            served=bool(self.model.base_url),
+        )
 
-    @property
-    def missing(self) -> str:
-        """What to do where a parameter of the method is missing."""
+    def _missing_parameter_hint(self) -> str:
         if self.target is None:
             return ""
         model = self.model
-        named = model.path if model.source == GIVEN else model.name
-        return f"find one: posbench stages=[search] model={named} method={self.target.name}"
+        name = model.path if model.source == GIVEN else model.name
+        return (
+            f"find one: posbench stages=[search] model={name} method={self.target.name}"
+        )
 
     def reference(self) -> tuple[list[dict[str, Any]], str]:
         """The paper's rows that apply to this run's task and setting, and why there are none."""
@@ -166,8 +172,10 @@ def check(
                 **made, stages=stages, target=target, raw=record, typed=frozenset(typed)
             )
             if config.study and config.study.all_methods:
-                config = replace(config, every=every(folders, config.model.blocks))
-            trial(config)
+                config = replace(
+                    config, all_methods=every(folders, config.model.blocks)
+                )
+            config.method_under_test().trial()
     faults.raise_any()
     assert config is not None, "it is made unless there is a fault"
     for look in (_names, Config.reference):
@@ -207,13 +215,6 @@ def _need_text(node: Any, where: str) -> None:
     for text in (node, where):
         if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
             raise UserError(where, node, "UTF-8 text", "type it again")
-
-
-def trial(config: Config) -> Method:
-    """The method with legal stand-ins for what the search will find."""
-    free = config.target.values if config.target else {}
-    found = {k: v for k, v in config.standins.items() if free.get(k) is None}
-    return config.choice.build(found, config.target, config.missing)
 
 
 def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:

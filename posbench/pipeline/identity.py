@@ -40,7 +40,9 @@ def files(config: Config) -> list[sources.Source]:
     asked: list[sources.Source] = []
     if config.uses_model:
         asked = [*config.model.files, *config.choice.files()]
-        asked += [file for choice in config.every.values() for file in choice.files()]
+        asked += [
+            file for choice in config.all_methods.values() for file in choice.files()
+        ]
     asked += data_of(config.task) if config.uses_task else ()
     asked += config.search.files() if "search" in config.stages else ()
     if config.study:
@@ -126,8 +128,10 @@ def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) ->
     moves |= {
         key: raw[key] for key in ("task", "method", "study", "search") if key in raw
     }
-    if config.every:
-        moves["every"] = {name: choice.values for name, choice in config.every.items()}
+    if config.all_methods:
+        moves["every"] = {
+            name: choice.values for name, choice in config.all_methods.items()
+        }
     moves["files"] = keys(read, "method", "search", "study")
     parts = [config.study_name]
     if config.uses_model:
@@ -156,7 +160,7 @@ def _own(config: Config) -> set[Path]:
     ]
     classes = [
         *config.choice.classes,
-        *(choice.cls for choice in config.every.values()),
+        *(choice.cls for choice in config.all_methods.values()),
         *map(type, parts),
     ]
     return {

@@ -14,7 +14,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.run.folder import CONFIG, RunDir, opened, runs_in
 from posbench.run.lease import in_use, runs
-from posbench.run.parts import being_made, lacking
+from posbench.run.shards import is_running, missing_shards
 
 SUBMITTED = ".submitted.json"
 """File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
@@ -160,13 +160,13 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
     last = submissions(folder)[-1]
     if run.done:
         return ("damaged", ", ".join(run.damaged())) if run.damaged() else ("done", "")
-    missing = lacking(run, last.shards) if last.shards > 1 else [0]
+    missing = missing_shards(run, last.shards) if last.shards > 1 else [0]
     parts = (
         f"{last.shards - len(missing)} of {last.shards} shards are made"
         if last.shards > 1
         else ""
     )
-    if in_use(folder) or being_made(folder):
+    if in_use(folder) or is_running(folder):
         return "running", parts
     numbers = (
         range(last.first, last.first + last.shards)

@@ -20,10 +20,10 @@ from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.pipeline.compose import Composed, compose
-from posbench.pipeline.config import Config, check, trial
-from posbench.pipeline.estimate import work
-from posbench.pipeline.ready import prepared
-from posbench.run.cost import Costs, Work
+from posbench.pipeline.config import Config, check
+from posbench.pipeline.estimate import estimate_run
+from posbench.pipeline.prepare import build_run
+from posbench.run.cost import Costs, WorkEstimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
@@ -182,10 +182,10 @@ def configs(experiment: str) -> list[Config]:
     return found
 
 
-def works(experiment: str, model: str) -> list[Work]:
+def works(experiment: str, model: str) -> list[WorkEstimate]:
     """What an experiment asks of a model, of jobs that differ in their method in one pass."""
     jobs = configs(experiment)
-    found = list[Work]()
+    found = list[WorkEstimate]()
     grid = jobs[0].experiment.grid if jobs[0].experiment else {}
     alike = len(jobs) > 1 and all(
         key.startswith("method") for key in grid if key != "model"
@@ -199,10 +199,14 @@ def works(experiment: str, model: str) -> list[Work]:
         config = replace(
             config, runtime=replace(config.runtime, **GIVEN["models"][model]["runtime"])
         )
-        run = prepared(config, {}, (), Console(quiet=True))
+        run = build_run(config, Console(quiet=True))
         run.lm = outline(model, GIVEN["tokens"][text])
-        methods = {str(n): trial(job) for n, job in enumerate(jobs)} if alike else {}
-        for each in work(
+        methods = (
+            {str(n): job.method_under_test().trial() for n, job in enumerate(jobs)}
+            if alike
+            else {}
+        )
+        for each in estimate_run(
             config, run, {UNMODIFIED: Unmodified(), **methods} if alike else None
         ):
             found.append(each.times(_many(config, each.stage) if each.prompts else 1))
@@ -237,10 +241,10 @@ def row(experiment: str) -> list[str]:
                 f"{sum(w.prompts for w in every):,}",
                 f"{sum(w.tokens for w in every) / 1e6:,.1f}",
             ]
-        size = max(map(shape.bytes, every)) / 1e9
+        size = max(map(shape.memory_bytes, every)) / 1e9
         flops = sum(map(shape.flops, every)) / 1e15
         cells.append(
-            f"{sum(w.computed for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB"
+            f"{sum(w.computed_tokens for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB"
         )
         cells.append(
             f"{_hours(hours) if devices == 1 else f'no ({devices})'} / {_hours(eight)}"

@@ -21,8 +21,8 @@ from posbench.report.tables import cell
 from posbench.report.text import tally
 from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, opened, runs_in
 from posbench.run.lease import in_use
-from posbench.run.parts import being_made
 from posbench.run.progress import duration
+from posbench.run.shards import is_running
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
 
@@ -66,7 +66,7 @@ class Listed:
         except UserError:
             whole = False
         state = str(status.get("state", "damaged")) if whole else "damaged"
-        if state == "running" and not in_use(folder) and not being_made(folder):
+        if state == "running" and not in_use(folder) and not is_running(folder):
             state = "killed"
         if whole and run.done:
             state = (

@@ -23,7 +23,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
@@ -67,12 +67,15 @@ class Search(ABC):
 
     def check(self, run: Run) -> None:
         """Raise `UserError` where a value of what it finds is typed, or model or task do not fit."""
-        assert run.target is not None
-        for name in sorted(set(run.target.pinned) & set(self.finds)):
+        assert run.method.target is not None
+        for name in sorted(set(run.method.target.pinned) & set(self.finds)):
             allowed = "nothing typed, with the search stage: it finds this"
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(
-                f"{run.target.where}.{name}", run.target.values[name], allowed, hint
+                f"{run.method.target.where}.{name}",
+                run.method.target.values[name],
+                allowed,
+                hint,
             )
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
@@ -82,7 +85,7 @@ class Search(ABC):
 
     def asks(
         self, prompts: int, answer: int, layers: int, channels: int
-    ) -> Reads | None:
+    ) -> StudyWorkload | None:
         """What it reads at most, of so many calibration prompts with answers of so many tokens; None where
         that cannot be told before."""
         return None
@@ -138,11 +141,11 @@ class Search(ABC):
 
     def run(self, run: Run) -> None:
         """Search unless another run of this version did under the same key, and keep what was found."""
-        assert run.target is not None
+        assert run.method.target is not None
         if not run.out.stage("search").get("done"):
             parts = [
-                [name, None if p is run.target else p.values]
-                for name, p in run.choice.parts.items()
+                [name, None if p is run.method.target else p.values]
+                for name, p in run.method.choice.parts.items()
             ]
             settings: dict[str, Any] = {
                 "search": run.raw["search"],
@@ -151,14 +154,14 @@ class Search(ABC):
             }
             others = [
                 file
-                for part in run.choice.parts.values()
-                if part is not run.target
+                for part in run.method.choice.parts.values()
+                if part is not run.method.target
                 for file in part.files()
             ]
             settings["files"] = [content.key for content in contents(others)]
             # The rest of the method takes part in the check.
             settings["method"] = {
-                k: v for k, v in run.target.values.items() if k not in self.finds
+                k: v for k, v in run.method.target.values.items() if k not in self.finds
             }
             key = digest({"identity": run.identity, **settings, **self.depends(run)})
             other = run.out.sibling_with("search", key)
@@ -181,11 +184,11 @@ class Search(ABC):
             copied = other.path.name if other else None
             run.out.mark("search", key=key, copied_from=copied, files=rows)
         text = (run.out.path / FOUND).read_text()
-        block = yaml.safe_load(text)[run.target.name]
-        run.found = self.found(block)
+        block = yaml.safe_load(text)[run.method.target.name]
+        run.method.use(self.found(block))
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
         found = self.found(block)
-        own = run.target.pinned
+        own = run.method.target.pinned
         if typed := [
             f"{k} {own[k]}" for k in self.finds if k in own and own[k] != found.get(k)
         ]:
@@ -208,7 +211,7 @@ class Search(ABC):
     def check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
         """Measure what was found and the unmodified model on held-back prompts, resumed; the facts of
         ``held_back.csv``. Prompts that were asked before, or do not fit the window, are left out."""
-        assert run.target is not None
+        assert run.method.target is not None
         seen = {
             e.prompt
             for split in ("calibration", "evaluation")
@@ -228,19 +231,24 @@ class Search(ABC):
         refused |= {e.cluster for e in examples if e.prompt in seen}
         examples = [e for e in examples if e.cluster not in refused]
         values = dict[str, list[float]]()
-        plan = run.batches(examples, lambda e: lengths[e.id])
+        plan = run.prompts.batches_by_length(examples, lambda e: lengths[e.id])
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             return [{"value": value} for value in self.measured(run, batch)]
 
         # What was found, also where the stages that follow use a typed value in its place.
-        target = replace(run.target, typed=frozenset())
-        found = run.whole(target.build(self.found(block), target, run.missing))
-        for name, method in ((UNMODIFIED, run.whole(Unmodified())), ("found", found)):
+        target = replace(run.method.target, typed=frozenset())
+        found = run.method.with_target(
+            target.build(self.found(block), target, run.method.hint)
+        )
+        for name, method in (
+            (UNMODIFIED, run.method.with_target(Unmodified())),
+            ("found", found),
+        ):
             with method.applied(run.lm):
                 label = f"search: check, {name}"
                 key = lambda e, name=name: {"method": name, "id": e.id}  # noqa: E731
-                rows = run.complete(held_back.ROWS, label, plan, key, compute)
+                rows = run.rows.complete(held_back.ROWS, label, plan, key, compute)
             by_id = {row["id"]: row["value"] for row in rows}
             values[name] = [by_id[e.id] for e in examples]
         clusters = [e.cluster for e in examples]
@@ -251,8 +259,10 @@ class Search(ABC):
     def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
         """Write the block to paste into a model's YAML, with its gain on held-back prompts, and the search in
         words as its source."""
-        assert run.target is not None
-        among = f" in the list {run.choice.name}" if run.choice.parts else ""
+        assert run.method.target is not None
+        among = (
+            f" in the list {run.method.choice.name}" if run.method.choice.parts else ""
+        )
         source = (
             f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
         )
@@ -261,7 +271,7 @@ class Search(ABC):
             run.out.path / held_back.TABLE,
             pd.DataFrame([facts], columns=list(held_back.HEADER)),
         )
-        data = {run.target.name: {**block, "held_back": facts, "source": source}}
+        data = {run.method.target.name: {**block, "held_back": facts, "source": source}}
         write_text(
             run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000)
         )

@@ -27,7 +27,7 @@ from posbench.plots.search import (
 )
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import ROWS, Read, save, saved
@@ -115,7 +115,9 @@ class ChannelSearch(DeploySearch):
             name: value for name, value in found.items() if value != getattr(self, name)
         }
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> StudyWorkload:
         """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
         tried = self.top_k if self.candidates == "monotone" else channels
         tried *= len(self.factors) * len(self.layer_ranges(layers, None))
@@ -123,7 +125,7 @@ class ChannelSearch(DeploySearch):
             min(self.asked_again, tried) if self.folds else 0
         )  # without a prefill that all share
         answers = prompts * (1 + tried + again) * answer
-        return Reads(
+        return StudyWorkload(
             (3 + again) * prompts, answers, texts=self.strings, length=self.length
         )
 
@@ -140,10 +142,10 @@ class ChannelSearch(DeploySearch):
             hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
         typed = self._pinned(run).get("channel")
-        if run.target and not isinstance(typed, int | None):
+        if run.method.target and not isinstance(typed, int | None):
             hint = "leave the search out: stages=[intervene,evaluate,report]"
             raise UserError(
-                f"{run.target.where}.channel",
+                f"{run.method.target.where}.channel",
                 typed,
                 "one channel, with the search stage",
                 hint,
@@ -154,7 +156,9 @@ class ChannelSearch(DeploySearch):
 
     def depends(self, run: Run) -> Mapping[str, Any]:
         """The layer ranges that are tried, and a typed channel; what is asked again, and of which files."""
-        values = run.target.values if run.target and self.asked_again else {}
+        values = (
+            run.method.target.values if run.method.target and self.asked_again else {}
+        )
         again = [
             values.get("last"),
             values.get("tokens"),
@@ -167,7 +171,7 @@ class ChannelSearch(DeploySearch):
         }
 
     def _pinned(self, run: Run) -> dict[str, Any]:
-        return run.target.pinned if run.target else {}
+        return run.method.target.pinned if run.method.target else {}
 
     def ranges(self, run: Run) -> list[tuple[int, int]]:
         """The layer ranges to try: a typed one, those of the search, or the model's published one."""
@@ -243,7 +247,7 @@ class ChannelSearch(DeploySearch):
     def search(self, run: Run) -> None:
         """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
         with ExitStack() as stack:
-            method = run.trial()
+            method = run.method.trial()
             for part in (
                 list(method.parts.values())[:-1] if isinstance(method, Composed) else ()
             ):
@@ -353,7 +357,7 @@ class ChannelSearch(DeploySearch):
 
         groups = [[examples[i] for i in group] for group in plan]
         label = f"search: {len(candidates)} candidates"
-        rows = run.complete(file, label, groups, lambda e: {"id": e.id}, compute)
+        rows = run.rows.complete(file, label, groups, lambda e: {"id": e.id}, compute)
         by_id = {row["id"]: [row["unmodified"], *row["losses"]] for row in rows}
         return np.array([by_id[e.id] for e in examples]).T
 

@@ -113,7 +113,7 @@ class DeploySearch(Search):
 
     def check(self, run: Run) -> None:
         """Refuse a method that the format does not hold, and a side task that the model does not read."""
-        if run.target is None:  # a study's search
+        if run.method.target is None:  # a study's search
             if self.asked_again:
                 hint = "leave out search.deploy and search.side_task"
                 raise UserError(
@@ -123,14 +123,17 @@ class DeploySearch(Search):
                     hint,
                 )
             return
-        last = run.target.pinned.get("last")
+        last = run.method.target.pinned.get("last")
         if self.folds and last not in (None, "all"):
             allowed = f"all, with search.deploy={self.deploy}, which folds"
             raise UserError(
-                f"{run.target.where}.last", last, allowed, "leave one of the two out"
+                f"{run.method.target.where}.last",
+                last,
+                allowed,
+                "leave one of the two out",
             )
-        if self.folds and run.trial().twin().folded(run.lm) is None:
-            allowed = f"a method that folds into a {self.deploy}; {run.choice.name} with these keys does not"
+        if self.folds and run.method.trial().twin().folded(run.lm) is None:
+            allowed = f"a method that folds into a {self.deploy}; {run.method.choice.name} with these keys does not"
             raise UserError(
                 "search.deploy", self.deploy, allowed, "set search.deploy=transformers"
             )
@@ -162,7 +165,7 @@ class DeploySearch(Search):
         """
         order = np.argsort(each[1:].mean(1), kind="stable").tolist()
         short = sorted(order, key=lambda i: i != best)[: self.asked_again]
-        trial = run.trial()
+        trial = run.method.trial()
         part: Any = (
             [*trial.parts.values()][-1] if isinstance(trial, Composed) else trial
         )
@@ -230,7 +233,9 @@ class DeploySearch(Search):
         self, run: Run, of: str, pairs: Pairs, methods: Sequence[Method]
     ) -> Array:
         """Losses under M methods, [M, N], nats per token; each method reads all prompts itself."""
-        groups = run.batches(list(pairs), lambda name: sum(map(len, pairs[name])))
+        groups = run.prompts.batches_by_length(
+            list(pairs), lambda name: sum(map(len, pairs[name]))
+        )
         plan = [
             [(number, name) for name in group]
             for number in range(len(methods))
@@ -252,7 +257,7 @@ class DeploySearch(Search):
             return {"of": of, "method": item[0], "id": item[1]}
 
         what = "the side task" if of == "side" else "all tokens scaled"
-        rows = run.complete(
+        rows = run.rows.complete(
             AGAIN, f"search: {len(methods)} again, {what}", plan, key, compute
         )
         found = {(row["method"], row["id"]): row["loss"] for row in rows}

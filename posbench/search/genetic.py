@@ -19,7 +19,7 @@ from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
 from posbench.search.base import ROWS, Read
 from posbench.search.scales import (
@@ -126,7 +126,9 @@ class GeneticSearch(ScaleSearch):
         few = self.curve != "free" and self.constrained and self.points > places
         return {"points": places} if few else {}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> StudyWorkload:
         """All candidates, every child and the unmodified model among them, then both methods of the check, on
         questions with the answer at three places."""
         tried = (
@@ -140,7 +142,7 @@ class GeneticSearch(ScaleSearch):
         ]
         batches = sum(n * -(-count // self.batch_size) for n, count in asked)
         prompts = sum(n * count for n, count in asked)
-        return Reads(prompts, replies=prompts, batches=batches)
+        return StudyWorkload(prompts, replies=prompts, batches=batches)
 
     def decode(self, genome: Genome, layers: int) -> Scales:
         """The scale of each of the L layers."""
@@ -216,7 +218,7 @@ class GeneticSearch(ScaleSearch):
         """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``."""
         lm, out, unmodified = run.lm, run.out, (1.0,) * run.lm.layers
         examples, positions = calibration(run.task, self.calibration_seed)
-        measure = answering(lm, run.task, examples, run.whole)
+        measure = answering(lm, run.task, examples, run.method.with_target)
 
         out.repair(ROWS)
         known = {_asked(row): row["scores"] for row in out.rows(ROWS)}

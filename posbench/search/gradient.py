@@ -16,7 +16,7 @@ from posbench.model.guard import guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, save, saved, steps_section
 from posbench.search.scales import (
@@ -48,13 +48,15 @@ class GradientSearch(ScaleSearch):
     epochs: Count = 30
     samples: Count = 2000
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> StudyWorkload:
         """Every example forwards and back, which takes as long where the weights are fixed; then answers of
         the unmodified model and of what it found, here and on held-back questions."""
         back = 2 * self.epochs * self.samples
         asked = len(POSITIONS) * (prompts + (self.held_back or prompts))
         batches = 2 * -(-asked // self.batch_size)
-        return Reads(
+        return StudyWorkload(
             back + 2 * asked, back * answer, replies=2 * asked, batches=batches
         )
 

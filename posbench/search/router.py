@@ -82,7 +82,7 @@ class RouterSearch(Search):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row per step, and the router."""
-        method = run.trial()
+        method = run.method.trial()
         texts = self.texts(run)
         assert isinstance(method, MoICE)
         part = max(len(texts) // 10, 1)

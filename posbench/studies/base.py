@@ -11,7 +11,7 @@ from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks, Reads
+from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
@@ -27,7 +27,7 @@ class Study(ABC):
     # and on the unmodified model where none was typed.
     uses_method: ClassVar[bool] = False
     all_methods: ClassVar[bool] = (
-        False  # whether it measures ``run.every`` method, and takes none
+        False  # whether it measures ``run.all_methods`` method, and takes none
     )
 
     def check(self, run: Run) -> None:  # noqa: B027
@@ -41,7 +41,7 @@ class Study(ABC):
         """Further files that the numbers come from; what they hold is part of a run's identity."""
         return ()
 
-    def reads(self, run: Run) -> Sequence[Looks | Reads]:
+    def reads(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
         """What it asks of the model at most; nothing where that cannot be told before."""
         return ()
 

@@ -21,7 +21,7 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.run.base import Run
-from posbench.run.shared import Ask, Asks, Subject
+from posbench.run.batch_plan import BatchPlan, Request, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
 from posbench.stats.findings import Finding, ends, estimate, joint
@@ -54,9 +54,11 @@ def need_items(task: Task) -> list[Example]:
 
 def need_whole_maps(run: Run) -> None:
     """Raise UserError for a method that runs the last token apart: no forward then has whole maps."""
-    if run.trial().needs_prompt:
-        allowed = f"a method that leaves whole attention maps; {run.choice.name} runs the last token apart"
-        raise UserError("method", run.choice.name, allowed, "leave the method out")
+    if run.method.trial().needs_prompt:
+        allowed = f"a method that leaves whole attention maps; {run.method.choice.name} runs the last token apart"
+        raise UserError(
+            "method", run.method.choice.name, allowed, "leave the method out"
+        )
 
 
 def check_prompts(run: Run, task: Task | None = None) -> None:
@@ -154,9 +156,16 @@ class Prompts:
         """Tokenise the task's examples, or those given, at most so many per gold position; plan batches."""
         task = task or run.task
         chosen = placed(examples or need_items(task), most)
-        encoded = run.encode(chosen, task)
+        encoded = run.prompts.encode(chosen, task)
         tokens = {e.id: item_tokens(encoded[e.id], e) for e in chosen}
-        return cls(run, task, chosen, encoded, tokens, run.plan(chosen, encoded, task))
+        return cls(
+            run,
+            task,
+            chosen,
+            encoded,
+            tokens,
+            run.prompts.batches(chosen, encoded, task),
+        )
 
     def lengths(self, batch: Sequence[Example]) -> list[int]:
         """Tokens of each prompt of a batch."""
@@ -195,7 +204,7 @@ class Prompts:
         self, file: str, label: str, key: Mapping[str, object], compute: Compute
     ) -> dict[str, Row]:
         """A row of each example by id, resumed from a JSON-lines file; the key tells them from its others."""
-        rows = self.run.complete(
+        rows = self.run.rows.complete(
             file, label, self.batches, lambda e: {**key, "id": e.id}, compute
         )
         return {row["id"]: row for row in rows}
@@ -205,20 +214,22 @@ class Prompts:
     ) -> dict[str, Row]:
         """As :meth:`complete`, of prompts that nothing changes but the run's method: what several have in
         common is read once, where that method allows it."""
-        run, method = self.run, self.run.method()
+        run, method = self.run, self.run.method.build()
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
-        plan = lambda part, most: run.plan(part, self.encoded, self.task, most)  # noqa: E731
-        asks = Asks.of(
+        plan = lambda part, most: run.prompts.batches(  # noqa: E731
+            part, self.encoded, self.task, most
+        )
+        asks = BatchPlan.of(
             [Subject(run, "", Unmodified())], self.examples, self.encoded, plan
         )
 
-        def made(batch: Sequence[Ask]) -> list[Row]:
-            with asks.under(batch) as prefix:
+        def made(batch: Sequence[Request]) -> list[Row]:
+            with asks.applied(batch) as prefix:
                 return compute([ask.example for ask in batch], prefix)
 
-        own: Callable[[Ask], Row] = lambda ask: {**key, "id": ask.example.id}  # noqa: E731
-        rows = run.complete(file, label, asks.batches, own, made, asks.order)
+        own: Callable[[Request], Row] = lambda ask: {**key, "id": ask.example.id}  # noqa: E731
+        rows = run.rows.complete(file, label, asks.batches, own, made, asks.order)
         return {row["id"]: row for row in rows}
 
     def attention(
@@ -301,7 +312,7 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
 
 
 def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
-    """Columns of a method's row, from the scores of :func:`posbench.run.answers.compared`.
+    """Columns of a method's row, from the scores of :func:`posbench.run.replies.compare_scores`.
 
     Its score (value) and n; paired, the ``difference`` from a base and the ``gain`` on the unmodified model.
     """

@@ -12,8 +12,8 @@ import yaml
 
 from posbench.report.failures import AROUND, EDGE, Examples, excerpt, few, full
 from posbench.report.page import render_run
-from posbench.run.answers import prompt_digest
 from posbench.run.folder import RunDir
+from posbench.run.replies import prompt_digest
 from posbench.tasks import Example, KVRetrieval, Task
 from posbench.tasks.leval_closed import LEvalClosed
 from posbench.tasks.nq_multidoc import NQMultiDoc

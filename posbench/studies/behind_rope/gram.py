@@ -53,7 +53,9 @@ class Gram(Sampled):
         over queries, token 1 left out).
         """
         with run.progress("samples", self.samples) as advance:
-            found = gram_panels(run.lm, run.batches(self.rows(run.lm), len), advance)
+            found = gram_panels(
+                run.lm, run.prompts.batches_by_length(self.rows(run.lm), len), advance
+            )
         rows = []
         tokens = np.arange(self.tokens)
         for panel, each in found.items():

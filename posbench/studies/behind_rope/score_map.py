@@ -19,7 +19,7 @@ from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Seed, Several
 from posbench.stats.findings import Finding, estimate, joint
 from posbench.studies.base import Study, Tables
@@ -67,9 +67,9 @@ class Sampled(Study):
         check_interface(run.lm)
         self.rows(run.lm)
 
-    def reads(self, run: Run) -> list[Reads]:
+    def reads(self, run: Run) -> list[StudyWorkload]:
         """See :meth:`Study.reads`."""
-        return [Reads(texts=self.samples, length=self.tokens)]
+        return [StudyWorkload(texts=self.samples, length=self.tokens)]
 
     def rows(self, lm: LM) -> list[list[int]]:
         """The token rows.
@@ -130,7 +130,9 @@ class ScoreMap(Sampled):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (:meth:`MeanMap.facts`)."""
         with run.progress("samples", self.samples) as advance:
-            found = score_maps(run.lm, run.batches(self.rows(run.lm), len), advance)
+            found = score_maps(
+                run.lm, run.prompts.batches_by_length(self.rows(run.lm), len), advance
+            )
         both = {
             n: {"score": m.mean, "normalised": diagonal_normalised(m.mean)}
             for n, m in enumerate(found)

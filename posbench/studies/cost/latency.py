@@ -63,11 +63,11 @@ class Latency(Timed):
             raise UserError(
                 "study.floors", True, "a prompt alone", "study.new_tokens=[1]"
             )
-        for name in sorted(set(self.methods) - set(run.every)):
+        for name in sorted(set(self.methods) - set(run.all_methods)):
             raise UserError(
                 "study.methods",
                 name,
-                ", ".join(run.every),
+                ", ".join(run.all_methods),
                 "posbench ls methods shows them",
             )
 
@@ -79,9 +79,9 @@ class Latency(Timed):
         lm.model.generation_config = copy.copy(lm.model.generation_config)
         lm.model.generation_config.update(eos_token_id=None, use_cache=True)
         methods = applicable(
-            lm, run.every, lambda choice: choice.cls.example(lm), run.console.out
+            lm, run.all_methods, lambda choice: choice.cls.example(lm), run.console.out
         )
-        asked = (UNMODIFIED, *(self.methods or run.every))
+        asked = (UNMODIFIED, *(self.methods or run.all_methods))
         example = ScaleChannel.example(lm)
         chosen = {name: method for name, method in methods.items() if name in asked}
         chosen |= floors(chosen) if self.floors else {}

@@ -46,13 +46,15 @@ class Precision(Study):
         chosen = run.evaluation[:: max(1, len(run.evaluation) // self.prompts)][
             : self.prompts
         ]
-        rows = [code.ids for code in run.encode(chosen).values()]
+        rows = [code.ids for code in run.prompts.encode(chosen).values()]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
         rows = [
             row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :]
             for i, row in enumerate(rows)
         ]
-        methods = applicable(run.lm, run.every, MethodChoice.build, run.console.out)
+        methods = applicable(
+            run.lm, run.all_methods, MethodChoice.build, run.console.out
+        )
         errors = list[Row]()
         drifts = list[Row]()
         with run.progress("weight types", 1 + len(DTYPES)) as advance:

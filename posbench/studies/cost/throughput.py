@@ -16,11 +16,11 @@ from posbench.late import inference_mode, pd, torch
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
-from posbench.run.answers import planned
 from posbench.run.base import Run
+from posbench.run.batch_plan import BatchPlan, Compute, Subject
 from posbench.run.cost import Costs
+from posbench.run.replies import plan_replies
 from posbench.run.runtime import Runtime
-from posbench.run.shared import Asks, Compute, Subject
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.timing import Shape, Timed, random_model, table
@@ -166,7 +166,7 @@ class Throughput(Timed):
             asks, _ = asked_of(
                 replace(run, task=task, runtime=runtime), lm, examples, methods
             )
-            told[way] = shape.flops(asks.work("evaluate", answered=True))
+            told[way] = shape.flops(asks.estimate("evaluate", answered=True))
 
         def counted(way: str) -> Outputs:
             before = lm.read
@@ -232,12 +232,12 @@ def staged(
 
 def asked_of(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
-) -> tuple[Asks, Compute]:
+) -> tuple[BatchPlan, Compute]:
     """The evaluate stage's plan."""
     run.lm = lm
     run.evaluation = list(examples)
-    return planned(
-        [Subject(run, *each) for each in methods.items()], run.encode(examples)
+    return plan_replies(
+        [Subject(run, *each) for each in methods.items()], run.prompts.encode(examples)
     )
 
 

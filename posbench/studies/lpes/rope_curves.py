@@ -13,7 +13,7 @@ from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Several
 from posbench.stats.bootstrap import difference
 from posbench.stats.findings import Finding, ends, estimate, joint
@@ -50,9 +50,9 @@ class RopeCurves(Study):
         """See :meth:`Study.check`."""
         PositionInterpolation(scale=SCALES[-1]).check(run.lm)
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
-        return [Looks(self._chosen(run), len(SCALES))]
+        return [InspectionPasses(self._chosen(run), len(SCALES))]
 
     def _chosen(self, run: Run) -> list[Example]:
         return run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][
@@ -78,11 +78,13 @@ class RopeCurves(Study):
             for b in (10000.0, 17500.0, 25000.0)
         }
         chosen = self._chosen(run)
-        prompts = [code.ids for code in run.encode(chosen).values()]
+        prompts = [code.ids for code in run.prompts.encode(chosen).values()]
         rows = list[Row]()
         asked = [e.cluster or e.id for e in chosen]
         before = None
-        plan = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
+        plan = run.prompts.batches_by_length(
+            range(len(prompts)), lambda i: len(prompts[i])
+        )
         with run.progress("scales", len(SCALES)) as advance:
             for scale in SCALES:
                 with PositionInterpolation(scale=scale).applied(run.lm) as lm:

@@ -52,7 +52,7 @@ class Rollout(Study):
             )
             return [{name: rounded(values, 9) for name, values in found.items()}]
 
-        rows = run.complete(
+        rows = run.rows.complete(
             "flow.jsonl",
             "rollout",
             [[e] for e in chosen],

@@ -17,8 +17,8 @@ from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
-from posbench.run.answers import compared
 from posbench.run.base import Run
+from posbench.run.replies import compare_scores
 from posbench.schema import Seed
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
@@ -75,9 +75,11 @@ class Ablations(Study):
                 allowed,
                 "leave search= out",
             )
-        if run.trial().needs_prompt:
+        if run.method.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
-            raise UserError("method", run.choice.name, allowed, "leave the method out")
+            raise UserError(
+                "method", run.method.choice.name, allowed, "leave the method out"
+            )
         search.check(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -237,7 +239,7 @@ def evaluated(
     methods: dict[str, Method] = {
         names[name]: method for name, method in settings.items()
     }
-    scores = compared(run, file, {UNMODIFIED: Unmodified(), **methods})
+    scores = compare_scores(run, file, {UNMODIFIED: Unmodified(), **methods})
     rows = []
     for name, text in names.items():
         change = contrasts(scores, text, names[base])

@@ -19,7 +19,7 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
@@ -111,16 +111,19 @@ class AttentionToGold(Study):
             )
         return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         every = [
             placed(shared.need_items(task), self.examples)
             for task in self.tasks(run.task)
         ]
-        looks = [Looks(examples, times=1, replies=1, shared=True) for examples in every]
+        looks = [
+            InspectionPasses(examples, times=1, replies=1, shared=True)
+            for examples in every
+        ]
         return [
             *looks,
-            Looks(placed(every[0], HEAD_EXAMPLES), times=1, shared=True),
+            InspectionPasses(placed(every[0], HEAD_EXAMPLES), times=1, shared=True),
         ]  # maps of heads
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from posbench.errors import renamed
@@ -114,8 +114,8 @@ class Chain(Study):
 def _alone(run: Run) -> Run:
     """The run without its method."""
     own = copy.copy(run)
-    own.choice = MethodChoice(name=UNMODIFIED, cls=Unmodified, values={})
-    own.target = None
+    unmodified = MethodChoice(name=UNMODIFIED, cls=Unmodified, values={})
+    own.method = replace(run.method, choice=unmodified, target=None)
     return own
 
 

@@ -19,7 +19,7 @@ from posbench.perturbations.subtract_channel import subtract_channel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Positive, Seed, Share
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
@@ -88,10 +88,10 @@ class ChannelSubtraction(Study):
             else round(self.other * (len(example.items) - 1))
         )
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         variants = 1 + len(WHERE) * (1 + self.controls + self.opposite)
-        return [Looks(self._examples(run), variants, variants)]
+        return [InspectionPasses(self._examples(run), variants, variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""

@@ -17,7 +17,7 @@ from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding, ends
@@ -82,14 +82,14 @@ class CropMask(Study):
             if can_move(run.lm)
             else nullcontext()
         )
-        with run.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
+        with run.method.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
             pass
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         variants = len(LABELS) + self.crossed * len(CROSSED)
         return [
-            Looks(
+            InspectionPasses(
                 placed(shared.need_items(run.task), self.examples), variants, variants
             )
         ]
