@@ -303,10 +303,10 @@ def _measure_speed(config: Config, console: Console) -> tuple[float, float]:
                 min_new_tokens=1 + TIMED_STEPS,
                 batch_size=len(prompts),
             )
-            both = time.perf_counter() - started
+            all_tokens = time.perf_counter() - started
             if number:
                 tokens += sum(map(len, prompts))
                 reading_seconds += one_token
-                writing_seconds += both - 2 * one_token
+                writing_seconds += all_tokens - 2 * one_token
     steps = TIMED_STEPS * len(timed_batches)
     return reading_seconds / tokens, max(writing_seconds, 0.0) / steps

@@ -177,7 +177,7 @@ def is_shardable(config: Config) -> bool:
 # Folders
 
 
-class RunPlace(NamedTuple):
+class RunLocation(NamedTuple):
     """What :func:`posbench.run.claim.find` looks a run's folder up by."""
 
     outputs: Path
@@ -188,7 +188,7 @@ class RunPlace(NamedTuple):
     @classmethod
     def of(
         cls, config: Config, identity: Mapping[str, Any], contents: Sequence[Content]
-    ) -> RunPlace:
+    ) -> RunLocation:
         """Return where a run lies.
 
         Args:
@@ -243,22 +243,22 @@ def claim_run(
     """
     # First of all: weights to download, with the hub's own progress bars.
     contents = reads(config)
-    who = identity(config, contents)
+    run_identity = identity(config, contents)
     silence_transformers()
     set_threads(config)
-    place = RunPlace.of(config, who, contents)
-    run = build_run(config, console, who, contents)
+    location = RunLocation.of(config, run_identity, contents)
+    run = build_run(config, console, run_identity, contents)
     if lm:
         run.lm = lm
-    existing = place.find()
+    existing = location.find()
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
         probe_model(config, run)
     title = [config.study_name or config.task.name]
     if config.uses_model:
         title = [config.model.name, *title, config.choice.name]
     console.rule(Text("  ".join(title), style="bold"))
-    facts = provenance(config, command, who, contents)
-    with claim(*place, config.raw, facts) as out:
+    facts = provenance(config, command, run_identity, contents)
+    with claim(*location, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:
             allowed = "rows from one content of each file"
@@ -275,16 +275,16 @@ def make_run_folder(config: Config, command: str) -> Path:
         UserError: A file cannot be read, or the outputs cannot be written.
     """
     contents = reads(config)
-    who = identity(config, contents)
-    place = RunPlace.of(config, who, contents)
-    existing = place.find()
+    run_identity = identity(config, contents)
+    location = RunLocation.of(config, run_identity, contents)
+    existing = location.find()
     if existing:
         return existing.path
-    facts = provenance(config, command, who, contents)
+    facts = provenance(config, command, run_identity, contents)
     # This machine makes no rows.
     facts["prepared_on"] = facts["hardware"]
     facts["hardware"] = ""
-    with claim(*place, config.raw, facts) as out:
+    with claim(*location, config.raw, facts) as out:
         return out.path
 
 
@@ -301,7 +301,7 @@ def recorded_config(folder: Path) -> Config:
     raw["runtime"] = {**raw["runtime"], "outputs": str(out.path.parents[2])}
     config = check(raw)
     contents = reads(config)
-    same = RunPlace.of(config, identity(config, contents), contents).find()
+    same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
         allowed = "one of this code, these libraries and files, and this kind of device"
         hint = f"give its command again: {out.facts(PROVENANCE).get('command')}"
@@ -318,7 +318,7 @@ def finished(config: Config) -> Path | None:
         UserError: A file that takes part cannot be read, or the outputs cannot.
     """
     contents = reads(config)
-    out = RunPlace.of(config, identity(config, contents), contents).find()
+    out = RunLocation.of(config, identity(config, contents), contents).find()
     if out is None or not _has_ended(out, config) or out.damaged():
         return None
     return out.path

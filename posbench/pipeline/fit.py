@@ -286,9 +286,9 @@ class FitToModel:
         if share < MAX_UNKNOWN_SHARE:
             return
         allowed = f"text that the tokenizer of {reader.name} spells; {share:.0%} of these tokens are unknown to it"
-        words = _unknown_words(reader, worst.prompt)[:MAX_LISTED_WORDS]
-        if words:
-            allowed += f", such as {', '.join(map(repr, words))}"
+        unknown_words = _unknown_words(reader, worst.prompt)[:MAX_LISTED_WORDS]
+        if unknown_words:
+            allowed += f", such as {', '.join(map(repr, unknown_words))}"
         hint = "write others (docs/own_data.md lists those of the embedded models), or take another model"
         value = f"{self.config.task.name}, question {worst.id}"
         raise UserError("task", value, allowed, hint)
@@ -335,5 +335,5 @@ def _unknown_words(encoder: Encoder, text: str) -> list[str]:
         mark = "1" if token == tokenizer.unk_token_id else "0"
         marks[start:end] = [mark] * (end - start)
     spans = [match.span() for match in re.finditer("1+", "".join(marks))]
-    words = [text[start:end].strip() for start, end in spans]
-    return list(dict.fromkeys(word for word in words if word))
+    unknown_words = [text[start:end].strip() for start, end in spans]
+    return list(dict.fromkeys(word for word in unknown_words if word))

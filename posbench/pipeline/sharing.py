@@ -16,7 +16,7 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.execute import (
     ROW_STAGES,
     ClaimedRun,
-    RunPlace,
+    RunLocation,
     claim_run,
     execute,
     finished,
@@ -142,11 +142,11 @@ def make_shard(
         IncompleteRun: Some rows failed.
     """
     contents = reads(config)
-    who = identity(config, contents)
+    run_identity = identity(config, contents)
     silence_transformers()
     set_threads(config)
-    run = build_run(config, console, who, contents)
-    main_out = RunPlace.of(config, who, contents).find()
+    run = build_run(config, console, run_identity, contents)
+    main_out = RunLocation.of(config, run_identity, contents).find()
     assert main_out, "its folder was made before"
     run.main_out = main_out
     run.out = shard.folder(main_out)

@@ -147,9 +147,9 @@ class Run:
         Yields:
             What the block calls with the number of parts that it did.
         """
-        every = self.runtime.log_every
+        interval = self.runtime.log_every
         with (
-            progress(self.console, every, label, total, done) as work,
+            progress(self.console, interval, label, total, done) as work,
             self.meter.loop(),
         ):
             yield work

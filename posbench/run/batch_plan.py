@@ -331,8 +331,8 @@ class BatchPlan:
         """The prefill of a group; None where the memory is too small for it."""
         channels = set[int]()
         layers = set[int]()
-        for each in group.methods:
-            method_channels, method_layers = each.records()
+        for method_of_group in group.methods:
+            method_channels, method_layers = method_of_group.records()
             channels.update(method_channels)
             layers.update(method_layers)
         prompts = self._prefill_prompts(group.examples)

@@ -170,18 +170,18 @@ class RunDir:
             self.seal(str(self.facts(PROVENANCE).get("command", "")))
 
     def spend(
-        self, stage: str, took: Mapping[str, float], peaks: Mapping[str, int]
+        self, stage: str, amounts: Mapping[str, float], peaks: Mapping[str, int]
     ) -> None:
         """Add what a session took for a stage to the record ``spent``.
 
         Args:
             stage: The stage.
-            took: Seconds and tokens, which add up over sessions.
+            amounts: Seconds and tokens, which add up over sessions.
             peaks: Bytes of memory, of which the highest stays.
         """
         status = self.status()
         spent = status.setdefault("spent", {}).setdefault(stage, {})
-        for name, value in took.items():
+        for name, value in amounts.items():
             spent[name] = round(spent.get(name, 0) + value, 2)
         for name, value in peaks.items():
             spent[name] = max(spent.get(name, 0), value)
@@ -366,7 +366,7 @@ class RunDir:
         repeated = list(stages)
         if damaged:
             repeated = [name for name in recorded_stages if not name.endswith(ROWS)]
-        kept = {
+        unchanged = {
             name: facts
             for name, facts in recorded_stages.items()
             if name not in repeated
@@ -378,8 +378,8 @@ class RunDir:
         search = dict(recorded_stages.get("search", {}))
         files = search.get("files")
         if files and not search_rows_damaged and not self._differing(files):
-            kept["search"] = search
-        return kept
+            unchanged["search"] = search
+        return unchanged
 
     def _differing(self, checksums: Mapping[str, str]) -> list[str]:
         """Names of files whose checksum is another one now."""
@@ -453,10 +453,10 @@ class RunDir:
             log.warning(message, self.path / name, invalid, errored)
             self.write_rows(name, valid)
 
-    def sort(self, name: str, place: Callable[[Row], int]) -> None:
-        """Sort the rows of a file by ``place``: rows that were made again go where they would have been."""
+    def sort(self, name: str, rank: Callable[[Row], int]) -> None:
+        """Sort the rows of a file by ``rank``: rows that were made again go where they would have been."""
         rows = self.rows(name)
-        ordered = sorted(rows, key=place)
+        ordered = sorted(rows, key=rank)
         if ordered != rows:
             self.write_rows(name, ordered)
 

@@ -37,8 +37,8 @@ OWNED = dict[Path, "Lease"]()
 class Lease:
     """One process's hold on the lock in a folder."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.file = Path()
         self._released = threading.Event()
 
@@ -48,23 +48,23 @@ class Lease:
         Raises:
             OSError: The file system does not let a file be made.
         """
-        self.place.mkdir(parents=True, exist_ok=True)
-        number, newest = _newest_file(self.place)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number, newest = _newest_file(self.folder)
         if newest and _is_held(newest):
             return False
-        self.file = self.place / f"lock.{number + 1}"
+        self.file = self.folder / f"lock.{number + 1}"
         holder = [_machine_id(), os.getpid(), started(os.getpid())]
         try:
             with open(self.file, "x") as stream:
                 stream.write(f"{json.dumps(holder)}\n")
         except FileExistsError:
             return False  # another process was faster
-        number, newest = _newest_file(self.place)
+        number, newest = _newest_file(self.folder)
         if newest != self.file:
             # The first listing was old: other processes have taken and freed the lock since.
             self.file.unlink(missing_ok=True)
             return False
-        for file in self.place.glob("lock.*"):
+        for file in self.folder.glob("lock.*"):
             if _file_number(file) < number:
                 with suppress(OSError):  # another process's, which only takes space
                     file.unlink()
@@ -81,7 +81,7 @@ class Lease:
         try:
             # This asks the server, where a listing may come from a cache.
             os.utime(self.file)
-            lost = _newest_file(self.place)[1] != self.file
+            lost = _newest_file(self.folder)[1] != self.file
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
@@ -104,10 +104,10 @@ class Lease:
                 os.utime(self.file)
 
 
-def held(place: Path) -> bool:
+def held(folder: Path) -> bool:
     """Return whether a process holds the lock in a folder; true where that cannot be read."""
     try:
-        _, newest = _newest_file(place)
+        _, newest = _newest_file(folder)
         return newest is not None and _is_held(newest)
     except OSError:
         return True
@@ -161,9 +161,9 @@ def _file_number(file: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _newest_file(place: Path) -> tuple[int, Path | None]:
+def _newest_file(folder: Path) -> tuple[int, Path | None]:
     """The highest number of a lock, and its file; 0 and None where the lock was never taken."""
-    newest = max(place.glob("lock.*"), key=_file_number, default=None)
+    newest = max(folder.glob("lock.*"), key=_file_number, default=None)
     if newest is None:
         return 0, None
     return _file_number(newest), newest

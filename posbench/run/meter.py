@@ -35,12 +35,12 @@ class StageMeter:
         try:
             yield
         finally:
-            took = {"seconds": time.monotonic() - started}
+            amounts = {"seconds": time.monotonic() - started}
             if name in STAGES_WITH_TOKENS:
-                took |= self._loops
+                amounts |= self._loops
             # On a full disk, the stage itself raises, or what follows it.
             with suppress(OSError):
-                out.spend(name, took, peak_memory())
+                out.spend(name, amounts, peak_memory())
 
     @contextmanager
     def loop(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ class Progress:
 @contextmanager
 def progress(
     console: Console,
-    every: float,
+    interval: float,
     label: str,
     total: int,
     done: int = 0,
@@ -100,7 +100,7 @@ def progress(
 
     Args:
         console: Where it is shown.
-        every: Seconds between lines; 0: no lines.
+        interval: Seconds between lines; 0: no lines.
         label: What is done.
         total: Number of parts.
         done: Parts that an earlier session did.
@@ -125,11 +125,11 @@ def progress(
     elif console.is_terminal and not console.is_dumb_terminal:
         with Live(get_renderable=bar, console=console):
             yield work
-    elif every:
+    elif interval:
         if done:
             print_line()
         try:
-            with repeated(print_line, every):
+            with repeated(print_line, interval):
                 yield work
         finally:
             print_line()
@@ -138,7 +138,7 @@ def progress(
 
 
 @contextmanager
-def repeated(call: Callable[[], None], every: float) -> Iterator[None]:
+def repeated(call: Callable[[], None], interval: float) -> Iterator[None]:
     """Call a function every so many seconds while the block runs.
 
     A thread of its own does so: one batch of the block may take longer than that.
@@ -146,7 +146,7 @@ def repeated(call: Callable[[], None], every: float) -> Iterator[None]:
     ended = threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(every):
+        while not ended.wait(interval):
             try:
                 call()
             except OSError:

@@ -105,7 +105,9 @@ class ResumableRows:
                         log.warning(message, file, len(part))
                         num_parts *= 2
                         parts = [
-                            half for each in (part, *parts) for half in _split(each, 2)
+                            half
+                            for whole_part in (part, *parts)
+                            for half in _split(whole_part, 2)
                         ]
                         continue
                     missing_rows = [

@@ -116,8 +116,8 @@ def merge_records(out: RunDir) -> None:
         out.add_hardware(status.get(HARDWARE, []))
         for stage, spent in status.get("spent", {}).items():
             peaks = {name: spent[name] for name in PEAKS if name in spent}
-            took = {name: spent[name] for name in spent if name not in PEAKS}
-            out.spend(stage, took, peaks)
+            amounts = {name: spent[name] for name in spent if name not in PEAKS}
+            out.spend(stage, amounts, peaks)
     shutil.rmtree(out.path / SHARDS, ignore_errors=True)
 
 
