@@ -30,9 +30,16 @@ def layer_of(module: str) -> str:
 
 
 def imports(file: Path) -> list[tuple[int, str]]:
-    """Line and name of every posbench module that a file imports, late and type-only imports included."""
+    """Line and name of every posbench module that a file imports, late and type-only imports included.
+
+    A string that names a module counts, too: it may be imported by its name.
+    """
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module = named_module(node.value)
+            if module:
+                found.append((node.lineno, module))
         names = (
             [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         )
@@ -50,6 +57,18 @@ def imports(file: Path) -> list[tuple[int, str]]:
             (node.lineno, name) for name in names if name.split(".")[0] == "posbench"
         ]
     return found
+
+
+def named_module(text: str) -> str | None:
+    """The module that a string is the dotted name of, or of something in it; None for any other text."""
+    if not re.fullmatch(r"posbench(\.\w+)+(:\w+)?", text):
+        return None
+    module = text.partition(":")[0]
+    while module.count("."):
+        if file_of(module):
+            return module
+        module = module.rpartition(".")[0]
+    return None
 
 
 def file_of(module: str) -> Path | None:

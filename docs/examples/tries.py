@@ -33,13 +33,13 @@ class Tries(Search):
         prompts = [e.prompt for e in examples]
         answers = [e.answers[0] for e in examples]
         assert (
-            run.target is not None
+            run.method.target is not None
         )  # a search runs only for the method that it serves
         rows = []
         for strength in self.strengths:
-            with run.whole(run.target.build({"strength": strength})).applied(
-                run.lm
-            ) as lm:
+            with run.method.with_target(
+                run.method.target.build({"strength": strength})
+            ).applied(run.lm) as lm:
                 rows.append(
                     {
                         "strength": strength,

@@ -12,7 +12,7 @@ from typing import Any
 from posbench.errors import Faults, UserError
 from posbench.measure.replies import encode_whole, room
 from posbench.pipeline.compose import composed
-from posbench.pipeline.ready import Ready, ready
+from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
 from posbench.tasks.own_data import OwnData

@@ -13,7 +13,6 @@ from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
 from posbench.model.families import support_table
-from posbench.pipeline import scale
 from posbench.report import experiments
 from posbench.report.collect import collect
 from posbench.report.folder import read_csv, read_json
@@ -32,7 +31,6 @@ def docs(args: list[str]) -> int:
 
       families         which architectures work, from the code
       data             the fields of a file of your own, from the code
-      scale            what the papers' experiments cost on large models, by the estimate
       claims DIR       verdicts on papers' claims, of all studies in a folder of runs
       run DIR          one run: its sentence, text and tables
       experiments DIR  every table and figure of the papers, with the status of its newest run
@@ -219,7 +217,6 @@ def data() -> str:
 FROM_CODE: dict[str, Callable[[], str]] = {
     "families": lambda: markdown(*support_table()),
     "data": data,
-    "scale": scale.page,
 }
 FROM_RUNS: dict[str, Callable[[Path], str]] = {
     "claims": claims,

@@ -27,7 +27,7 @@ from posbench.model.load import load, reader
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.identity import need_same
-from posbench.pipeline.ready import prepared, quiet, ready
+from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import terminal
 from posbench.report.folder import read_json, read_text
 from posbench.report.index import run_named
@@ -188,7 +188,7 @@ def _config_of_overrides(overrides: list[str]) -> Config:
             raise UserError(
                 "export", key, "keys of model, method, task and runtime", hint
             )
-    return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
+    return prepare(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
 def _origin_of_run(folder: Path) -> Origin:

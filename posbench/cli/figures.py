@@ -28,7 +28,7 @@ from posbench.report import sweep
 from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
 from posbench.run.lease import owned
-from posbench.run.progress import Work, duration, progress
+from posbench.run.progress import Progress, duration, progress
 from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed
 

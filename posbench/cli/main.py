@@ -256,7 +256,7 @@ def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
     """
     from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import leave
-    from posbench.pipeline.ready import ready
+    from posbench.pipeline.prepare import prepare
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 

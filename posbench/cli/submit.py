@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench import paths
+from posbench.cli.main import main
 from posbench.cli.options import option
 from posbench.errors import Faults, UserError
 from posbench.pipeline import jobs as job_records
@@ -26,21 +27,21 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.execute import (
     execute,
     finished,
-    parted,
-    prepared_folder,
-    recorded,
+    is_shardable,
+    make_run_folder,
+    recorded_config,
 )
 from posbench.pipeline.jobs import Submission
-from posbench.pipeline.ready import ready
-from posbench.pipeline.together import make_part, make_shard
+from posbench.pipeline.prepare import prepare
+from posbench.pipeline.sharing import make_shard, make_shard_and_finish
 from posbench.report.console import show_lists, terminal
 from posbench.report.index import run_named
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import PROVENANCE, opened
 from posbench.run.lease import in_use, started
-from posbench.run.parts import Part, lacking
 from posbench.run.runtime import Cluster, Runtime
+from posbench.run.shards import Shard, missing_shards
 
 POLL_SECONDS = 5.0
 """Between looks at a run that another process owns."""
@@ -349,7 +350,7 @@ def resume(args: list[str]) -> int:
             elif shard.of > 1:
                 make_shard(config, shard, command, terminal())
             else:
-                execute(config, command=command, console=terminal())
+                execute(config, command=command, console=terminal(), worker_main=main)
             return 0
         except IncompleteRun as error:
             print(f"posbench: {error}", file=sys.stderr)

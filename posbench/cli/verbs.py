@@ -21,7 +21,7 @@ from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same
-from posbench.pipeline.ready import Ready, ready
+from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import show_lists, terminal

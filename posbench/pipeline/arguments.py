@@ -1,4 +1,4 @@
-"""What a user types, and what an experiment adds to it: overrides as Hydra shall see them."""
+"""What a user types, and what an experiment adds to it: overrides as Hydra reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,12 @@ from posbench.files import sources
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {
-    group: {"search": "searches", "study": "studies"}.get(group, f"{group}s")
-    for group in GROUPS
+    "model": "models",
+    "task": "tasks",
+    "method": "methods",
+    "search": "searches",
+    "runtime": "runtimes",
+    "study": "studies",
 }
 CLUSTER = "runtime/cluster"
 """A group inside a group."""
@@ -36,14 +40,28 @@ CHOSEN = {"search.side_task": "task"}
 TOP = (*GROUPS, "stages", "experiment")
 GIVEN = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
+COMPOSED_METHOD = "posbench.methods.composed.Composed"
+MAX_NAME_LENGTH = 60
 STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
 """Stages as one would type them; Hydra takes a comma for a sweep."""
+BARE_OVERRIDE = re.compile(r"([^=]+)=([^\[\]{}()'\",=$\\]+)")
+"""A key and a value without brackets and quotes."""
+NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|~")
+"""Hydra's grammar knows no letters but ASCII outside of quotes, and no ~."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What Hydra gets: primary config, folders to search beside posbench's (the first has the config, unless
-    posbench's has it), overrides; what the experiment set; overrides as typed."""
+    """What Hydra gets.
+
+    Attributes:
+        config: Name of the primary config.
+        searched: Folders to search beside posbench's. The first has the primary config, unless posbench's has.
+        overrides: The overrides.
+        multirun: Whether an experiment asks for a sweep.
+        set_by_experiment: Dotted keys that the experiment sets.
+        spelled: Keys of the overrides, each as the user typed it.
+    """
 
     config: str
     searched: tuple[Path, ...]
@@ -54,143 +72,176 @@ class Request:
 
 
 def read_flags(args: Sequence[str]) -> Any:
-    """Hydra's own reading of the arguments, where every complaint is one line instead of its usage text."""
+    """Read the arguments as Hydra does, but complain in one line instead of its usage text.
+
+    Raises:
+        UserError: A flag is unknown, or several exclude each other.
+    """
     complaint = io.StringIO()
+    typed = " ".join(args)
     try:
         with redirect_stderr(complaint):
-            known, unknown = get_args_parser().parse_known_intermixed_args(list(args))
+            flags, unknown = get_args_parser().parse_known_intermixed_args(list(args))
     except SystemExit as error:
-        reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
-        raise UserError(
-            "flag", " ".join(args), "Hydra's flags", f"posbench --help ({reason})"
-        ) from error
-    modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
+        last_line = complaint.getvalue().strip().splitlines()[-1]
+        reason = last_line.split("error: ")[-1]
+        hint = f"posbench --help ({reason})"
+        raise UserError("flag", typed, "Hydra's flags", hint) from error
     if unknown:
-        raise UserError(
-            "flag", unknown[0], "key=value and Hydra's flags", "posbench --help"
-        )
-    alone = known.resolve and not (known.cfg or known.help)
-    if sum(map(bool, modes)) > 1 or known.experimental_rerun or alone:
+        allowed = "key=value and Hydra's flags"
+        raise UserError("flag", unknown[0], allowed, "posbench --help")
+    modes = (flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion)
+    several_modes = sum(map(bool, modes)) > 1
+    resolves_nothing = flags.resolve and not (flags.cfg or flags.help)
+    if several_modes or resolves_nothing or flags.experimental_rerun:
         allowed = "one of -m, --cfg job [--resolve], --info"
-        raise UserError(
-            "flag", " ".join(args), allowed, "to run again, repeat the command"
-        )
-    return known
+        raise UserError("flag", typed, allowed, "to run again, repeat the command")
+    return flags
 
 
 def requested(
     overrides: Sequence[str], folders: Sequence[Path], multirun: bool
 ) -> Request:
-    """Overrides as Hydra shall see them."""
-    names = [
-        o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")
+    """Return overrides, and those that an experiment adds, as Hydra reads them.
+
+    Args:
+        overrides: The overrides as typed.
+        folders: posbench's config folder, and the user's own.
+        multirun: Whether the user asks for a sweep.
+
+    Raises:
+        UserError: An override names nothing that there is.
+    """
+    experiment_names = [
+        override.removeprefix("experiment=")
+        for override in overrides
+        if override.startswith("experiment=")
     ]
-    rest, given = _models(
-        [_listed(o) for o in overrides if not o.startswith("experiment=")], folders
-    )
-    parsed = _parsed(rest)
+    group_overrides = [
+        _with_stages_as_list(override)
+        for override in overrides
+        if not override.startswith("experiment=")
+    ]
+    group_overrides, path_models = _name_path_models(group_overrides, folders)
+    parsed = _parse(group_overrides)
     searched = list(folders[1:])
-    added = list[str]()
+    reference_override = list[str]()
     config = "config"
     experiment = dict[str, Any]()
-    if names:
-        file = _experiment(
-            names[-1],
-            [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])],
-        )
+    if experiment_names:
+        own_folders = [folder / "experiment" for folder in folders[1:]]
+        file = _find_experiment(experiment_names[-1], [paths.EXPERIMENTS, *own_folders])
         config = file.stem
         experiment = dict(yaml.safe_load(file.read_text()))
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
         searched = [file.parent, *searched]
-        table = file.parent / str(
-            ((experiment.get("experiment") or {}).get("reference") or {}).get("file")
-        )
-        added = [f"experiment.reference.file={table}"] if table.is_file() else []
-    typed = {o.key_or_group for o in parsed}
+        reference = (experiment.get("experiment") or {}).get("reference") or {}
+        table = file.parent / str(reference.get("file"))
+        if table.is_file():
+            reference_override = [f"experiment.reference.file={table}"]
+    typed_keys = {override.key_or_group for override in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
-    swept = {key: values for key, values in grid.items() if key not in typed}
-    parsed += _parsed(
-        [
-            f"{key}={','.join(_spell(v) for v in values)}"
-            for key, values in swept.items()
-        ]
-    )
-    shown = []
+    sweep = [
+        f"{key}={','.join(_spell(value) for value in values)}"
+        for key, values in grid.items()
+        if key not in typed_keys
+    ]
+    parsed += _parse(sweep)
+    rewritten = []
     spelled = {}
     for override in parsed:
-        _check(override, folders, multirun or bool(swept), given)
-        text = _rewritten(override, folders)
-        shown.append(text)
+        _check(override, folders, multirun or bool(sweep), path_models)
+        text = _rewrite(override)
+        rewritten.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
-    set_by = frozenset(
-        k for group in GROUPS for k in _leaves(experiment.get(group), group)
+    set_by_experiment = frozenset(
+        key for group in GROUPS for key in _leaf_keys(experiment.get(group), group)
     )
     return Request(
-        config, tuple(searched), (*added, *shown), bool(swept), set_by, spelled
+        config=config,
+        searched=tuple(searched),
+        overrides=(*reference_override, *rewritten),
+        multirun=bool(sweep),
+        set_by_experiment=set_by_experiment,
+        spelled=spelled,
     )
 
 
-def _listed(override: str) -> str:
-    return f"stages=[{found[1]}]" if (found := STAGES.fullmatch(override)) else override
+def _with_stages_as_list(override: str) -> str:
+    match = STAGES.fullmatch(override)
+    return f"stages=[{match[1]}]" if match else override
+
+
+# Models
 
 
 def model_name(path: str, taken: Iterable[str] = ()) -> str:
-    """What a run calls the checkpoint of a folder or hub id: the last part of its name, made safe for a path;
-    with as many parts in front as tell it from the names that are ``taken``."""
-    place = Path(path).expanduser()
-    place = Path(os.path.abspath(place)) if sources.there(place) else place
-    plain = (
-        unicodedata.normalize("NFKD", part).encode("ascii", "ignore").decode()
-        for part in place.parts
-    )
-    parts = [re.sub(r"[^\w.-]+", "-", part).strip("-._") for part in plain]
-    parts = [part for part in parts if part] or ["model"]
-    names = ["-".join(parts[-n:])[-60:].strip("-._") for n in range(1, len(parts) + 1)]
-    return next((name for name in names if name not in set(taken)), f"{names[0]}-given")
+    """Return what a run calls the checkpoint of a folder or hub id: the end of its path, safe for a folder.
+
+    Args:
+        path: The folder or hub id.
+        taken: Names of other models: as many parts of the path go in front as tell it from them.
+    """
+    checkpoint = Path(path).expanduser()
+    if sources.there(checkpoint):
+        checkpoint = Path(os.path.abspath(checkpoint))
+    parts = []
+    for part in checkpoint.parts:
+        ascii_part = unicodedata.normalize("NFKD", part).encode("ascii", "ignore")
+        safe_part = re.sub(r"[^\w.-]+", "-", ascii_part.decode()).strip("-._")
+        if safe_part:
+            parts.append(safe_part)
+    parts = parts or ["model"]
+    names = [
+        "-".join(parts[-count:])[-MAX_NAME_LENGTH:].strip("-._")
+        for count in range(1, len(parts) + 1)
+    ]
+    taken = set(taken)
+    return next((name for name in names if name not in taken), f"{names[0]}-given")
 
 
-def _models(
+def _name_path_models(
     overrides: Sequence[str], folders: Sequence[Path]
 ) -> tuple[list[str], list[str]]:
-    """Overrides in which folders and hub ids of ``model=`` are choices of that group, stored for Hydra; and
-    the names of these."""
-    names = choices(*(folder / "model" for folder in folders))
-    found = dict[str, str]()
-    out = list[str]()
-
-    def choice(value: str) -> str:
-        place = (
-            "/" in value
-            or value[:1] in ("~", ".")
-            or (bool(value) and sources.there(Path(value)))
-        )
-        if value in names or not place:
-            return value
-        if value not in found:
-            found[value] = model_name(value, [*names, *found.values()])
-            node = {"path": value, "source": GIVEN}
-            ConfigStore.instance().store(group="model", name=found[value], node=node)
-        return found[value]
-
+    """Overrides in which folders and hub ids of ``model=`` are choices of that group, and their names."""
+    known_names = choices(*(folder / "model" for folder in folders))
+    names = dict[str, str]()
+    named = list[str]()
     for override in overrides:
         key, _, value = override.partition("=")
-        whole = key == "model" and sources.there(Path(value).expanduser())
-        plain = key == "model" and (whole or not re.search(r"[\[\](){}'\"]", value))
-        parts = [value] if whole else [part.strip() for part in value.split(",")]
-        out.append(f"model={','.join(map(choice, parts))}" if plain else override)
-    return out, list(found.values())
+        is_folder = key == "model" and sources.there(Path(value).expanduser())
+        has_syntax = bool(re.search(r"[\[\](){}'\"]", value)) and not is_folder
+        if key != "model" or has_syntax:
+            named.append(override)
+            continue
+        values = [value] if is_folder else [part.strip() for part in value.split(",")]
+        for path in values:
+            if path not in known_names and path not in names and _is_path(path):
+                names[path] = model_name(path, [*known_names, *names.values()])
+                node = {"path": path, "source": GIVEN}
+                ConfigStore.instance().store(group="model", name=names[path], node=node)
+        named.append("model=" + ",".join(names.get(path, path) for path in values))
+    return named, list(names.values())
 
 
-def _parsed(overrides: Sequence[str]) -> list[Override]:
-    # Hydra's grammar knows no letters but ASCII outside of quotes, and no ~.
-    plain = r"([^=]+)=([^\[\]{}()'\",=$\\]+)"
-    quoted = [
-        m[1] + f"='{m[2]}'"
-        if (m := re.fullmatch(plain, o)) and re.search(r"[^\x00-\x7f]|~", m[2])
-        else o
-        for o in overrides
-    ]
+def _is_path(value: str) -> bool:
+    """Whether a value of ``model=`` is a folder or a hub id, and no name of a choice."""
+    if "/" in value or value.startswith(("~", ".")):
+        return True
+    return bool(value) and sources.there(Path(value))
+
+
+# Overrides
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    quoted = []
+    for override in overrides:
+        match = BARE_OVERRIDE.fullmatch(override)
+        if match and NEEDS_QUOTES.search(match[2]):
+            override = f"{match[1]}='{match[2]}'"
+        quoted.append(override)
     try:
         return OverridesParser.create().parse_overrides(quoted)
     except HydraException as error:
@@ -202,119 +253,145 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
         raise UserError(key, text, "key=value, a list as [a,b]", hint) from error
 
 
-def _experiment(name: str, folders: Sequence[Path]) -> Path:
+def _find_experiment(name: str, folders: Sequence[Path]) -> Path:
     """The file of an experiment: posbench's, or one of the user's own ``experiment/`` folder."""
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
-    there = choices(*folders)
-    raise UserError(
-        "experiment",
-        name,
-        ", ".join(there),
-        near(name, there, "posbench ls experiments"),
-    )
+    names = choices(*folders)
+    hint = near(name, names, "posbench ls experiments")
+    raise UserError("experiment", name, ", ".join(names), hint)
 
 
 def _spell(value: Any) -> str:
     """A value of an experiment's grid as an override spells it."""
-    return json.dumps(value).replace('"', "") if not isinstance(value, str) else value
+    if isinstance(value, str):
+        return value
+    return json.dumps(value).replace('"', "")
 
 
-def _leaves(node: Any, where: str) -> Iterator[str]:
+def _leaf_keys(node: Any, key: str) -> Iterator[str]:
+    """Dotted keys of the values below a node of a config."""
     if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{where}.{key}")
-    elif where.count("."):
-        yield where
+        for name, value in node.items():
+            yield from _leaf_keys(value, f"{key}.{name}")
+    elif "." in key:
+        yield key
 
 
 def _check(
-    override: Override, folders: Sequence[Path], multirun: bool, given: Sequence[str]
+    override: Override,
+    folders: Sequence[Path],
+    multirun: bool,
+    path_models: Sequence[str],
 ) -> None:
-    """Refuse what names nothing, before Hydra would in its own words; ``given`` models were named by path."""
+    """Refuse an override that names nothing, before Hydra would in its own words.
+
+    Args:
+        override: The override.
+        folders: posbench's config folder, and the user's own.
+        multirun: Whether a sweep was asked for.
+        path_models: Names of the models that were typed as a path.
+    """
     key = override.key_or_group
-    first = override.key_or_group.split(".")[0].split("@")[0]
     value = str(override.input_line).partition("=")[2]
-    if first not in (*TOP, "hydra", CLUSTER) and not first.startswith("hydra/"):
-        raise UserError(
-            key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it")
-        )
+    top = key.split(".")[0].split("@")[0]
+    if top not in (*TOP, "hydra", CLUSTER) and not top.startswith("hydra/"):
+        hint = near(top, TOP, "remove it")
+        raise UserError(key, value, f"keys {', '.join(TOP)}", hint)
     if override.is_sweep_override() and not multirun:
-        raise UserError(
-            key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)"
-        )
+        allowed = "one value; a list as [a,b]"
+        raise UserError(key, value, allowed, "sweep with -m (--multirun)")
     group = CHOSEN.get(key, key)
-    if (
-        group in (*GROUPS, CLUSTER)
-        and not override.is_delete()
-        and (group == key or override.value() is not None)
-    ):
-        there = choices(*(folder / group for folder in folders))
-        for name in _values(override, there):
-            listed = re.fullmatch(r"\[(.*)\]", name)
-            parts = (
-                [part.strip() for part in listed[1].split(",")]
-                if listed and key == "method"
-                else [name]
-            )
-            for number, part in enumerate(parts):
-                empty = part == "null" or (part == "none" and len(parts) > 1)
-                named = part in there or (key == "model" and part in given)
-                if not named or part in parts[:number] or empty:
-                    hint = (
-                        "leave it out"
-                        if empty
-                        else near(
-                            part, there, f"posbench ls {PLURALS.get(group, 'runtimes')}"
-                        )
-                    )
-                    allowed = (
-                        "a list of different ones of: " if listed else ""
-                    ) + ", ".join(there)
-                    allowed += (
-                        ", a folder, or a hub id as ORG/NAME" if key == "model" else ""
-                    )
-                    raise UserError(key, name, allowed, hint)
+    chooses = group in (*GROUPS, CLUSTER) and not override.is_delete()
+    if not chooses or (group != key and override.value() is None):
+        return
+    known_names = choices(*(folder / group for folder in folders))
+    extra_names = path_models if key == "model" else ()
+    for name in _chosen_values(override, known_names):
+        _check_choice(key, group, name, known_names, extra_names)
 
 
-def _values(override: Override, there: Sequence[str]) -> list[str]:
-    """The values that an override chooses among; of a pattern those of ``there`` that match, else itself."""
-    if isinstance(pattern := override.value(), Glob):
-        return pattern.filter(list(there)) or [
-            str(override.input_line).partition("=")[2]
-        ]
+def _check_choice(
+    key: str,
+    group: str,
+    name: str,
+    known_names: Sequence[str],
+    extra_names: Collection[str],
+) -> None:
+    """Refuse a choice that its group does not have, or a list of methods that has one twice.
+
+    Args:
+        key: Key of the override.
+        group: Group that it chooses from.
+        name: The choice; of methods also a list.
+        known_names: Choices of the group.
+        extra_names: Further choices, which have no file.
+    """
+    brackets = re.fullmatch(r"\[(.*)\]", name)
+    parts = [name]
+    if brackets and key == "method":
+        parts = [part.strip() for part in brackets[1].split(",")]
+    for number, part in enumerate(parts):
+        is_empty = part == "null" or (part == "none" and len(parts) > 1)
+        is_known = part in known_names or part in extra_names
+        is_repeated = part in parts[:number]
+        if is_known and not is_repeated and not is_empty:
+            continue
+        allowed = ", ".join(known_names)
+        if brackets:
+            allowed = f"a list of different ones of: {allowed}"
+        if key == "model":
+            allowed += ", a folder, or a hub id as ORG/NAME"
+        hint = "leave it out"
+        if not is_empty:
+            listing = f"posbench ls {PLURALS.get(group, 'runtimes')}"
+            hint = near(part, known_names, listing)
+        raise UserError(key, name, allowed, hint)
+
+
+def _chosen_values(override: Override, known_names: Sequence[str]) -> list[str]:
+    """The values that an override chooses; of a pattern the known names that match, else itself."""
+    value = override.value()
+    if isinstance(value, Glob):
+        pattern = str(override.input_line).partition("=")[2]
+        return value.filter(list(known_names)) or [pattern]
     if override.is_sweep_override():
-        return [str(value) for value in override.sweep_string_iterator()]
-    return [
-        override.get_value_element_as_str() if override.value() is not None else "null"
-    ]
+        return [str(swept) for swept in override.sweep_string_iterator()]
+    if value is None:
+        return ["null"]
+    return [override.get_value_element_as_str()]
 
 
-def _rewritten(override: Override, folders: Sequence[Path]) -> str:
+def _rewrite(override: Override) -> str:
     """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key in CHOSEN and override.value() is not None:
         return f"+{CHOSEN[key]}@{key}={value}"
     if key == "method":
-        return "method=" + re.sub(
-            r"\[([^\[\]]*)\]", lambda m: _store(m[1].split(",")), value
+        names = re.sub(
+            r"\[([^\[\]]*)\]",
+            lambda brackets: _store_methods(brackets[1].split(",")),
+            value,
         )
-    bare = key.lstrip("+~")
-    inside = "." in bare and bare.split(".")[0] in GROUPS and not key.startswith("~")
-    return f"++{bare}={value}" if inside else line
+        return f"method={names}"
+    bare_key = key.lstrip("+~")
+    is_inside_group = "." in bare_key and bare_key.split(".")[0] in GROUPS
+    if is_inside_group and not key.startswith("~"):
+        return f"++{bare_key}={value}"
+    return line
 
 
-def _store(names: Iterable[str]) -> str:
-    """Store the config of a list of methods, one inside the other; its name."""
+def _store_methods(names: Iterable[str]) -> str:
+    """Store the config of a list of methods, one inside the other; return its name."""
     parts = [name.strip() for name in names]
     if len(parts) == 1:
         return parts[0]
-    composed = "posbench.methods.composed.Composed"
     node = {
         "defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"],
-        "_target_": composed,
+        "_target_": COMPOSED_METHOD,
     }
-    ConfigStore.instance().store(group="method", name="-".join(parts), node=node)
-    return "-".join(parts)
+    composed_name = "-".join(parts)
+    ConfigStore.instance().store(group="method", name=composed_name, node=node)
+    return composed_name

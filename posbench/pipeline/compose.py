@@ -7,12 +7,11 @@ in between, unless the user or the experiment set that key.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,34 +47,51 @@ from posbench.pipeline.multirun import (
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import defaults, target
 
+GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
+"""Groups whose members may have a block in a model's file, which they take constants from."""
+HUB_MODEL = "hf"
+"""The choice of ``model`` that takes its name from ``model.path``."""
+MAX_REASON_LENGTH = 160
+UNRESOLVED = re.compile(r"\$\{|\?\?\?")
+"""What OmegaConf resolves: references to other keys, and values that are missing."""
+MISSING_CHOICE = re.compile(
+    r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config"
+)
+
 
 @dataclass(frozen=True)
 class Composed:
-    """One composed config."""
+    """One composed config.
 
-    raw: dict[
-        str, Any
-    ]  # the config as plain data, every default filled in, nothing left to resolve
-    typed: tuple[str, ...]  # dotted keys that the user set
-    overrides: tuple[str, ...]  # the arguments of this job as typed
-    folders: tuple[Path, ...]  # posbench's config folder, and the user's own
-    number: int = 0  # number of the job in a sweep
-    multirun: bool = False  # whether it is one of a sweep
-    records: Path = field(
-        default=Path(), compare=False
-    )  # folder that takes what :func:`leave` leaves
+    Attributes:
+        raw: The config as plain data, every default filled in, nothing left to resolve.
+        typed: Dotted keys that the user set.
+        overrides: The arguments of this job as typed.
+        folders: posbench's config folder, and the user's own.
+        number: Number of the job in a sweep.
+        multirun: Whether it is one of a sweep.
+        records: Folder that takes what :func:`posbench.pipeline.multirun.leave` leaves.
+    """
+
+    raw: dict[str, Any]
+    typed: tuple[str, ...]
+    overrides: tuple[str, ...]
+    folders: tuple[Path, ...]
+    number: int = 0
+    multirun: bool = False
+    records: Path = field(default=Path(), compare=False)
 
 
 def compose(
     args: Sequence[str],
     each: Callable[[Composed], None],
-    before: Callable[[Sequence[Composed]], None] = lambda every: None,
+    before: Callable[[Sequence[Composed]], None] = lambda composed: None,
 ) -> list[dict[str, Any]]:
     """Compose the configs that the arguments ask for and hand them on: one, or one for each job of a sweep.
 
     Args:
         args: ``key=value`` overrides and Hydra's flags.
-        each: Called with every config; what it leaves by :func:`leave` is returned.
+        each: Called with every config; what it leaves by :func:`posbench.pipeline.multirun.leave` is returned.
         before: Called first with all configs of a sweep, where its jobs run in this process.
 
     Returns:
@@ -84,337 +100,395 @@ def compose(
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
-    known = read_flags(args)
-    folders = paths.config_folders(known.config_dir)
-    request = requested(known.overrides, folders, bool(known.multirun))
-    problems: list[UserError] = []
+    flags = read_flags(args)
+    folders = paths.config_folders(flags.config_dir)
+    request = requested(flags.overrides, folders, bool(flags.multirun))
+    faults: list[UserError] = []
 
-    def made(config: DictConfig, folder: Path) -> Composed | None:
+    def fill(config: DictConfig, records_folder: Path) -> Composed | None:
         try:
-            return _composed(config, request, folders, folder)
+            return _compose_job(config, request, folders, records_folder)
         except UserError as error:
             # Hydra would print a line of its own about an exception, and a sweep goes on.
-            problems.append(error)
+            faults.append(error)
             return None
 
-    def apart(folder: Path) -> None:
-        def job(config: DictConfig) -> None:
-            if composed := made(config, folder):
+    def run_by_hydra(records_folder: Path) -> None:
+        def run_job(config: DictConfig) -> None:
+            composed = fill(config, records_folder)
+            if composed:
                 each(composed)
 
         hydra.main(
             version_base="1.3", config_path=str(paths.CONF), config_name=request.config
-        )(job)()
+        )(run_job)()
 
-    found = list[dict[str, Any]]()
     with (
-        tempfile.TemporaryDirectory(prefix="posbench-sweep-") as here,
-        hydra_at(here),
-        _complaining(args, folders),
+        tempfile.TemporaryDirectory(prefix="posbench-sweep-") as scratch,
+        hydra_at(scratch),
+        _hydra_errors_translated(args, folders),
     ):
-        sys.argv = ["posbench", *_for_hydra(args, known, request)]
-        configs = directly(known, request)
-        if configs is None and (known.multirun or request.multirun):
-            return launched(request, apart)
-        if configs is None:
-            apart(Path(here))
+        records_folder = Path(scratch)
+        sys.argv = ["posbench", *_hydra_arguments(args, flags, request)]
+        configs = directly(flags, request)
+        if configs is not None:
+            _run_in_turn(
+                configs, lambda config: fill(config, records_folder), before, each
+            )
+        elif flags.multirun or request.multirun:
+            return launched(request, run_by_hydra)
         else:
-            _in_turn(configs, lambda config: made(config, Path(here)), before, each)
-        found = records(Path(here))
-    if problems and not any(record["multirun"] for record in found):
-        raise problems[0]
-    return found
+            run_by_hydra(records_folder)
+        job_records = records(records_folder)
+    if faults and not any(record["multirun"] for record in job_records):
+        raise faults[0]
+    return job_records
 
 
 def composed(*overrides: str) -> Composed:
-    """The one config that overrides ask for.
+    """Return the one config that overrides ask for.
 
     Raises:
         UserError: An override or a YAML file is wrong.
     """
-    found: list[Composed] = []
-    compose(overrides, found.append)
-    return found[0]
+    configs: list[Composed] = []
+    compose(overrides, configs.append)
+    return configs[0]
+
+
+# Hydra
+
+
+def _hydra_arguments(args: Sequence[str], flags: Any, request: Request) -> list[str]:
+    """The command line that Hydra reads.
+
+    Its parser refuses an override that follows a flag and its value: overrides go last.
+    """
+    arguments = [arg for arg in args if arg not in flags.overrides]
+    if request.multirun and not (flags.multirun or flags.cfg or flags.info):
+        arguments.append("-m")
+    arguments += [f"--config-dir={folder}" for folder in request.searched[:1]]
+    arguments += search_path(request.searched[1:])
+    arguments += request.overrides
+    return arguments
+
+
+def _run_in_turn(
+    configs: Sequence[DictConfig],
+    fill: Callable[[DictConfig], Composed | None],
+    before: Callable[[Sequence[Composed]], None],
+    each: Callable[[Composed], None],
+) -> None:
+    """Fill in all configs, then hand on those that are right, together and one by one."""
+    jobs = list[Composed | None]()
+    for config in configs:
+        HydraConfig.instance().cfg = config
+        jobs.append(fill(config))
+    before([job for job in jobs if job])
+    for config, job in zip(configs, jobs, strict=True):
+        HydraConfig.instance().cfg = config
+        if job:
+            each(job)
+
+
+@contextmanager
+def _hydra_errors_translated(
+    args: Sequence[str], folders: Sequence[Path]
+) -> Iterator[None]:
+    """Raise what Hydra raises as one line; that it ends after ``--help`` and the like is no error."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        overrides = read_flags(args).overrides
+        raise _translate(error, overrides, folders[-1]) from error
+    except SystemExit as end:
+        if end.code:
+            typed = " ".join(args)
+            hint = "posbench --help"
+            raise UserError("flag", typed, "Hydra's flags", hint) from end
+
+
+def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
+    """What Hydra, OmegaConf and the YAML parser still find, in our form."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    reason = text
+    if len(text) > MAX_REASON_LENGTH:
+        reason = f"{text[:MAX_REASON_LENGTH]} ..."
+    if isinstance(error, yaml.YAMLError):
+        hint = f"correct it ({reason})"
+        return UserError("config file", str(folder), "valid YAML", hint)
+    missing = MISSING_CHOICE.search(text)
+    if missing:
+        group, choice, options = missing.groups()
+        allowed = options.replace(" ", ", ")
+        return UserError(group, choice, allowed, f"leave {group} out")
+    key = str(getattr(error, "full_key", None) or "config")
+    hint = f"see posbench --cfg job ({reason})"
+    return UserError(key, " ".join(overrides), "what conf/ holds", hint)
 
 
 # Filling in
 
 
-def _for_hydra(args: Sequence[str], known: Any, request: Request) -> list[str]:
-    flags = [a for a in args if a not in known.overrides]
-    if request.multirun and not (known.multirun or known.cfg or known.info):
-        flags.append("-m")
-    # Its parser refuses an override that follows a flag and its value: overrides go last.
-    first = request.searched[:1]
-    others = request.searched[1:]
-    flags += [*(f"--config-dir={folder}" for folder in first), *search_path(others)]
-    return [*flags, *request.overrides]
-
-
-def _in_turn(
-    configs: Sequence[DictConfig],
-    made: Callable[[DictConfig], Composed | None],
-    before: Callable[[Sequence[Composed]], None],
-    each: Callable[[Composed], None],
-) -> None:
-    """Fill in all configs, then hand on those that are right, together and one by one."""
-    every = list[Composed | None]()
-    for config in configs:
-        HydraConfig.instance().cfg = config
-        every.append(made(config))
-    before([composed for composed in every if composed])
-    for config, composed in zip(configs, every, strict=True):
-        HydraConfig.instance().cfg = config
-        if composed:
-            each(composed)
-
-
-@contextmanager
-def _complaining(args: Sequence[str], folders: Sequence[Path]) -> Iterator[None]:
-    """What Hydra raises, as one line; its end behind ``--help`` and the like is none."""
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise _complaint(error, read_flags(args).overrides, folders[-1]) from error
-    except SystemExit as end:
-        if end.code:
-            raise UserError(
-                "flag", " ".join(args), "Hydra's flags", "posbench --help"
-            ) from end
-
-
-def _composed(
-    config: DictConfig, request: Request, folders: Sequence[Path], folder: Path
+def _compose_job(
+    config: DictConfig,
+    request: Request,
+    folders: Sequence[Path],
+    records_folder: Path,
 ) -> Composed:
-    """A job as Hydra composed it; one that is wrong leaves a record in the folder."""
-    now = HydraConfig.get()
-    typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
-    number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
-    multirun = now.mode == RunMode.MULTIRUN
+    """A job as Hydra composed it, filled in; one that is wrong leaves a record in the folder."""
+    job = HydraConfig.get()
+    overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
+    overrides = [str(override) for override in overrides]
+    number = OmegaConf.select(job, "job.num", default=0, throw_on_missing=False) or 0
+    multirun = job.mode == RunMode.MULTIRUN
+    choices_made = dict(job.runtime.choices)
     try:
-        made = _filled(
-            config, dict(now.runtime.choices), typed, request, folders, number, multirun
+        composed = _fill(
+            config, choices_made, overrides, request, folders, number, multirun
         )
     except UserError as error:
-        facts = {"overrides": typed, "multirun": multirun, "folder": None}
-        leave(folder, number, {**facts, "status": 2, "error": str(error)})
+        record = {
+            "overrides": overrides,
+            "multirun": multirun,
+            "folder": None,
+            "status": 2,
+            "error": str(error),
+        }
+        leave(records_folder, number, record)
         raise
-    return replace(made, records=folder)
+    return replace(composed, records=records_folder)
 
 
-def _filled(
+def _key_of(override: str) -> str:
+    """The dotted key of an override, or the group that it chooses."""
+    return override.split("=", 1)[0].lstrip("+~").split("@")[-1]
+
+
+def _fill(
     config: DictConfig,
-    chosen: Mapping[str, str | None],
-    typed: Sequence[str],
+    choices_made: Mapping[str, str | None],
+    overrides: Sequence[str],
     request: Request,
     folders: Sequence[Path],
     number: int,
     multirun: bool,
 ) -> Composed:
-    """The plain data of a composed config."""
-    keys = tuple(o.split("=", 1)[0].lstrip("+~").split("@")[-1] for o in typed)
+    """Turn a config into plain data with all defaults.
+
+    Args:
+        config: The config as Hydra composed it.
+        choices_made: The choice of each group.
+        overrides: The overrides of this job.
+        request: What was asked of Hydra.
+        folders: posbench's config folder, and the user's own.
+        number: Number of the job in a sweep.
+        multirun: Whether it is one of a sweep.
+    """
+    typed = tuple(_key_of(override) for override in overrides)
     raw: Any = OmegaConf.to_container(config, resolve=False)
     raw.pop("hydra", None)
-    there = [group for group in GROUPS if isinstance(raw.get(group), dict)]
-    blocks = _blocks(raw["model"], folders, keys) if "model" in there else {}
-    kept = {*keys, *request.set_by_experiment}
-    known = {k: v for k, v in defaults(ModelConfig).items() if k != "blocks"}
-    for group in there:
+    groups = [group for group in GROUPS if isinstance(raw.get(group), dict)]
+    blocks = {}
+    if "model" in groups:
+        blocks = _read_blocks(raw["model"], folders, typed)
+    fixed = {*typed, *request.set_by_experiment}
+    for group in groups:
         if group == "runtime":
-            raw[group] = {**defaults(Runtime), **raw[group]}
-            if isinstance(cluster := raw[group]["cluster"], dict):
-                raw[group]["cluster"] = {**defaults(Cluster), **cluster}
+            raw[group] = _fill_runtime(raw[group])
             continue
-        raw[group] = {"name": chosen.get(group), **raw[group]}
+        raw[group] = {"name": choices_made.get(group), **raw[group]}
         if group == "model":
-            raw[group] = {**known, **raw[group]}
-            if raw[group]["name"] == "hf" and isinstance(
-                path := raw[group]["path"], str
-            ):
-                raw[group]["name"] = model_name(path)
-            if raw[group]["base_url"] and "/" in str(raw[group]["name"]):
-                raw[group]["served"] = raw[group]["served"] or raw[group]["name"]
-                raw[group]["name"] = model_name(raw[group]["served"])
+            raw[group] = _fill_model(raw[group])
         else:
-            _fill(raw[group], group, blocks, kept)
-    _need_taken(raw, blocks, keys)
-    for key, value in _of_model(raw).items():
-        if f"task.{key}" not in keys:
+            _fill_node(raw[group], group, blocks, fixed)
+    _need_used_blocks(raw, blocks, typed)
+    for key, value in _paper_settings(raw).items():
+        if f"task.{key}" not in typed:
             raw["task"][key] = value
     return Composed(
-        _resolved(raw), keys, spelled(request, typed), tuple(folders), number, multirun
+        raw=_resolve(raw),
+        typed=typed,
+        overrides=spelled(request, overrides),
+        folders=tuple(folders),
+        number=number,
+        multirun=multirun,
     )
 
 
-def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:
+    runtime = {**defaults(Runtime), **node}
+    if isinstance(runtime["cluster"], dict):
+        runtime["cluster"] = {**defaults(Cluster), **runtime["cluster"]}
+    return runtime
+
+
+def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's node with all defaults, and a name that is safe for a folder."""
+    fields = defaults(ModelConfig)
+    del fields["blocks"]
+    model = {**fields, **node}
+    if model["name"] == HUB_MODEL and isinstance(model["path"], str):
+        model["name"] = model_name(model["path"])
+    if model["base_url"] and "/" in str(model["name"]):
+        model["served"] = model["served"] or model["name"]
+        model["name"] = model_name(model["served"])
+    return model
+
+
+def _paper_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the task that the paper of an experiment set for this model alone."""
     reference = _mapping(raw, "experiment", "reference")
-    task = _mapping(raw, "task")
-    measured = str(reference.get("task")).partition("/")[0] == task.get("name")
-    return (
-        _mapping(reference, "settings", str(_mapping(raw, "model").get("name")))
-        if measured
-        else {}
-    )
+    measured_task = str(reference.get("task")).partition("/")[0]
+    if measured_task != _mapping(raw, "task").get("name"):
+        return {}
+    model = str(_mapping(raw, "model").get("name"))
+    return _mapping(reference, "settings", model)
 
 
 def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:
-    """What lies under these keys; empty where it is no mapping, which the check of its group tells."""
+    """What lies under these keys; empty where it is no mapping, which the check of its group reports."""
     for key in keys:
         node = node.get(key) if isinstance(node, Mapping) else None
     return node if isinstance(node, Mapping) else {}
 
 
-def _blocks(
+def _read_blocks(
     model: Mapping[str, Any], folders: Sequence[Path], typed: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The blocks of a model's file, which must name something.
+    """The blocks of a model's file.
 
     Raises:
         UserError: A block is of no method, task or study, or a typed key of it is none of these.
     """
     fields = defaults(ModelConfig)
     blocks = {
-        k: dict(v)
-        for k, v in model.items()
-        if k not in fields and isinstance(v, Mapping)
+        name: dict(value)
+        for name, value in model.items()
+        if name not in fields and isinstance(value, Mapping)
     }
-    groups = "method", "task", "search", "study"
-    there = list(
-        itertools.chain(*(choices(*(folder / g for folder in folders)) for g in groups))
-    )
+    known_names = [
+        name
+        for group in GROUPS_WITH_BLOCKS
+        for name in choices(*(folder / group for folder in folders))
+    ]
     for name in blocks:
-        if name not in there:
+        if name not in known_names:
             allowed = "the name of a method, task, search or study"
-            raise UserError(
-                f"model.{name}", "a block", allowed, near(name, there, "remove it")
-            )
+            hint = near(name, known_names, "remove it")
+            raise UserError(f"model.{name}", "a block", allowed, hint)
     for key in typed:
-        _, name, *rest = [*key.split("."), "", ""]
-        if key.startswith("model.") and name in blocks and rest[0]:
-            file = next(
-                f
-                for g in groups
-                for r in folders
-                if (f := r / g / f"{name}.yaml").is_file()
-            )
-            known = defaults(
-                target(yaml.safe_load(file.read_text()), object, "model")[0]
-            )
-            if rest[0] not in (*known, "source"):
-                hint = near(rest[0], list(known), "remove it")
-                raise UserError(
-                    key, blocks[name].get(rest[0]), f"keys {', '.join(known)}", hint
-                )
+        name, field_name = _block_field(key)
+        if name in blocks and field_name:
+            block_fields = _fields_of_choice(name, folders)
+            if field_name not in (*block_fields, "source"):
+                value = blocks[name].get(field_name)
+                allowed = f"keys {', '.join(block_fields)}"
+                hint = near(field_name, list(block_fields), "remove it")
+                raise UserError(key, value, allowed, hint)
     return blocks
 
 
-def _need_taken(
+def _block_field(key: str) -> tuple[str, str]:
+    """Name of the block and of its field that a dotted key ``model.NAME.FIELD`` sets; empty for other keys."""
+    group, *names = key.split(".")
+    if group != "model" or len(names) < 2:
+        return "", ""
+    return names[0], names[1]
+
+
+def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
+    """Fields, with their defaults, of the method, task, search or study of a name."""
+    files = (
+        folder / group / f"{name}.yaml"
+        for group in GROUPS_WITH_BLOCKS
+        for folder in folders
+    )
+    file = next(file for file in files if file.is_file())
+    cls, _ = target(yaml.safe_load(file.read_text()), object, "model")
+    return defaults(cls)
+
+
+def _need_used_blocks(
     raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]
 ) -> None:
     """Refuse a typed key of a block that nothing in the config takes; studies read those of methods, too."""
-    taken = set(choices(paths.CONF / "method")) if raw.get("study") else set()
-
-    def look(node: Any, name: str) -> None:
-        if isinstance(node, Mapping):
-            taken.update(
-                {
-                    name,
-                    str(node.get("name")),
-                    str(node.get("_target_")).split(".")[-2:][0],
-                }
-            )
-            for key, part in node.items():
-                look(part, str(key))
-
-    for group in ("method", "task", "search", "study"):
-        look(raw.get(group), group)
+    used = set[str]()
+    if raw.get("study"):
+        used.update(choices(paths.CONF / "method"))
+    for group in GROUPS_WITH_BLOCKS:
+        used |= _names_in(raw.get(group), group)
     for key in typed:
-        group, name, *rest = [*key.split("."), ""]
-        if group == "model" and rest[:-1] and name in blocks and name not in taken:
-            used = ", ".join(block for block in blocks if block in taken) or "none"
-            hint = f"leave it out, or choose {name}"
-            raise UserError(
-                key,
-                blocks[name].get(rest[0]),
-                f"a block that this run uses: {used}",
-                hint,
-            )
+        name, field_name = _block_field(key)
+        if field_name and name in blocks and name not in used:
+            listed = ", ".join(block for block in blocks if block in used) or "none"
+            value = blocks[name].get(field_name)
+            allowed = f"a block that this run uses: {listed}"
+            raise UserError(key, value, allowed, f"leave it out, or choose {name}")
 
 
-def _fill(
+def _names_in(node: Any, key: str) -> set[str]:
+    """Keys, names and modules of all nodes of a config: each may be the name of a block that it takes."""
+    if not isinstance(node, Mapping):
+        return set()
+    module = str(node.get("_target_")).split(".")[-2:][0]
+    names = {key, str(node.get("name")), module}
+    for name, value in node.items():
+        names |= _names_in(value, str(name))
+    return names
+
+
+def _fill_node(
     node: dict[str, Any],
-    where: str,
+    key: str,
     blocks: Mapping[str, Mapping[str, Any]],
-    kept: set[str],
+    fixed: Collection[str],
 ) -> None:
-    """Lay a node over the model's block of its name, and that over its class's defaults; so inside it."""
+    """Lay a node over the model's block of its name, and that over its class's defaults; so inside it.
+
+    Args:
+        node: The node; changed.
+        key: Its dotted key.
+        blocks: Blocks of the model's file, by name.
+        fixed: Dotted keys that the user or the experiment set.
+    """
     if "_target_" not in node:
         return
-    cls, given = target(node, object, where)
+    cls, values = target(node, object, key)
+    name = str(values.get("name") or key.rpartition(".")[2])
     # Choices of one class share its module's block: an exhaustive search takes that of the channel search.
-    names = (
-        str(given.get("name") or where.rpartition(".")[2]),
-        cls.__module__.rpartition(".")[2],
-    )
-    block = next((blocks[name] for name in names if name in blocks), {})
+    module = cls.__module__.rpartition(".")[2]
+    block = blocks.get(name, blocks.get(module, {}))
     fields = defaults(cls)
-    for key, value in block.items():
-        # Keys of an earlier release come along to be refused by name.
-        if (
-            key in (*fields, *getattr(cls, "renamed", ()))
-            and f"{where}.{key}" not in kept
-        ):
-            node[key] = value
-    for key, value in fields.items():
-        node.setdefault(key, value)
-    for key, value in node.items():
-        nested = isinstance(value, dict) and "_target_" not in value
-        inside = (
-            {f"{key}.{name}": part for name, part in value.items()}
-            if nested
-            else {key: value}
-        )
-        for name, part in inside.items():
+    # Keys of an earlier release come along to be refused by name.
+    taken = {*fields, *getattr(cls, "renamed", ())}
+    for field_name, value in block.items():
+        if field_name in taken and f"{key}.{field_name}" not in fixed:
+            node[field_name] = value
+    for field_name, value in fields.items():
+        node.setdefault(field_name, value)
+    for field_name, value in node.items():
+        if not isinstance(value, dict):
+            continue
+        if "_target_" in value:
+            _fill_node(value, f"{key}.{field_name}", blocks, fixed)
+            continue
+        for part_name, part in value.items():
             if isinstance(part, dict):
-                _fill(part, f"{where}.{name}", blocks, kept)
+                _fill_node(part, f"{key}.{field_name}.{part_name}", blocks, fixed)
 
 
-def _resolved(raw: dict[str, Any]) -> dict[str, Any]:
-    if not re.search(r"\$\{|\?\?\?", json.dumps(raw, default=str)):
+def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
+    """Resolve references between keys."""
+    if not UNRESOLVED.search(json.dumps(raw, default=str)):
         return raw  # as most are: OmegaConf takes longer to resolve nothing than to read the files
     try:
-        return OmegaConf.to_container(
+        resolved: Any = OmegaConf.to_container(
             OmegaConf.create(dict(raw)), resolve=True, throw_on_missing=True
-        )  # type: ignore[return-value]
+        )
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
         reason = str(error).strip().splitlines()[0]
-        raise UserError(key, "???", "a value", f"set {key}=... ({reason})") from error
-
-
-def _complaint(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
-    """What Hydra, OmegaConf and the YAML parser still find, in our form."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    reason = text if len(text) <= 160 else f"{text[:160]} ..."
-    if isinstance(error, yaml.YAMLError):
-        return UserError(
-            "config file", str(folder), "valid YAML", f"correct it ({reason})"
-        )
-    key = str(getattr(error, "full_key", None) or "config")
-    if missing := re.search(
-        r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config",
-        text,
-    ):
-        return UserError(
-            missing[1],
-            missing[2],
-            missing[3].replace(" ", ", "),
-            f"leave {missing[1]} out",
-        )
-    return UserError(
-        key,
-        " ".join(overrides),
-        "what conf/ holds",
-        f"see posbench --cfg job ({reason})",
-    )
+        hint = f"set {key}=... ({reason})"
+        raise UserError(key, "???", "a value", hint) from error
+    return dict(resolved)

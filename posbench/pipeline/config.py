@@ -1,4 +1,4 @@
-"""From composed plain data to checked objects; all mistakes are told together."""
+"""From composed plain data to checked objects; all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from posbench import paths
 from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
 from posbench.files.sources import Source
-from posbench.methods import Method
 from posbench.methods.choice import MethodChoice, every
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GIVEN, GROUPS, TOP
+from posbench.run.method import MethodUnderTest
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import Positive, build, instantiate
 from posbench.search.base import Search
@@ -28,32 +28,57 @@ from posbench.tasks.base import EvaluationOnly
 Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NONE = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
+MAX_NAME_BYTES = 80
+"""Three names and a hash make the name of a folder, which has at most 255 bytes."""
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""What Python makes of bytes of the command line that are no UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What turns a config into one table or figure of a paper."""
+    """What turns a config into one table or figure of a paper.
 
-    name: str  # file name in ``experiments/``, and the folder under the outputs
-    title: str  # what it shows, with paper, table or figure
+    Attributes:
+        name: File name in ``experiments/``, and the folder under the outputs.
+        title: What it shows, with paper, table or figure.
+        paper: The paper.
+        covers: The paper's tables and figures that it regenerates, as ``Table 1``.
+        grid: Swept unless the user types the key.
+        reference: The paper's numbers.
+        claims: What the paper reads off the figure, where it prints no numbers.
+        needs_weights: Whether it says nothing without a real checkpoint.
+        minutes: About how many minutes of one core it takes as it stands.
+    """
+
+    name: str
+    title: str
     paper: Literal["", "yu2025", "lpes", "wu2025", "behind_rope"] = ""
-    covers: tuple[
-        str, ...
-    ] = ()  # the paper's tables and figures that it regenerates, as ``Table 1``
-    grid: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # swept unless the user types the key
-    reference: Reference | None = None  # the paper's numbers
-    claims: tuple[
-        str, ...
-    ] = ()  # what the paper reads off the figure, where it prints no numbers
-    needs_weights: bool = False  # whether it says nothing without a real checkpoint
-    minutes: Positive | None = None  # of one core that it takes as it stands, about
+    covers: tuple[str, ...] = ()
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    reference: Reference | None = None
+    claims: tuple[str, ...] = ()
+    needs_weights: bool = False
+    minutes: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run, checked; ``target``, ``raw`` and ``every`` are those of :class:`posbench.run.base.Run`."""
+    """One run, checked.
+
+    Attributes:
+        model: The model.
+        task: The task.
+        choice: The method under test.
+        search: The search.
+        target: The choice, or its part, whose parameters the search finds; None: no search serves it.
+        runtime: Where and how to run.
+        stages: The stages to run, in order.
+        experiment: The experiment that the config belongs to.
+        study: The study.
+        raw: The resolved config as plain data: the groups that take part.
+        typed: Dotted keys that the user set.
+        all_methods: Methods by name; empty unless the study measures them all.
+    """
 
     model: ModelConfig
     task: Task
@@ -65,8 +90,8 @@ class Config:
     experiment: Experiment | None
     study: Study | None
     raw: dict[str, Any] = field(repr=False)
-    typed: frozenset[str] = frozenset()  # dotted keys that the user set
-    every: Mapping[str, MethodChoice] = field(default_factory=dict)
+    typed: frozenset[str] = frozenset()
+    all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
 
     @property
     def study_name(self) -> str:
@@ -76,32 +101,40 @@ class Config:
     @property
     def uses_model(self) -> bool:
         """Whether the run looks at a model at all; some studies do not."""
-        measured = {"search", "intervene", "evaluate"} & set(self.stages)
-        return self.study is None or self.study.needs_model or bool(measured)
+        if self.study is None or self.study.needs_model:
+            return True
+        return bool({"search", "intervene", "evaluate"} & set(self.stages))
 
     @property
     def uses_task(self) -> bool:
         """Whether the task's prompts take part."""
         return self.study is None or self.study.needs_task
 
-    @property
-    def standins(self) -> Mapping[str, Any]:
-        """What stands for parameters that the search stage will find."""
-        return self.search.finds if "search" in self.stages else {}
+    def method_under_test(self) -> MethodUnderTest:
+        """Return the method under test, without the parameters that a search will find."""
+        return MethodUnderTest(
+            self.choice,
+            self.target,
+            stand_ins=self.search.finds if "search" in self.stages else {},
+            hint=self._missing_parameter_hint(),
+            blocks=self.model.blocks,
+            served=bool(self.model.base_url),
+        )
 
-    @property
-    def missing(self) -> str:
-        """What to do where a parameter of the method is missing."""
+    def _missing_parameter_hint(self) -> str:
         if self.target is None:
             return ""
         model = self.model
-        named = model.path if model.source == GIVEN else model.name
-        return f"find one: posbench stages=[search] model={named} method={self.target.name}"
+        name = model.path if model.source == GIVEN else model.name
+        return (
+            f"find one: posbench stages=[search] model={name} method={self.target.name}"
+        )
 
     def reference(self) -> tuple[list[dict[str, Any]], str]:
-        """The paper's rows that apply to this run's task and setting, and why there are none."""
-        reference = self.experiment.reference if self.experiment else None
-        return reference.beside(self.task, self.model.name) if reference else ([], "")
+        """Return the paper's rows that apply to this run's task and setting, and why there are none."""
+        if self.experiment is None or self.experiment.reference is None:
+            return [], ""
+        return self.experiment.reference.beside(self.task, self.model.name)
 
 
 def check(
@@ -122,145 +155,204 @@ def check(
         UserError: What is wrong, all of it.
     """
     data = dict(raw)
-    faults = Faults()
-    made = dict[str, Any]()
-    for key in sorted(set(data) - {*TOP, "typed"}):
+    unknown = sorted(set(data) - {*TOP, "typed"})
+    if unknown:
+        key = unknown[0]
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
     _need_text(data, "")
-    if not isinstance(asked := data.get("stages"), list | tuple | None):
-        hint = f"set stages=[{asked if asked in STAGES else 'evaluate,report'}]"
-        raise UserError(
-            "stages",
-            asked,
-            f"a list [...] of {', '.join(STAGES)}, each once, in this order",
-            hint,
-        )
+    _need_stage_list(data.get("stages"))
     typed = [*typed, *data.pop("typed", ())]
-    given: Any = data.get
-    parts: dict[str, Callable[[], Any]] = {
-        "study": lambda: _study(data, typed),
-        "task": lambda: instantiate(given("task"), Task, "task"),  # type: ignore[type-abstract]
-        "search": lambda: _search(given("search")),
-        "model": lambda: _model(given("model")),
-        "choice": lambda: _method(data, made, typed),
-        "runtime": lambda: _runtime(given("runtime") or {}),
-        "experiment": lambda: (
-            build(Experiment, given("experiment"), "experiment")
-            if given("experiment")
-            else None
-        ),
-    }
-    for name, make in parts.items():
-        with faults.collecting():
-            made[name] = make()
-    _look_at_files(made, faults if obstacles is None else obstacles)
+    faults = Faults()
+    parts = _build_parts(data, typed, faults)
+    _check_files(parts, faults if obstacles is None else obstacles)
     config = None
-    if {"study", "model", "choice", "search"} <= set(
-        made
-    ):  # the study sets stages and method
+    # The study sets stages and method.
+    if {"study", "model", "choice", "search"} <= parts.keys():
         with faults.collecting():
-            stages, target = _stages(data, made, typed)
-            made = {**dict.fromkeys(parts), **made}
-            record = _record(data, made, stages, typed)
-            config = Config(
-                **made, stages=stages, target=target, raw=record, typed=frozenset(typed)
-            )
-            if config.study and config.study.all_methods:
-                config = replace(config, every=every(folders, config.model.blocks))
-            trial(config)
+            config = _assemble(data, parts, typed, folders)
     faults.raise_any()
     assert config is not None, "it is made unless there is a fault"
-    for look in (_names, Config.reference):
-        with faults.collecting():
-            look(config)
+    with faults.collecting():
+        _need_folder_names(config)
+    with faults.collecting():
+        config.reference()
     faults.raise_any()
     return config
 
 
-def _look_at_files(made: Mapping[str, Any], faults: Faults) -> None:
-    """Collect what is missing of the checkpoint and the data that lie on this machine, and a model type that
-    posbench does not know."""
-    study = made.get("study")
-    if "model" in made and (study is None or study.needs_model):
-        for source in made["model"].files:
-            with faults.collecting():
-                if source.kind == "path":
-                    sources.listing(source)
-                    if (known := sources.facts(source)) and not made["model"].base_url:
-                        families.family_of_type(known.get("model_type"))
-    if "task" in made and (study is None or study.needs_task):
-        for number, source in enumerate(made["task"].files()):
-            with faults.collecting():
-                if source.kind == "path":
-                    made["task"].place() if number == 0 else sources.listing(source)
+def _build_parts(
+    data: dict[str, Any], typed: Sequence[str], faults: Faults
+) -> dict[str, Any]:
+    """The objects of all groups; those that are wrong are left out, and their faults collected.
+
+    Args:
+        data: The config; the study and the method set ``stages`` and ``method`` where the user typed neither.
+        typed: Dotted keys that the user set.
+        faults: Collects what is wrong.
+    """
+    parts = dict[str, Any]()
+    builders: dict[str, Callable[[], Any]] = {
+        "study": lambda: _build_study(data, typed),
+        "task": lambda: _build_task(data.get("task")),
+        "search": lambda: _build_search(data.get("search")),
+        "model": lambda: _build_model(data.get("model")),
+        "choice": lambda: _choose_method(
+            data, parts.get("model"), parts.get("task"), typed
+        ),
+        "runtime": lambda: _build_runtime(data.get("runtime") or {}),
+        "experiment": lambda: _build_experiment(data.get("experiment")),
+    }
+    for name, build_part in builders.items():
+        with faults.collecting():
+            parts[name] = build_part()
+    return parts
 
 
-def _need_text(node: Any, where: str) -> None:
+def _assemble(
+    data: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    typed: Sequence[str],
+    folders: Sequence[Path],
+) -> Config:
+    """The config of these parts, with its stages; missing parts, whose faults are collected, are None."""
+    stages, target = _resolve_stages(data, parts, typed)
+    config = Config(
+        model=parts["model"],
+        task=parts.get("task"),  # type: ignore[arg-type]
+        choice=parts["choice"],
+        search=parts["search"],
+        target=target,
+        runtime=parts.get("runtime"),  # type: ignore[arg-type]
+        stages=stages,
+        experiment=parts.get("experiment"),
+        study=parts["study"],
+        raw=_record(data, parts, stages, typed),
+        typed=frozenset(typed),
+    )
+    if config.study and config.study.all_methods:
+        config = replace(config, all_methods=every(folders, config.model.blocks))
+    config.method_under_test().trial()
+    return config
+
+
+def _typed_groups(typed: Sequence[str]) -> set[str]:
+    """The groups in which the user set a key."""
+    return {key.split(".")[0] for key in typed}
+
+
+# Files and text
+
+
+def _check_files(parts: Mapping[str, Any], faults: Faults) -> None:
+    """Collect what is missing of the checkpoint and the data that lie on this machine.
+
+    Also collect a model type that posbench does not know.
+    """
+    study = parts.get("study")
+    model = parts.get("model")
+    if model and (study is None or study.needs_model):
+        for source in model.files:
+            if source.kind == "path":
+                with faults.collecting():
+                    _check_checkpoint(source, model)
+    task = parts.get("task")
+    if task and (study is None or study.needs_task):
+        for number, source in enumerate(task.files()):
+            if source.kind == "path":
+                with faults.collecting():
+                    if number == 0:
+                        task.place()
+                    else:
+                        sources.listing(source)
+
+
+def _check_checkpoint(source: Source, model: ModelConfig) -> None:
+    sources.listing(source)
+    facts = sources.facts(source)
+    if facts and not model.base_url:
+        families.family_of_type(facts.get("model_type"))
+
+
+def _need_text(node: Any, key: str) -> None:
     """Refuse text that no file can hold: bytes of the command line that are no UTF-8."""
-    parts: Sequence[tuple[str, Any]] = ()
     if isinstance(node, Mapping):
-        parts = [(f"{where}.{key}".strip("."), value) for key, value in node.items()]
+        for name, value in node.items():
+            _need_text(value, f"{key}.{name}".strip("."))
     elif isinstance(node, list | tuple):
-        parts = [(where, value) for value in node]
-    for name, value in parts:
-        _need_text(value, name)
-    for text in (node, where):
-        if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
-            raise UserError(where, node, "UTF-8 text", "type it again")
-
-
-def trial(config: Config) -> Method:
-    """The method with legal stand-ins for what the search will find."""
-    free = config.target.values if config.target else {}
-    found = {k: v for k, v in config.standins.items() if free.get(k) is None}
-    return config.choice.build(found, config.target, config.missing)
+        for value in node:
+            _need_text(value, key)
+    for text in (node, key):
+        if isinstance(text, str) and SURROGATES.search(text):
+            raise UserError(key, node, "UTF-8 text", "type it again")
 
 
 def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
-    """The files that a composed config reads: the checkpoint's, the task's, then the search's.
+    """Return the files that a composed config reads: the checkpoint's, the task's, then the search's.
 
     Raises:
         UserError: The model, the task or the search is wrong.
     """
-    model = _model(raw.get("model"))
-    task = instantiate(raw.get("task"), Task, "task")  # type: ignore[type-abstract,arg-type]
-    found = _search(raw["search"]).files() if raw.get("search") else ()
-    return (*model.files, *data_of(task), *found)
+    model = _build_model(raw.get("model"))
+    task = _build_task(raw.get("task"))
+    search_files: tuple[Source, ...] = ()
+    if raw.get("search"):
+        search_files = _build_search(raw["search"]).files()
+    return (*model.files, *data_of(task), *search_files)
 
 
 def data_of(task: Task) -> list[Source]:
-    """The files of a task, with what is known of them where their server is not reached."""
-    return [
-        replace(source, about=f"{task.size}; {task.licence}") for source in task.files()
-    ]
+    """Return the files of a task, with what is known of them where their server is not reached."""
+    about = f"{task.size}; {task.licence}"
+    return [replace(source, about=about) for source in task.files()]
 
 
-def _search(data: Any) -> Search:
-    side = data.get("side_task") if isinstance(data, Mapping) else None
-    if isinstance(side, Mapping) and "_target_" not in side:
+def _need_folder_names(config: Config) -> None:
+    """Refuse names that are no folder names."""
+    names = {
+        "model": config.model.name,
+        "task": config.task.name,
+        "method": config.choice.name,
+        "study": config.study_name or "none",
+    }
+    for group, name in names.items():
+        too_long = len(str(name).encode()) > MAX_NAME_BYTES
+        if too_long or not re.fullmatch(r"\w[\w.-]*", str(name)):
+            allowed = "letters, digits, . _ -, at most 80 of them"
+            raise UserError(f"{group}.name", name, allowed, f"set {group}.name=mine")
+
+
+# Groups
+
+
+def _build_task(data: Any) -> Task:
+    return instantiate(data, Task, "task")  # type: ignore[type-abstract]
+
+
+def _build_experiment(data: Any) -> Experiment | None:
+    return build(Experiment, data, "experiment") if data else None
+
+
+def _build_search(data: Any) -> Search:
+    side_task = data.get("side_task") if isinstance(data, Mapping) else None
+    if isinstance(side_task, Mapping) and "_target_" not in side_task:
+        allowed = "keys of a task that is chosen"
         hint = "choose one: search.side_task=mmlu"
-        raise UserError(
-            "search.side_task", dict(side), "keys of a task that is chosen", hint
-        )
+        raise UserError("search.side_task", dict(side_task), allowed, hint)
     with renamed("task.", "search.side_task."):
         return instantiate(data, Search, "search")  # type: ignore[type-abstract]
 
 
-def _runtime(data: Mapping[str, Any]) -> Runtime:
+def _build_runtime(data: Mapping[str, Any]) -> Runtime:
     cluster = data.get("cluster")
     if isinstance(cluster, Mapping):
         data = {**data, "cluster": build(Cluster, cluster, "runtime.cluster")}
     return build(Runtime, data, "runtime")
 
 
-def _model(data: Any) -> ModelConfig:
+def _build_model(data: Any) -> ModelConfig:
     if not isinstance(data, Mapping):
-        raise UserError(
-            "model",
-            data,
-            "a choice of that group",
-            "posbench ls models shows the choices",
-        )
+        hint = "posbench ls models shows the choices"
+        raise UserError("model", data, "a choice of that group", hint)
     if data.get("path") is None and data.get("base_url"):
         data = {**data, "path": ""}
     if data.get("path") is None:
@@ -269,135 +361,166 @@ def _model(data: Any) -> ModelConfig:
     return build(ModelConfig, with_blocks(data), "model")
 
 
-def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
+def _build_study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
     """The study of a config; sets ``stages`` and ``method`` to what it runs where the user typed neither."""
     stages = data.get("stages") or []
     if data.get("study") is None:
         if "study" in stages:
-            raise UserError(
-                "study", None, "a study", "posbench ls studies shows the choices"
-            )
+            hint = "posbench ls studies shows the choices"
+            raise UserError("study", None, "a study", hint)
         return None
     study: Study = instantiate(data["study"], Study, "study")  # type: ignore[type-abstract]
     if "study" not in stages:
         if "stages" in typed and stages:
-            raise UserError(
-                "stages",
-                list(stages),
-                "stages with study in them",
-                "set stages=[study,report]",
-            )
+            allowed = "stages with study in them"
+            hint = "set stages=[study,report]"
+            raise UserError("stages", list(stages), allowed, hint)
         data["stages"] = ["study", "report"]
-    unused = [
-        g
-        for g, used in (("model", study.needs_model), ("task", study.needs_task))
-        if not used
-    ]
-    unused += ["method"] if not study.needs_model or study.all_methods else []
-    given = [key for key in typed if key.split(".")[0] in unused]
-    if given:
-        group = given[0].split(".")[0]
-        name = data["study"].get("name")
-        allowed = f"no {given[0]}: study {name} looks at none"
-        raise UserError(group, data[group].get("name", group), allowed, "leave it out")
-    if not study.uses_method and not any(
-        key.split(".")[0] == "method" for key in typed
-    ):
+    _need_used_groups(study, data, typed)
+    if not study.uses_method and "method" not in _typed_groups(typed):
         data["method"] = dict(NONE)
     return study
 
 
-def _method(
-    data: dict[str, Any], made: Mapping[str, Any], typed: Sequence[str]
+def _need_used_groups(
+    study: Study, data: Mapping[str, Any], typed: Sequence[str]
+) -> None:
+    """Refuse a typed key of a group that the study does not look at."""
+    unused = set()
+    if not study.needs_model:
+        unused |= {"model", "method"}
+    if not study.needs_task:
+        unused.add("task")
+    if study.all_methods:
+        unused.add("method")
+    for key in typed:
+        group = key.split(".")[0]
+        if group in unused:
+            value = data[group].get("name", group)
+            allowed = f"no {key}: study {data['study'].get('name')} looks at none"
+            raise UserError(group, value, allowed, "leave it out")
+
+
+def _choose_method(
+    data: dict[str, Any],
+    model: ModelConfig | None,
+    task: Task | None,
+    typed: Sequence[str],
 ) -> MethodChoice:
-    """The method of a config; none instead of the default where constants are missing that nothing can find:
-    on a task without calibration questions."""
+    """The method of a config.
+
+    It is none instead of the default where constants are missing that nothing can find: on a task without
+    calibration questions; and for a served model.
+
+    Args:
+        data: The config; ``method`` is set where the default is replaced.
+        model: The model, None where it is wrong.
+        task: The task, None where it is wrong.
+        typed: Dotted keys that the user set.
+    """
     choice = MethodChoice.of(data["method"], typed)
-    if (model := made.get("model")) and model.base_url:
-        asked = any(key.split(".")[0] == "method" for key in typed) or data.get(
-            "experiment"
-        )
-        if asked and choice.name != NONE["name"]:
+    groups = _typed_groups(typed)
+    is_experiment = bool(data.get("experiment"))
+    if model and model.base_url:
+        chosen = is_experiment or "method" in groups
+        if chosen and choice.name != NONE["name"]:
             allowed = f"none: posbench cannot reach into the server of {model.name}"
             hint = "serve a model that has the method in it (posbench export), and leave method out"
             raise UserError("method", choice.name, allowed, hint)
         data["method"] = dict(NONE)
         return MethodChoice.of(data["method"])
-    searched = (
-        isinstance(made.get("task"), EvaluationOnly) and data.get("study") is None
-    )
-    chosen = data.get("experiment") or any(
-        key.split(".")[0] in ("method", "search", "stages") for key in typed
-    )
-    if searched and not chosen and not _builds(choice, {}, choice):
+    chosen = is_experiment or bool(groups & {"method", "search", "stages"})
+    unsearchable = isinstance(task, EvaluationOnly) and data.get("study") is None
+    if unsearchable and not chosen and not _can_build(choice, {}, choice):
         data["method"] = dict(NONE)
         choice = MethodChoice.of(data["method"])
     return choice
 
 
-def _stages(
-    data: Mapping[str, Any], made: Mapping[str, Any], typed: Sequence[str]
+# Stages
+
+
+def _need_stage_list(stages: Any) -> None:
+    if stages is None or isinstance(stages, list | tuple):
+        return
+    example = stages if stages in STAGES else "evaluate,report"
+    allowed = f"a list [...] of {', '.join(STAGES)}, each once, in this order"
+    raise UserError("stages", stages, allowed, f"set stages=[{example}]")
+
+
+def _resolve_stages(
+    data: Mapping[str, Any], parts: Mapping[str, Any], typed: Sequence[str]
 ) -> tuple[tuple[Stage, ...], MethodChoice | None]:
-    """The stages to run, and what the search would find the parameters of."""
-    choice = made["choice"]
-    search = made["search"]
+    """The stages to run, and the method, or its part, whose parameters the search would find."""
+    choice: MethodChoice = parts["choice"]
+    search: Search = parts["search"]
+    model: ModelConfig = parts["model"]
     target = search.target(choice)
-    given = data.get("stages")
-    if given is None:
-        given = _default_stages(made["model"], made.get("task"), search, choice, target)
-    stages = tuple(given)
-    if not stages or list(stages) != [s for s in STAGES if s in stages]:
+    requested = data.get("stages")
+    if requested is None:
+        requested = _default_stages(model, parts.get("task"), search, choice, target)
+    stages = tuple(requested)
+    if not stages or list(stages) != [stage for stage in STAGES if stage in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
-        raise UserError("stages", given, allowed, "set stages=[evaluate,report]")
-    if made["model"].base_url:
+        raise UserError("stages", requested, allowed, "set stages=[evaluate,report]")
+    if model.base_url:
         _need_servable(data, stages, typed)
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
-            of_part = any(
-                issubclass(part.cls, search.serves) for part in choice.parts.values()
-            )
-            name = data["search"].get("name")
-            serves = search.serves.short_name()
-            allowed = f"no search for method {choice.name} by {name}, which serves {serves} {search.place}"
-            hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
-            if of_part:
-                hint = "search that method alone, then type here what it finds, with stages=[evaluate,report]"
-            field_ = "stages" if "stages" in typed else "search"
-            raise UserError(
-                field_, list(stages) if field_ == "stages" else name, allowed, hint
-            )
+            raise _unserved(data, search, choice, stages, typed)
         stages = tuple(stage for stage in stages if stage != "search")
     if stages == ("report",):
         hint = "posbench report DIR redraws a run"
         raise UserError("stages", ["report"], "report after another stage", hint)
-    return stages, target  # type: ignore[return-value]
+    return stages, target
+
+
+def _unserved(
+    data: Mapping[str, Any],
+    search: Search,
+    choice: MethodChoice,
+    stages: Sequence[str],
+    typed: Sequence[str],
+) -> UserError:
+    """That the user typed a search which does not serve the method."""
+    name = data["search"].get("name")
+    serves = search.serves.short_name()
+    allowed = f"no search for method {choice.name} by {name}, which serves {serves} {search.place}"
+    if any(issubclass(part.cls, search.serves) for part in choice.parts.values()):
+        hint = "search that method alone, then type here what it finds, with stages=[evaluate,report]"
+    else:
+        hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
+    if "stages" in typed:
+        return UserError("stages", list(stages), allowed, hint)
+    return UserError("search", name, allowed, hint)
 
 
 def _need_servable(
     data: Mapping[str, Any], stages: Sequence[str], typed: Sequence[str]
 ) -> None:
     """Refuse for a served model what looks inside a model."""
-    inside = [
-        group
-        for group in ("search", "study")
-        if any(key.split(".")[0] == group for key in typed)
-    ]
-    inside += ["stages"] * (not set(stages) <= {"evaluate", "report"})
-    for group in inside:
-        name = data["model"]["name"]
-        value = list(stages) if group == "stages" else data[group].get("name")
-        allowed = f"evaluate and report alone: nothing can be seen inside the server of {name}"
-        hint = (
-            "set stages=[evaluate,report]"
-            if group == "stages"
-            else f"leave {group} out"
-        )
-        raise UserError(
-            group,
-            value,
-            allowed,
-            f"{hint}, or run the model here, without model.base_url",
-        )
+    groups = _typed_groups(typed)
+    value: Any = None
+    if "search" in groups:
+        group = "search"
+    elif "study" in groups:
+        group = "study"
+    elif not set(stages) <= {"evaluate", "report"}:
+        group = "stages"
+    else:
+        return
+    if group == "stages":
+        value = list(stages)
+        hint = "set stages=[evaluate,report]"
+    else:
+        value = data[group].get("name")
+        hint = f"leave {group} out"
+    name = data["model"]["name"]
+    allowed = (
+        f"evaluate and report alone: nothing can be seen inside the server of {name}"
+    )
+    hint = f"{hint}, or run the model here, without model.base_url"
+    raise UserError(group, value, allowed, hint)
 
 
 def _default_stages(
@@ -407,28 +530,41 @@ def _default_stages(
     choice: MethodChoice,
     target: MethodChoice | None,
 ) -> Sequence[str]:
-    """The stages of the model's file; with the search first where the method lacks what it finds, and without
-    it where the task has no calibration questions."""
+    """The stages of the model's file, with or without a search.
+
+    The search comes first where the method lacks what it finds, and is left out where the task has no
+    calibration questions.
+
+    Args:
+        model: The model.
+        task: The task, None where it is wrong.
+        search: The search.
+        choice: The method under test.
+        target: The choice, or its part, that the search serves.
+    """
     if model.base_url:
         return ["evaluate", "report"]
-    rest = [stage for stage in model.stages if stage != "search"]
+    without_search = [stage for stage in model.stages if stage != "search"]
     if isinstance(task, EvaluationOnly):
-        return rest
-    free = (
-        {k: v for k, v in search.finds.items() if target.values.get(k) is None}
-        if target
-        else {}
-    )
-    lacks = target and not _builds(choice, {}, target) and _builds(choice, free, target)
-    return ["search", *rest] if lacks else model.stages
+        return without_search
+    if target is None or _can_build(choice, {}, target):
+        return model.stages
+    findable = {
+        name: value
+        for name, value in search.finds.items()
+        if target.values.get(name) is None
+    }
+    if _can_build(choice, findable, target):
+        return ["search", *without_search]
+    return model.stages
 
 
-def _builds(
-    choice: MethodChoice, found: Mapping[str, Any], target: MethodChoice
+def _can_build(
+    choice: MethodChoice, parameters: Mapping[str, Any], target: MethodChoice
 ) -> bool:
-    """Whether a method can be made with what a search would find."""
+    """Whether a method can be made with the parameters that a search would find."""
     try:
-        choice.build(found, target)
+        choice.build(parameters, target)
     except UserError:
         return False
     return True
@@ -436,36 +572,35 @@ def _builds(
 
 def _record(
     data: Mapping[str, Any],
-    made: Mapping[str, Any],
+    parts: Mapping[str, Any],
     stages: Sequence[str],
     typed: Sequence[str],
 ) -> dict[str, Any]:
-    """The groups that take part in a run."""
-    study = made["study"]
-    used = {"runtime", "experiment"} | ({"study"} if study else set())
-    used |= {"search"} if "search" in stages else set()
-    used |= {"model", "method"} if study is None or study.needs_model else set()
-    used |= {"task"} if study is None or study.needs_task else set()
-    kept = {
-        key: data[key]
-        for key in (*GROUPS, "experiment")
-        if key in used and data.get(key) is not None
-    }
-    if "model" in kept:
-        kept["model"] = {**data["model"], "name": made["model"].name}
-    pinned = sorted(key for key in typed if key.split(".")[0] == "method")
-    return {**kept, "stages": list(stages), "typed": pinned}
+    """The groups that take part in a run, as plain data.
 
-
-def _names(config: Config) -> None:
-    """Refuse names that are no folder names."""
-    names = {
-        "model": config.model.name,
-        "task": config.task.name,
-        "method": config.choice.name,
+    Args:
+        data: The config.
+        parts: The objects of its groups.
+        stages: The stages to run.
+        typed: Dotted keys that the user set.
+    """
+    study = parts["study"]
+    used = {"runtime", "experiment"}
+    if study:
+        used.add("study")
+    if "search" in stages:
+        used.add("search")
+    if study is None or study.needs_model:
+        used |= {"model", "method"}
+    if study is None or study.needs_task:
+        used.add("task")
+    record = {
+        group: data[group]
+        for group in (*GROUPS, "experiment")
+        if group in used and data.get(group) is not None
     }
-    for where, text in {**names, "study": config.study_name or "none"}.items():
-        # Three of them and a hash make the name of a folder, which has at most 255 bytes.
-        if not re.fullmatch(r"\w[\w.-]*", str(text)) or len(str(text).encode()) > 80:
-            allowed = "letters, digits, . _ -, at most 80 of them"
-            raise UserError(f"{where}.name", text, allowed, f"set {where}.name=mine")
+    if "model" in record:
+        record["model"] = {**data["model"], "name": parts["model"].name}
+    record["stages"] = list(stages)
+    record["typed"] = sorted(key for key in typed if key.split(".")[0] == "method")
+    return record

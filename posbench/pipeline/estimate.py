@@ -1,7 +1,7 @@
-"""What a run would take: prompts, tokens, memory and time, told from config.json and the tokenizer.
+"""What a run would take: prompts, tokens, memory and time, from config.json and the tokenizer.
 
-Of many prompts the first :data:`LOOK` characters are tokenised, the others told from their length; replies
-count in full, and of choices the prompt alone.
+Of many prompts the first :data:`COUNTED_CHARACTERS` characters are tokenised, the tokens of the others follow
+from their length; replies count in full, and of choices the prompt alone.
 """
 
 from __future__ import annotations
@@ -13,225 +13,300 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
+from rich.table import Table
 
 from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.load import Reader, outline
-from posbench.pipeline.config import Config, trial
-from posbench.pipeline.ready import prepared
-from posbench.pipeline.stages import intervene
+from posbench.pipeline.config import Config
+from posbench.pipeline.prepare import build_run
+from posbench.pipeline.stages.intervene import plan_attention
 from posbench.report.terminal import text_table
-from posbench.run import answers
 from posbench.run.base import Run
-from posbench.run.cost import Costs, Looks, Reads, Work
+from posbench.run.batch_plan import Subject
+from posbench.run.cost import Costs, InspectionPasses, StudyWorkload, WorkEstimate
 from posbench.run.progress import duration
-from posbench.run.shared import Subject
+from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
 
-BATCHES = 3
-STEPS = 8
+TIMED_BATCHES = 3
+TIMED_STEPS = 8
 """Batches that are timed, and tokens that each of them generates."""
-LOOK = 500_000
+COUNTED_CHARACTERS = 500_000
+NO_LIMIT = 2**62
 
 
 def show(config: Config, reader: Reader, measure: bool, console: Console) -> None:
-    """Print what a run would take; with ``measure`` the time, too, from a few batches."""
-    stages = [stage for stage in config.stages if stage != "report"]
-    served = config.model.base_url
-    run = prepared(config, {}, (), Console(quiet=True))
-    run.lm = reader if served else outline(config.model, reader, config.runtime.device)  # type: ignore[assignment]
-    works = work(config, run)
-    measure = measure and not served
-    token, step = _seconds(config, console) if measure and works else (0.0, 0.0)
-    spent = [w.computed * token + w.steps * step for w in works]
-    header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"] + [
-        "about"
-    ] * measure
-    rows = [
-        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.computed:,}", f"{w.steps:,}"]
-        + [duration(seconds)] * measure
-        for w, seconds in zip(works, spent, strict=True)
-    ]
-    if works:
-        console.print(text_table(header, rows))
-    if served:
+    """Print what a run would take.
+
+    Args:
+        config: The run.
+        reader: Its model without weights.
+        measure: Whether to run a few batches to tell the time, too.
+        console: Where it is printed.
+    """
+    is_served = bool(config.model.base_url)
+    run = build_run(config, Console(quiet=True))
+    if is_served:
+        run.lm = reader  # type: ignore[assignment]
+    else:
+        run.lm = outline(config.model, reader, config.runtime.device)
+    estimates = estimate_run(config, run)
+    seconds = None
+    if measure and estimates and not is_served:
+        per_token, per_step = _measure_speed(config, console)
+        seconds = [
+            work.computed_tokens * per_token + work.decode_steps * per_step
+            for work in estimates
+        ]
+    if estimates:
+        console.print(_table(estimates, seconds))
+    if is_served:
         return
-    shape = Costs.of(run.lm)
-    memory = f"{shape.parameters:,} parameters, {decimal(shape.weights)} in memory"
-    for what, sizes in (
-        ("KV cache of a batch", [shape.cached(w) for w in works]),
-        ("prefills that prompts share", [shape.stored * w.held for w in works]),
-    ):
-        memory += f"; {what} {decimal(max(sizes))}" if any(sizes) else ""
-    console.print(memory, soft_wrap=True)
-    if works:
-        console.print(
-            f"about {sum(map(shape.flops, works)):.1e} operations, without what a method adds"
-        )
-    untold = " and ".join(
-        f"the {stage}" for stage in stages if stage not in {w.stage for w in works}
+    costs = Costs.of(run.lm)
+    console.print(_memory_line(costs, estimates), soft_wrap=True)
+    if estimates:
+        flops = sum(costs.flops(work) for work in estimates)
+        console.print(f"about {flops:.1e} operations, without what a method adds")
+    estimated = {work.stage for work in estimates}
+    unknown = " and ".join(
+        f"the {stage}"
+        for stage in config.stages
+        if stage != "report" and stage not in estimated
     )
-    if measure and works:
-        without = untold and f" without {untold}, which cannot be told before"
-        told = f"at most about {duration(sum(spent))}{without}, from {BATCHES} batches on this machine"
-        console.print(f"time: {told}", soft_wrap=True)
+    if seconds is not None:
+        message = f"at most about {duration(sum(seconds))}"
+        if unknown:
+            message += f" without {unknown}, which cannot be told before"
+        message += f", from {TIMED_BATCHES} batches on this machine"
+        console.print(f"time: {message}", soft_wrap=True)
         return
-    if untold:
-        console.print(f"not estimated: {untold}")
-    if works:
+    if unknown:
+        console.print(f"not estimated: {unknown}")
+    if estimates:
         console.print("time: posbench validate --measure runs a few batches")
 
 
-def work(
+def _table(estimates: Sequence[WorkEstimate], seconds: Sequence[float] | None) -> Table:
+    """A line for each stage; with seconds, the time too."""
+    header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"]
+    rows = []
+    for work in estimates:
+        counts = (work.prompts, work.tokens, work.computed_tokens, work.decode_steps)
+        rows.append([work.stage, *(f"{count:,}" for count in counts)])
+    if seconds is not None:
+        header.append("about")
+        for row, stage_seconds in zip(rows, seconds, strict=True):
+            row.append(duration(stage_seconds))
+    return text_table(header, rows)
+
+
+def _memory_line(costs: Costs, estimates: Sequence[WorkEstimate]) -> str:
+    """The memory of weights, and the largest of KV caches and of shared prefills."""
+    line = f"{costs.parameters:,} parameters, {decimal(costs.weight_bytes)} in memory"
+    cache = max((costs.cache_bytes(work) for work in estimates), default=0)
+    prefix = max((costs.prefix_bytes(work) for work in estimates), default=0)
+    if cache:
+        line += f"; KV cache of a batch {decimal(cache)}"
+    if prefix:
+        line += f"; prefills that prompts share {decimal(prefix)}"
+    return line
+
+
+def estimate_run(
     config: Config, run: Run, methods: Mapping[str, Method] | None = None
-) -> list[Work]:
-    """What each stage asks of the model; some studies cannot tell before. The methods are the run's, unless
-    those of several runs that share prefills are given."""
+) -> list[WorkEstimate]:
+    """Estimate what each stage asks of the model; some studies cannot tell before.
+
+    Args:
+        config: The run.
+        run: The same run, its model without weights.
+        methods: Methods by name, those of several runs that share prefills; None: the run's own.
+    """
     task = config.task
     stages = config.stages
-    found = list[Work]()
-    own = {UNMODIFIED: Unmodified()} | (
-        {} if isinstance(trial(config), Unmodified) else {"": trial(config)}
-    )
-    subjects = [Subject(run, name, method) for name, method in (methods or own).items()]
+    method = run.method.trial()
+    if not methods:
+        methods = {UNMODIFIED: Unmodified()}
+        if not isinstance(method, Unmodified):
+            methods[""] = method
+    subjects = [Subject(run, name, method) for name, method in methods.items()]
+    estimates = list[WorkEstimate]()
     if "search" in stages:
-        asked = task.examples("calibration")
-        text = families.text_config(run.lm.model)
-        answer = len(run.encoder.need_tokenizer()(asked[0].answers[0])["input_ids"])
-        if told := config.search.asks(
-            len(asked), answer, text.num_hidden_layers, text.hidden_size
-        ):
-            found.append(_read(run, "search", task, asked, told))
-        if beside := config.search.beside():
-            side, prompts, times = beside
-            found.append(
-                _read(
-                    run,
-                    f"search: {side.name}",
-                    side,
-                    prompts,
-                    Reads(times * len(prompts)),
-                )
-            )
+        estimates += _estimate_search(config, run)
     if "study" in stages and config.study:
-        for seen in config.study.reads(run):
-            found += (
-                [_read(run, "study", task, (), seen)]
-                if isinstance(seen, Reads)
-                else _looked(run, seen, trial(config))
+        for reading in config.study.reads(run):
+            if isinstance(reading, StudyWorkload):
+                estimates.append(_estimate_workload(run, "study", task, (), reading))
+            else:
+                estimates += _estimate_passes(run, reading, method)
+    if "intervene" in stages:
+        examples = placed(task.evaluation(), run.runtime.intervene_examples)
+        if examples:
+            estimates.append(_estimate_rows(subjects, "intervene", examples))
+    if "evaluate" in stages:
+        examples = task.evaluation()
+        if examples:
+            estimates.append(_estimate_rows(subjects, "evaluate", examples))
+    return estimates
+
+
+def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
+    """What the search asks of its calibration prompts, and of a second task that it watches."""
+    task = config.task
+    search = config.search
+    estimates = []
+    examples = task.examples("calibration")
+    model = families.text_config(run.lm.model)
+    answer = run.encoder.need_tokenizer()(examples[0].answers[0])["input_ids"]
+    workload = search.asks(
+        len(examples), len(answer), model.num_hidden_layers, model.hidden_size
+    )
+    if workload:
+        estimates.append(_estimate_workload(run, "search", task, examples, workload))
+    beside = search.beside()
+    if beside:
+        side_task, side_examples, times = beside
+        side_workload = StudyWorkload(times * len(side_examples))
+        estimates.append(
+            _estimate_workload(
+                run,
+                f"search: {side_task.name}",
+                side_task,
+                side_examples,
+                side_workload,
             )
-    if "intervene" in stages and (
-        examples := placed(task.evaluation(), run.runtime.intervene_examples)
-    ):
-        found.append(_asked(subjects, "intervene", examples))
-    if "evaluate" in stages and (examples := task.evaluation()):
-        found.append(_asked(subjects, "evaluate", examples))
-    return found
+        )
+    return estimates
 
 
-def _some(examples: Sequence[Example]) -> tuple[list[Example], float]:
-    """The first questions at all their places, and how many times as many characters all have."""
+def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
+    """The first questions at all their gold positions, and how many times as many characters all have."""
     questions = dict[str, list[Example]]()
-    size = 0
-    for e in examples:
-        questions.setdefault(e.cluster or e.id, []).append(e)
-    taken = list[Example]()
+    for example in examples:
+        questions.setdefault(example.cluster or example.id, []).append(example)
+    sample = list[Example]()
+    sample_size = 0
     for members in questions.values():
-        if size < LOOK:
-            taken += members
-            size += sum(len(e.prompt) for e in members)
-    return taken, sum(len(e.prompt) for e in examples) / max(size, 1)
+        if sample_size >= COUNTED_CHARACTERS:
+            break
+        sample += members
+        sample_size += sum(len(example.prompt) for example in members)
+    total_size = sum(len(example.prompt) for example in examples)
+    return sample, total_size / max(sample_size, 1)
 
 
-def _asked(
+def _estimate_rows(
     subjects: Sequence[Subject], stage: str, examples: Sequence[Example]
-) -> Work:
+) -> WorkEstimate:
     """Examples under methods, as the run will plan them."""
     run = subjects[0].run
-    run.evaluation, factor = _some(examples)
-    plan = answers.planned if stage == "evaluate" else intervene.planned
-    asks, _ = plan(subjects, run.encode(run.evaluation))
-    found = asks.work(stage, answered=stage == "evaluate").times(factor)
-    return replace(found, prompts=len(subjects) * len(examples))
+    run.evaluation, factor = _sample(examples)
+    encoded = run.prompts.encode(run.evaluation)
+    if stage == "evaluate":
+        plan, _ = plan_replies(subjects, encoded)
+    else:
+        plan, _ = plan_attention(subjects, encoded)
+    work = plan.estimate(stage, answered=stage == "evaluate").times(factor)
+    return replace(work, prompts=len(subjects) * len(examples))
 
 
-def _looked(run: Run, seen: Looks, method: Method) -> list[Work]:
+def _estimate_passes(
+    run: Run, passes: InspectionPasses, method: Method
+) -> list[WorkEstimate]:
     """What a study asks of prompts, inside a method."""
-    share = run.runtime.share if seen.shared and method.prefill() == method else None
-    asker = replace(run, runtime=replace(run.runtime, share=share))
-    asker.lm, (asker.evaluation, factor) = run.lm, _some(seen.examples)
-    asks, _ = answers.planned(
-        [Subject(asker, "", Unmodified())], run.encode(asker.evaluation)
+    share = None
+    if passes.shared and method.prefill() == method:
+        share = run.runtime.share
+    study_run = replace(run, runtime=replace(run.runtime, share=share))
+    study_run.lm = run.lm
+    study_run.evaluation, factor = _sample(passes.examples)
+    encoded = study_run.prompts.encode(study_run.evaluation)
+    plan, _ = plan_replies([Subject(study_run, "", Unmodified())], encoded)
+    reading = plan.estimate("study", answered=False).times(factor * passes.times)
+    replies = plan.estimate("study: replies", answered=True)
+    replies = replies.times(factor * passes.replies)
+    return [work for work in (reading, replies) if work.prompts]
+
+
+def _estimate_workload(
+    run: Run,
+    stage: str,
+    task: Task,
+    examples: Sequence[Example],
+    workload: StudyWorkload,
+) -> WorkEstimate:
+    """What is counted in prompts of about one length.
+
+    Args:
+        run: The run.
+        stage: What the estimate is called.
+        task: The task that asks the prompts.
+        examples: Prompts from which the length is taken.
+        workload: How many are read.
+    """
+    sample, _ = _sample(examples)
+    encoded = run.prompts.encode(sample, task)
+    lengths = [len(prompt.ids) for prompt in encoded.values()] or [0]
+    mean_length = np.mean(lengths)
+    mean_pairs = np.mean([length * (length + 1) / 2 for length in lengths])
+    text_tokens = workload.texts * workload.length
+    reply = task.max_new_tokens
+    tokens = round(workload.prompts * mean_length + workload.answers + text_tokens)
+    attention_pairs = round(
+        workload.prompts * mean_pairs
+        + workload.answers * mean_length
+        + text_tokens * (workload.length + 1) / 2
     )
-    looks = asks.work("study", answered=False).times(factor * seen.times)
-    replies = asks.work("study: replies", answered=True).times(factor * seen.replies)
-    return [each for each in (looks, replies) if each.prompts]
-
-
-def _read(
-    run: Run, stage: str, task: Task, examples: Sequence[Example], reads: Reads
-) -> Work:
-    """What is counted in prompts of about one length."""
-    some, _ = _some(examples)
-    lengths = [len(code.ids) for code in run.encode(some, task).values()] or [0]
-    prompt = np.mean(lengths)
-    pairs = np.mean([n * (n + 1) / 2 for n in lengths])
-    texts = reads.texts * reads.length
-    new = task.max_new_tokens
-    asked = round(reads.prompts * prompt + reads.answers + texts)
-    fed = reads.replies * (new - 1)
-    later = prompt + new / 2
-    each = max(*lengths, reads.length) + new
-    return Work(
+    decoded_tokens = workload.replies * (reply - 1)
+    longest = max(*lengths, workload.length) + reply
+    batch_size = run.runtime.batch_size
+    batch_tokens = min(batch_size * longest, run.runtime.batch_tokens or NO_LIMIT)
+    return WorkEstimate(
         stage,
-        prompts=reads.prompts,
-        tokens=asked,
-        computed=asked,
-        pairs=round(
-            reads.prompts * pairs
-            + reads.answers * prompt
-            + texts * (reads.length + 1) / 2
-        ),
-        steps=reads.batches * new,
-        fed=fed,
-        later=round(fed * later),
-        batch=max(
-            min(run.runtime.batch_size * each, run.runtime.batch_tokens or 2**62), each
-        ),
+        prompts=workload.prompts,
+        tokens=tokens,
+        computed_tokens=tokens,
+        attention_pairs=attention_pairs,
+        decode_steps=workload.batches * reply,
+        decoded_tokens=decoded_tokens,
+        decoded_pairs=round(decoded_tokens * (mean_length + reply / 2)),
+        batch_tokens=max(batch_tokens, longest),
     )
 
 
-def _seconds(config: Config, console: Console) -> tuple[float, float]:
-    """Seconds per token read, and per step of generation, under the method."""
-    run = prepared(config, {}, (), console)
-    examples = run.examples(
-        "evaluation"
-        if {"intervene", "evaluate"} & set(config.stages)
-        else "calibration"
-    )
-    encoded = run.encode(examples)
-    plan = run.plan(examples, encoded)
-    chosen = plan[:: max(len(plan) // BATCHES, 1)][:BATCHES]
+def _measure_speed(config: Config, console: Console) -> tuple[float, float]:
+    """Measure seconds per token read, and per step of generation, under the method."""
+    run = build_run(config, console)
+    asks_evaluation = {"intervene", "evaluate"} & set(config.stages)
+    examples = run.examples("evaluation" if asks_evaluation else "calibration")
+    encoded = run.prompts.encode(examples)
+    batches = run.prompts.batches(examples, encoded)
+    stride = max(len(batches) // TIMED_BATCHES, 1)
+    timed_batches = batches[::stride][:TIMED_BATCHES]
     tokens = 0
-    reading = 0.0
-    writing = 0.0
-    with run.trial().applied(run.lm) as lm:
-        for number, batch in enumerate([chosen[0], *chosen]):
-            rows = [encoded[e.id].ids for e in batch]
+    reading_seconds = 0.0
+    writing_seconds = 0.0
+    with run.method.trial().applied(run.lm) as lm:
+        # The first batch warms up.
+        for number, batch in enumerate([timed_batches[0], *timed_batches]):
+            prompts = [encoded[example.id].ids for example in batch]
             started = time.perf_counter()
-            lm.generate(rows, max_new_tokens=1, batch_size=len(rows))
-            read = time.perf_counter() - started
+            lm.generate(prompts, max_new_tokens=1, batch_size=len(prompts))
+            one_token = time.perf_counter() - started
             lm.generate(
-                rows,
-                max_new_tokens=1 + STEPS,
-                min_new_tokens=1 + STEPS,
-                batch_size=len(rows),
+                prompts,
+                max_new_tokens=1 + TIMED_STEPS,
+                min_new_tokens=1 + TIMED_STEPS,
+                batch_size=len(prompts),
             )
-            if number:  # the first one warms up
-                tokens = tokens + sum(map(len, rows))
-                reading = reading + read
-                writing += time.perf_counter() - started - 2 * read
-    return reading / tokens, max(writing, 0.0) / (STEPS * len(chosen))
+            all_tokens = time.perf_counter() - started
+            if number:
+                tokens += sum(map(len, prompts))
+                reading_seconds += one_token
+                writing_seconds += all_tokens - 2 * one_token
+    steps = TIMED_STEPS * len(timed_batches)
+    return reading_seconds / tokens, max(writing_seconds, 0.0) / steps

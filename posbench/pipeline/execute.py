@@ -30,12 +30,17 @@ from posbench.pipeline.identity import (
     threads,
     version_key,
 )
-from posbench.pipeline.ready import longest, need_words, prepared, quiet
+from posbench.pipeline.prepare import (
+    build_run,
+    longest_prompts,
+    need_text_model,
+    silence_transformers,
+)
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
 from posbench.run.folder import PROVENANCE, STATUS, RunDir, open_run, run_id
-from posbench.run.parts import Helpers, Part, settle
+from posbench.run.shards import Shard, WorkerMain, WorkerPool, merge_records
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -45,15 +50,22 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "report": report.run,
 }
 
-ROWS: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
+ROW_STAGES: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
 """Stages whose rows several runs make together, or several processes share out."""
 
 MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
+PROBE_TOKENS = 64
+MAX_LISTED_MODELS = 8
 
 
 def execute(
-    config: Config, *, command: str, console: Console, lm: LM | None = None
+    config: Config,
+    *,
+    command: str,
+    console: Console,
+    lm: LM | None = None,
+    worker_main: WorkerMain | None = None,
 ) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
@@ -62,6 +74,7 @@ def execute(
         command: The command line, for the record.
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
+        worker_main: What each of ``runtime.workers`` runs; without it this process makes all rows.
 
     Returns:
         The run folder.
@@ -71,45 +84,36 @@ def execute(
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     started = time.monotonic()
-    with opened(config, command, console, lm) as (run, read, facts):
-        out, damaged = run.out, run.out.damaged()
-        if not damaged and _ended(out, config):
+    with claim_run(config, command, console, lm) as (run, contents, facts):
+        out = run.out
+        damaged = out.damaged()
+        if not damaged and _has_ended(out, config):
             console.print("finished before: nothing is computed again")
             report.show(out.path, console)
             return out.path
         if damaged:
-            console.print(
-                f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept"
-            )
-        earlier = out.hardware()
+            names = ", ".join(damaged)
+            console.print(f"damaged: {names}; made again, rows that are whole are kept")
+        earlier_machines = out.hardware()
         out.resume(config.stages, config.raw, facts)
-        if earlier and out.hardware() != earlier:
-            machines = (
-                f"begun on {' and '.join(earlier)}, continued on {facts['hardware']}"
-            )
+        if earlier_machines and out.hardware() != earlier_machines:
             console.print(
-                f"{machines}: their rows agree up to rounding, not to the byte",
+                f"begun on {' and '.join(earlier_machines)}, continued on {facts['hardware']}: "
+                "their rows agree up to rounding, not to the byte",
                 soft_wrap=True,
                 markup=False,
             )
         try:
-            with _helped(config, run):
+            with _worker_pool(config, run, worker_main):
                 for stage in config.stages:
                     if stage == "report":
-                        _settle(run)
-                    with out.recorded(stage), run.measured(stage):
+                        _finish_shards(run)
+                    with out.recorded(stage), run.meter.stage(stage, out):
                         STAGES[stage](config, run)
-                        need_unchanged(read, out)
-                _settle(run)
+                        need_unchanged(contents, out)
+                _finish_shards(run)
         except BaseException as error:
-            state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
-            state = MIXED if out.status()["state"] == MIXED else state
-            with suppress(OSError):  # a full disk, of which the error itself tells
-                out.finish(
-                    state,
-                    f"{type(error).__name__}: {error}",
-                    time.monotonic() - started,
-                )
+            _record_failure(out, error, time.monotonic() - started)
             raise
         out.finish("done", seconds=time.monotonic() - started)
         if "report" not in config.stages:
@@ -117,156 +121,216 @@ def execute(
         return out.path
 
 
+def _has_ended(out: RunDir, config: Config) -> bool:
+    return out.done and all(out.stage(stage).get("done") for stage in config.stages)
+
+
+def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
+    state = "failed"
+    if isinstance(error, IncompleteRun):
+        state = "incomplete"
+    if out.status()["state"] == MIXED:
+        state = MIXED
+    with suppress(OSError):  # a full disk, which the error itself reports
+        out.finish(state, f"{type(error).__name__}: {error}", seconds)
+
+
 @contextmanager
-def _helped(config: Config, run: Run) -> Iterator[None]:
-    """Processes that make parts of the rows, where ``runtime.workers`` asks for more than this one."""
+def _worker_pool(
+    config: Config, run: Run, worker_main: WorkerMain | None
+) -> Iterator[None]:
+    """Let worker processes make shards of the rows where ``runtime.workers`` asks for more than this one."""
     count = config.runtime.workers
-    if count > 1 and parted(config):
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        run.part = Part(0, count)
-        run.helpers = Helpers(run.out, count, gpus, run.console)
+    if worker_main and count > 1 and is_shardable(config):
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        run.shard = Shard(0, count)
+        run.workers = WorkerPool(run.out, count, num_gpus, run.console, worker_main)
     try:
         yield
     finally:
-        if run.helpers:
-            run.helpers.stop()
+        if run.workers:
+            run.workers.stop()
 
 
-def _settle(run: Run) -> None:
-    """All rows are made: what their makers took is what the run took."""
-    if run.helpers:
-        run.helpers.finish()
-    settle(run.out)
+def _finish_shards(run: Run) -> None:
+    """Count what the makers of shards took as the run's: all rows are made."""
+    if run.workers:
+        run.workers.finish()
+    merge_records(run.out)
 
 
 def set_threads(config: Config) -> None:
-    """Give torch the CPU threads of a run: those asked for, else all, shared out among its workers. Rounding
-    depends on them, so an earlier run of the process must not leave its own."""
-    processes = config.runtime.workers if parted(config) else 1
+    """Give torch the CPU threads of a run: those typed, else all, divided among its workers.
+
+    Rounding depends on them, so an earlier run of the process must not leave its own.
+    """
+    processes = config.runtime.workers if is_shardable(config) else 1
     torch.set_num_threads(threads(config) or max(default_threads() // processes, 1))
 
 
-def parted(config: Config) -> bool:
-    """Whether processes can share out a run's rows: not those of a study, nor of a served model."""
-    return bool(
-        not config.study
-        and not config.model.base_url
-        and set(ROWS) & set(config.stages)
-    )
+def is_shardable(config: Config) -> bool:
+    """Return whether processes can share out a run's rows: not those of a study, nor of a served model."""
+    makes_rows = bool(ROW_STAGES.keys() & set(config.stages))
+    return makes_rows and not config.study and not config.model.base_url
 
 
-class Opened(NamedTuple):
-    """A run whose folder is claimed, what the files that it reads hold, and where it is made."""
+# Folders
+
+
+class RunLocation(NamedTuple):
+    """What :func:`posbench.run.claim.find` looks a run's folder up by."""
+
+    outputs: Path
+    suite: str
+    version_key: dict[str, Any]
+    name: str
+
+    @classmethod
+    def of(
+        cls, config: Config, identity: Mapping[str, Any], contents: Sequence[Content]
+    ) -> RunLocation:
+        """Return where a run lies.
+
+        Args:
+            config: The config.
+            identity: What tells the run from others, by :func:`posbench.pipeline.identity.identity`.
+            contents: What the files that it reads hold.
+        """
+        suite = config.study_name or config.task.name
+        if config.experiment:
+            suite = config.experiment.name
+        outputs = Path(config.runtime.outputs).expanduser()
+        name = run_name(config, identity, contents)
+        return cls(outputs, suite, version_key(), name)
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return run_id(self.version_key, self.name)
+
+    def find(self) -> RunDir | None:
+        """Return the run's folder, None where there is none yet.
+
+        Raises:
+            UserError: The outputs cannot be read or written.
+        """
+        folder = find(*self)
+        return RunDir(folder, self.run_id) if folder else None
+
+
+class ClaimedRun(NamedTuple):
+    """A run whose folder is claimed, what the files that it reads hold, and its provenance."""
 
     run: Run
-    read: Sequence[Content]
+    contents: Sequence[Content]
     facts: Mapping[str, Any]
 
 
 @contextmanager
-def opened(
+def claim_run(
     config: Config, command: str, console: Console, lm: LM | None = None
-) -> Iterator[Opened]:
+) -> Iterator[ClaimedRun]:
     """Claim the folder of a run.
+
+    Args:
+        config: The checked config.
+        command: The command line, for the record.
+        console: Where progress and tables go.
+        lm: Its model, where that is loaded already.
 
     Raises:
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
     """
     # First of all: weights to download, with the hub's own progress bars.
-    read = reads(config)
-    who = identity(config, read)
-    quiet()
+    contents = reads(config)
+    run_identity = identity(config, contents)
+    silence_transformers()
     set_threads(config)
-    subject = config.study_name or config.task.name
-    parts = (
-        [config.model.name, subject, config.choice.name]
-        if config.uses_model
-        else [subject]
-    )
-    place = place_of(config, who, read)
-    run = prepared(config, who, read, console)
+    location = RunLocation.of(config, run_identity, contents)
+    run = build_run(config, console, run_identity, contents)
     if lm:
         run.lm = lm
-    folder = find(*place)
-    if folder is None or RunDir(folder, run_id(*place[2:])).status()[
-        "stages"
-    ].keys() <= {"config"}:
-        preflight(config, run)
-    console.rule(Text("  ".join(parts), style="bold"))
-    facts = provenance(config, command, who, read)
-    with claim(*place, config.raw, facts) as out:
+    existing = location.find()
+    if existing is None or existing.status()["stages"].keys() <= {"config"}:
+        probe_model(config, run)
+    title = [config.study_name or config.task.name]
+    if config.uses_model:
+        title = [config.model.name, *title, config.choice.name]
+    console.rule(Text("  ".join(title), style="bold"))
+    facts = provenance(config, command, run_identity, contents)
+    with claim(*location, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:
-            raise UserError(
-                "run folder",
-                str(out.path),
-                "rows from one content of each file",
-                "remove it",
-            )
-        yield Opened(run, read, facts)
+            allowed = "rows from one content of each file"
+            raise UserError("run folder", str(out.path), allowed, "remove it")
+        yield ClaimedRun(run, contents, facts)
 
 
-def prepared_folder(config: Config, command: str) -> Path:
-    """The folder of a run that other processes are to make: with config and provenance, if there is none yet.
+def make_run_folder(config: Config, command: str) -> Path:
+    """Return the folder of a run that other processes are to make; it is made where there is none yet.
+
+    It then holds config and provenance.
 
     Raises:
         UserError: A file cannot be read, or the outputs cannot be written.
     """
-    read = reads(config)
-    who = identity(config, read)
-    place = place_of(config, who, read)
-    if folder := find(*place):
-        return folder
-    facts = provenance(config, command, who, read)
+    contents = reads(config)
+    run_identity = identity(config, contents)
+    location = RunLocation.of(config, run_identity, contents)
+    existing = location.find()
+    if existing:
+        return existing.path
+    facts = provenance(config, command, run_identity, contents)
     # This machine makes no rows.
-    facts |= {"hardware": "", "prepared_on": facts["hardware"]}
-    with claim(*place, config.raw, facts) as out:
+    facts["prepared_on"] = facts["hardware"]
+    facts["hardware"] = ""
+    with claim(*location, config.raw, facts) as out:
         return out.path
 
 
-def recorded(folder: Path) -> Config:
-    """The config of a run folder, from what it records alone.
+def recorded_config(folder: Path) -> Config:
+    """Return the config of a run folder, from what it records alone.
 
     Raises:
         UserError: It is no run folder, or the code, a file or a setting has changed since.
     """
-    run = open_run(folder.absolute())
-    raw = run.config("runtime")
-    runtime = {**raw["runtime"], "outputs": str(run.path.parents[2])}
-    # Groups that take no part are not recorded: whatever they are, they are not looked at.
-    config = check(
-        {**composed().raw, "study": None, "experiment": None, **raw, "runtime": runtime}
-    )
-    read = reads(config)
-    found = find(*place_of(config, identity(config, read), read))
-    if found is None or not found.samefile(folder):
+    out = open_run(folder.absolute())
+    raw = out.config("runtime")
+    # Groups that take no part are not recorded: whatever they are, nothing reads them.
+    raw = {**composed().raw, "study": None, "experiment": None, **raw}
+    raw["runtime"] = {**raw["runtime"], "outputs": str(out.path.parents[2])}
+    config = check(raw)
+    contents = reads(config)
+    same = RunLocation.of(config, identity(config, contents), contents).find()
+    if same is None or not same.path.samefile(folder):
         allowed = "one of this code, these libraries and files, and this kind of device"
-        hint = f"give its command again: {run.facts(PROVENANCE).get('command')}"
+        hint = f"give its command again: {out.facts(PROVENANCE).get('command')}"
         raise UserError("run folder", str(folder), allowed, hint)
     return config
 
 
 def finished(config: Config) -> Path | None:
-    """The folder of a run that :func:`execute` would show and not compute again; None for any other. Makes
-    nothing.
+    """Return the folder of a run that :func:`execute` would show and not compute again, else None.
+
+    Nothing is written.
 
     Raises:
         UserError: A file that takes part cannot be read, or the outputs cannot.
     """
-    read = reads(config)
-    place = place_of(config, identity(config, read), read)
-    folder = find(*place)
-    out = RunDir(folder, run_id(*place[2:])) if folder else None
-    return folder if out and _ended(out, config) and not out.damaged() else None
+    contents = reads(config)
+    out = RunLocation.of(config, identity(config, contents), contents).find()
+    if out is None or not _has_ended(out, config) or out.damaged():
+        return None
+    return out.path
 
 
 def absent(config: Config) -> list[Source]:
-    """What a run would download first; empty if all of it is here.
+    """Return what a run would download first; empty if all of it is here.
 
     Raises:
         UserError: Model and task do not go together.
     """
-    need_words(config)
+    need_text_model(config)
     return [
         source
         for source in files(config)
@@ -274,51 +338,48 @@ def absent(config: Config) -> list[Source]:
     ]
 
 
-def place_of(
-    config: Config, who: Mapping[str, Any], read: Sequence[Content]
-) -> tuple[Path, str, dict[str, Any], str]:
-    """Outputs, suite, version key and name: what :func:`posbench.run.claim.find` asks for."""
-    suite = (
-        config.experiment.name
-        if config.experiment
-        else config.study_name or config.task.name
-    )
-    outputs = Path(config.runtime.outputs).expanduser()
-    return outputs, suite, version_key(), run_name(config, who, read)
+# Checks
 
 
-def _ended(out: RunDir, config: Config) -> bool:
-    return out.done and all(out.stage(stage).get("done") for stage in config.stages)
+def probe_model(config: Config, run: Run) -> None:
+    """Load the model and refuse what only its weights show, so that bad input leaves no folder behind.
 
-
-def preflight(config: Config, run: Run) -> None:
-    """Load the model and refuse what its weights alone tell, so that bad input leaves no folder behind; all
-    else :func:`posbench.pipeline.ready.ready` has refused.
+    All else :func:`posbench.pipeline.prepare.prepare` has refused.
 
     Raises:
-        UserError: The weights are not the checkpoint's, or NaN comes out.
+        UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
     """
     if config.model.base_url:
-        run.endpoint.check(any(e.choices for e in run.evaluation))
-        models = run.endpoint.models()
-        if models and config.model.server_name not in models:
-            listed = ", ".join(models[:8])
-            said = f"server: it lists {listed}, not {config.model.server_name}, and answers all the same"
-            run.console.print(said, soft_wrap=True, markup=False)
-        return
-    if config.uses_model:
-        few = min(
-            64, run.lm.context_window, families.text_config(run.lm.model).vocab_size
-        )
-        for ids in (range(few), *longest(run, config.stages)):
-            with suppress(torch.OutOfMemoryError), run.trial().applied(run.lm) as lm:
+        _probe_server(config, run)
+    elif config.uses_model:
+        vocabulary = families.text_config(run.lm.model).vocab_size
+        num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
+        for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
+            method = run.method.trial()
+            with suppress(torch.OutOfMemoryError), method.applied(run.lm) as lm:
                 probe(lm, ids)
 
 
-def need_unchanged(read: Sequence[Content], out: RunDir) -> None:
-    """Raise UserError, and let no other run copy from this one, unless its files hold what they held."""
-    if other := changed(read):
+def _probe_server(config: Config, run: Run) -> None:
+    has_choices = any(example.choices for example in run.evaluation)
+    run.endpoint.check(has_choices)
+    models = run.endpoint.models()
+    name = config.model.server_name
+    if models and name not in models:
+        listed = ", ".join(models[:MAX_LISTED_MODELS])
+        message = f"server: it lists {listed}, not {name}, and answers all the same"
+        run.console.print(message, soft_wrap=True, markup=False)
+
+
+def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:
+    """Refuse a run, and let no other copy from it, where a file that it reads has changed.
+
+    Raises:
+        UserError: A file holds something else than when the run began.
+    """
+    content = changed(contents)
+    if content:
         out.write_facts(STATUS, {"state": MIXED, "stages": {}})
         allowed = "a file that stays as it is while a run reads it; it changed"
         hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
-        raise UserError(other.source.field, str(other.file), allowed, hint)
+        raise UserError(content.source.field, str(content.file), allowed, hint)

@@ -1,4 +1,4 @@
-"""What tells runs apart: all that can move a number, and nothing else; and where a run was made."""
+"""What distinguishes runs: all that can move a number, and nothing else; and where a run was made."""
 
 from __future__ import annotations
 
@@ -25,38 +25,70 @@ from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, data_of
 
 NUMBERS = (
-    "tasks stats theory model methods perturbations measure run search studies embedded"
+    "tasks",
+    "stats",
+    "theory",
+    "model",
+    "methods",
+    "perturbations",
+    "measure",
+    "run",
+    "search",
+    "studies",
+    "embedded",
+    "pipeline/stages",
+    "schema.py",
+    "files/atomic.py",
 )
-NUMBERS += " pipeline/stages schema.py files/atomic.py"
 """Parts of the package that can move a number: a changed figure, page or message starts no new version."""
 READ = (".py", ".json", ".yaml", ".jinja")
 """What the package computes with: code, and the tables, shapes and chat templates beside it."""
 DRAWS = re.compile(rb"^@plot\.styled\ndef .*?(?=^[^\s)]|\Z)", re.M | re.S)
 """A function that draws: it stands beside what it draws, and moves no number."""
+SERVED_SETTINGS = ("base_url", "server_name", "api", "chat_template", "context_window")
+"""Settings of a served model that can move a number, or stand for what can."""
+MODEL_SETTINGS = (
+    "dtype",
+    "attention",
+    "rope",
+    "chat_template",
+    "context_window",
+    "allow_partial",
+)
+RUNTIME_SETTINGS = ("batch_size", "batch_tokens", "share")
+"""Settings that can move a number."""
+CODE_DIGITS = 12
+DATA_DIGITS = 16
+SHOWN_DIGITS = 12
 
 
 def files(config: Config) -> list[sources.Source]:
-    """The files that take part in a run: checkpoint, data, and what method, search and study read."""
-    asked: list[sources.Source] = []
+    """Return the files that a run reads: checkpoint, data, and those of its method, search and study."""
+    needed: list[sources.Source] = []
     if config.uses_model:
-        asked = [*config.model.files, *config.choice.files()]
-        asked += [file for choice in config.every.values() for file in choice.files()]
-    asked += data_of(config.task) if config.uses_task else ()
-    asked += config.search.files() if "search" in config.stages else ()
+        needed += config.model.files
+        needed += config.choice.files()
+        for choice in config.all_methods.values():
+            needed += choice.files()
+    if config.uses_task:
+        needed += data_of(config.task)
+    if "search" in config.stages:
+        needed += config.search.files()
     if config.study:
+        needed += config.study.files()
         # Verdicts rest on the papers' tables.
-        tables = paths.EXPERIMENTS / "reference"
-        asked += config.study.files()
-        asked.append(
-            sources.Source(
-                kind="path", id=str(tables), field="study.reference", files=("*.csv",)
-            )
+        tables = sources.Source(
+            kind="path",
+            id=str(paths.EXPERIMENTS / "reference"),
+            field="study.reference",
+            files=("*.csv",),
         )
-    return asked
+        needed.append(tables)
+    return needed
 
 
 def reads(config: Config) -> list[Content]:
-    """What these files hold.
+    """Return what the files of a run hold.
 
     Raises:
         UserError: One is missing, or cannot be read or downloaded.
@@ -65,201 +97,234 @@ def reads(config: Config) -> list[Content]:
 
 
 def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
-    """What, apart from method and settings of the task, can move a number: code, libraries, weights, data,
-    kernel, precision, device kind; ``read`` as :func:`reads` gives it."""
+    """Return what, apart from method and settings of the task, can move a number.
+
+    That is code, libraries, weights, data, kernel, precision, kind of device.
+
+    Args:
+        config: The run.
+        read: What its files hold, by :func:`reads`.
+    """
     model = config.model
     runtime = config.runtime
-    found: dict[str, Any] = {
-        "code": source_digest(_own(config)),
-        "data": digest(keys(read, "task"), 16),
+    facts: dict[str, Any] = {
+        "code": source_digest(_class_files(config)),
+        "data": digest(keys(read, "task"), DATA_DIGITS),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
     }
-    found |= {name: version(name) for name in ("torch", "transformers")}
     if config.uses_model and model.base_url:
         # What the server computes with is not known: its address and the model's name there stand for it.
-        asked = ("base_url", "server_name", "api", "chat_template", "context_window")
-        return found | {
-            "tokenizer": fingerprint(read),
-            **{name: getattr(model, name) for name in asked},
-        }
+        facts["tokenizer"] = fingerprint(read)
+        for name in SERVED_SETTINGS:
+            facts[name] = getattr(model, name)
+        return facts
     # A login node may lack what its jobs have.
-    device = torch_device if runtime.device == "auto" else torch.device
-    found["device"] = device(runtime.device).type
-    found |= {
-        name: getattr(runtime, name) for name in ("batch_size", "batch_tokens", "share")
-    }
-    found["threads"] = threads(config)
+    if runtime.device == "auto":
+        facts["device"] = torch_device(runtime.device).type
+    else:
+        facts["device"] = torch.device(runtime.device).type
+    for name in RUNTIME_SETTINGS:
+        facts[name] = getattr(runtime, name)
+    facts["threads"] = threads(config)
     if config.uses_model:
-        kept = (
-            "dtype",
-            "attention",
-            "rope",
-            "chat_template",
-            "context_window",
-            "allow_partial",
-        )
-        found |= {
-            "weights": fingerprint(read),
-            **{name: getattr(model, name) for name in kept},
-        }
-    return found
+        facts["weights"] = fingerprint(read)
+        for name in MODEL_SETTINGS:
+            facts[name] = getattr(model, name)
+    return facts
 
 
 def threads(config: Config) -> int | None:
-    """CPU threads of a run: the user's, else those of the model's file where the run looks at it."""
-    return config.runtime.threads or (
-        config.model.threads if config.uses_model else None
-    )
+    """Return the CPU threads of a run: the user's, else those of the model's file where it uses a model."""
+    if config.runtime.threads:
+        return config.runtime.threads
+    return config.model.threads if config.uses_model else None
 
 
 def version_key() -> dict[str, Any]:
-    """What runs of one version folder share: posbench's code. So an experiment and a sweep, whose runs may
-    differ in all else, stay in one version."""
+    """Return what runs of one version folder share: posbench's code.
+
+    So an experiment and a sweep, whose runs may differ in all else, stay in one version.
+    """
     return {"posbench": versions.__version__, "code": source_digest()}
 
 
-def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) -> str:
-    """Folder of a run: what it is, and a hash of what moves its numbers."""
+def run_name(
+    config: Config, run_identity: Mapping[str, Any], read: Sequence[Content]
+) -> str:
+    """Return the name of a run's folder: what it is, and a hash of what moves its numbers.
+
+    Args:
+        config: The run.
+        run_identity: Its identity, by :func:`identity`.
+        read: What its files hold, by :func:`reads`.
+    """
     runtime = config.runtime
     raw = in_place(config.raw, read)
-    measured = [runtime.intervene_examples, runtime.resamples]
-    moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
-    moves |= {
-        key: raw[key] for key in ("task", "method", "study", "search") if key in raw
+    settings: dict[str, Any] = {
+        "identity": run_identity,
+        "measured": [runtime.intervene_examples, runtime.resamples],
+        "typed": config.raw["typed"],
+        "files": keys(read, "method", "search", "study"),
     }
-    if config.every:
-        moves["every"] = {name: choice.values for name, choice in config.every.items()}
-    moves["files"] = keys(read, "method", "search", "study")
+    for group in ("task", "method", "study", "search"):
+        if group in raw:
+            settings[group] = raw[group]
+    if config.all_methods:
+        settings["every"] = {
+            name: choice.values for name, choice in config.all_methods.items()
+        }
     parts = [config.study_name]
     if config.uses_model:
         parts = [config.model.name, config.study_name, config.choice.name]
-    return "__".join([*filter(None, parts), digest(moves)])
+    return "__".join([*filter(None, parts), digest(settings)])
 
 
 def fingerprint(read: Sequence[Content]) -> str:
-    """Identity of the checkpoint: hub id and commit, or a hash of all that it is loaded from."""
-    files = [content for content in read if content.source.field == "model.path"]
-    hub = [
-        f"{content.source.id}@{content.held}"
-        for content in files
-        if content.file is None
-    ]
-    return hub[0] if hub else digest(keys(files, "model"), 16)
+    """Return the identity of the checkpoint: hub id and commit, or a hash of all that it is loaded from."""
+    checkpoint = [content for content in read if content.source.field == "model.path"]
+    for content in checkpoint:
+        if content.file is None:
+            return f"{content.source.id}@{content.held}"
+    return digest(keys(checkpoint, "model"), DATA_DIGITS)
 
 
-def _own(config: Config) -> set[Path]:
+def _class_files(config: Config) -> set[Path]:
     """The files of the classes that take part, the user's own among them."""
-    searching = "search" in config.stages
-    parts = [
-        *[config.task] * config.uses_task,
-        *[config.search] * searching,
-        *filter(None, [config.study]),
-    ]
-    classes = [
-        *config.choice.classes,
-        *(choice.cls for choice in config.every.values()),
-        *map(type, parts),
-    ]
-    return {
-        Path(file).resolve() for file in map(inspect.getsourcefile, classes) if file
-    }
+    classes: list[type] = [*config.choice.classes]
+    classes += [choice.cls for choice in config.all_methods.values()]
+    if config.uses_task:
+        classes.append(type(config.task))
+    if "search" in config.stages:
+        classes.append(type(config.search))
+    if config.study:
+        classes.append(type(config.study))
+    class_files = [inspect.getsourcefile(cls) for cls in classes]
+    return {Path(file).resolve() for file in class_files if file}
 
 
-def source_digest(own: Iterable[Path] = ()) -> str:
-    """Hash of the code that can move a number, and of ``own`` files: two codes never meet in one folder."""
+def source_digest(class_files: Iterable[Path] = ()) -> str:
+    """Return a hash of the code that can move a number: two codes never meet in one folder.
+
+    Args:
+        class_files: Files of the classes that take part; those outside the package count, too.
+    """
+    user_files = [
+        (file.name, _code_without_drawing(file))
+        for file in class_files
+        if not file.is_relative_to(paths.PACKAGE)
+    ]
     total = hashlib.sha256()
-    users = [file for file in own if not file.is_relative_to(paths.PACKAGE)]
-    for name, code in sorted(
-        [*_shipped(), *((file.name, _numeric(file)) for file in users)]
-    ):
+    for name, code in sorted([*_package_code(), *user_files]):
         total.update(name.encode() + code)
-    return total.hexdigest()[:12]
+    return total.hexdigest()[:CODE_DIGITS]
 
 
-def _numeric(file: Path) -> bytes:
-    """A file without its functions that draw."""
+def _code_without_drawing(file: Path) -> bytes:
     return DRAWS.sub(b"", file.read_bytes())
 
 
 @cache
-def _shipped() -> list[tuple[str, bytes]]:
+def _package_code() -> list[tuple[str, bytes]]:
     """posbench's own code that can move a number, as it was when this process first looked."""
-    files = set[Path]()
-    for part in (paths.PACKAGE / name for name in NUMBERS.split()):
-        inside = (
-            f
-            for suffix in READ
-            for f in part.rglob(f"*{suffix}")
-            if paths.MODELS not in f.parents
-        )
-        files |= {part} if part.is_file() else set(inside)
+    code_files = set[Path]()
+    for name in NUMBERS:
+        part = paths.PACKAGE / name
+        if part.is_file():
+            code_files.add(part)
+            continue
+        for suffix in READ:
+            for file in part.rglob(f"*{suffix}"):
+                if paths.MODELS not in file.parents:
+                    code_files.add(file)
     return [
-        (file.relative_to(paths.PACKAGE).as_posix(), _numeric(file)) for file in files
+        (file.relative_to(paths.PACKAGE).as_posix(), _code_without_drawing(file))
+        for file in code_files
     ]
 
 
 def provenance(
-    config: Config, command: str, who: Mapping[str, Any], read: Sequence[Content]
+    config: Config,
+    command: str,
+    run_identity: Mapping[str, Any],
+    read: Sequence[Content],
 ) -> dict[str, Any]:
-    """Versions, hardware and origin of a run, and what it reads; model and task only where they take part."""
+    """Return versions, hardware and origin of a run, and what it reads.
+
+    Model and task are in it only where they take part.
+
+    Args:
+        config: The run.
+        command: The command line.
+        run_identity: Its identity, by :func:`identity`.
+        read: What its files hold, by :func:`reads`.
+    """
     facts: dict[str, Any] = {
         "command": command,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "posbench": versions.__version__,
-        "git": _git(),
+        "git": _git_commit(),
         "python": platform.python_version(),
         "packages": versions.installed(),
         "hardware": hardware(),
-        "identity": dict(who),
+        "identity": dict(run_identity),
         "files": [content.fact for content in read],
     }
     if config.uses_model:
-        kept = ["path", "revision", "source"]
-        kept += ["base_url", "server_name", "api"] if config.model.base_url else []
-        facts["model"] = {name: getattr(config.model, name) for name in kept}
+        names = ["path", "revision", "source"]
+        if config.model.base_url:
+            names += ["base_url", "server_name", "api"]
+        facts["model"] = {name: getattr(config.model, name) for name in names}
     if config.uses_task:
+        task = config.task
         facts["task"] = {
-            name: getattr(config.task, name)
-            for name in ("version", "source", "licence")
+            "version": task.version,
+            "source": task.source,
+            "licence": task.licence,
         }
     return facts
 
 
-def need_same(wanted: Sequence[sources.Source], facts: Mapping[str, Any]) -> None:
-    """Refuse files of a task or a checkpoint that do not hold what a run read, by the run's provenance.
+def need_same(needed: Sequence[sources.Source], facts: Mapping[str, Any]) -> None:
+    """Refuse files of a task or a checkpoint that do not hold what a run read.
+
+    Args:
+        needed: The files.
+        facts: The run's provenance.
 
     Raises:
         UserError: A file is missing or holds something else.
     """
-    fields = {source.field for source in wanted}
+    fields = {source.field for source in needed}
     entries = [entry for entry in facts.get("files", ()) if entry["field"] in fields]
-    was = {(e["field"], e["name"]): e.get("sha256", e.get("commit")) for e in entries}
-    for content in contents(wanted) if entries else ():
-        before = was.get(content.key[:2], "not read")
+    if not entries:
+        return
+    recorded = {
+        (entry["field"], entry["name"]): entry.get("sha256", entry.get("commit"))
+        for entry in entries
+    }
+    for content in contents(needed):
+        before = recorded.get(content.key[:2], "not read")
         if before != content.held:
             allowed = (
-                f"what the run read ({before[:12]}; now it holds {content.held[:12]})"
+                f"what the run read ({before[:SHOWN_DIGITS]}; "
+                f"now it holds {content.held[:SHOWN_DIGITS]})"
             )
             hint = "bring that file back, or run the new one: posbench with the same arguments"
-            raise UserError(
-                content.source.field,
-                str(content.file or content.source.id),
-                allowed,
-                hint,
-            )
+            file = str(content.file or content.source.id)
+            raise UserError(content.source.field, file, allowed, hint)
 
 
-def _git() -> str | None:
+def _git_commit() -> str | None:
     """Commit of the checkout this runs from, marked when it has changes; None for an installed wheel."""
-    if not (paths.PACKAGE.parent / ".git").exists():
+    checkout = paths.PACKAGE.parent
+    if not (checkout / ".git").exists():
         return None
-    ask = [
-        "git",
-        "-C",
-        str(paths.PACKAGE.parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-    ]
-    answer = subprocess.run(ask, capture_output=True, text=True, check=False)
+    describe = ["describe", "--always", "--dirty", "--abbrev=12"]
+    answer = subprocess.run(
+        ["git", "-C", str(checkout), *describe],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return answer.stdout.strip() or None

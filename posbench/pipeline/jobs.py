@@ -14,222 +14,230 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.run.folder import CONFIG, RunDir, opened, runs_in
 from posbench.run.lease import in_use, runs
-from posbench.run.parts import being_made, lacking
+from posbench.run.shards import is_running, missing_shards
 
 SUBMITTED = ".submitted.json"
 """File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
 ENDED = ("failed", "incomplete", "mixed")
+SQUEUE_TIMEOUT_SECONDS = 20
+LAUNCHER_PREFIXES = ("srun:", "submitit ", "INFO ")
+"""Beginnings of lines that submitit and srun print of themselves, as that a task failed."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """One time that a run was submitted."""
+    """One time that a run was submitted.
 
-    id: str  # of all runs of one command
-    kind: str  # of cluster
+    Attributes:
+        id: Id of all runs of one command.
+        kind: Kind of cluster.
+        overrides: The arguments of the run.
+        multirun: Whether it is one of a sweep.
+        own: The user's --config-dir.
+        number: Its number among the runs of the command.
+        runs: How many these are.
+        jobs: Name of its jobs and of the folder of their logs: the id of the command that sent them.
+        first: Number of its first job; None: it needed none.
+        shards: Number of its jobs.
+        pids: Process number and start of local jobs.
+    """
+
+    id: str
+    kind: str
     overrides: tuple[str, ...]
-    multirun: bool  # whether it is one of a sweep
-    own: str | None  # the user's --config-dir
-    number: int = 0  # among the runs of the command
-    runs: int = 1  # how many these are
-    jobs: str = ""  # name of its jobs and of the folder of their logs: the id of the command that sent them
-    first: int | None = None  # number of its first job; None: it needed none
-    shards: int = 1  # its jobs
-    pids: tuple[tuple[int, str], ...] = ()  # of local jobs: process and start
+    multirun: bool
+    own: str | None
+    number: int = 0
+    runs: int = 1
+    jobs: str = ""
+    first: int | None = None
+    shards: int = 1
+    pids: tuple[tuple[int, str], ...] = ()
 
     def logs(self, folder: Path) -> Path:
-        """Where the logs of its jobs are, by the run's folder."""
+        """Return where the logs of its jobs are, by the run's folder."""
         return log_folder(folder.parents[2], self.jobs)
 
 
 def log_folder(outputs: Path, submission: str) -> Path:
-    """Where the logs of a submission go."""
+    """Return where the logs of a submission go."""
     return outputs / ".jobs" / submission
 
 
 def submissions(folder: Path) -> list[Submission]:
-    """The times that a run was submitted, the last one last.
+    """Return the times that a run was submitted, the last one last.
 
     Raises:
-        UserError: That file is damaged.
+        UserError: Their file is damaged.
     """
-    found = RunDir(folder).read_json(SUBMITTED)
-    keys = "overrides", "pids"
-    return [
-        Submission(**{**each, **{key: tuple(map(_frozen, each[key])) for key in keys}})
-        for each in found
-    ]
-
-
-def _frozen(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+    entries = []
+    for fields in RunDir(folder).read_json(SUBMITTED):
+        overrides = tuple(fields["overrides"])
+        pids = tuple((pid, start) for pid, start in fields["pids"])
+        entries.append(Submission(**{**fields, "overrides": overrides, "pids": pids}))
+    return entries
 
 
 def record(folder: Path, submission: Submission) -> None:
     """Add a submission to those of a run; one of the same id is replaced."""
-    _write(
-        folder,
-        [
-            *(each for each in submissions(folder) if each.id != submission.id),
-            submission,
-        ],
-    )
+    remaining = [entry for entry in submissions(folder) if entry.id != submission.id]
+    _write(folder, [*remaining, submission])
 
 
 def forget(folder: Path, name: str) -> None:
     """Take back that jobs of a name were to make a run: none was sent."""
-    if kept := [each for each in submissions(folder) if each.jobs != name]:
-        _write(folder, kept)
+    remaining = [entry for entry in submissions(folder) if entry.jobs != name]
+    if remaining:
+        _write(folder, remaining)
     else:
         (folder / SUBMITTED).unlink(missing_ok=True)
 
 
-def _write(folder: Path, every: Sequence[Submission]) -> None:
-    write_text(
-        folder / SUBMITTED,
-        json.dumps([asdict(each) for each in every], indent=2) + "\n",
-    )
+def _write(folder: Path, entries: Sequence[Submission]) -> None:
+    text = json.dumps([asdict(entry) for entry in entries], indent=2) + "\n"
+    write_text(folder / SUBMITTED, text)
 
 
-def submitted(place: Path) -> list[Path]:
-    """The submitted runs of an outputs folder, or the one run that is given.
+def submitted(root: Path) -> list[Path]:
+    """Return the submitted runs of an outputs folder, or the one run that ``root`` is.
 
     Raises:
         UserError: There is no such folder, or nothing in it was submitted.
     """
-    there = (
-        [place]
-        if (place / CONFIG).is_file()
-        else runs_in(place)
-        if place.is_dir()
-        else []
-    )
-    found = [folder for folder in there if (folder / SUBMITTED).is_file()]
-    if not found:
-        hint = (
-            "posbench submit ... runtime/cluster=slurm"
-            if place.is_dir()
-            else "no such folder"
-        )
-        raise UserError(
-            "DIR",
-            str(place),
-            "an outputs folder or a run that jobs were submitted for",
-            hint,
-        )
-    return found
+    candidates = []
+    if (root / CONFIG).is_file():
+        candidates = [root]
+    elif root.is_dir():
+        candidates = runs_in(root)
+    folders = [folder for folder in candidates if (folder / SUBMITTED).is_file()]
+    if not folders:
+        allowed = "an outputs folder or a run that jobs were submitted for"
+        hint = "no such folder"
+        if root.is_dir():
+            hint = "posbench submit ... runtime/cluster=slurm"
+        raise UserError("DIR", str(root), allowed, hint)
+    return folders
 
 
 Queue = set[tuple[str, int]] | None
-"""Jobs in a queue: their names and numbers; None where it cannot be asked."""
+"""Jobs in a queue: their names and numbers; None where it cannot be read."""
 
 
 def queue() -> Queue:
-    """This user's jobs that Slurm has: waiting, running, or ending."""
+    """Return this user's jobs that Slurm has: waiting, running, or ending."""
     if not shutil.which("squeue"):
         return None
-    ask = [
-        "squeue",
-        "--noheader",
-        "--array",
-        f"--user={getpass.getuser()}",
-        "--format=%j %K",
-    ]
+    user = f"--user={getpass.getuser()}"
+    command = ["squeue", "--noheader", "--array", user, "--format=%j %K"]
     try:
         answer = subprocess.run(
-            ask, capture_output=True, text=True, check=False, timeout=20
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SQUEUE_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return None  # as it does where its controller is away
-    lines = [line.split() for line in answer.stdout.splitlines()]
-    told = {
-        (line[0], int(line[1]) if line[1].isdigit() else 0)
-        for line in lines
-        if len(line) == 2
-    }
-    return told if answer.returncode == 0 else None
+    if answer.returncode != 0:
+        return None
+    jobs = set()
+    for line in answer.stdout.splitlines():
+        fields = line.split()
+        if len(fields) == 2:
+            name, number = fields
+            jobs.add((name, int(number) if number.isdigit() else 0))
+    return jobs
 
 
-def state(folder: Path, known: Queue) -> tuple[str, str]:
-    """How a submitted run stands, and what is to be said of it.
+def state(folder: Path, queued: Queue) -> tuple[str, str]:
+    """Return how a submitted run stands, and a note on it.
 
-    done, damaged; running (a process owns it or a part); waiting (in the queue); failed; lost (no job
-    of it is left); unknown (not done, and the queue cannot be asked).
+    Args:
+        folder: The run.
+        queued: The jobs in the queue.
+
+    Returns:
+        ``done``, ``damaged``, ``running`` (a process owns it or a shard), ``waiting`` (in the queue),
+        ``failed``, ``lost`` (no job of it is left) or ``unknown`` (not done, and the queue cannot be read);
+        and the note, which may be empty.
     """
     run = opened(folder)
-    last = submissions(folder)[-1]
     if run.done:
-        return ("damaged", ", ".join(run.damaged())) if run.damaged() else ("done", "")
-    missing = lacking(run, last.shards) if last.shards > 1 else [0]
-    parts = (
-        f"{last.shards - len(missing)} of {last.shards} shards are made"
-        if last.shards > 1
-        else ""
-    )
-    if in_use(folder) or being_made(folder):
-        return "running", parts
-    numbers = (
-        range(last.first, last.first + last.shards)
-        if last.first is not None
-        else range(0)
-    )
-    if last.kind == "local":
-        waits: bool | None = any(runs(pid, start) for pid, start in last.pids)
-    else:
-        waits = (
-            None
-            if known is None
-            else any((last.jobs, number) in known for number in numbers)
-        )
-    status = run.status()
-    said = "; ".join(filter(None, [parts, last_line(folder, last, missing)]))
+        damaged = run.damaged()
+        return ("damaged", ", ".join(damaged)) if damaged else ("done", "")
+    submission = submissions(folder)[-1]
+    shards = submission.shards
+    missing = [0]
+    progress = ""
+    if shards > 1:
+        missing = missing_shards(run, shards)
+        progress = f"{shards - len(missing)} of {shards} shards are made"
+    if in_use(folder) or is_running(folder):
+        return "running", progress
+    waits = _has_jobs(submission, queued)
     if waits:
-        return "waiting", parts
+        return "waiting", progress
+    status = run.status()
+    last_words = last_line(folder, submission, missing)
+    note = "; ".join(filter(None, [progress, last_words]))
     if status["state"] in ENDED:
-        return "failed", said or str(status.get("error") or "")
-    return ("unknown", "squeue does not answer") if waits is None else ("lost", said)
+        return "failed", note or str(status.get("error") or "")
+    if waits is None:
+        return "unknown", "squeue does not answer"
+    return "lost", note
+
+
+def _has_jobs(submission: Submission, queued: Queue) -> bool | None:
+    """Whether a job of a submission runs or waits; None where that cannot be known."""
+    if submission.kind == "local":
+        return any(runs(pid, start) for pid, start in submission.pids)
+    if queued is None:
+        return None
+    if submission.first is None:
+        return False
+    numbers = range(submission.first, submission.first + submission.shards)
+    return any((submission.jobs, number) in queued for number in numbers)
 
 
 def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> str:
-    """What the jobs of some shards of a run said last on their error stream."""
+    """Return the last line that the jobs of some shards of a run wrote to their error stream.
+
+    Args:
+        folder: The run.
+        submission: Its submission.
+        shards: Indices of the shards.
+    """
     if submission.first is None:
         return ""
     logs = submission.logs(folder)
-    files = list[Path]()
+    files = set[Path]()
     for shard in shards:
-        files += logs.glob(f"*_{submission.first + shard}_0_log.err")
-        files += [
-            logs / f"{pid}_0_log.err" for pid, _ in submission.pids[shard : shard + 1]
-        ]
-    files += [
-        file
-        for file in logs.glob("*_0_log.err")
-        if file.name.count("_") == 2 and not submission.pids
-    ]
-    files = sorted(
-        {file for file in files if file.is_file()},
+        files.update(logs.glob(f"*_{submission.first + shard}_0_log.err"))
+        for pid, _ in submission.pids[shard : shard + 1]:
+            files.add(logs / f"{pid}_0_log.err")
+    if not submission.pids:
+        # A single job has no number.
+        files.update(f for f in logs.glob("*_0_log.err") if f.name.count("_") == 2)
+    existing = sorted(
+        (file for file in sorted(files) if file.is_file()),
         key=lambda file: file.stat().st_mtime,
     )
-    lines = [
-        line
-        for file in files
-        for line in file.read_text(errors="replace").splitlines()
-        if line.strip()
-    ]
-    # What submitit says of itself; srun adds that its task failed.
-    own = [
-        line for line in lines if not line.startswith(("srun:", "submitit ", "INFO "))
-    ]
-    return (own or [""])[-1]
+    last = ""
+    for file in existing:
+        for line in file.read_text(errors="replace").splitlines():
+            if line.strip() and not line.startswith(LAUNCHER_PREFIXES):
+                last = line
+    return last
 
 
 def grouped(folders: Sequence[Path]) -> dict[str, list[tuple[Submission, Path]]]:
-    """The runs of each submission, in their order."""
-    found = dict[str, list[tuple[Submission, Path]]]()
+    """Return the runs of each submission, in their order, by its id."""
+    by_id = dict[str, list[tuple[Submission, Path]]]()
     for folder in folders:
-        for each in submissions(folder):
-            found.setdefault(each.id, []).append((each, folder))
+        for submission in submissions(folder):
+            by_id.setdefault(submission.id, []).append((submission, folder))
     return {
-        name: sorted(parts, key=lambda part: part[0].number)
-        for name, parts in sorted(found.items())
+        name: sorted(members, key=lambda member: member[0].number)
+        for name, members in sorted(by_id.items())
     }

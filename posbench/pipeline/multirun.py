@@ -32,60 +32,60 @@ BASIC = {
     "hydra/launcher": "basic",
     "hydra/sweeper": "basic",
     "hydra/callbacks": None,
-} | dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "none")
+    "hydra/job_logging": "none",
+    "hydra/hydra_logging": "none",
+}
 """What a config chooses of Hydra's own unless it says so; see :func:`directly`."""
 SWEEP = "POSBENCH_SWEEP"
 """Environment variable with a sweep's folder, Hydra's ``sweep.dir``: a launcher keeps its files there."""
+MAX_ERROR_LENGTH = 300
 
 
-def directly(known: Any, request: Request) -> list[DictConfig] | None:
-    """The configs of all jobs by Hydra's Compose API, in a third of the time that ``hydra.main`` takes, which
-    composes every job twice. None where only ``hydra.main`` serves: for its flags, and where a launcher, a
-    sweeper or another part of Hydra's own config is chosen.
+def directly(flags: Any, request: Request) -> list[DictConfig] | None:
+    """Compose the configs of all jobs by Hydra's Compose API.
+
+    That takes a third of the time of ``hydra.main``, which composes every job twice.
+
+    Args:
+        flags: Hydra's flags.
+        request: What to compose.
+
+    Returns:
+        The configs. None where only ``hydra.main`` serves: for its flags, and where a launcher, a sweeper or
+        another part of Hydra's own config is chosen.
     """
-    own = [
-        override
-        for override in known.overrides
-        if override.lstrip("+~").startswith("hydra")
-    ]
-    if (
-        own
-        or known.cfg
-        or known.info
-        or known.help
-        or known.hydra_help
-        or known.shell_completion
-    ):
+    if any(_is_hydra_key(override) for override in flags.overrides):
         return None
-    multirun = bool(known.multirun or request.multirun)
-    with _hydra_of(request) as (parser, path):
+    if flags.cfg or flags.info or flags.help:
+        return None
+    if flags.hydra_help or flags.shell_completion:
+        return None
+    multirun = bool(flags.multirun or request.multirun)
+    with _hydra_of(request) as (parser, search_override):
         parsed = parser.parse_overrides(list(request.overrides))
-        jobs = (
-            BasicSweeper.split_arguments(parsed, None)[0]
-            if multirun
-            else [[*request.overrides]]
-        )
+        jobs = [list(request.overrides)]
+        if multirun:
+            jobs = BasicSweeper.split_arguments(parsed, None)[0]
         configs = list[DictConfig]()
-        chosen = dict[tuple[str, ...], DictConfig]()
+        composed = dict[tuple[str, ...], DictConfig]()
         for number, job in enumerate(jobs):
             # Hydra lays values over what the choices make, in their order: jobs of the same choices share it.
             values = [override for override in job if override.startswith("++")]
             choices = tuple(override for override in job if override not in values)
-            if choices not in chosen:
-                chosen[choices] = hydra.compose(
-                    request.config, [*path, *choices], return_hydra_config=True
+            if choices not in composed:
+                composed[choices] = hydra.compose(
+                    request.config,
+                    [*search_override, *choices],
+                    return_hydra_config=True,
                 )
-            config = copy.deepcopy(chosen[choices])
+            config = copy.deepcopy(composed[choices])
             for override in parser.parse_overrides(values):
                 OmegaConf.update(
                     config, override.key_or_group, override.value(), force_add=True
                 )
             node = config.hydra
-            if (
-                BASIC.items() - node.runtime.choices.items()
-                or node.mode
-                or node.sweeper.params
-            ):
+            is_basic = BASIC.items() <= node.runtime.choices.items()
+            if not is_basic or node.mode or node.sweeper.params:
                 return None
             with open_dict(config):
                 node.mode = RunMode.MULTIRUN if multirun else RunMode.RUN
@@ -95,112 +95,145 @@ def directly(known: Any, request: Request) -> list[DictConfig] | None:
     return configs
 
 
+def _is_hydra_key(override: str) -> bool:
+    return override.lstrip("+~").startswith("hydra")
+
+
 @contextmanager
 def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
-    """Hydra's Compose API on the folders of a request: its parser, and the override that names the others."""
-    named = (
-        request.config != "config"
-    )  # it stands in the first of the folders, that of its experiment
-    primary, others = (
-        (request.searched[0], request.searched[1:])
-        if named
-        else (paths.CONF, request.searched)
-    )
-    with hydra.initialize_config_dir(str(primary), "posbench", version_base="1.3"):
+    """Hydra's Compose API on the folders of a request.
+
+    Yields:
+        Its parser, and the override that names all folders but the first.
+    """
+    first = paths.CONF
+    further_folders = request.searched
+    if request.config != "config":
+        # The config of an experiment lies in the first of the folders, which Hydra must search first.
+        first = request.searched[0]
+        further_folders = (paths.CONF, *request.searched[1:])
+    with hydra.initialize_config_dir(str(first), "posbench", version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        yield parser, search_path([*[paths.CONF] * named, *others])
+        yield parser, search_path(further_folders)
 
 
 def search_path(folders: Sequence[Path]) -> list[str]:
-    """The override that lets Hydra search these folders after the first."""
-    return (
-        [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"]
-        if folders
-        else []
-    )
+    """Return the override that lets Hydra search these folders after the first; empty without folders."""
+    if not folders:
+        return []
+    listed = ",".join(f"file://{folder}" for folder in folders)
+    return [f"hydra.searchpath=[{listed}]"]
 
 
 def leave(records: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Leave the record of a job for the caller of :func:`compose`."""
+    """Leave the record of a job for the caller of :func:`posbench.pipeline.compose.compose`.
+
+    Args:
+        records: Folder of the records.
+        number: Number of the job.
+        record: The record.
+    """
     write_text(records / f"job-{number:05d}.json", json.dumps(record))
 
 
 @contextmanager
 def hydra_at(folder: str) -> Iterator[None]:
-    """Hydra raises instead of printing, and writes to a folder; nothing it changes outlives the block."""
-    with _set(**{"HYDRA_FULL_ERROR": "1", SWEEP: folder}):
-        before = sys.argv
+    """Let Hydra raise instead of printing, and write to a folder; nothing it changes outlives the block."""
+    with _environment({"HYDRA_FULL_ERROR": "1", SWEEP: folder}):
+        argv = sys.argv
         GlobalHydra.instance().clear()
         try:
             yield
         finally:
             GlobalHydra.instance().clear()
-            sys.argv = before
+            sys.argv = argv
 
 
 def launched(request: Request, run: Callable[[Path], None]) -> list[dict[str, Any]]:
-    """Let a launcher run the jobs of a sweep, and give their records.
+    """Let a launcher run the jobs of a sweep, and return their records.
 
-    These and its logs lie under the outputs, as jobs may run on other machines, and go when all went well. A
-    job whose process died has a record that says so.
+    These and the launcher's logs lie under the outputs, as jobs may run on other machines, and are removed
+    when all went well. A job whose process died has a record that says so.
+
+    Args:
+        request: The sweep.
+        run: Starts the launcher, for records in a folder.
     """
-    with _hydra_of(request) as (parser, path):
-        jobs = BasicSweeper.split_arguments(
-            parser.parse_overrides(list(request.overrides)), None
-        )[0]
+    with _hydra_of(request) as (parser, search_override):
+        parsed = parser.parse_overrides(list(request.overrides))
         jobs = [
-            [o for o in job if not o.lstrip("+~").startswith("hydra")] for job in jobs
+            [override for override in job if not _is_hydra_key(override)]
+            for job in BasicSweeper.split_arguments(parsed, None)[0]
         ]
-        shown = [spelled(request, job) for job in jobs]
-        outputs = OmegaConf.select(
-            hydra.compose(request.config, [*path, *jobs[0]]), "runtime.outputs"
-        )
-    place = Path(outputs or Runtime.outputs).expanduser().absolute()
-    folder = place / ".sweeps" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        first_config = hydra.compose(request.config, [*search_override, *jobs[0]])
+        outputs = OmegaConf.select(first_config, "runtime.outputs")
+    outputs_folder = Path(outputs or Runtime.outputs).expanduser().absolute()
+    folder = (
+        outputs_folder / ".sweeps" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    )
     folder.mkdir(parents=True)
     try:
-        with _set(**{SWEEP: str(folder)}):
+        with _environment({SWEEP: str(folder)}):
             run(folder)
     except Exception as error:
         if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
             raise
-        told = " ".join(str(error).split())[:300] or type(error).__name__
-        for number, job in enumerate(shown):
-            if not (folder / f"job-{number:05d}.json").is_file():
-                fault = f"{' '.join(job)}: its process ended, or still runs (the same command resumes); "
-                fault += f"logs: {folder} ({told})"
-                facts = {"overrides": job, "multirun": True, "folder": None}
-                leave(folder, number, {**facts, "status": 1, "error": fault})
-    found = records(folder)
-    if not any(record["status"] for record in found):
+        reason = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
+        reason = reason or type(error).__name__
+        for number, job in enumerate(jobs):
+            _record_lost_job(folder, number, spelled(request, job), reason)
+    job_records = records(folder)
+    if not any(record["status"] for record in job_records):
         shutil.rmtree(folder)
-        with suppress(OSError):  # another sweep's are there
+        with suppress(OSError):  # another sweep's records are there
             folder.parent.rmdir()
-    return found
+    return job_records
+
+
+def _record_lost_job(
+    folder: Path, number: int, overrides: Sequence[str], reason: str
+) -> None:
+    """Leave a record of a job that left none itself."""
+    if (folder / f"job-{number:05d}.json").is_file():
+        return
+    fault = (
+        f"{' '.join(overrides)}: its process ended, or still runs (the same command resumes); "
+        f"logs: {folder} ({reason})"
+    )
+    record = {
+        "overrides": overrides,
+        "multirun": True,
+        "folder": None,
+        "status": 1,
+        "error": fault,
+    }
+    leave(folder, number, record)
 
 
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides with their keys as typed."""
-    parts = [override.partition("=") for override in overrides]
-    return tuple(
-        request.spelled.get(key, key) + sign + value for key, sign, value in parts
-    )
+    """Return overrides with their keys as typed."""
+    as_typed = []
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        as_typed.append(request.spelled.get(key, key) + sign + value)
+    return tuple(as_typed)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """What the jobs left, in order."""
+    """Return the records that jobs left in a folder, in order."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("job-*.json"))]
 
 
 @contextmanager
-def _set(**names: str) -> Iterator[None]:
-    """Environment variables for a block."""
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(
-                name, value
-            )
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

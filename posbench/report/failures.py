@@ -9,8 +9,8 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.atomic import Row
-from posbench.run.answers import prompt_digest
 from posbench.run.folder import RunDir
+from posbench.run.replies import prompt_digest
 from posbench.stats.frames import shown
 from posbench.tasks import Example, Task
 from posbench.tasks.base import recorded

@@ -29,8 +29,8 @@ from posbench.run.folder import (
     runs_in,
 )
 from posbench.run.lease import in_use
-from posbench.run.parts import being_made
 from posbench.run.progress import duration
+from posbench.run.shards import is_running
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
 

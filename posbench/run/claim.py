@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import os
@@ -25,31 +24,42 @@ log = logging.getLogger(__name__)
 
 WAIT = LEASE + 30
 """Seconds to wait for another process that is making a version folder: it may have died elsewhere."""
+SECONDS_BEFORE_WARNING = 1.0
+VERSION_FILE = "version.json"
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def find(
     outputs: Path, suite: str, version_key: Mapping[str, Any], name: str
 ) -> Path | None:
-    """The folder that :func:`claim` would resume; None where it would make a new one. Makes nothing.
+    """Return the folder that :func:`claim` would resume, or None where it would make a new one.
+
+    Nothing is written.
+
+    Args:
+        outputs: Folder of all runs.
+        suite: The experiment's, study's or task's folder in it.
+        version_key: What all runs of one version folder share.
+        name: Name of the run's folder.
 
     Raises:
         UserError: The outputs cannot be read, or not be written where there is something to write.
     """
     try:
-        nearest = next(
-            p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists()
-        )
-        if not nearest.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no folder")
-        there = (outputs / suite).is_dir()
-        version = (
-            _known_version(outputs / suite, version_key, name)[0] if there else None
-        )
-        folder = version / name if version and (version / name).is_dir() else None
-        if not os.access(nearest, os.W_OK) and not (folder and RunDir(folder).done):
-            raise PermissionError(errno.EACCES, f"{nearest} cannot be written")
+        absolute = outputs.absolute()
+        existing = next(p for p in (absolute, *absolute.parents) if p.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{existing} is no folder")
+        folder = None
+        if (outputs / suite).is_dir():
+            version, _ = _find_version(outputs / suite, version_key, name)
+            if version and (version / name).is_dir():
+                folder = version / name
+        finished = folder is not None and RunDir(folder).done
+        if not finished and not os.access(existing, os.W_OK):
+            raise PermissionError(errno.EACCES, f"{existing} cannot be written")
     except OSError as error:
-        raise _unusable(outputs, error) from error
+        raise _unusable_outputs(outputs, error) from error
     return folder
 
 
@@ -65,55 +75,61 @@ def claim(
     """Claim ``outputs/suite/vNNN/name`` for this process.
 
     The version folder is the one that holds this run, else the newest whose key equals ``version_key``, else
-    a new one: what lies in one version was made by the same code. A new run folder
-    appears at once, with ``config.yaml`` and ``provenance.json``. A finished run where nothing can be
-    written is yielded without a lock: it can be read.
+    a new one: what lies in one version was made by the same code. A new run folder appears at once, with
+    ``config.yaml`` and ``provenance.json``. A finished run in a folder that cannot be written is yielded
+    without a lock: it can be read.
+
+    Args:
+        outputs: Folder of all runs.
+        suite: The experiment's, study's or task's folder in it.
+        version_key: What all runs of one version folder share.
+        name: Name of the run's folder.
+        config: Recorded in a new run folder.
+        provenance: Recorded in a new run folder.
 
     Raises:
         UserError: Another process owns the folder, or it cannot be written.
     """
-    known = find(outputs, suite, version_key, name)
-    own = run_id(version_key, name)
+    existing = find(outputs, suite, version_key, name)
+    own_id = run_id(version_key, name)
     with ExitStack() as stack:
         try:
             (outputs / suite).mkdir(parents=True, exist_ok=True)
-            with _waiting_for(outputs / suite / ".locks" / "versions.lock"):
-                folder = _version(outputs / suite, version_key, name) / name
+            with _holding(outputs / suite / ".locks" / "versions.lock"):
+                folder = (
+                    _find_or_make_version(outputs / suite, version_key, name) / name
+                )
             stack.enter_context(owned(folder))
             if not folder.is_dir():
-                made = RunDir(_scratch(folder.parent / f".new-{name}"), own)
-                (made.path / "figures").mkdir()
-                made.write_facts(PROVENANCE, provenance)
-                made.resume((), config, provenance)
-                os.rename(made.path, folder)
+                new = RunDir(_empty_folder(folder.parent / f".new-{name}"), own_id)
+                (new.path / "figures").mkdir()
+                new.write_facts(PROVENANCE, provenance)
+                new.resume((), config, provenance)
+                os.rename(new.path, folder)
         except OSError as error:
-            if not (
-                known
-                and RunDir(known).done
-                and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-            ):
-                raise _unusable(outputs, error) from error
-            folder = known
-        yield RunDir(folder, own)
+            finished = existing is not None and RunDir(existing).done
+            if existing is None or not finished or error.errno not in READ_ONLY:
+                raise _unusable_outputs(outputs, error) from error
+            folder = existing
+        yield RunDir(folder, own_id)
 
 
 @contextmanager
-def _waiting_for(lock: Path) -> Iterator[None]:
-    """Hold a lock that others hold for moments only: say so after a second, give up after ``WAIT`` seconds.
+def _holding(lock: Path) -> Iterator[None]:
+    """Hold a lock that other processes hold for moments only.
 
     Raises:
-        MachineError: It was held all the time.
+        MachineError: Another process held it for ``WAIT`` seconds.
     """
     lease = Lease(lock)
-    began = time.monotonic()
-    told = False
+    started = time.monotonic()
+    warned = False
     while not lease.take():
-        waited = time.monotonic() - began
-        if waited > min(1.0, WAIT) and not told:
-            log.warning(
-                "waiting up to %d seconds for another process that holds %s", WAIT, lock
-            )
-            told = True
+        waited = time.monotonic() - started
+        if waited > min(SECONDS_BEFORE_WARNING, WAIT) and not warned:
+            message = "waiting up to %d seconds for another process that holds %s"
+            log.warning(message, WAIT, lock)
+            warned = True
         if waited > WAIT:
             allowed = f"free within {WAIT:g} seconds"
             hint = "look for a posbench that hangs, and stop it"
@@ -125,56 +141,68 @@ def _waiting_for(lock: Path) -> Iterator[None]:
         lease.free()
 
 
-def _unusable(outputs: Path, error: OSError) -> UserError:
+def _unusable_outputs(outputs: Path, error: OSError) -> UserError:
     kind = MachineError if is_machine_fault(error) else UserError
     hint = f"set runtime.outputs=DIR ({error.strerror or error})"
     return kind("runtime.outputs", str(outputs), "a folder that can be written", hint)
 
 
-def _known_version(
-    suite: Path, key: Mapping[str, Any], name: str
+def _find_version(
+    suite: Path, version_key: Mapping[str, Any], name: str
 ) -> tuple[Path | None, int]:
-    """The version folder that holds the run, else the newest with this key and nothing else under the run's
-    name; and the highest number of any."""
-    there = {
-        int(p.name[1:]): p
-        for p in suite.iterdir()
-        if re.fullmatch("v[0-9]+", p.name) and p.is_dir()
+    """The version folder that a run belongs to, if there is one, and the highest number of any version.
+
+    It is the one that holds the run, else the newest with this key in which no other run has its name.
+    """
+    versions = {
+        int(folder.name[1:]): folder
+        for folder in suite.iterdir()
+        if re.fullmatch("v[0-9]+", folder.name) and folder.is_dir()
     }
-    newest = [there[number] for number in sorted(there, reverse=True)]
-    own = {run_id(key, name)}
-    holding = (version for version in newest if own & {*ids(version / name)})
-    same = (v for v in newest if _key_of(v) == plain(key) and {*ids(v / name)} <= own)
-    return next(itertools.chain(holding, same), None), max(there, default=0)
+    newest_first = [versions[number] for number in sorted(versions, reverse=True)]
+    highest = max(versions, default=0)
+    own_id = run_id(version_key, name)
+    for version in newest_first:
+        if own_id in ids(version / name):
+            return version, highest
+    for version in newest_first:
+        same_key = _read_version_key(version) == plain(version_key)
+        if same_key and set(ids(version / name)) <= {own_id}:
+            return version, highest
+    return None, highest
 
 
-def _key_of(version: Path) -> Any:
+def _read_version_key(version: Path) -> Any:
     """The key of a version folder; None where its file is absent or damaged, which stops no other."""
-    file = version / "version.json"
+    file = version / VERSION_FILE
+    if not file.is_file():
+        return None
     try:
-        return json.loads(file.read_bytes()) if file.is_file() else None
+        return json.loads(file.read_bytes())
     except ValueError:
         log.warning("%s: damaged; no run is added to that version", file)
         return None
 
 
-def _version(suite: Path, key: Mapping[str, Any], name: str) -> Path:
-    """The version folder of a run, its key written again where it is damaged; else a new one."""
-    known, highest = _known_version(suite, key, name)
-    text = json.dumps(plain(key), indent=2, sort_keys=True) + "\n"
-    if known:
-        if _key_of(known) != plain(key):
-            write_text(known / "version.json", text)
-        return known
+def _find_or_make_version(
+    suite: Path, version_key: Mapping[str, Any], name: str
+) -> Path:
+    """The version folder of a run; its key is written again where it is damaged."""
+    version, highest = _find_version(suite, version_key, name)
+    text = json.dumps(plain(version_key), indent=2, sort_keys=True) + "\n"
+    if version:
+        if _read_version_key(version) != plain(version_key):
+            write_text(version / VERSION_FILE, text)
+        return version
     folder = suite / f"v{highest + 1:03d}"
-    made = _scratch(suite / ".new-version")
-    write_text(made / "version.json", text)
-    os.rename(made, folder)
+    scratch = _empty_folder(suite / ".new-version")
+    write_text(scratch / VERSION_FILE, text)
+    os.rename(scratch, folder)
     return folder
 
 
-def _scratch(folder: Path) -> Path:
-    """An empty folder; what a killed process left there is removed."""
+def _empty_folder(folder: Path) -> Path:
+    """Make an empty folder; what a killed process left in it is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from posbench.model import families
@@ -12,129 +12,193 @@ from posbench.model.store import token_bytes
 from posbench.tasks import Example
 
 
-class Reads(NamedTuple):
-    """What is read at most of prompts that are about equally long, and of texts that are no prompts."""
+class StudyWorkload(NamedTuple):
+    """How much a study or a search reads at most, of prompts that are about equally long and of other texts.
 
-    prompts: int = 0  # prompts read whole
-    answers: int = 0  # further tokens, each behind a prompt
-    replies: int = 0  # of these prompts, those that are answered
-    batches: int = 0  # that these make
+    Attributes:
+        prompts: Prompts read in full.
+        answers: Further tokens, each behind a prompt.
+        replies: Of these prompts, those that are answered.
+        batches: Batches that these make.
+        texts: Texts that are no prompts.
+        length: Tokens of each such text.
+    """
+
+    prompts: int = 0
+    answers: int = 0
+    replies: int = 0
+    batches: int = 0
     texts: int = 0
-    length: int = 0  # tokens of each text
+    length: int = 0
 
 
-class Looks(NamedTuple):
-    """How often each of some prompts is read for what happens inside, and how often it is answered."""
+class InspectionPasses(NamedTuple):
+    """How often a study reads each of some prompts to look inside the model, and how often it is answered.
+
+    Attributes:
+        examples: The prompts.
+        times: Forward passes of each.
+        replies: Replies to each.
+        shared: Whether prompts share prefills.
+    """
 
     examples: Sequence[Example]
     times: int
     replies: int = 0
-    shared: bool = False  # whether prompts share prefills
+    shared: bool = False
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a stage asks of the model at most, of all its methods together."""
+class WorkEstimate:
+    """What a stage asks of the model at most, of all its methods together.
+
+    Attributes:
+        stage: The stage.
+        prompts: Number of prompts.
+        tokens: Tokens of these prompts, each counted in full.
+        computed_tokens: Of them, those computed where prefills are shared.
+        attention_pairs: Pairs of a computed token and a token that it attends to, itself among them.
+        decode_steps: Steps of generation: a token of each reply of a batch.
+        decoded_tokens: Tokens of replies that the model reads again: all but the last ones.
+        decoded_pairs: Attention pairs of these.
+        batch_tokens: Tokens of a batch, padding and reply counted, where that and ``prefix_tokens`` are most.
+        prefix_tokens: Tokens of the shared prefill that this batch goes on from.
+    """
 
     stage: str
     prompts: int
-    tokens: int  # of these prompts, each counted whole
-    computed: int  # of them, prefills shared
-    pairs: int  # of a computed token and one that it attends to, itself among them
-    steps: int = 0  # of generation: a token of each reply of a batch
-    fed: int = 0  # tokens of replies that the model reads again: all but the last ones
-    later: int = 0  # pairs of these
-    batch: int = 0  # tokens of a batch, padding and reply counted, where that and ``held`` are most
-    held: int = 0  # tokens of the shared prefill that it goes on from
+    tokens: int
+    computed_tokens: int
+    attention_pairs: int
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+    decoded_pairs: int = 0
+    batch_tokens: int = 0
+    prefix_tokens: int = 0
 
-    def times(self, factor: float) -> Work:
-        """So much of it; batches stay as large as they are."""
-        kept = ("stage", "batch", "held")
-        every = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Work(
-            **{k: v if k in kept else round(v * factor) for k, v in every.items()}
+    def times(self, factor: float) -> WorkEstimate:
+        """Return ``factor`` times this work; batches stay as large as they are."""
+        return replace(
+            self,
+            prompts=round(self.prompts * factor),
+            tokens=round(self.tokens * factor),
+            computed_tokens=round(self.computed_tokens * factor),
+            attention_pairs=round(self.attention_pairs * factor),
+            decode_steps=round(self.decode_steps * factor),
+            decoded_tokens=round(self.decoded_tokens * factor),
+            decoded_pairs=round(self.decoded_pairs * factor),
         )
 
 
-FLOPS = 989e12
-BANDWIDTH = 3.35e12
-MEMORY = 80e9
+H100_FLOPS = 989e12
+H100_BANDWIDTH = 3.35e12
+H100_MEMORY = 80e9
 """An H100 SXM by NVIDIA's data sheet: operations a second in bfloat16, dense; bytes a second; bytes."""
-COMPUTE = 0.4
-READING = 0.6
-FILLED = 0.9
+COMPUTE_SHARE = 0.4
+BANDWIDTH_SHARE = 0.6
+MEMORY_SHARE = 0.9
 """Assumed: shares of the first in prefills, of the second in generation, of the third that is used."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The numbers of a model that its costs follow from."""
+    """The sizes of a model from which its costs follow.
+
+    Attributes:
+        parameters: All parameters.
+        body_parameters: Those that every token passes: without embedding and output.
+        output_parameters: Those of the output.
+        layers: Number of layers.
+        query_width: Width of all query heads of a layer.
+        cache_numbers: Numbers in the KV cache of a token.
+        stored_token_bytes: Bytes of a token in a shared prefill, see :func:`posbench.model.store.token_bytes`.
+        number_bytes: Bytes of a number.
+    """
 
     parameters: int
-    body: int  # parameters that every token passes: without embedding and output
-    head: int  # of the output
+    body_parameters: int
+    output_parameters: int
     layers: int
-    heads: int  # width of all query heads
-    cache: int  # numbers in the KV cache of a token
-    stored: int  # bytes of a token in a shared prefill, see :func:`posbench.model.prefix.token_bytes`
-    width: int  # bytes of a number
+    query_width: int
+    cache_numbers: int
+    stored_token_bytes: int
+    number_bytes: int
 
     @classmethod
     def of(cls, lm: LM) -> Costs:
-        """Of a model, whose weights may be on the meta device."""
+        """Return the sizes of a model, whose weights may be on the meta device."""
         config = families.text_config(lm.model)
-        kept = lm.model.get_input_embeddings().weight
-        every = sum(p.numel() for p in lm.model.parameters())
+        embedding = lm.model.get_input_embeddings().weight
         output = lm.model.get_output_embeddings()
-        head = output.weight.numel() if output else kept.numel()
-        body = (
-            every - kept.numel() - (head if output and output.weight is not kept else 0)
-        )
-        queries = config.num_attention_heads
+        parameters = sum(p.numel() for p in lm.model.parameters())
+        output_parameters = output.weight.numel() if output else embedding.numel()
+        body_parameters = parameters - embedding.numel()
+        if output and output.weight is not embedding:
+            body_parameters -= output_parameters
         layers = config.num_hidden_layers
-        groups = getattr(config, "num_key_value_heads", None) or queries
-        size = getattr(config, "head_dim", None) or config.hidden_size // queries
-        cache = 2 * layers * groups * size
-        width = kept.element_size()
+        query_heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // query_heads
         return cls(
-            every, body, head, layers, queries * size, cache, token_bytes(lm), width
+            parameters=parameters,
+            body_parameters=body_parameters,
+            output_parameters=output_parameters,
+            layers=layers,
+            query_width=query_heads * head_dim,
+            cache_numbers=2 * layers * kv_heads * head_dim,
+            stored_token_bytes=token_bytes(lm),
+            number_bytes=embedding.element_size(),
         )
 
     @property
-    def weights(self) -> int:
-        """Bytes."""
-        return self.parameters * self.width
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.number_bytes
 
-    def cached(self, work: Work) -> int:
-        """Bytes of the KV cache of the largest batch."""
-        return self.cache * self.width * work.batch
+    def cache_bytes(self, work: WorkEstimate) -> int:
+        """Return the bytes of the KV cache of the largest batch."""
+        return self.cache_numbers * self.number_bytes * work.batch_tokens
 
-    def bytes(self, work: Work) -> int:
-        """Weights, the KV cache of the largest batch, and the shared prefill that it goes on from."""
-        return self.weights + self.cached(work) + self.stored * work.held
+    def prefix_bytes(self, work: WorkEstimate) -> int:
+        """Return the bytes of the shared prefill that this batch goes on from."""
+        return self.stored_token_bytes * work.prefix_tokens
 
-    def prefill(self, work: Work) -> float:
-        """Operations: two for each weight that a token passes, four for each number of a head of a pair; the
-        output of a prompt's last token alone."""
-        return self._flops(work.computed, work.pairs, work.prompts)
+    def memory_bytes(self, work: WorkEstimate) -> int:
+        """Return the bytes of weights, KV cache and shared prefill."""
+        return self.weight_bytes + self.cache_bytes(work) + self.prefix_bytes(work)
 
-    def flops(self, work: Work) -> float:
-        """Operations of prefills and replies."""
-        return self.prefill(work) + self._flops(work.fed, work.later, work.fed)
+    def prefill_flops(self, work: WorkEstimate) -> float:
+        """Return the operations of prefills.
+
+        They are two for each weight that a token passes, and four for each number of a head of an attention
+        pair; the output is computed for a prompt's last token alone.
+        """
+        return self._flops(work.computed_tokens, work.attention_pairs, work.prompts)
+
+    def flops(self, work: WorkEstimate) -> float:
+        """Return the operations of prefills and replies."""
+        decoding = self._flops(
+            work.decoded_tokens, work.decoded_pairs, work.decoded_tokens
+        )
+        return self.prefill_flops(work) + decoding
 
     def _flops(self, tokens: int, pairs: int, outputs: int) -> float:
         return (
-            2.0 * self.body * tokens
-            + 4.0 * self.layers * self.heads * pairs
-            + 2.0 * self.head * outputs
+            2.0 * self.body_parameters * tokens
+            + 4.0 * self.layers * self.query_width * pairs
+            + 2.0 * self.output_parameters * outputs
         )
 
-    def seconds(self, work: Work) -> float:
-        """On an H100: prefills take their operations, a step of generation reads weights and cache."""
-        read = work.steps * self.weights + work.later * self.cache * self.width
-        prefills = self.prefill(work) / (COMPUTE * FLOPS)
-        return prefills + read / (READING * BANDWIDTH)
+    def seconds(self, work: WorkEstimate) -> float:
+        """Return the time on an H100: prefills compute, a step of generation reads weights and KV cache."""
+        read_bytes = (
+            work.decode_steps * self.weight_bytes
+            + work.decoded_pairs * self.cache_numbers * self.number_bytes
+        )
+        prefills = self.prefill_flops(work) / (COMPUTE_SHARE * H100_FLOPS)
+        return prefills + read_bytes / (BANDWIDTH_SHARE * H100_BANDWIDTH)
 
-    def devices(self, work: Work) -> int:
-        """How many such cards hold it, its layers spread over them."""
-        return -(-self.bytes(work) // int(FILLED * MEMORY))
+    def devices(self, work: WorkEstimate) -> int:
+        """Return how many H100s hold the model, its layers spread over them."""
+        return -(-self.memory_bytes(work) // int(MEMORY_SHARE * H100_MEMORY))

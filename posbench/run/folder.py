@@ -17,31 +17,39 @@ import yaml
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_text
+from posbench.run.jsonl import checksum, read_rows, to_lines
 from posbench.run.lease import need_owned
-from posbench.run.rows import checksum, lines, read_rows
 
 log = logging.getLogger(__name__)
+
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 STATUS = "status.json"
 MANIFEST = "manifest.json"
+DONE = "DONE"
 OTHER_HARDWARE = "other_hardware"
 """Field of the provenance: further machines that made rows; they agree with the first one up to rounding."""
 JOBS = "jobs.json"
-"""What a sweep ran: it is the folder's mark, as :data:`CONFIG` is that of a run."""
+"""What a sweep ran: it marks the folder of a sweep, as :data:`CONFIG` marks that of a run."""
 ROWS = ".jsonl"
 READ = (ROWS, ".csv", ".json", ".yaml")
-"""Kinds of files that numbers are read from: one more of them in a finished run is damage too."""
+"""Kinds of files that numbers are read from: an added one damages a finished run too."""
 DRAWN = ("figures/", "report.html")
 """What ``posbench report`` makes again from the other files."""
-YAML = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # many times faster where there is a C library
+MAX_LISTED_RUNS = 8
+MAX_LISTED_FILES = 4
+YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The C library's loader, many times faster, where there is one."""
 
 
 @dataclass
 class RunDir:
-    """A run folder; rows carry the ``id`` of its run (empty: no run's, such as a training's)."""
+    """A run folder.
+
+    Attributes:
+        path: The folder.
+        id: Id of the run, which its rows and bookkeeping carry; empty: they belong to no run (a training's).
+    """
 
     path: Path
     id: str = ""
@@ -49,120 +57,143 @@ class RunDir:
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""
         need_owned(self.path)
-        write_text(
-            self.path / name,
-            json.dumps(data, indent=2, sort_keys=True, default=str) + "\n",
-        )
+        text = json.dumps(data, indent=2, sort_keys=True, default=str) + "\n"
+        write_text(self.path / name, text)
 
     def read_json(self, name: str) -> Any:
-        """A JSON file's content, an empty dict where there is none yet; `UserError` where it is damaged."""
+        """Read a JSON file; an empty dict where there is none.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         file = self.path / name
+        if not file.is_file():
+            return {}
         try:
-            return json.loads(file.read_bytes()) if file.is_file() else {}
+            return json.loads(file.read_bytes())
         except ValueError as error:
             hint = f"remove {self.path} and repeat the command that made it"
-            raise UserError(
-                name, str(file), "JSON as posbench writes it", hint
-            ) from error
+            allowed = "JSON as posbench writes it"
+            raise UserError(name, str(file), allowed, hint) from error
 
     def config(self, *groups: str) -> dict[str, Any]:
-        """The recorded config, empty where there is none; `UserError` where it is none, or lacks a group."""
+        """Read the recorded config; empty where there is none.
+
+        Raises:
+            UserError: The file holds no config, or it lacks one of ``groups``.
+        """
         file = self.path / CONFIG
-        found = None
+        config: Any = None
         with suppress(yaml.YAMLError, UnicodeDecodeError):
-            found = yaml.load(file.read_text(), YAML) if file.is_file() else {}
-        if not isinstance(found, dict) or not all(
-            isinstance(found.get(group), dict) for group in groups
+            config = yaml.load(file.read_text(), YAML) if file.is_file() else {}
+        if not isinstance(config, dict) or not all(
+            isinstance(config.get(group), dict) for group in groups
         ):
             allowed = "a config as posbench records it"
             hint = "repeat the command that made this run"
             raise UserError(CONFIG, str(file), allowed, hint)
-        return found
+        return config
 
     @property
     def done(self) -> bool:
         """Whether the run finished."""
-        return (self.path / "DONE").is_file()
+        return (self.path / DONE).is_file()
 
     # Bookkeeping
 
     def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write a bookkeeping file, which carries its run and a checksum as rows do."""
-        whole = {**plain(facts), "run": self.id}
-        self.write_json(name, {**whole, "sum": checksum(whole)})
+        stamped = {**plain(facts), "run": self.id}
+        self.write_json(name, {**stamped, "sum": checksum(stamped)})
 
     def facts(self, name: str) -> Row:
-        """What a bookkeeping file says; empty where it is absent, damaged or another run's."""
+        """Read a bookkeeping file; empty where it is absent, damaged or another run's."""
         file = self.path / name
+        if not file.is_file():
+            return {}
         try:
-            found = json.loads(file.read_bytes()) if file.is_file() else {}
-            whole = found.pop("sum") == checksum(found) and self.id in (
-                "",
-                found["run"],
-            )
+            facts = json.loads(file.read_bytes())
+            if facts.pop("sum") != checksum(facts):
+                return {}
+            if self.id and facts["run"] != self.id:
+                return {}
+            return dict(facts)
         except (ValueError, KeyError, AttributeError, TypeError):
             return {}
-        return dict(found) if whole else {}
 
     def status(self) -> Row:
-        """State, and what is recorded of stages."""
+        """Return the run's state, and what is recorded of its stages."""
         return {"state": "running", "stages": {}} | self.facts(STATUS)
 
     def stage(self, name: str) -> Row:
-        """What is recorded of a stage: its ``key``, ``done``, and checksums of the ``files`` it wrote."""
+        """Return a stage's record: its ``key``, ``done``, and checksums of the ``files`` it wrote."""
         return dict(self.status()["stages"].get(name, {}))
 
     def mark(self, name: str, **facts: Any) -> None:
-        """Record facts of a stage."""
+        """Add facts to a stage's record."""
         status = self.status()
         status["stages"].setdefault(name, {}).update(facts)
         self.write_facts(STATUS, status)
 
     @contextmanager
     def recorded(self, stage: str) -> Iterator[None]:
-        """Record what a stage wrote, and that it is done, when the block ends without an error."""
-        before = self._stamps()
+        """Record which files a block wrote, and that the stage is done, unless the block raises."""
+        before = self._file_stamps()
         yield
-        wrote = [
-            name for name, stamp in self._stamps().items() if stamp != before.get(name)
-        ]
         # Rows and bookkeeping carry checksums of their own.
-        wrote = [
+        written = [
             name
-            for name in wrote
-            if not name.endswith(ROWS) and name not in (STATUS, PROVENANCE)
+            for name, stamp in self._file_stamps().items()
+            if stamp != before.get(name)
+            and not name.endswith(ROWS)
+            and name not in (STATUS, PROVENANCE)
         ]
-        files = {name: self._sum(name) for name in wrote}
-        self.mark(stage, done=True, files=self.stage(stage).get("files", {}) | files)
+        checksums = {name: self._file_checksum(name) for name in written}
+        earlier = self.stage(stage).get("files", {})
+        self.mark(stage, done=True, files=earlier | checksums)
 
     def finish(
         self, state: str, error: str | None = None, seconds: float = 0.0
     ) -> None:
-        """Record how the run ended, and add what it took to ``seconds``, the wall time of all sessions but
-        killed ones; ``done`` also writes the manifest, and DONE last."""
-        facts = self.status()
-        spent = {"seconds": round(facts.get("seconds", 0) + seconds, 1)}
-        self.write_facts(STATUS, facts | {"state": state, "error": error} | spent)
+        """Record how the run ended.
+
+        Args:
+            state: ``done`` also writes the manifest, and DONE last.
+            error: What stopped the run.
+            seconds: Wall time of this session, added to that of earlier sessions (but killed ones).
+        """
+        status = self.status()
+        total = round(status.get("seconds", 0) + seconds, 1)
+        status |= {"state": state, "error": error, "seconds": total}
+        self.write_facts(STATUS, status)
         if state == "done":
             self.seal(str(self.facts(PROVENANCE).get("command", "")))
 
     def spend(
-        self, stage: str, took: Mapping[str, float], peaks: Mapping[str, int]
+        self, stage: str, amounts: Mapping[str, float], peaks: Mapping[str, int]
     ) -> None:
-        """Add what a session took of a stage to ``spent``; of all sessions the highest peak stays."""
+        """Add what a session took for a stage to the record ``spent``.
+
+        Args:
+            stage: The stage.
+            amounts: Seconds and tokens, which add up over sessions.
+            peaks: Bytes of memory, of which the highest stays.
+        """
         status = self.status()
-        known = status.setdefault("spent", {}).setdefault(stage, {})
-        known |= {
-            name: round(known.get(name, 0) + value, 2) for name, value in took.items()
-        }
-        known |= {name: max(known.get(name, 0), value) for name, value in peaks.items()}
+        spent = status.setdefault("spent", {}).setdefault(stage, {})
+        for name, value in amounts.items():
+            spent[name] = round(spent.get(name, 0) + value, 2)
+        for name, value in peaks.items():
+            spent[name] = max(spent.get(name, 0), value)
         self.write_facts(STATUS, status)
 
     # Machines
 
     def hardware(self) -> list[str]:
-        """The machines that made rows of this run, in the words of
-        :func:`posbench.files.hardware.hardware`, the first one first."""
+        """Return the machines that made rows of this run, the first one first.
+
+        They are described as :func:`posbench.files.hardware.hardware` does.
+        """
         facts = self.facts(PROVENANCE)
         first = [facts["hardware"]] if facts.get("hardware") else []
         return [*first, *facts.get(OTHER_HARDWARE, [])]
@@ -170,93 +201,105 @@ class RunDir:
     def add_hardware(self, machines: Iterable[str]) -> None:
         """Record in the provenance that these machines made rows of this run, too."""
         facts = self.facts(PROVENANCE)
-        known = self.hardware()
-        every = list(dict.fromkeys([*known, *machines]))
-        if facts and len(every) > len(known):
-            self.write_facts(
-                PROVENANCE, {**facts, "hardware": every[0], OTHER_HARDWARE: every[1:]}
-            )
+        recorded = self.hardware()
+        merged = list(dict.fromkeys([*recorded, *machines]))
+        if facts and len(merged) > len(recorded):
+            facts["hardware"] = merged[0]
+            facts[OTHER_HARDWARE] = merged[1:]
+            self.write_facts(PROVENANCE, facts)
 
     # Damage
 
     def seal(self, command: str) -> None:
-        """Write the manifest, a checksum of every file and the command that makes them, and last DONE, which
-        holds the manifest's checksum."""
-        self._seal(command, list(self._stamps()))
+        """Write the manifest, and last DONE, which holds the manifest's checksum.
+
+        The manifest holds a checksum of every file, and the command that makes them.
+        """
+        self._seal(command, list(self._file_stamps()))
 
     def _seal(self, command: str, names: Sequence[str]) -> None:
         # Killed in between, a folder without DONE is unfinished; one whose manifest DONE denies is damaged.
-        (self.path / "DONE").unlink(missing_ok=True)
-        self.write_facts(
-            MANIFEST,
-            {"command": command, "files": {name: self._sum(name) for name in names}},
-        )
-        write_text(self.path / "DONE", f"{self._sum(MANIFEST)}\n")
+        (self.path / DONE).unlink(missing_ok=True)
+        checksums = {name: self._file_checksum(name) for name in names}
+        self.write_facts(MANIFEST, {"command": command, "files": checksums})
+        write_text(self.path / DONE, f"{self._file_checksum(MANIFEST)}\n")
 
     def renew(self, changed: Sequence[str]) -> None:
-        """Renew the recorded checksums of files that a verb wrote (beginnings of names), and the manifest."""
+        """Renew the recorded checksums of files that a verb wrote, and the manifest.
+
+        Args:
+            changed: Beginnings of the names of these files.
+        """
+        prefixes = tuple(changed)
         status = self.status()
-        old = self.facts(MANIFEST)
+        manifest = self.facts(MANIFEST)
         for facts in status["stages"].values():
-            drawn = {
-                n: self._sum(n)
-                for n in facts.get("files", {})
-                if n.startswith(tuple(changed))
-            }
-            if drawn:
-                facts["files"] |= drawn
-        recorded = self.facts(STATUS)
-        if not (recorded or old):
+            for name in facts.get("files", {}):
+                if name.startswith(prefixes):
+                    facts["files"][name] = self._file_checksum(name)
+        has_status = bool(self.facts(STATUS))
+        if not has_status and not manifest:
             return  # of an earlier version: nothing is recorded
-        (self.path / "DONE").unlink(missing_ok=True)
-        if recorded:  # a sweep has a manifest alone
+        (self.path / DONE).unlink(missing_ok=True)
+        if has_status:  # a sweep has a manifest alone
             self.write_facts(STATUS, status)
-        if old:
-            ours = [
-                n
-                for n in self._stamps()
-                if n in old["files"] or n.startswith(tuple(changed))
+        if manifest:
+            names = [
+                name
+                for name in self._file_stamps()
+                if name in manifest["files"] or name.startswith(prefixes)
             ]
-            self._seal(str(old["command"]), ours)
+            self._seal(str(manifest["command"]), names)
 
     def damaged(self, only: Sequence[str] | None = None) -> list[str]:
-        """Names of files that are not what the run left, of all or of ``only`` these: by the manifest of a
-        finished run, or by what the stages of an unfinished one recorded. Of rows only a search's are among
-        the latter: all carry checksums.
+        """Return the names of files that are not what the run left.
+
+        A finished run is compared with its manifest, an unfinished one with what its stages recorded. Of rows
+        only a search's are among the latter: all rows carry checksums.
+
+        Args:
+            only: Names of the files to look at; None: all.
         """
         manifest = self.facts(MANIFEST)
-        end = self.path / "DONE"
-        sealed = end.is_file() and end.read_text(errors="replace").strip() == self._sum(
-            MANIFEST
-        )
+        end = self.path / DONE
+        sealed = False
+        if end.is_file():
+            recorded = end.read_text(errors="replace").strip()
+            sealed = recorded == self._file_checksum(MANIFEST)
         if manifest and (sealed or not end.is_file()):
-            if only is not None:
-                return self._unlike(
-                    {name: manifest["files"].get(name, "") for name in only}
-                )
-            added = [
-                n
-                for n in self._stamps()
-                if n not in manifest["files"] and n.endswith(READ)
-            ]
-            return [*self._unlike(manifest["files"]), *added]
-        books = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
-        # One that posbench of an earlier version made has neither with a checksum.
-        lost = books if self.id or len(books) == 1 else []
+            return self._differ_from_manifest(manifest["files"], only)
+
+        # One bookkeeping file at most is absent or damaged by an earlier version of posbench, which wrote
+        # neither with a checksum.
+        unreadable = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
+        lost = unreadable if self.id or len(unreadable) == 1 else []
         if end.is_file() and not sealed:
             # An empty DONE without a manifest is of an earlier version too.
-            lost = ["DONE", MANIFEST, *lost] if manifest or end.stat().st_size else []
+            of_earlier_version = not manifest and not end.stat().st_size
+            lost = [] if of_earlier_version else [DONE, MANIFEST, *lost]
         elif (self.path / MANIFEST).is_file():
             lost = [MANIFEST, *lost]
-        recorded = dict[str, str]()
+        checksums = dict[str, str]()
         for facts in self.status()["stages"].values():
-            recorded |= facts.get("files", {})
-        asked = {
-            name: known
-            for name, known in recorded.items()
-            if only is None or name in only
-        }
-        return [*lost, *self._unlike(asked)]
+            checksums |= facts.get("files", {})
+        if only is not None:
+            checksums = {
+                name: checksum for name, checksum in checksums.items() if name in only
+            }
+        return [*lost, *self._differing(checksums)]
+
+    def _differ_from_manifest(
+        self, checksums: Mapping[str, str], only: Sequence[str] | None
+    ) -> list[str]:
+        """Names of files that differ from the manifest's checksums, or were added."""
+        if only is not None:
+            return self._differing({name: checksums.get(name, "") for name in only})
+        added = [
+            name
+            for name in self._file_stamps()
+            if name not in checksums and name.endswith(READ)
+        ]
+        return [*self._differing(checksums), *added]
 
     def resume(
         self,
@@ -264,183 +307,218 @@ class RunDir:
         config: Mapping[str, Any],
         provenance: Mapping[str, Any],
     ) -> None:
-        """Make an unfinished, extended or damaged run ready for stages: what is damaged goes, rows but the
-        whole ones later; all that can be is made again by the stages, config and provenance here."""
+        """Make an unfinished, extended or damaged run ready for its stages.
+
+        Damaged files are removed (of rows the damaged ones, later); the stages then make them again, and
+        config and provenance are written here.
+
+        Args:
+            stages: Stages that will run.
+            config: The config to record.
+            provenance: The provenance to record where there is none.
+        """
         damaged = self.damaged()
-        known = self.facts(MANIFEST).get("files", {})
+        manifest_files = self.facts(MANIFEST).get("files", {})
         status = self.status()
-        before = status["stages"]
-        search = self.stage("search")
-        again = (
-            [name for name in before if not name.endswith(ROWS)] if damaged else stages
-        )
-        kept = {name: facts for name, facts in before.items() if name not in again}
-        # Rows that no other stage marked are the search's: it repeats from those that are whole.
-        own_rows = [
-            name for name in damaged if name.endswith(ROWS) and name not in before
-        ]
-        if search.get("files") and not own_rows and not self._unlike(search["files"]):
-            kept["search"] = search
+        recorded_stages = status["stages"]
+
         text = yaml.safe_dump(plain(config), sort_keys=False)
-        kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}
-        told = {
+        stage_records = self._records_to_keep(stages, recorded_stages, damaged)
+        config_checksum = hashlib.sha256(text.encode()).hexdigest()
+        stage_records["config"] = {"files": {CONFIG: config_checksum}}
+        new_status = {
             "state": "running",
             "error": None,
-            "stages": kept,
+            "stages": stage_records,
             "seconds": status.get("seconds", 0),
+            "spent": status.get("spent", {}),
         }
-        told |= {"spent": status.get("spent", {})}
-        self.write_facts(STATUS, told)
+        self.write_facts(STATUS, new_status)
+
         for name in damaged:
             file = self.path / name
-            if known and name not in (*known, "DONE", MANIFEST) and file.is_file():
+            ours = name in manifest_files or name in (DONE, MANIFEST)
+            if manifest_files and not ours and file.is_file():
                 file.replace(file.with_name(f"{file.name}.aside"))  # not ours to delete
             elif file.suffix != ROWS and name != STATUS:
                 file.unlink(missing_ok=True)
-        for name in ("DONE", MANIFEST):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / DONE).unlink(missing_ok=True)
+        (self.path / MANIFEST).unlink(missing_ok=True)
         write_text(self.path / CONFIG, text)
         if not self.facts(PROVENANCE):
             note = "the first was damaged: these are the facts of a later start"
             self.write_facts(PROVENANCE, {**provenance, "rewritten": note})
         makes_numbers = any(
-            not before.get(name, {}).get("done") for name in stages if name != "report"
+            not recorded_stages.get(stage, {}).get("done")
+            for stage in stages
+            if stage != "report"
         )
         if provenance.get("hardware") and (makes_numbers or damaged):
             self.add_hardware([provenance["hardware"]])
 
-    def _unlike(self, files: Mapping[str, str]) -> list[str]:
-        return [name for name, known in files.items() if self._sum(name) != known]
+    def _records_to_keep(
+        self,
+        stages: Sequence[str],
+        recorded_stages: Mapping[str, Row],
+        damaged: Sequence[str],
+    ) -> dict[str, Row]:
+        """The stages' records that hold although ``stages`` run again and some files are damaged."""
+        repeated = list(stages)
+        if damaged:
+            repeated = [name for name in recorded_stages if not name.endswith(ROWS)]
+        unchanged = {
+            name: facts
+            for name, facts in recorded_stages.items()
+            if name not in repeated
+        }
+        # Rows that no other stage marked are the search's: it repeats from those that are valid.
+        search_rows_damaged = any(
+            name.endswith(ROWS) and name not in recorded_stages for name in damaged
+        )
+        search = dict(recorded_stages.get("search", {}))
+        files = search.get("files")
+        if files and not search_rows_damaged and not self._differing(files):
+            unchanged["search"] = search
+        return unchanged
+
+    def _differing(self, checksums: Mapping[str, str]) -> list[str]:
+        """Names of files whose checksum is another one now."""
+        return [
+            name
+            for name, recorded in checksums.items()
+            if self._file_checksum(name) != recorded
+        ]
 
     def sums(self, names: Sequence[str]) -> dict[str, str]:
-        """Checksums of those files that are there."""
-        return {name: known for name in names if (known := self._sum(name))}
+        """Return the checksums of those files that exist."""
+        checksums = {name: self._file_checksum(name) for name in names}
+        return {name: checksum for name, checksum in checksums.items() if checksum}
 
-    def _sum(self, name: str) -> str:
-        """The checksum of a file; empty where there is none."""
+    def _file_checksum(self, name: str) -> str:
+        """SHA-256 of a file; empty where there is none."""
         file = self.path / name
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        if not file.is_file():
+            return ""
+        return hashlib.sha256(file.read_bytes()).hexdigest()
 
-    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+    def _file_stamps(self) -> dict[str, tuple[int, int, int]]:
         """Inode, time and size of every file but manifest, DONE, and those hidden or set aside."""
-        found = {}
+        stamps = {}
         for file in sorted(self.path.rglob("*")):
             name = file.relative_to(self.path).as_posix()
-            hidden = any(part.startswith(".") for part in name.split("/")) or name in (
-                "DONE",
-                MANIFEST,
-            )
-            if not hidden and file.suffix != ".aside" and file.is_file():
+            if name in (DONE, MANIFEST) or file.suffix == ".aside":
+                continue
+            hidden = any(part.startswith(".") for part in name.split("/"))
+            if not hidden and file.is_file():
                 stat = file.stat()
-                found[name] = stat.st_ino, stat.st_mtime_ns, stat.st_size
-        return found
+                stamps[name] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        return stamps
 
     # Rows
 
     def rows(self, name: str) -> list[Row]:
-        """Whole, undamaged rows of this run in a JSON-lines file, oldest first."""
+        """Return the valid rows of this run in a JSON-lines file, oldest first."""
         return read_rows(self.path / name, self.id)[0]
 
     def torn(self, name: str) -> int:
-        """How many lines of a JSON-lines file are torn, damaged or another run's."""
+        """Return how many lines of a JSON-lines file are torn, damaged or another run's."""
         return read_rows(self.path / name, self.id)[1]
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows, each with its run and a checksum, in one flushed write."""
-        text = lines(rows, self.id)
+        text = to_lines(rows, self.id)
         need_owned(self.path)
         with open(self.path / name, "ab+") as stream:
             if stream.tell():
                 stream.seek(-1, os.SEEK_END)
                 # A line that a killed process left torn must not swallow the next one.
-                text = text if stream.read(1) == b"\n" else "\n" + text
+                if stream.read(1) != b"\n":
+                    text = "\n" + text
             stream.write(text.encode())
             stream.flush()
             os.fsync(stream.fileno())
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write a whole file of rows."""
+        """Write a file of rows, in the place of an earlier one."""
         need_owned(self.path)
-        write_text(self.path / name, lines(rows, self.id))
+        write_text(self.path / name, to_lines(rows, self.id))
 
     def repair(self, name: str) -> None:
         """Drop torn, damaged or foreign lines and rows with an error, so that they are made again."""
-        rows, damaged = read_rows(self.path / name, self.id)
-        kept = [row for row in rows if "error" not in row]
-        if damaged or len(kept) < len(rows):
-            said = "%s: dropped %d damaged or foreign and %d errored rows"
-            log.warning(said, self.path / name, damaged, len(rows) - len(kept))
-            self.write_rows(name, kept)
+        rows, invalid = read_rows(self.path / name, self.id)
+        valid = [row for row in rows if "error" not in row]
+        errored = len(rows) - len(valid)
+        if invalid or errored:
+            message = "%s: dropped %d damaged or foreign and %d errored rows"
+            log.warning(message, self.path / name, invalid, errored)
+            self.write_rows(name, valid)
 
-    def sort(self, name: str, place: Callable[[Row], int]) -> None:
-        """Put rows in order of their place: those that were made again stand where they would have stood."""
+    def sort(self, name: str, rank: Callable[[Row], int]) -> None:
+        """Sort the rows of a file by ``rank``: rows that were made again go where they would have been."""
         rows = self.rows(name)
-        ordered = sorted(rows, key=place)
+        ordered = sorted(rows, key=rank)
         if ordered != rows:
             self.write_rows(name, ordered)
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
-        """Another run of this version that finished a stage under the same key, whose files are whole: they
-        may be copied."""
-        for folder in sorted(
-            p for p in self.path.parent.iterdir() if p != self.path and p.is_dir()
-        ):
+        """Return another, undamaged run of this version that finished a stage under the same key.
+
+        Its rows of that stage may be copied.
+        """
+        siblings = (
+            folder
+            for folder in self.path.parent.iterdir()
+            if folder != self.path and folder.is_dir()
+        )
+        for folder in sorted(siblings):
             try:
-                other = opened(folder)
-                known = other.stage(stage)
-                if (
-                    known.get("key") == key
-                    and known.get("done")
-                    and not other.damaged()
-                ):
-                    return other
+                sibling = opened(folder)
+                facts = sibling.stage(stage)
+                finished = facts.get("key") == key and facts.get("done")
+                if finished and not sibling.damaged():
+                    return sibling
             except OSError as error:
                 log.warning("%s: passed over (%s)", folder, error)
         return None
 
 
 def run_id(version_key: Mapping[str, Any], name: str) -> str:
-    """What rows and bookkeeping files of a run carry: it does not change with the place of the folder."""
+    """Return the id that a run's rows and bookkeeping carry; it does not depend on where the folder is."""
     return digest([plain(version_key), name], 12)
 
 
 def ids(folder: Path) -> list[str]:
-    """The runs that a folder's bookkeeping files name: one and the same, if none is damaged."""
-    found = (
-        RunDir(folder).facts(name).get("run") for name in (STATUS, PROVENANCE, MANIFEST)
-    )
-    return [str(name) for name in found if name]
+    """Return the run ids that a folder's bookkeeping files carry: all the same, if none is damaged."""
+    files = (STATUS, PROVENANCE, MANIFEST)
+    run_ids = (RunDir(folder).facts(name).get("run") for name in files)
+    return [str(run_id) for run_id in run_ids if run_id]
 
 
 def opened(folder: Path) -> RunDir:
-    """A folder with the id that most of its bookkeeping files name."""
-    return RunDir(folder, max(known := [*ids(folder), ""], key=known.count))
+    """Return a folder with the id that most of its bookkeeping files carry."""
+    candidates = [*ids(folder), ""]
+    return RunDir(folder, max(candidates, key=candidates.count))
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run or a sweep."""
-    return any(
-        (folder / name).is_file()
-        for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, JOBS)
-    )
+    """Return whether a folder is a run or a sweep."""
+    marks = (CONFIG, STATUS, PROVENANCE, MANIFEST, JOBS)
+    return any((folder / name).is_file() for name in marks)
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Run and sweep folders in an outputs folder, an experiment's or task's, or one version's."""
+    """Return the run and sweep folders in an outputs folder, an experiment's or task's, or one version's."""
     folder = folder.resolve()
-    versions = [v for depth in ("v[0-9]*", "*/v[0-9]*") for v in folder.glob(depth)] + [
-        folder
-    ]
-    inside = (
-        run
-        for v in versions
-        if re.fullmatch("v[0-9]+", v.name) and v.is_dir()
-        for run in v.iterdir()
-    )
-    named = (run for run in inside if not run.name.startswith("."))
-    return sorted(
-        run for run in named if any((run / mark).is_file() for mark in (CONFIG, JOBS))
-    )
+    versions = [*folder.glob("v[0-9]*"), *folder.glob("*/v[0-9]*"), folder]
+    runs = []
+    for version in versions:
+        if not re.fullmatch("v[0-9]+", version.name) or not version.is_dir():
+            continue
+        for run in version.iterdir():
+            marked = any((run / mark).is_file() for mark in (CONFIG, JOBS))
+            if marked and not run.name.startswith("."):
+                runs.append(run)
+    return sorted(runs)
 
 
 def open_run(folder: Path) -> RunDir:
@@ -451,48 +529,50 @@ def open_run(folder: Path) -> RunDir:
     """
     if is_run(folder):
         return opened(folder)
-    inside = runs_in(folder) if folder.is_dir() else []
     hint = "posbench ls runs lists them"
-    hint = hint if folder.is_dir() else f"no such folder; check the path: {hint}"
-    if inside:
-        more = f" and {len(inside) - 8} more" if len(inside) > 8 else ""
-        hint = f"take a run in it: {', '.join(map(str, inside[:8]))}{more}"
+    if not folder.is_dir():
+        hint = f"no such folder; check the path: {hint}"
+    elif runs := runs_in(folder):
+        listed = ", ".join(map(str, runs[:MAX_LISTED_RUNS]))
+        hint = f"take a run in it: {listed}"
+        if len(runs) > MAX_LISTED_RUNS:
+            hint += f" and {len(runs) - MAX_LISTED_RUNS} more"
     raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
 
 
 def checked(
     folder: Path, made_again: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> RunDir:
-    """A run, or a sweep, whose files are as it left them, but for those (beginnings of names) that the caller
-    makes again; with ``only``, these files. Of an unfinished run only what its finished stages wrote can be
-    checked, which is said.
+    """Open a run or a sweep whose files are as it left them.
+
+    Of an unfinished run only what its finished stages wrote can be checked, which is logged.
+
+    Args:
+        folder: The folder.
+        made_again: Beginnings of the names of files that may differ: the caller makes them again.
+        only: Names of the files to check; None: all.
 
     Raises:
         UserError: It is no run folder, or files are damaged; the hint is the command that makes them again.
     """
     run = open_run(folder)
-    damaged = [
-        name for name in run.damaged(only) if not name.startswith(tuple(made_again))
-    ]
+    prefixes = tuple(made_again)
+    damaged = [name for name in run.damaged(only) if not name.startswith(prefixes)]
     if damaged:
-        command = run.facts(MANIFEST).get("command") or run.facts(PROVENANCE).get(
-            "command"
-        )
-        named = ", ".join(damaged[:4]) + (
-            f" and {len(damaged) - 4} more" if len(damaged) > 4 else ""
-        )
+        command = run.facts(MANIFEST).get("command")
+        command = command or run.facts(PROVENANCE).get("command")
+        listed = ", ".join(damaged[:MAX_LISTED_FILES])
+        if len(damaged) > MAX_LISTED_FILES:
+            listed += f" and {len(damaged) - MAX_LISTED_FILES} more"
+        allowed = f"files as the run left them; damaged: {listed}"
         hint = f"make it again: {command or 'repeat the command that made it'}"
-        raise UserError(
-            "DIR", str(folder), f"files as the run left them; damaged: {named}", hint
-        )
+        raise UserError("DIR", str(folder), allowed, hint)
     if not (run.done and (folder / MANIFEST).is_file()):
-        log.warning(
-            "%s: without a manifest (unfinished, or of an older version): not all is checked",
-            folder,
-        )
+        message = "%s: without a manifest (unfinished, or of an older version): not all is checked"
+        log.warning(message, folder)
     return run
 
 
 def plain(data: Any) -> Any:
-    """Data as JSON gives it back."""
+    """Return data as JSON gives it back."""
     return json.loads(json.dumps(data, default=str))

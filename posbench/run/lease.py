@@ -1,6 +1,6 @@
 """A lock that holds between machines that share a file system, whatever that one makes of ``flock``.
 
-A lock is a folder of numbered files, of which the highest tells who holds it: its process and machine, or, by
+A lock is a folder of numbered files, of which the highest says who holds it: its process and machine, or, by
 its ending, that it is free. It is taken by making the next number, which a file system lets one process do
 (``O_EXCL``), so of those that find the same dead holder one alone follows it. The holder renews the time of
 its file. A dead one is known at once on its own machine, by the process table, and on another when its file
@@ -27,6 +27,7 @@ from posbench.errors import MachineError, UserError
 LEASE = 120.0
 """Seconds of silence after which a process of another machine may take a lock over: longer than a client of
 NFS believes its cache (60 seconds), and a renewal."""
+RENEWALS_PER_LEASE = 6
 FREE = ".free"
 
 OWNED = dict[Path, "Lease"]()
@@ -36,53 +37,51 @@ OWNED = dict[Path, "Lease"]()
 class Lease:
     """One process's hold on the lock in a folder."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.file = Path()
-        self._over = threading.Event()
+        self._released = threading.Event()
 
     def take(self) -> bool:
-        """Try to take the lock, once; whether it is held now.
+        """Try once to take the lock; return whether this process holds it now.
 
         Raises:
             OSError: The file system does not let a file be made.
         """
-        self.place.mkdir(parents=True, exist_ok=True)
-        number, newest = _newest(self.place)
-        if newest and _alive(newest):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number, newest = _newest_file(self.folder)
+        if newest and _is_held(newest):
             return False
-        self.file = self.place / f"lock.{number + 1}"
+        self.file = self.folder / f"lock.{number + 1}"
+        holder = [_machine_id(), os.getpid(), started(os.getpid())]
         try:
             with open(self.file, "x") as stream:
-                stream.write(
-                    f"{json.dumps([_machine(), os.getpid(), started(os.getpid())])}\n"
-                )
+                stream.write(f"{json.dumps(holder)}\n")
         except FileExistsError:
-            return False  # another one was faster
-        number, newest = _newest(self.place)
+            return False  # another process was faster
+        number, newest = _newest_file(self.folder)
         if newest != self.file:
-            # A list of files was old: many have followed each other since.
+            # The first listing was old: other processes have taken and freed the lock since.
             self.file.unlink(missing_ok=True)
             return False
-        for old in self.place.glob("lock.*"):
-            if _number(old) < number:
-                with suppress(OSError):  # another one's, which only takes room
-                    old.unlink()
-        self._over.clear()
+        for file in self.folder.glob("lock.*"):
+            if _file_number(file) < number:
+                with suppress(OSError):  # another process's, which only takes space
+                    file.unlink()
+        self._released.clear()
         threading.Thread(target=self._renew, name="posbench-lease", daemon=True).start()
         return True
 
     def check(self) -> None:
-        """Make sure, in front of a write, that the lock is held still.
+        """Make sure, before a write, that this process still holds the lock.
 
         Raises:
             MachineError: Another process took it, or the file is gone.
         """
         try:
-            os.utime(
-                self.file
-            )  # asks the server, where a list of files may come from a cache
-            lost = _newest(self.place)[1] != self.file
+            # This asks the server, where a listing may come from a cache.
+            os.utime(self.file)
+            lost = _newest_file(self.folder)[1] != self.file
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
@@ -94,22 +93,22 @@ class Lease:
 
     def free(self) -> None:
         """Let go of the lock."""
-        self._over.set()
+        self._released.set()
         with suppress(FileNotFoundError):  # another process took it
             self.file.rename(f"{self.file}{FREE}")
 
     def _renew(self) -> None:
-        while not self._over.wait(LEASE / 6):
-            # A file system that does not answer may do so the next time; writes look for themselves.
+        while not self._released.wait(LEASE / RENEWALS_PER_LEASE):
+            # A file system that does not answer may do so the next time; writes check for themselves.
             with suppress(OSError):
                 os.utime(self.file)
 
 
-def held(place: Path) -> bool:
-    """Whether a process holds the lock in a folder; also where that cannot be seen."""
+def held(folder: Path) -> bool:
+    """Return whether a process holds the lock in a folder; true where that cannot be read."""
     try:
-        newest = _newest(place)[1]
-        return newest is not None and _alive(newest)
+        _, newest = _newest_file(folder)
+        return newest is not None and _is_held(newest)
     except OSError:
         return True
 
@@ -122,14 +121,12 @@ def owned(folder: Path) -> Iterator[None]:
         UserError: Another process owns it.
     """
     folder = folder.absolute()
-    lease = Lease(_lock(folder))
-    for pause in (0.0, 0.2):  # whom we raced for it may have lost it as well
-        time.sleep(pause)
-        if lease.take():
-            break
-    else:
-        hint = "wait for the other run, or stop it"
-        raise UserError("run folder", str(folder), "one process at a time", hint)
+    lease = Lease(_lock_folder(folder))
+    if not lease.take():
+        time.sleep(0.2)  # the process that was faster may have lost it as well
+        if not lease.take():
+            hint = "wait for the other run, or stop it"
+            raise UserError("run folder", str(folder), "one process at a time", hint)
     OWNED[folder] = lease
     try:
         yield
@@ -139,55 +136,62 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process owns a run folder; also where that cannot be seen."""
-    return held(_lock(folder.absolute()))
+    """Return whether a process owns a run folder; true where that cannot be read."""
+    return held(_lock_folder(folder.absolute()))
 
 
 def need_owned(folder: Path) -> None:
-    """Raise MachineError where this process owned a run folder and lost it: it may write there no more."""
-    if lease := OWNED.get(folder.absolute()):
+    """Refuse to write to a run folder that this process owned and lost.
+
+    Raises:
+        MachineError: Another process took the folder.
+    """
+    lease = OWNED.get(folder.absolute())
+    if lease:
         lease.check()
 
 
-def _lock(folder: Path) -> Path:
-    """Where the lock of a run folder lies: beside it, as it is taken before there is a folder."""
-    return folder.parent / ".locks" / f"{folder.name}.lock"
+def _lock_folder(run_folder: Path) -> Path:
+    """Where the lock of a run folder lies: beside it, as it is taken before there is a run folder."""
+    return run_folder.parent / ".locks" / f"{run_folder.name}.lock"
 
 
-def _number(file: Path) -> int:
-    found = re.fullmatch(rf"lock\.(\d+)({re.escape(FREE)})?", file.name)
-    return int(found[1]) if found else 0
+def _file_number(file: Path) -> int:
+    match = re.fullmatch(rf"lock\.(\d+)({re.escape(FREE)})?", file.name)
+    return int(match[1]) if match else 0
 
 
-def _newest(place: Path) -> tuple[int, Path | None]:
-    """The highest number, and its file; 0 and None where the lock was never taken."""
-    newest = max(place.glob("lock.*"), key=_number, default=None)
-    return (_number(newest), newest) if newest else (0, None)
+def _newest_file(folder: Path) -> tuple[int, Path | None]:
+    """The highest number of a lock, and its file; 0 and None where the lock was never taken."""
+    newest = max(folder.glob("lock.*"), key=_file_number, default=None)
+    if newest is None:
+        return 0, None
+    return _file_number(newest), newest
 
 
-def _alive(file: Path) -> bool:
-    """Whether the process that made the newest file of a lock holds it still."""
+def _is_held(file: Path) -> bool:
+    """Whether the process that made the newest file of a lock still holds the lock."""
     if file.suffix == FREE:
         return False
+    machine = None
     try:
-        with open(
-            file
-        ) as stream:  # an open file's time is the server's, not that of a cache
+        # The time of an open file is the server's, not that of a cache.
+        with open(file) as stream:
             text = stream.read()
             renewed = os.fstat(stream.fileno()).st_mtime
         machine, pid, start = json.loads(text)
     except FileNotFoundError:
-        return True  # let go of, or taken over, as we look
+        return True  # freed, or taken over, at this moment
     except ValueError:
-        machine = None  # it is being written, or its process died over that
-    if machine == _machine() and os.name == "posix":
+        pass  # it is being written, or its process died over that
+    if machine is not None and machine == _machine_id() and os.name == "posix":
         return runs(pid, start)
     with tempfile.TemporaryFile(dir=file.parent) as probe:
         return os.fstat(probe.fileno()).st_mtime - renewed < LEASE
 
 
-def _machine() -> str:
-    """What tells machines and containers apart: within one, process numbers mean the same."""
+def _machine_id() -> str:
+    """An id of this machine or container, within which a process number means one process."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -195,22 +199,27 @@ def _machine() -> str:
 
 
 def runs(pid: int, start: str) -> bool:
-    """Whether a process of this machine runs that began then, and is no other of the same number."""
+    """Return whether a process of this machine still runs.
+
+    Args:
+        pid: Its number, which another process may have by now.
+        start: When it began, by :func:`started`.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return started(pid) in (
-            "",
-            start,
-        )  # another user's, of which we may not see more
+        # Another user's process, whose start we may not be allowed to read.
+        return started(pid) in ("", start)
     return started(pid) == start
 
 
 def started(pid: int) -> str:
-    """When a process began, in ticks since this machine's start; empty where that is not known, and of one
-    that has ended but was not waited for."""
+    """Return when a process began, in ticks since this machine's start.
+
+    Empty where that is not known, and for a process that has ended but was not waited for.
+    """
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

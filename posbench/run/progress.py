@@ -1,4 +1,4 @@
-"""How far work is, and how long things take: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of long work, and how long it takes: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -16,134 +16,170 @@ from rich.text import Text
 
 clock = time.monotonic
 
+SECONDS_PER_UNIT = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+BAR_WIDTH = 12
+
 
 @dataclass
-class Work:
-    """Work of so many parts, and how fast it goes."""
+class Progress:
+    """How many parts of some work are done, and how fast it goes.
+
+    Attributes:
+        label: What is done.
+        total: Number of parts.
+        weight: Work of all parts, from which the time left is estimated where parts differ much.
+        note: What is being done now.
+        done: Parts done so far, those of earlier sessions among them.
+        began: Start, by :data:`clock`.
+    """
 
     label: str
     total: int
-    weight: float  # of all parts: where they differ much, it tells how much is left
-    note: str = ""  # what it is at
+    weight: float
+    note: str = ""
     done: int = 0
     began: float = field(default_factory=lambda: clock())
 
     def __post_init__(self) -> None:
-        self._made = 0
-        self._weighed = 0.0
-        self._last = self.began
+        self._session_parts = 0
+        self._session_weight = 0.0
+        self._last_advance = self.began
 
     def __call__(
         self, n: int, *, before: bool = False, weight: float | None = None
     ) -> None:
-        """Say that ``n`` more are done; those ``before``, by a session that this one resumes, tell nothing of
-        the speed."""
+        """Count ``n`` more parts as done.
+
+        Args:
+            n: Number of parts.
+            before: Whether an earlier session did them: they say nothing about the speed.
+            weight: Their work; None: one a part.
+        """
         self.done += n
         if before:
             self.weight -= n
-        else:
-            self._made += n
-            self._weighed += n if weight is None else weight
-            self._last = clock()
+            return
+        self._session_parts += n
+        self._session_weight += n if weight is None else weight
+        self._last_advance = clock()
 
     def __str__(self) -> str:
-        """Parts done, parts a second, time elapsed and time left, as far as they are known. The speed is that
-        up to the last part done: nothing seems to slow down while a long one runs."""
+        """Parts done, parts a second, time elapsed and time left, as far as they are known.
+
+        The speed is that up to the last part done: nothing seems to slow down while a long part runs.
+        """
         now = clock()
-        spent = self._last - self.began
-        told = [
-            f"{self.label} {self.done}/{self.total} ({100 * self.done // self.total} %)"
-        ]
-        known = self._weighed and spent > 0
-        told += [_rate(self._made / spent)] if known else []
-        told.append(f"{duration(now - self.began)} elapsed")
-        if known and self.done < self.total:
-            left = spent * (self.weight / self._weighed - 1) - (now - self._last)
-            told.append(f"{duration(max(left, 0))} left")
-        return ", ".join(told) + (f": {self.note}" if self.note else "")
+        seconds = self._last_advance - self.began
+        speed_known = bool(self._session_weight) and seconds > 0
+        percent = 100 * self.done // self.total
+        parts = [f"{self.label} {self.done}/{self.total} ({percent} %)"]
+        if speed_known:
+            parts.append(_rate(self._session_parts / seconds))
+        parts.append(f"{duration(now - self.began)} elapsed")
+        if speed_known and self.done < self.total:
+            remaining = seconds * (self.weight / self._session_weight - 1)
+            remaining -= now - self._last_advance
+            parts.append(f"{duration(max(remaining, 0))} left")
+        text = ", ".join(parts)
+        return f"{text}: {self.note}" if self.note else text
 
 
 @contextmanager
 def progress(
     console: Console,
-    every: float,
+    interval: float,
     label: str,
     total: int,
     done: int = 0,
     weight: float | None = None,
-) -> Iterator[Work]:
-    """Show work of ``total`` parts, ``done`` before, while the block runs; yields what is told of more. Where
-    nothing is left to do nothing is shown.
+) -> Iterator[Progress]:
+    """Show the progress of work while the block runs; nothing where nothing is left to do.
 
-    Where the console is no terminal there is a line every so many seconds, at the end, and at the start where
-    something was done before; none if ``every`` is 0.
+    Where the console is no terminal it prints lines: one every so many seconds, one at the end, and one at
+    the start where something was done before.
+
+    Args:
+        console: Where it is shown.
+        interval: Seconds between lines; 0: no lines.
+        label: What is done.
+        total: Number of parts.
+        done: Parts that an earlier session did.
+        weight: Work of all parts; None: one a part.
+
+    Yields:
+        What the block calls with the number of parts that it did.
     """
-    work = Work(label, total, total if weight is None else weight)
+    work = Progress(label, total, total if weight is None else weight)
     work(done, before=True)
-    if done < total and console.is_terminal and not console.is_dumb_terminal:
 
-        def shown() -> Table:
-            row = Table.grid(padding=(0, 1))
-            row.add_row(ProgressBar(total, work.done, width=12), Text(str(work)))
-            return row
+    def bar() -> Table:
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(total, work.done, width=BAR_WIDTH), Text(str(work)))
+        return row
 
-        with Live(get_renderable=shown, console=console):
+    def print_line() -> None:
+        console.print(Text(str(work)), soft_wrap=True, highlight=False)
+
+    if done >= total:
+        yield work
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with Live(get_renderable=bar, console=console):
             yield work
-    elif done < total and every:
-
-        def tell() -> None:
-            console.print(Text(str(work)), soft_wrap=True, highlight=False)
-
+    elif interval:
         if done:
-            tell()
+            print_line()
         try:
-            with repeated(tell, every):
+            with repeated(print_line, interval):
                 yield work
         finally:
-            tell()
+            print_line()
     else:
         yield work
 
 
 @contextmanager
-def repeated(call: Callable[[], None], every: float) -> Iterator[None]:
-    """Call a function every so many seconds while the block runs, from a thread of its own: one batch may
-    take longer than that."""
-    over = threading.Event()
+def repeated(call: Callable[[], None], interval: float) -> Iterator[None]:
+    """Call a function every so many seconds while the block runs.
 
-    def beat() -> None:
-        while not over.wait(every):
+    A thread of its own does so: one batch of the block may take longer than that.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(interval):
             try:
                 call()
-            except (
-                OSError
-            ):  # a closed pipe or a full disk: what the run prints next tells
-                return
+            except OSError:
+                return  # a closed pipe or a full disk: what the run prints next raises it
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
 
 
-def _rate(each: float) -> str:
+def _rate(per_second: float) -> str:
     """Parts a second, or a minute or an hour where that is less than one."""
-    unit = "s" if each >= 1 else "min" if 60 * each >= 1 else "h"
-    scaled = each * {"s": 1, "min": 60, "h": 3600}[unit]
-    return f"{scaled:,.{0 if scaled >= 10 else 1}f}/{unit}"
+    if per_second >= 1:
+        unit = "s"
+    elif 60 * per_second >= 1:
+        unit = "min"
+    else:
+        unit = "h"
+    rate = per_second * SECONDS_PER_UNIT[unit]
+    decimals = 0 if rate >= 10 else 1
+    return f"{rate:,.{decimals}f}/{unit}"
 
 
 def duration(seconds: float) -> str:
-    """`4.2 s`, `1.7 min`, `12 h`: a time in the largest unit that it fills."""
-    units = (("d", 86400), ("h", 3600), ("min", 60))
-    unit, size = next(
-        ((unit, size) for unit, size in units if seconds >= size), ("s", 1)
-    )
-    return (
-        f"{round(seconds / size, 1 if seconds < 10 * size else None)} {unit}".replace(
-            ".0 ", " "
-        )
-    )
+    """Return a time in the largest unit that it fills: `4.2 s`, `1.7 min`, `12 h`."""
+    unit = "s"
+    for larger in ("min", "h", "d"):
+        if seconds >= SECONDS_PER_UNIT[larger]:
+            unit = larger
+    size = SECONDS_PER_UNIT[unit]
+    digits = 1 if seconds < 10 * size else None
+    return f"{round(seconds / size, digits)} {unit}".replace(".0 ", " ")

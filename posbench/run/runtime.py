@@ -11,43 +11,46 @@ from annotated_types import Ge, Le
 from posbench.errors import UserError
 from posbench.schema import MOST, Count, Positive, Tokens, Whole
 
-SIZE = r"(\d+(?:\.\d+)?)([KMG])(i?)B"
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])(i?)B")
+"""A size as ``4GiB``, or with powers of 1000 as ``4GB``: number, prefix, and ``i`` for powers of 1024."""
+PREFIXES = " KMG"
+NOT_LOCAL = ("memory", "partition", "account", "qos", "constraint", "setup", "more")
+"""Keys of a cluster that mean nothing for processes of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where ``posbench submit`` sends jobs, and what each asks for; moves no number. The fields are the keys
-    of ``runtime.cluster.*``."""
+    """Where ``posbench submit`` sends jobs, and what each asks for; moves no number.
 
-    kind: Literal["slurm", "local"]  # ``local``: processes of this machine, all at once
-    minutes: Count = 240  # time limit of a job; one that reaches it goes into the queue again and resumes
+    The fields are the keys of ``runtime.cluster.*``.
+    """
+
+    # ``local``: processes of this machine, all at once
+    kind: Literal["slurm", "local"]
+    # time limit of a job; one that reaches it goes into the queue again and resumes
+    minutes: Count = 240
     cpus: Count = 1  # of each job
-    gpus: Annotated[int, Ge(0), Le(64)] = (
-        0  # of each job; from 1 up, ``runtime.device=auto`` is cuda
-    )
+    # of each job; from 1 up, ``runtime.device=auto`` is cuda
+    gpus: Annotated[int, Ge(0), Le(64)] = 0
     memory: Positive | None = None  # GB of each job; None: what the partition gives
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     at_once: Count = 256  # jobs that run at the same time
-    requeue: bool = True  # whether a job that is preempted, or whose node fails, goes into the queue again
-    setup: tuple[str, ...] = ()  # lines of shell in front, as ``module load cuda``
-    more: dict[str, str | int | bool] = field(
-        default_factory=dict
-    )  # further options of sbatch
+    # whether a job that is preempted, or whose node fails, goes into the queue again
+    requeue: bool = True
+    # lines of shell in front, as ``module load cuda``
+    setup: tuple[str, ...] = ()
+    # further options of sbatch
+    more: dict[str, str | int | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory",
-            "partition",
-            "account",
-            "qos",
-            "constraint",
-            "setup",
-            "more",
-        ):
-            if self.kind == "local" and (value := getattr(self, name)):
+        if self.kind != "local":
+            return
+        for name in NOT_LOCAL:
+            value = getattr(self, name)
+            if value:
                 allowed = "left out with runtime/cluster=local"
                 hint = f"leave out runtime.cluster.{name}"
                 raise UserError(f"runtime.cluster.{name}", value, allowed, hint)
@@ -57,9 +60,8 @@ class Cluster:
 class Runtime:
     """Where and how to run. The fields are the keys of ``runtime.*``."""
 
-    device: str = (
-        "auto"  # ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1``
-    )
+    # ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1``
+    device: str = "auto"
     # shards the model's layers over all visible GPUs, then memory, then disk; None puts all on ``device``.
     # ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = (
@@ -67,20 +69,20 @@ class Runtime:
     )
     # for ``device_map``: memory by GPU number and ``cpu``, as in ``{0: 70GiB, cpu: 99GiB}``
     max_memory: dict[int | str, str] | None = None
-    batch_size: Count = 64  # prompts per forward at most (moves rounding, so it is part of a run's identity)
+    # prompts per forward at most (moves rounding, so it is part of a run's identity)
+    batch_size: Count = 64
     # tokens per forward at most, padding and reply counted; None: no limit
     batch_tokens: Tokens | None = 16384
     # memory for prefills that prompts and methods share; null: each prompt is read anew under each method
     # (moves rounding, too)
     share: str | None = "4GiB"
-    threads: Count | None = (
-        None  # CPU threads; None takes the model's, or leaves torch's choice
-    )
+    # CPU threads; None takes the model's, or leaves torch's choice
+    threads: Count | None = None
     outputs: str = "outputs"  # folder that receives the runs
-    log_every: Whole = 30  # seconds between lines of progress where there is no terminal; 0: no such lines
-    intervene_examples: Count = (
-        20  # examples per gold position whose attention is measured
-    )
+    # seconds between lines of progress where there is no terminal; 0: no such lines
+    log_every: Whole = 30
+    # examples per gold position whose attention is measured
+    intervene_examples: Count = 20
     # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
     resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
 
@@ -94,24 +96,28 @@ class Runtime:
             allowed = f"null with runtime.device={self.device}: it spreads over all visible GPUs"
             hint = "set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
             raise UserError("runtime.device_map", self.device_map, allowed, hint)
-        if self.share is not None and not re.fullmatch(SIZE, self.share):
+        if self.share is not None and not SIZE.fullmatch(self.share):
+            allowed = "a size in KiB, MiB or GiB, or null"
             hint = "set runtime.share=4GiB, or runtime.share=null"
-            raise UserError(
-                "runtime.share", self.share, "a size in KiB, MiB or GiB, or null", hint
-            )
-        memory = self.max_memory or {}
-        places = all(isinstance(place, int) or place == "cpu" for place in memory)
-        sizes = all(re.fullmatch(SIZE, size) for size in memory.values())
-        if memory and not (self.device_map and places and sizes):
+            raise UserError("runtime.share", self.share, allowed, hint)
+        if self.max_memory:
+            self._check_max_memory(self.max_memory)
+
+    def _check_max_memory(self, sizes: dict[int | str, str]) -> None:
+        devices_valid = all(isinstance(key, int) or key == "cpu" for key in sizes)
+        sizes_valid = all(SIZE.fullmatch(size) for size in sizes.values())
+        if not (self.device_map and devices_valid and sizes_valid):
             allowed = "null, or with device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
             hint = "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}"
-            raise UserError("runtime.max_memory", memory, allowed, hint)
+            raise UserError("runtime.max_memory", sizes, allowed, hint)
 
     @property
     def shared_bytes(self) -> int:
-        """``share`` in bytes."""
-        found = re.fullmatch(SIZE, self.share or "0KB")
-        assert found is not None
-        return int(
-            float(found[1]) * (1024 if found[3] else 1000) ** (" KMG".index(found[2]))
-        )
+        """``share`` in bytes; 0 where nothing is shared."""
+        if self.share is None:
+            return 0
+        match = SIZE.fullmatch(self.share)
+        assert match is not None, "checked when it was made"
+        number, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        return int(float(number) * base ** PREFIXES.index(prefix))

@@ -27,7 +27,7 @@ from posbench.plots.search import (
 )
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import ROWS, Read, load_state, save_state

@@ -121,7 +121,7 @@ class DeploySearch(Search):
                 hint = "leave out search.deploy and search.side_task"
                 raise UserError("search.deploy", self.deploy, allowed, hint)
             return
-        last = run.target.pinned.get("last")
+        last = run.method.target.pinned.get("last")
         if self.folds and last not in (None, "all"):
             field = f"{run.target.where}.last"
             allowed = f"all, with search.deploy={self.deploy}, which folds"

@@ -19,7 +19,7 @@ from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
 from posbench.search.base import ROWS, Read
 from posbench.search.scales import (

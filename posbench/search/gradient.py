@@ -17,7 +17,7 @@ from posbench.model.guard import guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, epoch_section, load_state, save_state
 from posbench.search.scales import (

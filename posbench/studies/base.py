@@ -11,7 +11,7 @@ from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks, Reads
+from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"

@@ -22,7 +22,7 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.run.base import Run
-from posbench.run.shared import Ask, Asks, Subject
+from posbench.run.batch_plan import BatchPlan, Request, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
 from posbench.stats.findings import Finding, ends, estimate, joint
@@ -62,9 +62,11 @@ def need_items(task: Task) -> list[Example]:
 
 def need_whole_maps(run: Run) -> None:
     """Raise UserError for a method that runs the last token apart: no forward then has whole maps."""
-    if run.trial().needs_prompt:
-        allowed = f"a method that leaves whole attention maps; {run.choice.name} runs the last token apart"
-        raise UserError("method", run.choice.name, allowed, "leave the method out")
+    if run.method.trial().needs_prompt:
+        allowed = f"a method that leaves whole attention maps; {run.method.choice.name} runs the last token apart"
+        raise UserError(
+            "method", run.method.choice.name, allowed, "leave the method out"
+        )
 
 
 def check_prompts(run: Run, task: Task | None = None) -> None:

@@ -21,7 +21,7 @@ from posbench.model.lm import LM
 from posbench.pipeline.compose import composed
 from posbench.pipeline.execute import execute
 from posbench.pipeline.identity import identity
-from posbench.pipeline.ready import ready
+from posbench.pipeline.prepare import prepare
 from posbench.pipeline.stages import evaluate
 from posbench.report.compare import Compared, differences, labelled
 from posbench.report.page import cut_prompts
@@ -370,8 +370,8 @@ def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
         ("task.repetition_penalty=2", "1.0:"),
     ):
         with pytest.raises(UserError, match=said):
-            ready(composed(*served(URL)[:3], *long, typed))
-    (line,) = ready(composed(*served(URL)[:3], *long)).said
+            prepare(composed(*served(URL)[:3], *long, typed))
+    (line,) = prepare(composed(*served(URL)[:3], *long)).warnings
     assert line.startswith("prompts are sent as plain text")
 
 

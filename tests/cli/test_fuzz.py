@@ -110,12 +110,12 @@ def tried(
         made = list[tuple[Any, ...]]()
         with monkeypatch.context() as patched:
             patched.setattr(
-                compose, "_filled", lambda *parts: made.append(parts) or filled(*parts)
+                compose, "_fill", lambda *parts: made.append(parts) or filled(*parts)
             )
             whole(args, lambda _: None)
         return made[0]
 
-    filled = compose._filled
+    filled = compose._fill
 
     def quick(
         args: list[str], each: Callable[[Any], None], *_: Any

@@ -160,15 +160,15 @@ def test_a_run_that_goes_on_on_another_processor_says_so(
 def test_shards_of_several_machines_are_named(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posbench.pipeline.execute import prepared_folder
+    from posbench.pipeline.execute import make_run_folder
 
     command = [*SMALL, "stages=[evaluate]", f"runtime.outputs={outputs}"]
-    folder = prepared_folder(config_of(*command), "posbench")
+    folder = make_run_folder(config_of(*command), "posbench")
     assert opened(folder).hardware() == [], "who prepares a folder makes no row"
     for number, machine in enumerate(("one", "other")):
         with monkeypatch.context() as patch:
             patch.setattr(
-                "posbench.pipeline.together.hardware", lambda machine=machine: machine
+                "posbench.pipeline.sharing.hardware", lambda machine=machine: machine
             )
             part = posbench("resume", str(folder), f"--part={number}/2", verb=True)
             assert part.status == 0, part.err

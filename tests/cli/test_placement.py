@@ -195,7 +195,7 @@ def test_the_check_of_gpus_passes() -> None:
         plan = [
             s for s in setups(torch.device("cuda:0"), 2, flash=False) if not s.missing
         ]
-        run: Any = SimpleNamespace(every=ALL, console=Console())
+        run: Any = SimpleNamespace(all_methods=ALL, console=Console())
         rows = pd.DataFrame(
             [
                 r

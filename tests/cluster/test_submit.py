@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posbench.pipeline import jobs
-from posbench.pipeline.execute import prepared_folder, recorded
+from posbench.pipeline.execute import make_run_folder, recorded_config
 from posbench.pipeline.jobs import Submission
 from posbench.run.folder import RunDir, opened
 from posbench.run.lease import owned, started
@@ -84,13 +84,13 @@ def test_a_run_here_takes_no_cluster(
 def test_a_folder_tells_its_run(args: list[str], outputs: Path) -> None:
     """And none of other code, or settings."""
     config = config_of(*args, f"runtime.outputs={outputs}")
-    folder = prepared_folder(config, "posbench")
-    again = recorded(folder)
+    folder = make_run_folder(config, "posbench")
+    again = recorded_config(folder)
     assert {**again.raw, "runtime": 0} == {
         **config.raw,
         "runtime": 0,
     } and again.stages == config.stages
-    assert prepared_folder(again, "posbench").samefile(folder)
+    assert make_run_folder(again, "posbench").samefile(folder)
 
 
 def test_shards_one_after_another(
@@ -107,7 +107,7 @@ def test_shards_one_after_another(
     assert (
         posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
     )
-    folder = prepared_folder(config_of(*args, f"runtime.outputs={outputs}"), "posbench")
+    folder = make_run_folder(config_of(*args, f"runtime.outputs={outputs}"), "posbench")
     for number in (2, 0, 1):
         assert not RunDir(folder).done
         assert (
@@ -135,7 +135,7 @@ def test_shards_one_after_another(
 def test_states_are_those_of_the_folders(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    folder = prepared_folder(
+    folder = make_run_folder(
         config_of(*SMALL, f"runtime.outputs={outputs}"), "posbench"
     )
     one = Submission(

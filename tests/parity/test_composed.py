@@ -18,7 +18,7 @@ from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.hooks import replaced
 from posbench.pipeline.compose import composed
-from posbench.pipeline.config import check, trial
+from posbench.pipeline.config import check
 from tests.conftest import config_of
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
@@ -315,7 +315,7 @@ def test_the_command_line_builds_the_parts_in_order():
 )
 def test_mistakes_are_told_in_one_line(overrides, words):
     with pytest.raises(UserError) as error:
-        trial(config_of(*overrides))
+        config_of(*overrides).method_under_test().trial()
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -27,7 +27,9 @@ NEEDS = {
 }
 """Rotary embeddings, one base for all of them, attention through the library's functions."""
 OWN = Path(__file__).parents[2] / "docs" / "examples"
-METHODS = config_of(f"--config-dir={OWN}", "study=precision", "model=tiny_damped").every
+METHODS = config_of(
+    f"--config-dir={OWN}", "study=precision", "model=tiny_damped"
+).all_methods
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -14,7 +14,7 @@ from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.load import model_config
 from posbench.pipeline.compose import compose, composed
-from posbench.pipeline.config import check, needs, trial
+from posbench.pipeline.config import check, needs
 from posbench.schema import defaults, required, target
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
@@ -157,7 +157,9 @@ def test_a_method_without_constants_is_searched_first_unless_stages_are_typed() 
     model = "model.path=posbench://tiny"
     alone = config_of("model=hf", model)
     assert alone.stages == ("search", "intervene", "evaluate", "report")
-    assert trial(alone) == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
+    assert alone.method_under_test().trial() == ScaleChannel(
+        channel=0, factor=1.0, layers=(0, 0)
+    )
     scales = config_of("model=hf", model, "method=layer_scaling", "search=genetic")
     assert (
         scales.stages[0] == "search"

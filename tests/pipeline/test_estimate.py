@@ -10,13 +10,12 @@ from posbench.model.load import load, outline, reader
 from posbench.model.store import Store
 from posbench.pipeline import estimate
 from posbench.pipeline.compose import composed
-from posbench.pipeline.config import trial
 from posbench.pipeline.execute import execute
-from posbench.pipeline.ready import prepared, ready
-from posbench.pipeline.stages import intervene
-from posbench.run import answers
-from posbench.run.cost import Costs, Work
-from posbench.run.shared import Subject
+from posbench.pipeline.prepare import build_run, prepare
+from posbench.pipeline.stages.intervene import plan_attention
+from posbench.run.batch_plan import Subject
+from posbench.run.cost import Costs, WorkEstimate
+from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from tests.models import build
 
@@ -31,10 +30,10 @@ QUIET = Console(quiet=True)
 
 
 def told(*overrides):
-    config = ready(composed(*FEW, *overrides)).config
-    run = prepared(config, {}, (), QUIET)
+    config = prepare(composed(*FEW, *overrides)).config
+    run = build_run(config, QUIET)
     run.lm = outline(config.model, reader(config.model), "cpu")
-    return config, estimate.work(config, run)
+    return config, estimate.estimate_run(config, run)
 
 
 @pytest.mark.parametrize("share", ["4GiB", "2MiB", "null"])
@@ -50,19 +49,24 @@ def test_tokens_are_those_that_the_model_reads(share, method, tiny, monkeypatch)
         "fill",
         lambda self, *given: (held.append(self.layout.size), fill(self, *given)),
     )
-    for stage, work in zip((intervene, answers), works, strict=True):
-        run = prepared(config, {}, (), QUIET)
+    for make_plan, work in zip((plan_attention, plan_replies), works, strict=True):
+        run = build_run(config, QUIET)
         run.lm = tiny
         run.evaluation = config.task.evaluation()
         lm, before, held[:] = run.lm, run.lm.read, [0]
-        methods = {UNMODIFIED: Unmodified(), method: trial(config)}
+        methods = {UNMODIFIED: Unmodified(), method: config.method_under_test().trial()}
         asked = [Subject(run, *each) for each in methods.items()]
-        asks, compute = stage.planned(asked, run.encode(run.evaluation))
+        asks, compute = make_plan(asked, run.prompts.encode(run.evaluation))
         for batch in asks.batches:
             compute(batch)
-        assert lm.read - before == work.computed and asks.asked == work.tokens
-        assert work.held == max(held) and bool(work.held) == (share != "null")
-        assert work.prompts == 12 and (work.computed < work.tokens) == (
+        assert (
+            lm.read - before == work.computed_tokens
+            and asks.requested_tokens == work.tokens
+        )
+        assert work.prefix_tokens == max(held) and bool(work.prefix_tokens) == (
+            share != "null"
+        )
+        assert work.prompts == 12 and (work.computed_tokens < work.tokens) == (
             (method, share != "null") == ("scale_channel", True)
         )
 
@@ -89,20 +93,26 @@ def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
     ]
     config, works = told(*given)
     monkeypatch.setattr(
-        "posbench.pipeline.execute.preflight", lambda *args: None
+        "posbench.pipeline.execute.probe_model", lambda *args: None
     )  # reads a few tokens
     monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: tiny)
     before = tiny.read
     execute(config, command="test", console=QUIET)
-    assert sum(work.computed for work in works) == tiny.read - before > 0
+    assert sum(work.computed_tokens for work in works) == tiny.read - before > 0
 
 
 def test_many_prompts_are_told_from_some(monkeypatch):
     _, (_, whole) = told("task.limit=40")
-    monkeypatch.setattr(estimate, "LOOK", 3000)
+    monkeypatch.setattr(estimate, "COUNTED_CHARACTERS", 3000)
     _, (_, some) = told("task.limit=40")
     assert some.prompts == whole.prompts == 240
-    for name in ("tokens", "computed", "pairs", "fed", "later"):
+    for name in (
+        "tokens",
+        "computed_tokens",
+        "attention_pairs",
+        "decoded_tokens",
+        "decoded_pairs",
+    ):
         assert getattr(some, name) == pytest.approx(getattr(whole, name), rel=0.03), (
             name
         )
@@ -123,20 +133,20 @@ def test_operations_and_bytes_are_those_of_a_forward(family):
         for layer in out.past_key_values.layers
         for t in (layer.keys, layer.values)
     )
-    prompts = Work(
+    prompts = WorkEstimate(
         "",
         batch,
         batch * past,
         batch * past,
         batch * past * (past + 1) // 2,
-        batch=batch * past,
+        batch_tokens=batch * past,
     )
-    assert kept == shape.cached(prompts)
-    assert shape.weights == sum(p.nbytes for p in lm.model.parameters())
+    assert kept == shape.cache_bytes(prompts)
+    assert shape.weight_bytes == sum(p.nbytes for p in lm.model.parameters())
     # A kernel multiplies whole squares, of which the model needs the half.
-    square = Work("", batch, batch * past, batch * past, batch * past * past)
+    square = WorkEstimate("", batch, batch * past, batch * past, batch * past * past)
     assert first.get_total_flops() == pytest.approx(
-        shape.prefill(square), rel=0.03
+        shape.prefill_flops(square), rel=0.03
     )  # norms and biases are no products
     with torch.no_grad(), FlopCounterMode(display=False) as later:
         for _ in range(new):
@@ -144,22 +154,44 @@ def test_operations_and_bytes_are_those_of_a_forward(family):
                 ids[:, :1], past_key_values=out.past_key_values, use_cache=True
             )
     pairs = batch * (new * past + new * (new + 1) // 2)
-    replies = Work("", 0, 0, 0, 0, fed=batch * new, later=pairs)
+    replies = WorkEstimate(
+        "", 0, 0, 0, 0, decoded_tokens=batch * new, decoded_pairs=pairs
+    )
     assert later.get_total_flops() == pytest.approx(
         shape.flops(replies), rel=0.03
     )  # norms and biases are no products
 
 
 def test_time_is_the_formula_by_hand():
-    shape = Costs(7, 5, 1, layers=2, heads=3, cache=8, stored=4, width=2)
-    work = Work(
-        "", 10, 900, 600, pairs=1000, steps=20, fed=190, later=5000, batch=64, held=300
+    shape = Costs(
+        7,
+        5,
+        1,
+        layers=2,
+        query_width=3,
+        cache_numbers=8,
+        stored_token_bytes=4,
+        number_bytes=2,
+    )
+    work = WorkEstimate(
+        "",
+        10,
+        900,
+        600,
+        attention_pairs=1000,
+        decode_steps=20,
+        decoded_tokens=190,
+        decoded_pairs=5000,
+        batch_tokens=64,
+        prefix_tokens=300,
     )
     flops = 2 * 5 * 600 + 4 * 2 * 3 * 1000 + 2 * 1 * 10
-    assert shape.prefill(work) == flops
+    assert shape.prefill_flops(work) == flops
     assert shape.flops(work) == flops + 2 * 5 * 190 + 4 * 2 * 3 * 5000 + 2 * 190
     read = 20 * 7 * 2 + 5000 * 8 * 2
     assert shape.seconds(work) == pytest.approx(
         flops / (0.4 * 989e12) + read / (0.6 * 3.35e12)
     )
-    assert shape.bytes(work) == 14 + 64 * 16 + 300 * 4 and shape.devices(work) == 1
+    assert (
+        shape.memory_bytes(work) == 14 + 64 * 16 + 300 * 4 and shape.devices(work) == 1
+    )

@@ -36,12 +36,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     monkeypatch.setattr(paths, "PACKAGE", copy)
     yield copy
-    identity._shipped.cache_clear()
+    identity._package_code.cache_clear()
 
 
 def _digest() -> str:
     """What a process that starts now would find."""
-    identity._shipped.cache_clear()
+    identity._package_code.cache_clear()
     return identity.source_digest()
 
 

@@ -10,16 +10,19 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv, write_text
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
-from posbench.run.answers import STAGE, answers, planned
 from posbench.run.base import Run
+from posbench.run.batch_plan import subjects
 from posbench.run.folder import RunDir
-from posbench.run.shared import subjects
+from posbench.run.replies import STAGE, plan_replies, scored_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Example, Task
 
 FILE = "predictions.jsonl"
-TABLES = ("metrics.csv", "subsets.csv")
+PROMPTS = "prompts.json"
+METRICS = "metrics.csv"
+SUBSETS = "subsets.csv"
+TABLES = (METRICS, SUBSETS)
 
 
 def run(config: Config, run: Run) -> None:
@@ -28,127 +31,155 @@ def run(config: Config, run: Run) -> None:
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
     task = run.task
-    unmodified = run.share_unmodified(FILE)
-    encoded = run.encode(run.evaluation)
-    facts = _prompts(run.evaluation, encoded) | {
-        "questions": _questions(run.evaluation)
-    }
-    run.out.write_json("prompts.json", facts)
-    found = answers(run, FILE, run.methods(), encoded)
-    rows = list[Row]()
-    run.out.mark(FILE, key=unmodified, done=True)
-    for name, done in found.items():
-        rows += done
-        by_id = {row["id"]: str(row["output"]) for row in done}
-        for file, text in task.submission(
-            [(e, by_id[e.id]) for e in run.evaluation]
-        ).items():
-            path = run.out.path / "submission" / name / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, text)
-            run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
-    if not write_metrics(task, run.model.name, run.runtime.resamples, run.out, rows):
-        notes = ", ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
-        why = (
-            f"the model read none of them: {notes}"
-            if notes
-            else f"{task.name} publishes no answers for them"
-        )
-        run.console.print(f"evaluate: nothing is scored, {why}")
+    unmodified_key = run.share_unmodified(FILE)
+    encoded = run.prompts.encode(run.evaluation)
+    facts = _prompt_facts(run.evaluation, encoded)
+    facts["questions"] = _questions_checksum(run.evaluation)
+    run.out.write_json(PROMPTS, facts)
+    rows_by_method = scored_replies(run, FILE, run.methods(), encoded)
+    run.out.mark(FILE, key=unmodified_key, done=True)
+    for name, rows in rows_by_method.items():
+        _write_submission(run, name, rows)
+    all_rows = [row for rows in rows_by_method.values() for row in rows]
+    resamples = run.runtime.resamples
+    if not write_metrics(task, run.model.name, resamples, run.out, all_rows):
+        notes = dict.fromkeys(row["note"] for row in all_rows if "note" in row)
+        reason = f"{task.name} publishes no answers for them"
+        if notes:
+            reason = f"the model read none of them: {', '.join(notes)}"
+        run.console.print(f"evaluate: nothing is scored, {reason}")
+
+
+def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
+    """Write the replies under a method as the benchmark's leaderboard takes them, where it has one."""
+    outputs = {row["id"]: str(row["output"]) for row in rows}
+    replies = [(example, outputs[example.id]) for example in run.evaluation]
+    for name, text in run.task.submission(replies).items():
+        path = run.out.path / "submission" / method / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+        run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
 
 
 def fill(runs: Sequence[Run]) -> None:
     """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
     first = runs[0]
     first.share_unmodified(FILE)
-    asks, compute = planned(subjects(runs), first.encode(first.evaluation))
-    asks.fill(first, FILE, STAGE, compute, lambda ask: ask.subject.run.out)
+    encoded = first.prompts.encode(first.evaluation)
+    plan, compute = plan_replies(subjects(runs), encoded)
+    plan.fill(first, FILE, STAGE, compute)
 
 
-def _prompts(
+def _prompt_facts(
     examples: Sequence[Example], encoded: Mapping[str, Encoded]
 ) -> dict[str, Any]:
     """The first prompt of each subset as the model reads it, and a checksum over all prompts of the run."""
     total = hashlib.sha256()
-    first: dict[str, dict[str, Any]] = {}
-    for e in examples:
-        code = encoded[e.id]
-        total.update(f"{e.id}\0{code.text}\0".encode())
-        if e.subset not in first:
-            checksum = hashlib.sha256(code.text.encode()).hexdigest()
-            size = len(code.ids) or None
-            first[e.subset] = {
-                "id": e.id,
-                "tokens": size,
-                "sha256": checksum,
-                "text": code.text,
+    first_of_subset: dict[str, dict[str, Any]] = {}
+    for example in examples:
+        prompt = encoded[example.id]
+        total.update(f"{example.id}\0{prompt.text}\0".encode())
+        if example.subset not in first_of_subset:
+            first_of_subset[example.subset] = {
+                "id": example.id,
+                "tokens": len(prompt.ids) or None,
+                "sha256": hashlib.sha256(prompt.text.encode()).hexdigest(),
+                "text": prompt.text,
             }
-    return {"sha256": total.hexdigest(), "prompts": len(examples), "first": first}
+    return {
+        "sha256": total.hexdigest(),
+        "prompts": len(examples),
+        "first": first_of_subset,
+    }
 
 
-def _questions(examples: Sequence[Example]) -> str:
+def _questions_checksum(examples: Sequence[Example]) -> str:
     """A checksum over what is asked, before any template: no model is needed to compare it."""
     total = hashlib.sha256()
-    for e in examples:
-        total.update(f"{e.id}\0{e.prompt}\0".encode())
+    for example in examples:
+        total.update(f"{example.id}\0{example.prompt}\0".encode())
     return total.hexdigest()
 
 
 def write_metrics(
     task: Task, model: str, resamples: int, out: RunDir, rows: Sequence[Row]
 ) -> bool:
-    """Tabulate scored rows into metrics.csv and subsets.csv; False, and no file, where no row has a score."""
-    order = {
-        name: i for i, name in enumerate(dict.fromkeys(row["method"] for row in rows))
-    }
-    ordered = sorted(rows, key=lambda r: (order[r["method"]], r["id"]))
+    """Tabulate scored rows into metrics.csv and subsets.csv.
+
+    Args:
+        task: The task.
+        model: The model's name.
+        resamples: Bootstrap draws behind an interval.
+        out: The run folder.
+        rows: Rows of all methods.
+
+    Returns:
+        Whether any row has a score; else no file is written.
+    """
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
     if not any(row["scores"] for row in ordered):
         return False
-    seed = getattr(task, "seed", 0)
     tabulator = Tabulator(
-        task=task, model=model, unmodified=UNMODIFIED, resamples=resamples, seed=seed
+        task=task,
+        model=model,
+        unmodified=UNMODIFIED,
+        resamples=resamples,
+        seed=getattr(task, "seed", 0),
     )
-    write_csv(out.path / "metrics.csv", tabulator.metrics(ordered))
+    write_csv(out.path / METRICS, tabulator.metrics(ordered))
     subsets = tabulator.subsets(ordered)
     if len(subsets):
-        write_csv(out.path / "subsets.csv", subsets)
+        write_csv(out.path / SUBSETS, subsets)
     return True
 
 
 def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
-    """Score the saved outputs again, without a model; returns how many rows changed their score.
+    """Score the saved outputs again, without a model.
+
+    Args:
+        task: The task.
+        model: The model's name.
+        resamples: Bootstrap draws behind an interval.
+        out: The run folder.
+
+    Returns:
+        How many rows changed their score.
 
     Raises:
         UserError: The task no longer asks what the run asked.
     """
-    examples = {e.id: e for e in task.evaluation()}
+    examples = {example.id: example for example in task.evaluation()}
+    saved_rows = out.rows(FILE)
+    _need_same_questions(task, examples, saved_rows, out)
     rows: list[Row] = []
-    changed = 0
-    told = out.rows(FILE)
-    strange = next((row["id"] for row in told if row["id"] not in examples), None)
-    asked = _questions(list(examples.values()))
-    if (
-        strange is not None
-        or out.read_json("prompts.json").get("questions", asked) != asked
-    ):
-        value = (
-            f"{task.name}, {len(examples)} questions"
-            if strange is None
-            else f"no question {strange}"
-        )
-        hint = "bring back the data or the version of posbench of that run, or run it again"
-        raise UserError(
-            "task", value, f"the questions that {out.path.name} asked", hint
-        )
-    for row in told:
+    num_changed = 0
+    for row in saved_rows:
         if "error" not in row and not row.get("note"):
             scores = task.score(examples[row["id"]], row["output"])
-            changed += scores != row["scores"]
+            if scores != row["scores"]:
+                num_changed += 1
             row = {**row, "scores": scores}
         rows.append(row)
-    if changed:
+    if num_changed:
         out.write_rows(FILE, rows)
-    write_metrics(
-        task, model, resamples, out, [row for row in rows if "error" not in row]
-    )
-    return changed
+    valid_rows = [row for row in rows if "error" not in row]
+    write_metrics(task, model, resamples, out, valid_rows)
+    return num_changed
+
+
+def _need_same_questions(
+    task: Task, examples: Mapping[str, Example], rows: Sequence[Row], out: RunDir
+) -> None:
+    """Refuse a task that asks other questions than a run did."""
+    unknown_ids = [row["id"] for row in rows if row["id"] not in examples]
+    checksum = _questions_checksum(list(examples.values()))
+    same = out.read_json(PROMPTS).get("questions", checksum) == checksum
+    if same and not unknown_ids:
+        return
+    value = f"{task.name}, {len(examples)} questions"
+    if unknown_ids:
+        value = f"no question {unknown_ids[0]}"
+    allowed = f"the questions that {out.path.name} asked"
+    hint = "bring back the data or the version of posbench of that run, or run it again"
+    raise UserError("task", value, allowed, hint)

@@ -13,9 +13,11 @@ from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.text import shortened
 from posbench.run.base import Run
-from posbench.run.shared import Ask, Asks, Compute, Subject, subjects
+from posbench.run.batch_plan import BatchPlan, Compute, Request, Subject, subjects
+from posbench.tasks import Example
 from posbench.tasks.items import placed
 
+STAGE = "intervene"
 FILE = "attention.jsonl"
 COLUMNS = (
     "model",
@@ -38,41 +40,49 @@ def run(config: Config, run: Run) -> None:
             f"intervene: task {run.task.name} has no gold positions, nothing to measure"
         )
         return
-    encoded = run.encode(examples)
-    frames = []
-    cut = shortened(
-        {"id": name, "dropped": code.dropped} for name, code in encoded.items()
+    encoded = run.prompts.encode(examples)
+    cut_prompts = shortened(
+        {"id": name, "dropped": prompt.dropped} for name, prompt in encoded.items()
     )
-    if cut:
-        run.console.print(f"intervene: {cut}")
-    unmodified = run.share_unmodified(FILE, run.runtime.intervene_examples)
-    asks, compute = planned(subjects([run]), encoded)
-    rows = asks.complete(run, FILE, "intervene", compute)
-    run.out.mark(FILE, key=unmodified, done=True)
+    if cut_prompts:
+        run.console.print(f"intervene: {cut_prompts}")
+    unmodified_key = run.share_unmodified(FILE, run.runtime.intervene_examples)
+    plan, compute = plan_attention(subjects([run]), encoded)
+    rows = plan.complete(run, FILE, STAGE, compute)
+    run.out.mark(FILE, key=unmodified_key, done=True)
+    write_csv(run.out.path / "attention.csv", _mean_attention(run, examples, rows))
+
+
+def _mean_attention(
+    run: Run, examples: Sequence[Example], rows: Sequence[Row]
+) -> pd.DataFrame:
+    """The attention of each layer to each item, the mean over examples of a method and gold position."""
+    frames = []
     for name in dict.fromkeys(row["method"] for row in rows):
-        found = {
+        attention = {
             row["id"]: np.array(row["attention"])
             for row in rows
             if row["method"] == name
         }
         for position in dict.fromkeys(e.gold_position for e in examples):
+            # of shape (examples, layers, items)
             values = np.stack(
-                [found[e.id] for e in examples if e.gold_position == position]
+                [attention[e.id] for e in examples if e.gold_position == position]
             )
             mean = values.mean(0)
-            layer, item = (index.ravel() for index in np.indices(mean.shape))
+            layers, items = np.indices(mean.shape)
             columns = (
                 run.model.name,
                 name,
                 run.task.name,
                 position,
-                layer,
-                item,
+                layers.ravel(),
+                items.ravel(),
                 mean.ravel(),
                 len(values),
             )
             frames.append(pd.DataFrame(dict(zip(COLUMNS, columns, strict=True))))
-    write_csv(run.out.path / "attention.csv", pd.concat(frames, ignore_index=True))
+    return pd.concat(frames, ignore_index=True)
 
 
 def fill(runs: Sequence[Run]) -> None:
@@ -81,28 +91,41 @@ def fill(runs: Sequence[Run]) -> None:
     examples = placed(first.evaluation, first.runtime.intervene_examples)
     if examples:
         first.share_unmodified(FILE, first.runtime.intervene_examples)
-        asks, compute = planned(subjects(runs), first.encode(examples))
-        asks.fill(first, FILE, "intervene", compute, lambda ask: ask.subject.run.out)
+        encoded = first.prompts.encode(examples)
+        plan, compute = plan_attention(subjects(runs), encoded)
+        plan.fill(first, FILE, STAGE, compute)
 
 
-def planned(
+def plan_attention(
     subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
-) -> tuple[Asks, Compute]:
-    """What to run, of runs that differ in their methods alone, and what makes the rows of a batch: the
-    attention [L, N] of each example."""
+) -> tuple[BatchPlan, Compute]:
+    """Plan the attention of prompts to their items, of runs that differ in their methods alone.
+
+    Args:
+        subjects: The methods.
+        encoded: The prompts by the id of their example.
+
+    Returns:
+        The plan, and a function that computes the rows of a batch: of each example the attention, of shape
+        (layers, items).
+    """
     run = subjects[0].run
 
-    def compute(batch: Sequence[Ask]) -> list[Row]:
-        given = [each.example for each in batch]
-        with asks.under(batch) as prefix:
-            found = attention_to_items(
-                run.lm, [encoded[e.id] for e in given], given, prefix=prefix
-            )
-        return [{"attention": rounded(weights)} for weights in found]
+    def compute(batch: Sequence[Request]) -> list[Row]:
+        examples = [request.example for request in batch]
+        prompts = [encoded[example.id] for example in examples]
+        with plan.applied(batch) as prefix:
+            attention = attention_to_items(run.lm, prompts, examples, prefix=prefix)
+        return [{"attention": rounded(weights)} for weights in attention]
 
-    length = lambda e: len(encoded[e.id].ids)  # noqa: E731
+    def length(example: Example) -> int:
+        return len(encoded[example.id].ids)
+
+    def make_batches(
+        examples: Sequence[Example], max_tokens: int | None
+    ) -> list[list[Example]]:
+        return run.prompts.batches_by_length(examples, length, max_tokens)
+
     examples = placed(run.evaluation, run.runtime.intervene_examples)
-    asks = Asks.of(
-        subjects, examples, encoded, lambda part, most: run.batches(part, length, most)
-    )
-    return asks, compute
+    plan = BatchPlan.of(subjects, examples, encoded, make_batches)
+    return plan, compute

@@ -18,18 +18,15 @@ def run(config: Config, run: Run) -> None:
     """
     study = config.study
     assert study is not None
-    inside = study.needs_model and not study.uses_method
-    with run.method().applied(run.lm) if inside else nullcontext():
+    runs_inside_method = study.needs_model and not study.uses_method
+    with run.method.build().applied(run.lm) if runs_inside_method else nullcontext():
         tables = study.measure(run)
     for name, table in tables.items():
         write_csv(run.out.path / f"{name}.csv", table)
     # From what was written, as the figures are: a verdict never rests on digits that no file holds.
-    found = study.findings(study_tables(run.out.path, list(tables)))
-    if found:
-        write_csv(
-            run.out.path / "findings.csv",
-            frame(found, run.model.name if study.needs_model else ""),
-        )
-    run.out.write_json(
-        "study.json", {"study": config.study_name, "tables": list(tables)}
-    )
+    findings = study.findings(study_tables(run.out.path, list(tables)))
+    if findings:
+        model = run.model.name if study.needs_model else ""
+        write_csv(run.out.path / "findings.csv", frame(findings, model))
+    facts = {"study": config.study_name, "tables": list(tables)}
+    run.out.write_json("study.json", facts)

@@ -19,7 +19,7 @@ from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Seed, Several
 from posbench.stats.findings import Finding, estimate, joint
 from posbench.studies.base import Study, Tables
@@ -66,9 +66,9 @@ class Sampled(Study):
         check_interface(run.lm)
         self.rows(run.lm)
 
-    def reads(self, run: Run) -> list[Reads]:
+    def reads(self, run: Run) -> list[StudyWorkload]:
         """See :meth:`Study.reads`."""
-        return [Reads(texts=self.samples, length=self.tokens)]
+        return [StudyWorkload(texts=self.samples, length=self.tokens)]
 
     def rows(self, lm: LM) -> list[list[int]]:
         """The token rows: pieces of the text, or random tokens.

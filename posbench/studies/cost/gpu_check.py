@@ -316,7 +316,7 @@ class Checked:
             base = self.model(CPU_SETUP)
         self.weights = base.model.state_dict()
         self.methods = applicable(
-            base, run.every, lambda choice: choice.cls.example(base)
+            base, run.all_methods, lambda choice: choice.cls.example(base)
         )
         self.exact = {
             name: self.answers(base, method) for name, method in self.methods.items()

@@ -16,11 +16,11 @@ from posbench.late import inference_mode, pd, torch
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
-from posbench.run.answers import planned
 from posbench.run.base import Run
+from posbench.run.batch_plan import BatchPlan, Compute, Subject
 from posbench.run.cost import Costs
+from posbench.run.replies import plan_replies
 from posbench.run.runtime import Runtime
-from posbench.run.shared import Asks, Compute, Subject
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.timing import Shape, Timed, random_model, table

@@ -14,7 +14,7 @@ from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Several
 from posbench.stats.bootstrap import difference
 from posbench.stats.findings import Finding, ends, estimate, joint
@@ -75,7 +75,7 @@ class RopeCurves(Study):
         """See :meth:`Study.check`."""
         PositionInterpolation(scale=SCALES[-1]).check(run.lm)
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         return [Looks(self._examples(run), len(SCALES))]
 

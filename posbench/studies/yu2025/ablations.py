@@ -17,8 +17,8 @@ from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
-from posbench.run.answers import compared
 from posbench.run.base import Run
+from posbench.run.replies import compare_scores
 from posbench.schema import Seed
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
@@ -79,7 +79,9 @@ class Ablations(Study):
             raise UserError("search", value, allowed, "leave search= out")
         if run.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
-            raise UserError("method", run.choice.name, allowed, "leave the method out")
+            raise UserError(
+                "method", run.method.choice.name, allowed, "leave the method out"
+            )
         search.check(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

@@ -20,7 +20,7 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
@@ -114,7 +114,7 @@ class AttentionToGold(Study):
             raise UserError("study.items", numbers, allowed, "take task=kv_retrieval")
         return [task, *(replace(task, pairs=n) for n in numbers)]  # type: ignore[call-arg]
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         examples_by_task = [
             placed(shared.need_items(task), self.examples)

@@ -18,7 +18,7 @@ from posbench.perturbations.subtract_channel import subtract_channel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Positive, Seed, Share
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate
@@ -97,7 +97,7 @@ class ChannelSubtraction(Study):
             return gold(example)
         return round(self.other * (len(example.items) - 1))
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         changes_per_item = 1 + self.controls + int(self.opposite)
         num_variants = 1 + len(ROLES) * changes_per_item

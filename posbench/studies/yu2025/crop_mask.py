@@ -18,7 +18,7 @@ from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate, Group
@@ -91,7 +91,7 @@ class CropMask(Study):
             if can_move(lm):
                 stack.enter_context(move_positions(lm, [1], EMPTY_SPAN, EMPTY_SPAN))
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         num_variants = len(LABELS)
         if self.crossed:

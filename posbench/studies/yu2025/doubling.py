@@ -15,7 +15,7 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Looks
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding, estimate
@@ -71,7 +71,7 @@ class Doubling(Study):
         shared.check_each_layer(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
 
-    def reads(self, run: Run) -> list[Looks]:
+    def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         examples = placed(shared.need_items(run.task), self.examples)
         return [Looks(examples, times=0, replies=len(LABELS))]

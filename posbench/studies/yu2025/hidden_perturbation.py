@@ -20,7 +20,7 @@ from posbench.perturbations.move_positions import can_move
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
@@ -109,9 +109,9 @@ class HiddenPerturbation(Study):
         first, last = self.layers or (0, lm.layers - 1)
         return range(first, last + 1)
 
-    def reads(self, run: Run) -> list[Reads]:
+    def reads(self, run: Run) -> list[StudyWorkload]:
         """See :meth:`Study.reads`."""
-        return [Reads(texts=self.texts * len(LABELS), length=self.length)]
+        return [StudyWorkload(texts=self.texts * len(LABELS), length=self.length)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
@@ -144,7 +144,7 @@ class HiddenPerturbation(Study):
         batches = run.batches(
             list(enumerate(strings.draw(lm))), lambda text: self.length
         )
-        rows = run.complete(
+        rows = run.rows.complete(
             "rows.jsonl",
             "hidden perturbation",
             batches,

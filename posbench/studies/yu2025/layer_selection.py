@@ -175,10 +175,12 @@ class LayerSelection(Study):
 
 def _scale_channel(run: Run) -> ScaleChannel:
     """The method, where it is scale_channel with one channel; another one is refused."""
-    method = run.method()
+    method = run.method.build()
     if not isinstance(method, ScaleChannel) or len(method.channels) > 1:
         allowed = "scale_channel with one channel: the study chooses its layers"
-        raise UserError("method", run.choice.name, allowed, "set method=scale_channel")
+        raise UserError(
+            "method", run.method.choice.name, allowed, "set method=scale_channel"
+        )
     return method
 
 

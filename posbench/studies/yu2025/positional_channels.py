@@ -19,7 +19,7 @@ from posbench.plots import base as plot
 from posbench.plots.search import channel_curves
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import STATE
@@ -110,9 +110,9 @@ class PositionalChannels(Study):
             seed=self.seed,
         )
 
-    def reads(self, run: Run) -> list[Reads]:
+    def reads(self, run: Run) -> list[StudyWorkload]:
         """See :meth:`Study.reads`."""
-        return [Reads(texts=2 * self.strings, length=self.length)]
+        return [StudyWorkload(texts=2 * self.strings, length=self.length)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Choose channels on a first set of strings and measure them on a second one.

@@ -110,7 +110,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     study = GpuCheck(prompts=4)
     plan = [s for s in setups(torch.device("cpu"), 0, flash=False) if not s.missing]
     checked = Checked(
-        "tiny", SimpleNamespace(every={}, console=Console()), study.asked()
+        "tiny", SimpleNamespace(all_methods={}, console=Console()), study.asked()
     )  # type: ignore[arg-type]
     checks = pd.DataFrame(checked.rows(plan))
     found = {

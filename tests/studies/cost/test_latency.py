@@ -149,9 +149,12 @@ def test_its_constants_are_those_of_the_model(
     model: str, strength: float | None
 ) -> None:
     config = config_of(OWN, "study=precision", f"model={model}")
-    assert config.every["damp"].values == {"strength": strength, "layers": None}
-    assert config.every["ms_poe"] == config_of("study=precision").every["ms_poe"]
-    assert not config_of(OWN, "study=rollout").every
+    assert config.all_methods["damp"].values == {"strength": strength, "layers": None}
+    assert (
+        config.all_methods["ms_poe"]
+        == config_of("study=precision").all_methods["ms_poe"]
+    )
+    assert not config_of(OWN, "study=rollout").all_methods
 
 
 def test_floors_do_all_that_the_bases_need_and_no_more(

@@ -45,7 +45,7 @@ def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     largest = errors.set_index(["method", "weights"])["largest"]
     methods = sorted(set(errors["method"]))
     # A method whose constants the model's file lacks cannot be measured on it.
-    known = config_of("study=precision").every.items()
+    known = config_of("study=precision").all_methods.items()
     left_out = {
         n for n, c in known if any(c.values[key] is None for key in required(c.cls))
     }

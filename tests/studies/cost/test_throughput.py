@@ -11,16 +11,15 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from posbench.pipeline.ready import prepared
-from posbench.run import answers
+from posbench.pipeline.prepare import build_run
+from posbench.run import replies as run_replies
 from posbench.studies.cost import throughput
 from tests.conftest import Result, config_of, run_folders
 
 
 def run_of(*overrides: str) -> Any:
-    return prepared(
-        config_of("study=throughput", *overrides), {}, (), Console(quiet=True)
-    )
+    config = config_of("study=throughput", *overrides)
+    return build_run(config, Console(quiet=True))
 
 
 def test_all_ways_give_the_same_outputs(
@@ -32,13 +31,13 @@ def test_all_ways_give_the_same_outputs(
     ways = ["one prompt at a time", "in batches", "in batches, prefills shared"]
     assert [row["way"] for row in rows] == ways * 2
     assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[3]["work"]
-    replies = answers.replies
+    replies = run_replies.replies
 
     def wrong(*args: Any) -> list[dict[str, Any]]:
         rows = replies(*args)
         return [{**rows[0], "output": "?"}, *rows[1:]]
 
-    monkeypatch.setattr(answers, "replies", wrong)
+    monkeypatch.setattr(run_replies, "replies", wrong)
     with pytest.raises(RuntimeError, match="in batches gives other results"):
         study.time_replies(run, tiny, 8)
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from posbench.methods import Unmodified
 from posbench.model.store import Store, token_bytes
 from posbench.pipeline.execute import execute
-from posbench.pipeline.ready import prepared, ready
-from posbench.run.answers import planned
+from posbench.pipeline.prepare import build_run, prepare
+from posbench.run.batch_plan import BatchPlan, Subject
 from posbench.run.folder import opened
-from posbench.run.shared import Asks, Subject
+from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import run_folders
@@ -70,7 +70,7 @@ def asked(tmp_path):
 def config(*overrides):
     from posbench.pipeline.compose import composed
 
-    return ready(composed(*overrides)).config
+    return prepare(composed(*overrides)).config
 
 
 def files(folder):
@@ -110,18 +110,20 @@ def test_all_files_are_the_same_whether_prefills_are_shared_or_not(
 
 def run_of(*overrides):
     one = config(*overrides)
-    return prepared(one, {}, (), QUIET)
+    return build_run(one, QUIET)
 
 
 def plan_of(run, methods):
-    encoded = run.encode(run.evaluation)
-    asks, compute = planned([Subject(run, *each) for each in methods.items()], encoded)
+    encoded = run.prompts.encode(run.evaluation)
+    asks, compute = plan_replies(
+        [Subject(run, *each) for each in methods.items()], encoded
+    )
     return asks, compute
 
 
 def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
     run = run_of(*asked, *CHANNEL)
-    methods = {UNMODIFIED: Unmodified(), "scale": run.method()}
+    methods = {UNMODIFIED: Unmodified(), "scale": run.method.build()}
     both, _ = plan_of(run, methods)
     for name, method in methods.items():
         alone, _ = plan_of(run, {name: method})
@@ -149,8 +151,10 @@ def live():
 
 def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     run = run_of(*asked, *CHANNEL, "runtime.share=600KiB", "runtime.batch_tokens=null")
-    asks, compute = plan_of(run, {"scale": run.method()})
-    assert all(group.under for group in asks._groups), "this memory is enough to share"
+    asks, compute = plan_of(run, {"scale": run.method.build()})
+    assert all(group.prefill_method for group in asks._groups), (
+        "this memory is enough to share"
+    )
     asks.lm.generate([[5, 6, 7]], max_new_tokens=1)
     before = live()
     peak = [0]
@@ -176,16 +180,16 @@ def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(
         command="",
         console=QUIET,
     )
-    prefilled = Asks._prefilled
+    prefix_of = BatchPlan._prefix_of
     left = [0]
 
     def killed(self, batch):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        return prefilled(self, batch)
+        return prefix_of(self, batch)
 
-    monkeypatch.setattr(Asks, "_prefilled", killed)
+    monkeypatch.setattr(BatchPlan, "_prefix_of", killed)
     one = config(*asked, *CHANNEL, f"runtime.outputs={tmp_path / 'b'}")
     stops = 0
     for after in (2, 5, 3, 7, 4, 6, 100):
@@ -233,9 +237,9 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
 
 def test_what_shares_nothing_is_said(asked, capsys):
     run = run_of(*asked, "method=ms_poe")
-    asks, _ = plan_of(run, {"ms_poe": run.method()})
-    assert asks.said == ["ms_poe reads each prompt as one, and shares no prefill"]
+    asks, _ = plan_of(run, {"ms_poe": run.method.build()})
+    assert asks.notes == ["ms_poe reads each prompt as one, and shares no prefill"]
     run = run_of(*asked, *CHANNEL, "runtime.share=10KiB")
-    asks, _ = plan_of(run, {"scale_channel": run.method()})
-    assert len(asks.said) == 1 and "runtime.share=10KiB is too small" in asks.said[0]
-    assert not any(group.under for group in asks._groups)
+    asks, _ = plan_of(run, {"scale_channel": run.method.build()})
+    assert len(asks.notes) == 1 and "runtime.share=10KiB is too small" in asks.notes[0]
+    assert not any(group.prefill_method for group in asks._groups)

@@ -7,9 +7,9 @@ import pytest
 from posbench import paths
 from posbench.cli.docs import between_marks
 from posbench.errors import choices
-from posbench.pipeline import scale
+from tools import scale
 
-PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 PUBLISHED = {"7B": 6_738_415_616, "13B": 13_015_864_320, "70B": 68_976_648_192}
 
 
@@ -17,13 +17,15 @@ def test_a_row_of_the_page_is_that_of_the_published_shapes() -> None:
     """Texts of random tokens: 1000 of 1024, in one forward each."""
     name = "behind_rope_fig5"
     cells = scale.row(name)
-    assert f"| {' | '.join(cells)} |" in PAGE.read_text(), (
-        "posbench docs scale --out docs/scale.md"
-    )
+    assert f"| {' | '.join(cells)} |" in PAGE.read_text(), "python tools/scale.py"
     for model, parameters in PUBLISHED.items():
         assert scale.costs(model).parameters == parameters
     (work,) = scale.works(name, "7B")
-    assert (work.tokens, work.computed, work.prompts) == (1_024_000, 1_024_000, 0)
+    assert (work.tokens, work.computed_tokens, work.prompts) == (
+        1_024_000,
+        1_024_000,
+        0,
+    )
     body = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     pairs = 1000 * 1024 * 1025 / 2
     flops = 2 * body * 1_024_000 + 4 * 32 * 4096 * pairs
@@ -32,8 +34,8 @@ def test_a_row_of_the_page_is_that_of_the_published_shapes() -> None:
 
 
 def test_no_experiment_of_the_papers_is_left_out() -> None:
-    told = set(scale.GIVEN["experiments"]) | {
-        n for names in scale.GIVEN["untold"] for n in names.split(", ")
+    told = set(scale.SETTINGS["experiments"]) | {
+        n for names in scale.SETTINGS["untold"] for n in names.split(", ")
     }
     every = set(choices(paths.EXPERIMENTS))
     assert told <= every and every - told == {"side_effects"}
@@ -61,5 +63,5 @@ def _common(row: list[int], other: list[int]) -> int:
 
 @pytest.mark.slow
 def test_the_page_is_the_code_s() -> None:
-    hint = "posbench docs scale --out docs/scale.md"
+    hint = "python tools/scale.py"
     assert between_marks(PAGE, "scale", scale.page()) == PAGE.read_text(), hint

@@ -17,7 +17,7 @@ from posbench.errors import UserError
 from posbench.pipeline.arguments import model_name, requested
 from posbench.pipeline.compose import Composed, compose, composed
 from posbench.pipeline.identity import identity, reads, run_name
-from posbench.pipeline.ready import Ready, ready
+from posbench.pipeline.prepare import PreparedRun, prepare
 from tests.cli import test_tasks
 from tests.conftest import Result
 
@@ -32,10 +32,10 @@ def plain() -> Composed:
 
 
 @pytest.fixture
-def made(plain: Composed) -> Callable[..., Ready]:
+def made(plain: Composed) -> Callable[..., PreparedRun]:
     """What is ready to run on a checkpoint, with keys as typed."""
 
-    def call(path: Path, **keys: Any) -> Ready:
+    def call(path: Path, **keys: Any) -> PreparedRun:
         raw = deepcopy(plain.raw)
         typed = {
             "model.path": str(path),
@@ -49,7 +49,7 @@ def made(plain: Composed) -> Callable[..., Ready]:
             for group in groups:
                 node = node[group]
             node[last] = value
-        return ready(
+        return prepare(
             replace(plain, raw=raw, typed=(*plain.typed, *typed)), download=False
         )
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
 
 
 def test_defaults_fit_a_window_and_say_so(
-    made: Callable[..., Ready], checkpoint: Path
+    made: Callable[..., PreparedRun], checkpoint: Path
 ) -> None:
     found = made(checkpoint)
     task: Any = found.config.task
@@ -116,9 +116,10 @@ def test_defaults_fit_a_window_and_say_so(
         "tokens",
     )
     assert found.config.stages == ("search", "intervene", "evaluate", "report")
-    assert "task.pairs: 140 -> 63, the window of random is 256 tokens" in found.said
+    assert "task.pairs: 140 -> 63, the window of random is 256 tokens" in found.warnings
     assert (
-        "search.length: 1000 -> 256, the window of random is 256 tokens" in found.said
+        "search.length: 1000 -> 256, the window of random is 256 tokens"
+        in found.warnings
     )
     for key in (
         "task.pairs",
@@ -130,11 +131,11 @@ def test_defaults_fit_a_window_and_say_so(
         assert found.config.raw[group][name] == getattr(
             getattr(found.config, group), name
         )
-    assert ready(composed("model=tiny")).said == ()
+    assert prepare(composed("model=tiny")).warnings == ()
 
 
 def test_the_most_pairs_that_fit_are_taken(
-    made: Callable[..., Ready], reader: Path
+    made: Callable[..., PreparedRun], reader: Path
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -160,7 +161,9 @@ def test_the_most_pairs_that_fit_are_taken(
         and longest(task) <= 500 - 3
     )
     assert longest(replace(task, pairs=task.pairs + 1)) > 500 - 3
-    assert "task.records: uuid -> words, the window of bytes is 500 tokens" in few.said
+    assert (
+        "task.records: uuid -> words, the window of bytes is 500 tokens" in few.warnings
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,7 @@ def test_the_most_pairs_that_fit_are_taken(
     ],
 )
 def test_what_is_typed_is_refused_with_what_would_fit(
-    typed: dict[str, Any], told: str, made: Callable[..., Ready], checkpoint: Path
+    typed: dict[str, Any], told: str, made: Callable[..., PreparedRun], checkpoint: Path
 ) -> None:
     with pytest.raises(UserError) as error:
         made(checkpoint, **typed)
@@ -205,29 +208,29 @@ def test_a_genetic_search_fits_few_layers(checkpoint: Path) -> None:
         "search=genetic",
         "task.limit=2",
     )
-    found = ready(composed(*chosen, "search.step_x=2"))
+    found = prepare(composed(*chosen, "search.step_x=2"))
     search: Any = found.config.search
     # Layers 0 to 3 in steps of two: places 0 and 2.
     assert search.points == 2 and any(
         line.startswith("search.points: 4 -> 2, random has 4 layers")
-        for line in found.said
+        for line in found.warnings
     )
     with pytest.raises(
         UserError, match=r"search\.points = 5: allowed: at most 4: random has 4 layers"
     ):
-        ready(composed(*chosen, "search.points=5"))
+        prepare(composed(*chosen, "search.points=5"))
 
 
 def test_gold_positions_that_meet_are_told(
-    made: Callable[..., Ready], checkpoint: Path
+    made: Callable[..., PreparedRun], checkpoint: Path
 ) -> None:
-    told = made(checkpoint, **WORDS, **{"task.pairs": 3}).said
+    told = made(checkpoint, **WORDS, **{"task.pairs": 3}).warnings
     assert "task.positions: 5 -> 3 different ones, with 3 pairs" in told
 
 
 def test_an_experiment_keeps_its_sizes(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"task\.pairs = 32: allowed: at most 15"):
-        ready(
+        prepare(
             composed(
                 "experiment=yu2025_fig6", "method.factor=0", "model.context_window=64"
             )
@@ -235,7 +238,7 @@ def test_an_experiment_keeps_its_sizes(checkpoint: Path) -> None:
 
 
 def test_all_obstacles_are_told_together(
-    made: Callable[..., Ready], checkpoint: Path, tmp_path: Path
+    made: Callable[..., PreparedRun], checkpoint: Path, tmp_path: Path
 ) -> None:
     data = {"task.path": f"{tmp_path}/none.jsonl"}
 
@@ -260,7 +263,7 @@ def test_all_obstacles_are_told_together(
 
 
 def test_two_checkpoints_of_one_name_are_two_runs(
-    made: Callable[..., Ready], checkpoint: Path, tmp_path: Path
+    made: Callable[..., PreparedRun], checkpoint: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / checkpoint.name
     shutil.copytree(checkpoint, other)

@@ -1,0 +1,339 @@
+"""Defaults that fit the model: prompts within its context window, of text that its tokenizer spells.
+
+What the user typed, and what an experiment asks, is never changed: it is refused with the number that would
+fit. Nothing here reads weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from posbench.errors import Faults, UserError
+from posbench.measure.replies import encode_whole, room
+from posbench.model.encode import Encoded, Encoder
+from posbench.model.load import Reader
+from posbench.pipeline.config import Config
+from posbench.tasks import Example, Task
+from posbench.tasks.items import Placed
+
+NUM_LONGEST = 16
+"""Prompts whose tokens are counted: the longest."""
+QUESTIONS_TO_DRAW = 8
+"""Questions that are drawn to find the longest prompts, where the task draws them."""
+SLACK_DEVIATIONS = 5.0
+"""Standard deviations of their lengths that stay free: another prompt may be longer."""
+MIN_ITEMS = 5
+"""Items of a prompt below which shorter items are taken: gold positions need room."""
+MAX_UNKNOWN_SHARE = 0.1
+"""Share of unknown tokens in a prompt from which a tokenizer does not spell it."""
+MAX_LISTED_WORDS = 5
+PLAIN_TEXT = "The quick brown fox 0123456789"
+MEASURING_STAGES = {"study", "intervene", "evaluate"}
+
+
+class Adjustment(NamedTuple):
+    """A change of a default: the value before and after, and why."""
+
+    old: Any
+    new: Any
+    reason: str
+
+
+class FitToModel:
+    """Changes the defaults of a config so that it fits a model.
+
+    Attributes:
+        config: The config as it fits so far.
+        reader: The model without its weights.
+        adjustments: The changes by the dotted key of the field.
+    """
+
+    def __init__(self, config: Config, reader: Reader) -> None:
+        self.config = config
+        self.reader = reader
+        self.adjustments = dict[str, Adjustment]()
+
+    def fit_task(self) -> None:
+        """Shorten replies, and put fewer items into a prompt.
+
+        Raises:
+            UserError: The task does not fit, or the user typed what does not.
+        """
+        config = self.config
+        task = config.task
+        stages = set(config.stages)
+        measures = bool(MEASURING_STAGES & stages)
+        if not config.uses_task or not (measures or "search" in stages):
+            return
+        if "search" in stages:
+            task.examples("calibration")  # what is wrong with them is raised first
+        if not isinstance(task, Placed) and stages <= {"study", "report"}:
+            return  # studies choose among such prompts
+        examples = _longest_examples(task)
+        self._fit_replies(task, examples)
+        if isinstance(task, Placed) and examples[0].items:
+            self._fit_items(examples)
+        elif {"intervene", "evaluate"} & stages:
+            self._need_spelt(examples)
+
+    def fit_search(self) -> None:
+        """Shorten random strings, made of tokens where the tokenizer spells no letters.
+
+        Raises:
+            UserError: The user typed what does not fit.
+        """
+        if "search" not in self.config.stages:
+            return
+        model = self.reader.name
+        layers = self.reader.facts.get_text_config().num_hidden_layers
+        spells = _unknown_share(self.reader, PLAIN_TEXT) < MAX_UNKNOWN_SHARE
+        reasons = {
+            "alphabet": f"the tokenizer of {model} does not spell letters and digits",
+            "points": f"{model} has {layers} layers, and they lie search.step_x apart",
+        }
+        window = self.reader.context_window
+        values = self.config.search.fitted(window, spells, layers)
+        for name, value in values.items():
+            reason = reasons.get(name, self._window_reason)
+            self._change("search", {name: value}, reason)
+
+    def leave_prompts_uncut(self) -> None:
+        """Send prompts as they are where there is no tokenizer to count their tokens.
+
+        Raises:
+            UserError: The user typed that they are cut.
+        """
+        uncut = {"truncation": "refuse", "max_prompt_tokens": None}
+        task = self.config.task
+        values = {
+            name: value for name, value in uncut.items() if getattr(task, name) != value
+        }
+        reason = "without a tokenizer nothing can be cut (model.path=DIR_OR_HUB_ID)"
+        self._change("task", values, reason)
+
+    # Changes
+
+    @property
+    def _window_reason(self) -> str:
+        reader = self.reader
+        return f"the window of {reader.name} is {reader.context_window} tokens"
+
+    def _is_fixed(self, key: str) -> bool:
+        """Whether the user or an experiment set a field."""
+        return key in self.config.typed or self.config.experiment is not None
+
+    def _change(self, group: str, values: Mapping[str, Any], reason: str) -> None:
+        """Set fields of a group of the config.
+
+        Raises:
+            UserError: The user or an experiment set one of them.
+        """
+        faults = Faults()
+        section = getattr(self.config, group)
+        item_counts = [
+            f"task.{name}" for name in getattr(self.config.task, "sizes", ())
+        ]
+        adjustments = dict(self.adjustments)
+        for name, value in values.items():
+            key = f"{group}.{name}"
+            old = getattr(section, name)
+            if self._is_fixed(key):
+                allowed = f"{value}: {reason}"
+                if isinstance(value, int):
+                    allowed = f"at most {allowed}"
+                hint = f"set {key}={value}"
+                if key in item_counts:
+                    hint += ", or cut prompts: task.truncation=middle"
+                faults.found.append(UserError(key, old, allowed, hint))
+            default = adjustments[key].old if key in adjustments else old
+            adjustments[key] = Adjustment(default, value, reason)
+        faults.raise_any()
+        raw = {**self.config.raw, group: {**self.config.raw[group], **values}}
+        changes: Any = {group: replace(section, **values), "raw": raw}
+        self.config = replace(self.config, **changes)
+        self.adjustments = adjustments
+
+    # Replies
+
+    def _fit_replies(self, task: Task, examples: Sequence[Example]) -> None:
+        """Shorten replies to a quarter of the window where they take more than it has."""
+        window = self.reader.context_window
+        max_tokens = window // 2 if task.truncation == "refuse" else window - 1
+        new_value = window // 4
+        if self._is_fixed("task.max_new_tokens"):
+            longest = max(self._num_tokens(example) for example in examples)
+            max_tokens = max(max_tokens, window - longest)
+            new_value = max_tokens
+        if task.max_new_tokens > max_tokens:
+            self._change("task", {"max_new_tokens": new_value}, self._window_reason)
+
+    def _reply_with_one_word(self) -> None:
+        """Shorten replies to the longest answer: of so few words a long reply holds the right one by luck."""
+        if self._is_fixed("task.max_new_tokens"):
+            return
+        examples = self.config.task.evaluation()
+        encoded = encode_whole(self.reader, examples[0])
+        answers = {example.answers[0] for example in examples}
+        longest = max(
+            len(self.reader.continuation_ids(encoded, answer)) for answer in answers
+        )
+        reason = "the tokens of the longest word"
+        self._change("task", {"max_new_tokens": longest}, reason)
+
+    def _num_tokens(self, example: Example) -> int:
+        return len(encode_whole(self.reader, example).ids)
+
+    # Items
+
+    def _fit_items(self, examples: Sequence[Example]) -> None:
+        """Put fewer items into a prompt, or simpler ones where few fit or the tokenizer does not spell them."""
+        task: Any = self.config.task
+        unknown_share = _unknown_share(self.reader, examples[-1].prompt)
+        spelt = unknown_share < MAX_UNKNOWN_SHARE
+        num_fitting = self._num_fitting_items(task, examples) if spelt else 0
+        refuses = task.truncation == "refuse"
+        too_few = refuses and num_fitting < min(MIN_ITEMS, task.items)
+        simpler = {
+            name: value
+            for name, value in task.simpler.items()
+            if getattr(task, name) != value
+        }
+        may_simplify = simpler and not any(
+            self._is_fixed(f"task.{name}") for name in simpler
+        )
+        if may_simplify and (too_few or not spelt):
+            reason = self._window_reason
+            if not spelt:
+                reason = f"the tokenizer of {self.reader.name} spells no others"
+            self._change("task", simpler, reason)
+            self._reply_with_one_word()
+            self._fit_items(_longest_examples(self.config.task))
+            return
+        self._need_spelt(examples)
+        if refuses:
+            self._reduce_items(task, num_fitting)
+            now: Any = self.config.task
+            if now.items != task.items:
+                # Prompts of that size vary in their own way.
+                self._fit_items(_longest_examples(now))
+
+    def _reduce_items(self, task: Placed, num_fitting: int) -> None:
+        """Put at most so many items into a prompt."""
+        if num_fitting < 2:
+            name = self.reader.name
+            allowed = f"a model whose window holds two items of {task.name}: {self._window_reason}"
+            hint = "take another task, or another model"
+            raise UserError("model", name, allowed, hint)
+        evaluation_items, calibration_items = task.sizes[:2]
+        stages = set(self.config.stages)
+        fields = []
+        if MEASURING_STAGES & stages:
+            fields.append(evaluation_items)
+        if "search" in stages:
+            fields.append(calibration_items)
+        values = {
+            name: num_fitting
+            for name in dict.fromkeys(fields)
+            if getattr(task, name) > num_fitting
+        }
+        self._change("task", values, self._window_reason)
+        now: Any = self.config.task
+        num_positions = len(now.gold_positions)
+        if num_positions < len(now.positions):
+            self.adjustments["task.positions"] = Adjustment(
+                len(now.positions),
+                f"{num_positions} different ones",
+                f"with {now.items} {evaluation_items}",
+            )
+
+    def _num_fitting_items(self, task: Placed, examples: Sequence[Example]) -> int:
+        """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
+        prompts = [encode_whole(self.reader, example) for example in examples]
+        num_items = len(examples[0].items)
+        reply = max(room(self.reader, task, example) for example in examples)
+        budget = self.reader.context_window - reply
+        beside_items = max(
+            _tokens_beside_items(example, prompt, num_items)
+            for example, prompt in zip(examples, prompts, strict=True)
+        )
+        lengths = [len(prompt.ids) for prompt in prompts]
+        mean = statistics.fmean(lengths)
+        deviation = statistics.pstdev(lengths)
+        fixed = self._is_fixed(f"task.{task.sizes[0]}")
+        max_items = max(getattr(task, name) for name in task.sizes)
+        for count in range(max_items, 0, -1):
+            # Where the size is fixed, what is tight but fits must go on to run.
+            slack = 0.0
+            if not fixed:
+                slack = SLACK_DEVIATIONS * deviation * math.sqrt(count / num_items)
+            item_tokens = (mean - beside_items) * count / num_items
+            if beside_items + item_tokens + slack <= budget:
+                return count
+        return 0
+
+    # Text
+
+    def _need_spelt(self, examples: Sequence[Example]) -> None:
+        """Refuse prompts that the tokenizer does not spell."""
+        reader = self.reader
+        worst = max(examples, key=lambda e: _unknown_share(reader, e.prompt))
+        share = _unknown_share(reader, worst.prompt)
+        if share < MAX_UNKNOWN_SHARE:
+            return
+        allowed = f"text that the tokenizer of {reader.name} spells; {share:.0%} of these tokens are unknown to it"
+        unknown_words = _unknown_words(reader, worst.prompt)[:MAX_LISTED_WORDS]
+        if unknown_words:
+            allowed += f", such as {', '.join(map(repr, unknown_words))}"
+        hint = "write others (docs/own_data.md lists those of the embedded models), or take another model"
+        value = f"{self.config.task.name}, question {worst.id}"
+        raise UserError("task", value, allowed, hint)
+
+
+def _longest_examples(task: Task) -> list[Example]:
+    """The longest prompts of a task, in characters, the longest last; of a few questions, where it draws them."""
+    if isinstance(task, Placed) and not task.files():
+        limit = min(task.limit or QUESTIONS_TO_DRAW, QUESTIONS_TO_DRAW)
+        task = replace(task, limit=limit)
+    return sorted(task.evaluation(), key=lambda e: len(e.prompt))[-NUM_LONGEST:]
+
+
+def _tokens_beside_items(example: Example, prompt: Encoded, num_items: int) -> float:
+    """Tokens of a prompt that belong to no item: its length without the mean length of an item for each."""
+    second_item = example.items[min(1, num_items - 1)][0]
+    last_item = example.items[-1][0]
+    inner_tokens = sum(second_item <= start < last_item for start, _ in prompt.offsets)
+    item_tokens = inner_tokens / max(num_items - 2, 1)
+    if not item_tokens:
+        # A slow tokenizer gives no offsets, and two items have nothing between them: by characters.
+        characters = example.items[-1][1] - example.items[0][0]
+        item_tokens = len(prompt.ids) * characters / len(prompt.text) / num_items
+    return len(prompt.ids) - num_items * item_tokens
+
+
+def _unknown_share(encoder: Encoder, text: str) -> float:
+    """The share of a text's tokens that the tokenizer does not know."""
+    tokenizer = encoder.need_tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
+
+
+def _unknown_words(encoder: Encoder, text: str) -> list[str]:
+    """The unknown parts of a text, each once; empty where the tokenizer gives no offsets."""
+    tokenizer = encoder.need_tokenizer()
+    if not tokenizer.is_fast:
+        return []
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    marks = ["0"] * len(text)
+    for token, (start, end) in zip(
+        encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        mark = "1" if token == tokenizer.unk_token_id else "0"
+        marks[start:end] = [mark] * (end - start)
+    spans = [match.span() for match in re.finditer("1+", "".join(marks))]
+    unknown_words = [text[start:end].strip() for start, end in spans]
+    return list(dict.fromkeys(word for word in unknown_words if word))

@@ -1,0 +1,236 @@
+"""Before a run: every obstacle at once, and defaults that fit the model. Nothing here reads weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from posbench import paths
+from posbench.errors import Faults, UserError
+from posbench.files.digests import Content, in_place
+from posbench.files.sources import cached, listing
+from posbench.late import transformers
+from posbench.measure import served
+from posbench.measure.replies import encode_longest
+from posbench.model.endpoint import text_encoder
+from posbench.model.load import Reader, outline, reader
+from posbench.pipeline.compose import Composed
+from posbench.pipeline.config import Config, check
+from posbench.pipeline.fit import Adjustment, FitToModel
+from posbench.pipeline.identity import files
+from posbench.run.base import Run
+from posbench.tasks.base import EvaluationOnly
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """What can run.
+
+    Attributes:
+        config: The config, its defaults fitted to the model.
+        warnings: The changes of defaults, and what a server cannot do, a line each.
+        reader: The checkpoint without its weights; None where the run looks at none.
+    """
+
+    config: Config
+    warnings: tuple[str, ...] = ()
+    reader: Reader | None = None
+
+
+def prepare(composed: Composed, download: bool = True) -> PreparedRun:
+    """Check a composed config, look for all that it reads, and fit its defaults to the model.
+
+    Args:
+        composed: The config as composed.
+        download: Whether what is not on this machine may be downloaded; else it is an obstacle.
+
+    Raises:
+        UserError: The obstacles, all of them.
+    """
+    faults = Faults()
+    config = None
+    with faults.collecting():
+        config = check(composed.raw, composed.typed, composed.folders, faults)
+    if config is None:
+        faults.raise_any()
+    assert config is not None, "check returns a config or raises a fault"
+    with faults.collecting():
+        need_text_model(config)
+    _need_remote_sources(config, composed, download, faults)
+    # Without a source no prompts can be made, or no tokens counted.
+    faults.raise_any()
+    if not config.uses_model:
+        _check_parts(config, None, faults)
+        return PreparedRun(config)
+
+    silence_transformers()
+    is_served = bool(config.model.base_url)
+    # A served model's tokenizer stands in for a checkpoint.
+    encoder: Any = text_encoder(config.model) if is_served else reader(config.model)
+    fit = FitToModel(config, encoder)
+    _note_method_left_out(fit, composed.raw["method"]["name"])
+    if encoder.tokenizer:
+        with faults.collecting():
+            fit.fit_task()
+        with faults.collecting():
+            fit.fit_search()
+    else:
+        with faults.collecting():
+            fit.leave_prompts_uncut()
+    if not is_served:
+        _check_parts(fit.config, encoder, faults)
+    server_warnings = tuple[str, ...]()
+    with faults.collecting():
+        server_warnings = served.check(config.model, fit.config.task, encoder)
+    faults.raise_any()
+    warnings = [
+        f"{key}: {adjustment.old} -> {adjustment.new}, {adjustment.reason}"
+        for key, adjustment in fit.adjustments.items()
+    ]
+    checkpoint = encoder if isinstance(encoder, Reader) else None
+    return PreparedRun(fit.config, (*warnings, *server_warnings), checkpoint)
+
+
+def need_text_model(config: Config) -> None:
+    """Refuse, before anything is downloaded, texts of a benchmark for a model that knows few words.
+
+    Raises:
+        UserError: Model and task do not go together.
+    """
+    task = config.task
+    model = config.model
+    asks_texts = isinstance(task, EvaluationOnly) and task.path is None
+    knows_few_words = model.path.startswith(paths.EMBEDDED)
+    if asks_texts and knows_few_words and config.uses_model and config.uses_task:
+        allowed = f"kv_retrieval with model {model.name}, which knows its words only and reads short prompts"
+        hint = (
+            f"take a model that reads text: posbench task={task.name} model=mistral7b"
+        )
+        raise UserError("task", task.name, allowed, hint)
+
+
+def _need_remote_sources(
+    config: Config, composed: Composed, download: bool, faults: Faults
+) -> None:
+    """Collect which checkpoints and data sets are neither on this machine nor can be downloaded."""
+    faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}
+    for source in files(config):
+        group = source.field.partition(".")[0]
+        if source.kind == "path" or group in faulty_groups or cached(source):
+            continue
+        with faults.collecting():
+            if download:
+                listing(source)  # raises where it cannot be downloaded
+            else:
+                about = f" ({source.about})" if source.about else ""
+                allowed = f"what is on this machine; this is not{about}"
+                hint = f"posbench fetch {' '.join(composed.overrides)}"
+                raise UserError(source.field, source.id, allowed, hint)
+
+
+def _note_method_left_out(fit: FitToModel, chosen: str) -> None:
+    """Note that the chosen method was left out, for want of constants that could be found."""
+    config = fit.config
+    model = config.model
+    left_out = config.choice.name == "none" and chosen != "none"
+    if left_out and config.study is None and not model.base_url:
+        reason = (
+            f"no constants of {model.name} are known, and {config.task.name} has nothing to search on"
+            f" (posbench model={model.path} finds them)"
+        )
+        fit.adjustments["method"] = Adjustment(chosen, "none", reason)
+
+
+def silence_transformers() -> None:
+    """Keep transformers from printing bars and warnings: posbench reports what matters itself."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def build_run(
+    config: Config,
+    console: Console,
+    identity: Mapping[str, Any] | None = None,
+    contents: Sequence[Content] = (),
+) -> Run:
+    """Build what stages receive; it has no folder yet.
+
+    Args:
+        config: The checked config.
+        console: Where progress and tables go.
+        identity: What tells the run from others, see :func:`posbench.pipeline.identity.identity`.
+        contents: What the files that it reads hold.
+    """
+    return Run(
+        model=config.model,
+        task=config.task,
+        method=config.method_under_test(),
+        runtime=config.runtime,
+        raw=in_place(config.raw, contents),
+        stages=config.stages,
+        reference=config.reference()[0],
+        console=console,
+        identity=identity or {},
+        all_methods=config.all_methods,
+    )
+
+
+def _check_parts(config: Config, checkpoint: Reader | None, faults: Faults) -> None:
+    """Check that method, study, search and prompts fit the model.
+
+    Args:
+        config: The config.
+        checkpoint: The model without its weights; None where the run looks at none.
+        faults: The faults that were found before.
+
+    Raises:
+        UserError: All faults, those found before among them.
+    """
+    run = build_run(config, Console(quiet=True))
+    faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}
+    if checkpoint:
+        has_outline = False
+        with faults.collecting():
+            run.lm = outline(config.model, checkpoint, config.runtime.device)
+            has_outline = True
+            run.method.trial().check(run.lm)
+        if not has_outline:
+            faults.raise_any()  # what follows would load the weights
+    if config.study and "task" not in faulty_groups:
+        with faults.collecting():
+            config.study.check(run)
+    if "search" in config.stages and not {"task", "search"} & faulty_groups:
+        with faults.collecting():
+            config.search.check(run)
+            config.search.further(run, config.search.held_back)
+    if "task" not in faulty_groups:
+        with faults.collecting():
+            list(longest_prompts(run, config.stages))
+    faults.raise_any()
+
+
+def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the longest prompt (in characters) of each split that the stages ask, as tokens.
+
+    Raises:
+        UserError: It does not fit the window, or the tokenizer does not tell its choices apart.
+    """
+    if "search" in stages:
+        examples = run.task.examples("calibration")
+        longest = max(examples, key=lambda e: len(e.prompt))
+        yield run.lm.encode(longest.prompt).ids
+    if {"intervene", "evaluate"} & set(stages):
+        example, encoded = encode_longest(run.lm, run.task)
+        continuations = {
+            tuple(run.lm.continuation_ids(encoded, choice))
+            for choice in example.choices
+        }
+        if len(continuations) < len(example.choices):
+            choices = ", ".join(map(repr, example.choices))
+            allowed = f"a tokenizer that tells the choices of {run.task.name} apart: {choices}"
+            hint = "take a model that reads this text; the embedded ones know the words of kv_retrieval only"
+            raise UserError("model", run.lm.name, allowed, hint)
+        yield encoded.ids

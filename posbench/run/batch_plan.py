@@ -1,0 +1,474 @@
+"""What a stage asks: every example under every method, in batches that share prefills where they can."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from posbench.errors import UserError
+from posbench.files.atomic import Row
+from posbench.late import torch
+from posbench.measure.replies import room
+from posbench.methods import Method
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM
+from posbench.model.prefix import Prefix
+from posbench.model.store import (
+    Store,
+    batches,
+    fed,
+    grouped,
+    layout,
+    obstacle,
+    token_bytes,
+)
+from posbench.run.base import Run
+from posbench.run.cost import WorkEstimate
+from posbench.run.folder import RunDir
+from posbench.run.rows import RowKey, is_out_of_memory
+from posbench.run.runtime import Runtime
+from posbench.run.shards import merge_rows
+from posbench.stats.frames import UNMODIFIED
+from posbench.tasks import Example
+
+log = logging.getLogger(__name__)
+
+MakeBatches = Callable[[Sequence[Example], int | None], list[list[Example]]]
+"""Groups examples into batches of at most so many tokens (None: as the runtime wants them)."""
+
+Compute = Callable[[Sequence["Request"]], list[Row]]
+"""The rows of a batch, without what identifies them."""
+
+BATCHES_PER_GROUP = 2
+"""A group has at most the tokens of so many batches: a killed run repeats one group's prefill, and groups are
+what processes share out."""
+
+
+class Subject(NamedTuple):
+    """A method under test in a run; its rows go to the run's folder under this name."""
+
+    run: Run
+    name: str
+    method: Method
+
+
+def subjects(runs: Sequence[Run]) -> list[Subject]:
+    """Return the methods of runs that differ in them alone.
+
+    The unmodified model is the first run's, from which the others copy.
+    """
+    compared = []
+    for run in runs:
+        for name, method in run.methods().items():
+            if run is runs[0] or name != UNMODIFIED:
+                compared.append(Subject(run, name, method))
+    return compared
+
+
+class Request(NamedTuple):
+    """An example under a method.
+
+    Attributes:
+        subject: The method.
+        example: The example.
+        group: Number of the prefill group: its requests share a prefill, and belong to one process.
+    """
+
+    subject: Subject
+    example: Example
+    group: int = 0
+
+    @property
+    def key(self) -> dict[str, str]:
+        """The fields that identify its row."""
+        return {"method": self.subject.name, "id": self.example.id}
+
+
+def _request_key(request: Request) -> dict[str, str]:
+    return request.key
+
+
+class PrefillGroup(NamedTuple):
+    """Examples that share a prefill.
+
+    Attributes:
+        examples: The examples.
+        prefill_method: The method under which they are prefilled; None: nothing is shared.
+        methods: The methods that go on from there.
+    """
+
+    examples: Sequence[Example]
+    prefill_method: Method | None
+    methods: Sequence[Method]
+
+
+@dataclass
+class BatchPlan:
+    """Examples under methods, batch by batch, each of one method.
+
+    Attributes:
+        lm: The model.
+        runtime: Sizes of batches, and memory for shared prefills.
+        encoded: Prompts by the id of their example.
+        batches: The requests, batch by batch.
+        order: The requests in the order of rows in a file: method by method.
+        notes: What shares no prefill, and why.
+        requested_tokens: Prompt tokens of the batches that were run.
+    """
+
+    lm: LM
+    runtime: Runtime
+    encoded: Mapping[str, Encoded]
+    batches: list[list[Request]] = field(default_factory=list)
+    order: list[Request] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    requested_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._groups: list[PrefillGroup] = []
+        # The group that is prefilled, and the prefix of the batch that is run.
+        self._stored_group: int | None = None
+        self._store: Store | None = None
+        self._prefix_ids: list[str] = []
+        self._prefix: Prefix | None = None
+
+    @classmethod
+    def of(
+        cls,
+        subjects: Sequence[Subject],
+        examples: Sequence[Example],
+        encoded: Mapping[str, Encoded],
+        make_batches: MakeBatches,
+    ) -> BatchPlan:
+        """Plan a stage of a run, or of several that differ in their methods alone.
+
+        The batches of a method depend on examples, model and runtime alone, so that a resumed run, and one
+        that shares with others, forms the same ones.
+
+        Args:
+            subjects: The methods.
+            examples: The examples, each of which is asked under each method.
+            encoded: Prompts by the id of their example.
+            make_batches: Groups examples into batches.
+        """
+        run = subjects[0].run
+        plan = cls(run.lm, run.runtime, encoded)
+        groups, batch_tokens = plan._shareable_groups(examples)
+        single_batches = make_batches(examples, None)
+        for subject in subjects:
+            for batch in single_batches:
+                plan.order += [Request(subject, example) for example in batch]
+        by_prefill = dict[str, list[Subject]]()
+        for number, subject in enumerate(subjects):
+            prefill_method = subject.method.prefill() if groups else None
+            by_prefill.setdefault(repr(prefill_method or number), []).append(subject)
+        for members in by_prefill.values():
+            prefill_method = members[0].method.prefill() if groups else None
+            if prefill_method:
+                for group in groups:
+                    group_batches = make_batches(group, batch_tokens)
+                    plan._add_group(group, prefill_method, members, group_batches)
+                continue
+            if groups:
+                plan.notes.append(
+                    f"{members[0].name} reads each prompt as one, and shares no prefill"
+                )
+            for batch in single_batches:
+                plan._add_group(batch, None, members, [batch])
+        return plan
+
+    def _add_group(
+        self,
+        examples: Sequence[Example],
+        prefill_method: Method | None,
+        members: Sequence[Subject],
+        group_batches: Sequence[Sequence[Example]],
+    ) -> None:
+        """Add the batches of examples that share a prefill, each under each of its methods."""
+        number = len(self._groups)
+        methods = [subject.method for subject in members]
+        self._groups.append(PrefillGroup(examples, prefill_method, methods))
+        for batch in group_batches:
+            for subject in members:
+                self.batches.append([Request(subject, e, number) for e in batch])
+
+    def _shareable_groups(
+        self, examples: Sequence[Example]
+    ) -> tuple[list[list[Example]], int | None]:
+        """Groups of examples that share a prefill, and the tokens of a batch; no groups where that cannot be."""
+        share = self.runtime.share
+        if not share or not examples:
+            return [], None
+        reason = obstacle(self.lm.model)
+        if reason:
+            self.notes.append(f"{self.lm.name} shares no prefill: {reason}")
+            return [], None
+        prompts = self._prefill_prompts(examples)
+        token_size = token_bytes(self.lm)
+        capacity = self.runtime.shared_bytes // token_size
+        longest = max(map(len, prompts)) + 1
+        max_tokens = self.runtime.batch_tokens or capacity
+        batch_tokens = max(min(max_tokens, capacity // 2), longest)
+        if capacity - batch_tokens < longest:
+            needed_mib = -(-2 * longest * token_size // 2**20)
+            self.notes.append(
+                f"prompts share no prefill: runtime.share={share} is too small for the longest prompt, "
+                f"set {needed_mib}MiB or more"
+            )
+            return [], None
+        group_tokens = min(capacity - batch_tokens, BATCHES_PER_GROUP * max_tokens)
+        groups = [
+            [examples[index] for index in group]
+            for group in grouped(prompts, group_tokens)
+        ]
+        return groups, batch_tokens
+
+    def _prefill_prompts(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Token ids of prompts without their last token, which is not part of a shared prefill."""
+        return [self.encoded[e.id].ids[:-1] for e in examples]
+
+    def estimate(self, stage: str, answered: bool) -> WorkEstimate:
+        """Estimate, before any of it is done, what the plan asks of the model.
+
+        :attr:`LM.read` will count as many computed tokens.
+
+        Args:
+            stage: The stage.
+            answered: Whether prompts are answered.
+        """
+        runtime = self.runtime
+        # Of each forward of a prompt, the tokens before the first computed one, and those up to the last.
+        spans = list[tuple[int, int]]()
+        prefix_tokens = list[int]()
+        for group in self._groups:
+            shared = group.examples if group.prefill_method else ()
+            prompts = self._prefill_prompts(shared)
+            trie = layout(prompts)
+            prefix_tokens.append(trie.size)
+            for batch in batches(
+                prompts, trie.stretches, runtime.batch_size, runtime.batch_tokens
+            ):
+                spans += fed(prompts, batch)
+        # Of each prompt, its length, and the tokens of its reply that are read again.
+        decodings = list[tuple[int, int]]()
+        # Of each batch, its tokens, and those of the prefill that it goes on from.
+        memory = [(0, 0)]
+        decode_steps = 0
+        for requests in self.batches:
+            prefix = prefix_tokens[requests[0].group]
+            lengths = [len(self.encoded[r.example.id].ids) for r in requests]
+            replies = [self._reply_tokens(r) if answered else 0 for r in requests]
+            spans += [(length - 1 if prefix else 0, length) for length in lengths]
+            decodings += [
+                (length, max(reply - 1, 0))
+                for length, reply in zip(lengths, replies, strict=True)
+            ]
+            padded_tokens = len(requests) * (max(lengths) + max(replies))
+            memory.append((padded_tokens, prefix))
+            decode_steps += max(replies)
+        batch_tokens, batch_prefix = max(memory, key=sum)
+        first, end = np.array(spans, np.int64).reshape(-1, 2).T
+        length, decoded = np.array(decodings, np.int64).reshape(-1, 2).T
+        pairs_twice = (end * (end + 1) - first * (first + 1)).sum()
+        decoded_pairs = (decoded * length + decoded * (decoded + 1) // 2).sum()
+        return WorkEstimate(
+            stage,
+            prompts=len(decodings),
+            tokens=int(length.sum()),
+            computed_tokens=int((end - first).sum()),
+            attention_pairs=int(pairs_twice) // 2,
+            decode_steps=decode_steps,
+            decoded_tokens=int(decoded.sum()),
+            decoded_pairs=int(decoded_pairs),
+            batch_tokens=batch_tokens,
+            prefix_tokens=batch_prefix,
+        )
+
+    def _reply_tokens(self, request: Request) -> int:
+        """Tokens that a reply may have; none where a choice is scored."""
+        if request.example.choices:
+            return 0
+        return room(self.lm, request.subject.run.task, request.example)
+
+    @contextmanager
+    def applied(self, batch: Sequence[Request]) -> Iterator[Prefix | None]:
+        """Apply the method of a batch to the model; yield the prefill that the batch goes on from."""
+        prefix = self._prefix_of(batch)
+        self.requested_tokens += sum(len(self.encoded[r.example.id].ids) for r in batch)
+        with batch[0].subject.method.applied(self.lm):
+            yield prefix
+
+    def _prefix_of(self, batch: Sequence[Request]) -> Prefix | None:
+        """The shared prefill of a batch, which is computed for its group where that is a new one."""
+        number = batch[0].group
+        group = self._groups[number]
+        ids = [request.example.id for request in batch]
+        if self._stored_group != number:
+            # One group and one prefix at a time are in memory.
+            self._stored_group = None
+            self._store = None
+            self._prefix_ids = []
+            self._prefix = None
+            if group.prefill_method:
+                self._store = self._prefill(group, group.prefill_method)
+            self._stored_group = number
+        if self._prefix_ids != ids:
+            self._prefix_ids = []
+            self._prefix = None
+            if self._store:
+                rows = {e.id: row for row, e in enumerate(group.examples)}
+                self._prefix = self._store.prefix(self.lm, [rows[name] for name in ids])
+            self._prefix_ids = ids
+        return self._prefix
+
+    def _prefill(self, group: PrefillGroup, method: Method) -> Store | None:
+        """The prefill of a group; None where the memory is too small for it."""
+        channels = set[int]()
+        layers = set[int]()
+        for method_of_group in group.methods:
+            method_channels, method_layers = method_of_group.records()
+            channels.update(method_channels)
+            layers.update(method_layers)
+        prompts = self._prefill_prompts(group.examples)
+        store = Store(prompts, sorted(channels), sorted(layers))
+        runtime = self.runtime
+        try:
+            with method.applied(self.lm):
+                store.fill(self.lm, runtime.batch_size, runtime.batch_tokens)
+            return store
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            message = "out of memory with a prefill of %d tokens: not shared"
+            log.warning(message, store.layout.size)
+        del store
+        torch.cuda.empty_cache()  # only behind the handler are its tensors free
+        return None
+
+    def complete(self, run: Run, file: str, stage: str, compute: Compute) -> list[Row]:
+        """Compute every row that a file of the run lacks, and return all rows.
+
+        Of a shard, only its own rows are computed and returned. See
+        :meth:`posbench.run.rows.ResumableRows.complete`.
+
+        Args:
+            run: The run.
+            file: Name of the JSON-lines file in its folder.
+            stage: The stage.
+            compute: Rows of a batch.
+        """
+        merge_rows(run.out, file)
+        with self._sharing_reported(run, stage):
+            if run.main_out or run.workers:
+                shard_rows = self._complete_shard(run, file, stage, compute)
+                if run.main_out:
+                    run.out.mark(file, done=True)
+                    return shard_rows
+            if run.workers:
+                run.workers.wait(file)
+                merge_rows(run.out, file)
+            return run.rows.complete(
+                file, stage, self.batches, _request_key, compute, self.order
+            )
+
+    def _complete_shard(
+        self, run: Run, file: str, stage: str, compute: Compute
+    ) -> list[Row]:
+        """Compute the rows of this process's shard, while the workers of the run make the others."""
+        finished = _finished_keys(run.main_out or run.out, file)
+        missing = [
+            batch
+            for batch in self.batches
+            if any(tuple(request.key.values()) not in finished for request in batch)
+        ]
+        shard = run.shard
+        own_batches = [
+            batch for batch in missing if batch[0].group % shard.count == shard.index
+        ]
+        if run.workers and missing:
+            message = "too few groups of prompts to share out: one process makes all"
+            if len(own_batches) < len(missing):
+                run.workers.start(run.method.found_parameters)
+                message = f"{shard.count} processes share out the prompts; below, what this one makes"
+            run.console.print(f"{stage}: {message}", markup=False)
+        if not own_batches:
+            return []
+        return run.rows.complete(file, stage, own_batches, _request_key, compute)
+
+    def fill(self, run: Run, file: str, stage: str, compute: Compute) -> None:
+        """Compute the rows that the runs of the plan lack, and append each to the folder of its run.
+
+        What fails is logged, and left to the run that it belongs to. A shard of one run is completed.
+
+        Args:
+            run: The run that shows progress.
+            file: Name of the JSON-lines file in each run's folder.
+            stage: The stage.
+            compute: Rows of a batch.
+        """
+        if run.main_out:
+            self.complete(run, file, stage, compute)
+            return
+        finished = dict[Path, set[RowKey]]()
+        for batch in self.batches:
+            out = batch[0].subject.run.out
+            if out.path not in finished:
+                finished[out.path] = _finished_keys(out, file)
+
+        def is_missing(request: Request) -> bool:
+            row_key = tuple(request.key.values())
+            return row_key not in finished[request.subject.run.out.path]
+
+        pending = [batch for batch in self.batches if any(map(is_missing, batch))]
+        failed = set[int]()
+        total = sum(map(len, self.batches))
+        num_pending = sum(map(len, pending))
+        with (
+            self._sharing_reported(run, stage),
+            run.progress(stage, total, total - num_pending) as advance,
+        ):
+            for batch in pending:
+                subject = batch[0].subject
+                out = subject.run.out
+                if id(subject) not in failed:
+                    try:
+                        rows = compute(batch)
+                    except (RuntimeError, UserError) as error:
+                        message = "%s: %s; left to a run of its own"
+                        log.warning(message, out.path.name, error)
+                        failed.add(id(subject))
+                    else:
+                        missing_rows = [
+                            {**request.key, **row}
+                            for request, row in zip(batch, rows, strict=True)
+                            if is_missing(request)
+                        ]
+                        out.append(file, missing_rows)
+                advance(len(batch))
+
+    @contextmanager
+    def _sharing_reported(self, run: Run, stage: str) -> Iterator[None]:
+        """Print what shares no prefill, and after the block how many tokens sharing saved."""
+        before = self.lm.read
+        for note in self.notes:
+            run.console.print(f"{stage}: {note}", soft_wrap=True, markup=False)
+        yield
+        computed = self.lm.read - before
+        if computed < self.requested_tokens:
+            message = f"{computed:,} of {self.requested_tokens:,} prompt tokens computed, the others shared"
+            run.console.print(f"{stage}: {message}", soft_wrap=True, markup=False)
+
+
+def _finished_keys(out: RunDir, file: str) -> set[RowKey]:
+    """Method and id of the rows that a file has."""
+    return {
+        (row.get("method"), row.get("id"))
+        for row in out.rows(file)
+        if "error" not in row
+    }

@@ -1,0 +1,118 @@
+"""The method under test of a run: as the config names it, and with the parameters that a search found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from posbench.methods import Method
+from posbench.methods.choice import MethodChoice
+from posbench.methods.unmodified import Unmodified
+from posbench.stats.frames import SERVED, UNMODIFIED
+
+
+@dataclass
+class MethodUnderTest:
+    """The method that a run compares with the unmodified model.
+
+    Attributes:
+        choice: The method as the config names it, or a list of methods.
+        target: The choice, or its part, whose parameters the search finds; None: there is no search.
+        stand_ins: Legal values of the parameters that the search stage will find.
+        hint: What to do where a parameter is missing.
+        blocks: The blocks of the model's file: constants of methods, each with its ``source``, by name.
+        served: Whether the model is behind a server, which applies the method itself.
+        found_parameters: What the search found; set by :meth:`use`.
+    """
+
+    choice: MethodChoice
+    target: MethodChoice | None
+    stand_ins: Mapping[str, Any] = field(default_factory=dict)
+    hint: str = ""
+    blocks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    served: bool = False
+    found_parameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._built: Method | None = None
+
+    def use(self, parameters: Mapping[str, Any] | None) -> None:
+        """Use the parameters that a search found from now on."""
+        self.found_parameters = parameters
+        self._built = None
+
+    def build(self) -> Method:
+        """Return the method with the parameters that the search found.
+
+        Raises:
+            UserError: A parameter is missing or wrong.
+        """
+        if self._built is None:
+            self._built = self.choice.build(
+                self.found_parameters, self.target, self.hint
+            )
+        return self._built
+
+    def trial(self) -> Method:
+        """Return the method with stand-ins for what the search will find, to check all else first.
+
+        Raises:
+            UserError: A parameter is missing or wrong.
+        """
+        typed = self.target.values if self.target else {}
+        stand_ins = {
+            name: value
+            for name, value in self.stand_ins.items()
+            if typed.get(name) is None
+        }
+        return self.choice.build(
+            stand_ins or self.found_parameters, self.target, self.hint
+        )
+
+    def with_target(self, method: Method) -> Method:
+        """Return the list of methods with ``method`` as the part that the search serves.
+
+        Where the method under test is no list, return ``method`` itself.
+        """
+        if not self.choice.parts or self.target is None:
+            return method
+        composed: Any = self.trial()
+        return replace(composed, parts={**composed.parts, self.target.name: method})
+
+    def methods(self) -> dict[str, Method]:
+        """Return the methods that are compared by their names in tables, the unmodified model first."""
+        method = self.build()
+        if self.served:
+            return {SERVED: method}
+        methods: dict[str, Method] = {UNMODIFIED: Unmodified()}
+        if not isinstance(method, Unmodified):
+            methods[self.choice.name] = method
+        return methods
+
+    def record(self) -> dict[str, Any]:
+        """Return name, parameters and source of the method, for ``method.json``."""
+        return {"name": self.choice.name, **asdict(self.build()), **self.origin()}
+
+    def origin(self) -> dict[str, str]:
+        """Return the ``source`` of the model's block of each method that runs with that block's constants."""
+        parts = self.choice.parts or {self.choice.name: self.choice}
+        sources = []
+        for name, part in parts.items():
+            block = self.blocks.get(name, {})
+            searched = part is self.target and self.found_parameters
+            if searched or "source" not in block:
+                continue  # a search records its source itself
+            method = part.build(hint=self.hint)
+            parameters = json.loads(json.dumps(asdict(method)))
+            published = all(
+                parameters.get(key) == value
+                for key, value in block.items()
+                if key != "source"
+            )
+            if published and self.choice.parts:
+                sources.append(f"{name}: {block['source']}")
+            elif published:
+                sources.append(str(block["source"]))
+        return {"source": "; ".join(sources)} if sources else {}

@@ -1,0 +1,77 @@
+"""From examples to encoded prompts to batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posbench.measure.replies import encode, plan
+from posbench.model.encode import Encoded, Encoder
+from posbench.model.lm import batches
+from posbench.tasks import Example, Task
+
+
+@dataclass(frozen=True)
+class PromptBatcher:
+    """Encodes prompts and groups them into batches of a size that the runtime sets.
+
+    Attributes:
+        encoder: Makes tokens.
+        task: Asks the prompts.
+        batch_size: Prompts of a batch at most.
+        batch_tokens: Tokens of a batch at most, padding and reply counted; None: no limit.
+    """
+
+    encoder: Encoder
+    task: Task
+    batch_size: int
+    batch_tokens: int | None
+
+    def encode(
+        self, examples: Sequence[Example], task: Task | None = None
+    ) -> dict[str, Encoded]:
+        """Return the prompts of examples as tokens, by id.
+
+        Args:
+            examples: The examples.
+            task: The task that asks them; None: the run's.
+        """
+        task = task or self.task
+        return {e.id: encode(self.encoder, task, e) for e in examples}
+
+    def batches(
+        self,
+        examples: Sequence[Example],
+        encoded: Mapping[str, Encoded],
+        task: Task | None = None,
+        max_tokens: int | None = None,
+    ) -> list[list[Example]]:
+        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan`.
+
+        Args:
+            examples: The examples.
+            encoded: Their prompts, by id.
+            task: The task that asks them; None: the run's.
+            max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
+        """
+        tokens = max_tokens or self.batch_tokens
+        return plan(task or self.task, examples, encoded, self.batch_size, tokens)
+
+    def batches_by_length(
+        self,
+        items: Sequence[Any],
+        length: Callable[[Any], int],
+        max_tokens: int | None = None,
+    ) -> list[list[Any]]:
+        """Group items of any kind into batches, the longest first.
+
+        Args:
+            items: The items.
+            length: Number of tokens of an item.
+            max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
+        """
+        lengths = [length(item) for item in items]
+        tokens = max_tokens or self.batch_tokens
+        groups = batches(lengths, self.batch_size, tokens)
+        return [[items[index] for index in group] for group in groups]

@@ -1,0 +1,156 @@
+"""Scored replies to the evaluation examples under a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from posbench.files.atomic import Row, digest
+from posbench.late import pd
+from posbench.measure import served
+from posbench.measure.replies import replies
+from posbench.methods import Method
+from posbench.model.encode import Encoded
+from posbench.run.base import Run
+from posbench.run.batch_plan import BatchPlan, Compute, Request, Subject
+from posbench.tasks import Example
+
+STAGE = "evaluate"
+
+
+def prompt_digest(example: Example) -> str:
+    """Return a checksum by which a prompt that is built again is recognised."""
+    return digest([example.system, example.prompt, example.prefill])
+
+
+def scored_replies(
+    run: Run, file: str, methods: Mapping[str, Method], encoded: Mapping[str, Encoded]
+) -> dict[str, list[Row]]:
+    """Return scored replies to all evaluation examples under each method.
+
+    Args:
+        run: The run; rows that its folder has already are not computed again.
+        file: Name of the JSON-lines file in its folder.
+        methods: The methods by name.
+        encoded: The prompts by the id of their example.
+
+    Returns:
+        The rows of each method, by its name.
+    """
+    subjects = [Subject(run, name, method) for name, method in methods.items()]
+    if run.model.base_url:
+        rows = _served_replies(run, file, subjects, encoded)
+    else:
+        plan, compute = plan_replies(subjects, encoded)
+        rows = plan.complete(run, file, STAGE, compute)
+    return {name: [row for row in rows if row["method"] == name] for name in methods}
+
+
+def plan_replies(
+    subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
+) -> tuple[BatchPlan, Compute]:
+    """Plan the replies to the evaluation examples, of runs that differ in their methods alone.
+
+    Args:
+        subjects: The methods.
+        encoded: The prompts by the id of their example.
+
+    Returns:
+        The plan, and a function that computes the rows of a batch.
+    """
+    run = subjects[0].run
+
+    def compute(batch: Sequence[Request]) -> list[Row]:
+        examples = [request.example for request in batch]
+        with plan.applied(batch) as prefix:
+            texts = replies(run.lm, run.task, examples, encoded, prefix)
+        return [
+            _row(run, example, encoded[example.id], reply)
+            for example, reply in zip(examples, texts, strict=True)
+        ]
+
+    def make_batches(
+        examples: Sequence[Example], max_tokens: int | None
+    ) -> list[list[Example]]:
+        return run.prompts.batches(examples, encoded, max_tokens=max_tokens)
+
+    plan = BatchPlan.of(subjects, run.evaluation, encoded, make_batches)
+    return plan, compute
+
+
+def _served_replies(
+    run: Run, file: str, subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
+) -> list[Row]:
+    """Rows of the replies of a server, several of which are requested at a time."""
+    endpoint = run.endpoint
+    encoder = run.encoder
+    has_choices = any(example.choices for example in run.evaluation)
+
+    def compute(request: Request) -> Row:
+        endpoint.check(has_choices)
+        example = request.example
+        prompt = encoded[example.id]
+        reply = served.reply(endpoint, encoder, run.task, example, prompt)
+        return _row(run, example, prompt, reply)
+
+    requests = [
+        Request(subject, example) for subject in subjects for example in run.evaluation
+    ]
+    return run.rows.complete_each(
+        file,
+        STAGE,
+        requests,
+        key=lambda request: request.key,
+        compute=compute,
+        workers=run.model.concurrency,
+    )
+
+
+def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
+    """The row of a reply: where its example comes from, the reply, its scores, and what was asked."""
+    # What the model did not get to read has no score: it is no wrong answer.
+    scores = {}
+    if not reply.get("note"):
+        scores = run.task.score(example, str(reply["output"]))
+    # A server that applies the chat template itself counts the tokens.
+    tokens = len(encoded.ids) if run.model.api == "completions" else 0
+    return {
+        "subset": example.subset,
+        "gold_position": example.gold_position,
+        "cluster": example.cluster,
+        **reply,
+        "scores": scores,
+        "tokens": tokens or reply.get("prompt_tokens"),
+        "dropped": encoded.dropped,
+        "answers": list(example.answers),
+        "prompt": prompt_digest(example),
+    }
+
+
+def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
+    """Score every evaluation example under each method.
+
+    Args:
+        run: The run; rows that its folder has already are not computed again.
+        file: Name of the JSON-lines file in its folder.
+        methods: The methods by name.
+
+    Returns:
+        A row per method and scored example: ``method``, ``id``, ``gold_position``, ``cluster``, and ``score``
+        by the task's own metric.
+    """
+    encoded = run.prompts.encode(run.evaluation)
+    metric = run.task.metric
+    values = [
+        (
+            row["method"],
+            row["id"],
+            row["gold_position"],
+            row["cluster"] or row["id"],
+            row["scores"][metric],
+        )
+        for rows in scored_replies(run, file, methods, encoded).values()
+        for row in rows
+        if row["scores"]
+    ]
+    columns = ["method", "id", "gold_position", "cluster", "score"]
+    return pd.DataFrame(values, columns=columns)

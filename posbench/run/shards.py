@@ -1,0 +1,227 @@
+"""Shards of a run's rows that several processes make, each in a folder of its own inside the run's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from rich.console import Console
+
+from posbench.files.atomic import Row
+from posbench.late import torch
+from posbench.run.folder import RunDir
+from posbench.run.lease import in_use
+
+SHARDS = ".parts"
+"""Folder of the shards in that of a run; hidden, so no part of its results, and gone when it is done."""
+FOUND = "found.json"
+"""Parameters that the search found, for the processes that make shards."""
+HARDWARE = "hardware"
+"""Field of a shard's status: the machines that made its rows."""
+PEAKS = ("resident", "cuda")
+"""Memory, which does not add up over processes: see :func:`posbench.files.hardware.peak_memory`."""
+LOG = "log"
+"""Output of a worker process of this machine, in its shard's folder."""
+POLL_SECONDS = 0.1
+SECONDS_TO_END = 30
+
+WorkerMain = Callable[[list[str]], int]
+"""What a worker process runs: the command line, by arguments; returns the exit status. It is pickled."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Shard ``index`` of ``count``: the groups of batches whose number is ``index`` modulo ``count``."""
+
+    index: int = 0
+    count: int = 1
+
+    def folder(self, out: RunDir) -> RunDir:
+        """Return the folder of this shard in a run's."""
+        return RunDir(out.path / SHARDS / f"{self.index}-of-{self.count}", out.id)
+
+
+def shard_folders(run: Path) -> list[Path]:
+    """Return the folders of all shards of a run."""
+    return sorted(folder for folder in (run / SHARDS).glob("*-of-*") if folder.is_dir())
+
+
+def is_running(run: Path) -> bool:
+    """Return whether a process owns a shard of a run."""
+    return any(in_use(folder) for folder in shard_folders(run))
+
+
+def missing_shards(out: RunDir, count: int) -> list[int]:
+    """Return the indices of the shards that are not done, of ``count``."""
+    return [
+        index
+        for index in range(count)
+        if Shard(index, count).folder(out).status()["state"] != "done"
+    ]
+
+
+def merge_rows(out: RunDir, file: str) -> None:
+    """Append to a run's file the rows that shards have and it lacks."""
+    folders = shard_folders(out.path)
+    if not folders:
+        return
+    merged = {_row_key(row) for row in out.rows(file) if "error" not in row}
+    for folder in folders:
+        rows = {
+            _row_key(row): row
+            for row in RunDir(folder, out.id).rows(file)
+            if "error" not in row
+        }
+        new_rows = [row for key, row in rows.items() if key not in merged]
+        if new_rows:
+            out.append(file, new_rows)
+        merged |= rows.keys()
+
+
+def _row_key(row: Row) -> tuple[object, ...]:
+    return row.get("method"), row.get("id")
+
+
+def write_found_parameters(out: RunDir, parameters: Mapping[str, Any] | None) -> None:
+    """Leave what the search found for the processes that make shards."""
+    (out.path / SHARDS).mkdir(exist_ok=True)
+    out.write_json(f"{SHARDS}/{FOUND}", parameters or {})
+
+
+def has_found_parameters(out: RunDir) -> bool:
+    """Return whether the search's result was left for the processes that make shards."""
+    return (out.path / SHARDS / FOUND).is_file()
+
+
+def read_found_parameters(out: RunDir) -> Mapping[str, Any] | None:
+    """Return what the search found; None where there was no search."""
+    return out.read_json(f"{SHARDS}/{FOUND}") or None
+
+
+def merge_records(out: RunDir) -> None:
+    """Add the machines, time and memory of the shards to the run's record, and remove the shards."""
+    for folder in shard_folders(out.path):
+        status = RunDir(folder, out.id).status()
+        out.add_hardware(status.get(HARDWARE, []))
+        for stage, spent in status.get("spent", {}).items():
+            peaks = {name: spent[name] for name in PEAKS if name in spent}
+            amounts = {name: spent[name] for name in spent if name not in PEAKS}
+            out.spend(stage, amounts, peaks)
+    shutil.rmtree(out.path / SHARDS, ignore_errors=True)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """End this process as soon as another one has ended, however it did."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run_worker(
+    worker: int, main: WorkerMain, run: str, count: int, gpus: Sequence[str]
+) -> None:
+    """Make a shard in a process of its own, whose output goes to a file in the shard's folder.
+
+    Args:
+        worker: Number of the worker; it makes shard ``worker + 1``.
+        main: The command line.
+        run: Folder of the run.
+        count: Number of shards.
+        gpus: Names of the GPUs that the processes share out, one each.
+    """
+    index = worker + 1
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker pool started it"
+    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+    folder = Shard(index, count).folder(RunDir(Path(run), ""))
+    with open(folder.path / LOG, "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        sys.exit(main(["resume", run, f"--part={index}/{count}"]))
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+@dataclass
+class WorkerPool:
+    """Processes of this machine that make the shards from 1 on of a run that this process owns.
+
+    Attributes:
+        out: The run's folder.
+        count: Number of shards: this process makes one, and each worker another.
+        num_gpus: GPUs that the processes share out, one each.
+        console: Where a worker that died is reported.
+        main: What each worker runs.
+        processes: The workers that run, by the index of their shard.
+    """
+
+    out: RunDir
+    count: int
+    num_gpus: int
+    console: Console
+    main: WorkerMain
+    processes: dict[int, BaseProcess] = field(default_factory=dict)
+
+    def start(self, found_parameters: Mapping[str, Any] | None) -> None:
+        """Start the workers, once; they end with this process.
+
+        Args:
+            found_parameters: What the search found.
+        """
+        write_found_parameters(self.out, found_parameters)
+        if self.processes:
+            return
+        for index in range(1, self.count):
+            folder = Shard(index, self.count).folder(self.out)
+            folder.path.mkdir(parents=True, exist_ok=True)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if len(gpus) != self.num_gpus:
+            gpus = [str(gpu) for gpu in range(self.num_gpus)]
+        context = torch.multiprocessing.spawn(
+            _run_worker,
+            args=(self.main, str(self.out.path), self.count, gpus),
+            nprocs=self.count - 1,
+            join=False,
+        )
+        self.processes = dict(enumerate(context.processes, start=1))
+
+    def wait(self, file: str) -> None:
+        """Wait until each worker has made its rows of a file, or has ended; report one that died."""
+        for index, process in list(self.processes.items()):
+            folder = Shard(index, self.count).folder(self.out)
+            while process.is_alive() and not folder.stage(file).get("done"):
+                time.sleep(POLL_SECONDS)
+            if process.exitcode:
+                text = (folder.path / LOG).read_text(errors="replace")
+                lines = text.strip().splitlines() or ["without a word"]
+                message = f"worker {index} ended with status {process.exitcode}: what it lacks is made here"
+                self.console.print(f"{message} ({lines[-1]})", markup=False)
+                del self.processes[index]
+
+    def finish(self) -> None:
+        """Let the workers record what they took: their rows are made."""
+        for process in self.processes.values():
+            process.join(SECONDS_TO_END)
+
+    def stop(self) -> None:
+        """End the workers that still run."""
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join(SECONDS_TO_END)
+            if process.is_alive():
+                process.kill()
