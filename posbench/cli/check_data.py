@@ -67,10 +67,10 @@ def check_data(args: list[str]) -> int:
             task = replace(task, items_per_prompt=items)
             asked_overrides.append(f"task.items_per_prompt={items}")
     faults = Faults()
-    run: Ready | None = None
+    run: PreparedRun | None = None
     if has_model:
         with faults.collecting():
-            run = ready(composed(*asked_overrides))
+            run = prepare(composed(*asked_overrides))
     else:
         asked_overrides.append("model=DIR_OR_HUB_ID")
     if run is None:
@@ -80,7 +80,7 @@ def check_data(args: list[str]) -> int:
         examples = run.config.task.evaluation()
         facts += _example_facts(examples)
         facts.append(("tokens", _token_lengths(run, examples)))
-        facts += [("changed", line) for line in run.said]
+        facts += [("changed", line) for line in run.warnings]
     for name, text in facts:
         print(f"{name:<10}{text}")
     _print_prompt(examples[0])
@@ -170,7 +170,7 @@ def _spread(numbers: Sequence[int]) -> str:
     return f"{low:,} to {high:,} (median {median(numbers):,.0f})"
 
 
-def _token_lengths(run: Ready, examples: Sequence[Example]) -> str:
+def _token_lengths(run: PreparedRun, examples: Sequence[Example]) -> str:
     """Lengths of prompts in tokens, and how many are too long or hold unknown tokens.
 
     A chat template is counted.

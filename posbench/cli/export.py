@@ -79,9 +79,9 @@ def export(args: list[str]) -> int:
     write.check_destination(folder)
     origin = _origin(remaining, outputs)
     config = origin.config
-    quiet()
-    run = prepared(config, {}, (), console)
-    requested = run.method()
+    silence_transformers()
+    run = build_run(config, console)
+    requested = run.method.build()
     requested.check(run.lm)
     method = _method_to_write(form, run, requested, exact)
     fix = _fix(run, method)
@@ -94,7 +94,7 @@ def export(args: list[str]) -> int:
     facts = CardFacts(
         command=shlex.join(["posbench", "export", *args]),
         raw=_raw_to_record(config, fix),
-        source=origin.source or run.origin().get("source", ""),
+        source=origin.source or run.method.origin().get("source", ""),
         gain=origin.gain,
         price=price,
         effects=write.side_effects(
@@ -140,9 +140,9 @@ def verify(args: list[str]) -> int:
     form = base.find(record["format"])
     config = _config_of_record(record["raw"])
     need_same([config.model.checkpoint], {"files": record["base"]})
-    quiet()
-    run = prepared(config, {}, (), terminal())
-    fix = _fix(run, run.method())
+    silence_transformers()
+    run = build_run(config, terminal())
+    fix = _fix(run, run.method.build())
     comparison = base.measure(form, fix, folder, write.comparison_prompts(run))
     write.check_agreement(comparison, form, fix)
     print(comparison.words)

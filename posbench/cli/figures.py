@@ -398,7 +398,7 @@ def _run(
     num_processes: int,
     logs: Path,
     console: Console,
-    work: Work,
+    work: Progress,
 ) -> None:
     """Run experiments in order; stop their processes when this one is stopped.
 

@@ -204,7 +204,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             device_map=runtime.device_map,
             max_memory=runtime.max_memory,
         )
-        self.method: Method = self.posbench.choice.build(hint=self.posbench.missing)
+        self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
             template = CHAT_TEMPLATES[model.chat_template].read_text()

@@ -221,8 +221,8 @@ def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
     Returns:
         The model that a job can use, by its number.
     """
-    from posbench.pipeline.ready import ready
-    from posbench.pipeline.together import sharing, together
+    from posbench.pipeline.prepare import prepare
+    from posbench.pipeline.sharing import groups_to_share, run_together
     from posbench.report.console import terminal
 
     if len(jobs) < 2:
@@ -230,11 +230,11 @@ def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
     configs: dict[int, Config] = {}
     for composed in jobs:
         with suppress(UserError):  # the job itself reports it
-            configs[composed.number] = ready(composed).config
+            configs[composed.number] = prepare(composed).config
     models: dict[int, LM] = {}
-    for group in sharing(list(configs.values())):
+    for group in groups_to_share(list(configs.values())):
         try:
-            lm = together(group, command=command, console=terminal())
+            lm = run_together(group, command=command, console=terminal())
         except Exception:
             # A defect here must not stop the jobs, which can do all of it themselves.
             logging.exception("%d jobs share nothing", len(group))
@@ -267,16 +267,18 @@ def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
         "status": 0,
     }
     try:
-        run = ready(composed)
+        run = prepare(composed)
         cluster = run.config.runtime.cluster
         if cluster:
             hint = "posbench submit with the same arguments, or leave it out"
             raise UserError(
                 "runtime/cluster", cluster.kind, "none: this runs here", hint
             )
-        for line in run.said:
+        for line in run.warnings:
             terminal().print(line, soft_wrap=True, markup=False)
-        folder = execute(run.config, command=command, console=terminal(), lm=lm)
+        folder = execute(
+            run.config, command=command, console=terminal(), lm=lm, worker_main=main
+        )
         record["folder"] = str(folder)
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)

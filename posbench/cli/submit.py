@@ -63,8 +63,6 @@ class Job:
 
     def __call__(self) -> None:
         """Make the shard, with the exit status of the command line."""
-        from posbench.cli.main import main
-
         args = ["resume", self.folder, f"--shard={self.shard}"]
         if self.config_dir:
             args.append(f"--config-dir={self.config_dir}")
@@ -120,7 +118,7 @@ def submit(args: list[str]) -> int:
     rows: list[dict[str, object]] = []
     queue = job_records.queue()
     for number, (composed, config) in enumerate(runs):
-        folder = prepared_folder(config, command).absolute()
+        folder = make_run_folder(config, command).absolute()
         state = _submission_state(folder, config, queue)
         entry = _entry(folder, composed, config, state)
         entry = replace(entry, id=submission_id, number=number, runs=len(runs))
@@ -209,8 +207,8 @@ def _config_to_submit(composed: Composed, num_shards: int) -> Config:
     # The device of another machine cannot be checked here.
     device_to_check = device if cluster["kind"] == "local" else "auto"
     raw = {**composed.raw, "runtime": {**runtime, "device": device_to_check}}
-    config = ready(replace(composed, raw=raw)).config
-    if num_shards > 1 and not parted(config):
+    config = prepare(replace(composed, raw=raw)).config
+    if num_shards > 1 and not is_shardable(config):
         allowed = "1 for a study, and for a served model"
         raise UserError("--shards", num_shards, allowed, "leave it out")
     raw = {**config.raw, "runtime": {**config.raw["runtime"], "device": device}}
@@ -344,11 +342,11 @@ def resume(args: list[str]) -> int:
             time.sleep(POLL_SECONDS)
         try:
             command = _command(folder)
-            config = recorded(folder)
+            config = recorded_config(folder)
             if leaves_end:
-                make_part(config, shard, terminal())
-            elif shard.of > 1:
-                make_shard(config, shard, command, terminal())
+                make_shard(config, shard, terminal())
+            elif shard.count > 1:
+                make_shard_and_finish(config, shard, command, terminal(), main)
             else:
                 execute(config, command=command, console=terminal(), worker_main=main)
             return 0
@@ -368,13 +366,13 @@ def _command(folder: Path) -> str:
     return str(command or f"posbench resume {folder}")
 
 
-def _shard(flag: str, text: str) -> Part:
+def _shard(flag: str, text: str) -> Shard:
     """The shard that the value of a flag names, as ``0/2``."""
     match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
     if not match or int(match[1]) >= int(match[2]):
         allowed = "I/N, the I-th of N from 0 on, as 0/2"
         raise UserError(flag, text, allowed, "0/1 is all of a run")
-    return Part(int(match[1]), int(match[2]))
+    return Shard(int(match[1]), int(match[2]))
 
 
 def jobs(args: list[str]) -> int:
@@ -466,8 +464,13 @@ def collect(args: list[str]) -> int:
 def _finish_from_shards(folder: Path) -> bool:
     """Finish a run whose shards are all made; False if it has none, or some are missing."""
     submission = job_records.submissions(folder)[-1]
-    if submission.shards == 1 or lacking(opened(folder), submission.shards):
+    if submission.shards == 1 or missing_shards(opened(folder), submission.shards):
         return False
     paths.config_folders(submission.own)
-    execute(recorded(folder), command=_command(folder), console=terminal())
+    execute(
+        recorded_config(folder),
+        command=_command(folder),
+        console=terminal(),
+        worker_main=main,
+    )
     return True

@@ -178,7 +178,7 @@ def validate(args: list[str]) -> int:
     for command in commands:
         jobs: list[Composed] = []
         problems: list[UserError] = []
-        runs: list[Ready] = []
+        runs: list[PreparedRun] = []
         try:
             compose(command, jobs.append)
         except UserError as error:
@@ -188,7 +188,7 @@ def validate(args: list[str]) -> int:
                 if checks_choices:
                     check(job.raw, job.typed, job.folders)
                 else:
-                    runs.append(ready(job, download=False))
+                    runs.append(prepare(job, download=False))
             except UserError as error:
                 problems.append(error)
         print(f"{'BAD ' if problems else 'ok  '} {shlex.join(command)}")
@@ -200,9 +200,9 @@ def validate(args: list[str]) -> int:
     return status
 
 
-def _print_estimate(run: Ready, measure: bool) -> None:
+def _print_estimate(run: PreparedRun, measure: bool) -> None:
     """Print what changes in a config, and what the run takes."""
-    for line in run.said:
+    for line in run.warnings:
         print(line)
     if run.reader:
         estimate.show(run.config, run.reader, measure, terminal())

@@ -78,7 +78,7 @@ def comparison_prompts(run: Run) -> Prompts:
     examples = comparison_examples(run)
     indices = np.linspace(0, len(examples) - 1, NUM_PROMPTS).round().astype(int)
     chosen = [examples[i] for i in sorted({*indices})]
-    return [encoded.ids for encoded in run.encode(chosen).values()]
+    return [encoded.ids for encoded in run.prompts.encode(chosen).values()]
 
 
 def folding_price(run: Run, requested: Method, written: Method) -> str:
@@ -123,8 +123,8 @@ def _answer_losses(
     Returns:
         Nats per answer token, shape (N,).
     """
-    encoded = run.encode(examples)
-    batches = run.batches(examples, lambda e: len(encoded[e.id].ids))
+    encoded = run.prompts.encode(examples)
+    batches = run.prompts.batches_by_length(examples, lambda e: len(encoded[e.id].ids))
     losses: dict[str, float] = {}
     with method.applied(run.lm) as lm, run.progress(label, len(examples)) as progress:
         for batch in batches:

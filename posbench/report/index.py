@@ -139,7 +139,7 @@ def _state(run: RunDir, status: Mapping[str, Any]) -> str:
         # A run of an older version has no manifest.
         return "done" if (run.path / MANIFEST).is_file() else "done, unchecked"
     state = str(status.get("state", "damaged"))
-    if state == "running" and not in_use(run.path) and not being_made(run.path):
+    if state == "running" and not in_use(run.path) and not is_running(run.path):
         return "killed"
     return state
 

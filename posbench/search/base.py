@@ -23,7 +23,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.cost import Reads
+from posbench.run.cost import StudyWorkload
 from posbench.run.folder import RunDir
 from posbench.schema import Count
 from posbench.search import held_back
@@ -73,12 +73,12 @@ class Search(ABC):
 
     def check(self, run: Run) -> None:
         """Raise `UserError` where a parameter that it finds is typed, or model or task do not fit."""
-        assert run.target is not None
-        for name in sorted(set(run.target.pinned) & set(self.finds)):
-            field = f"{run.target.where}.{name}"
+        assert run.method.target is not None
+        for name in sorted(set(run.method.target.pinned) & set(self.finds)):
+            field = f"{run.method.target.where}.{name}"
             allowed = "nothing typed, with the search stage: it finds this"
             hint = "leave the search out: stages=[evaluate,report]"
-            raise UserError(field, run.target.values[name], allowed, hint)
+            raise UserError(field, run.method.target.values[name], allowed, hint)
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
         """The fields that must change for a small model, with the values that fit it.
@@ -92,7 +92,7 @@ class Search(ABC):
 
     def asks(
         self, prompts: int, answer: int, layers: int, channels: int
-    ) -> Reads | None:
+    ) -> StudyWorkload | None:
         """What the model reads for the search at most; None where that is not known before.
 
         Args:
@@ -153,7 +153,7 @@ class Search(ABC):
 
     def run(self, run: Run) -> None:
         """Search, or copy the result of another run with the same key, and set ``run.found``."""
-        assert run.target is not None
+        assert run.method.target is not None
         if not run.out.stage("search").get("done"):
             key = self._key(run)
             sibling = run.out.sibling_with("search", key)
@@ -167,23 +167,25 @@ class Search(ABC):
             checksums = run.out.sums(self.rows)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
         text = (run.out.path / FOUND).read_text()
-        block = yaml.safe_load(text)[run.target.name]
-        run.found = self.found(block)
+        block = yaml.safe_load(text)[run.method.target.name]
+        run.method.use(self.found(block))
         self._report(run, block, text)
 
     def _key(self, run: Run) -> str:
         """Hash of everything that the result of the search and its check follow from."""
-        assert run.target is not None
+        assert run.method.target is not None
         parts: list[list[Any]] = []
         sources: list[Source] = []
-        for name, part in run.choice.parts.items():
-            if part is run.target:
+        for name, part in run.method.choice.parts.items():
+            if part is run.method.target:
                 parts.append([name, None])
             else:
                 parts.append([name, part.values])
                 sources += part.files()
         # The target's other parameters take part in the check.
-        settings = {k: v for k, v in run.target.values.items() if k not in self.finds}
+        settings = {
+            k: v for k, v in run.method.target.values.items() if k not in self.finds
+        }
         facts: dict[str, Any] = {
             "identity": run.identity,
             "search": run.raw["search"],
@@ -212,9 +214,9 @@ class Search(ABC):
             block: What ``found.yaml`` holds for the method.
             text: The text of ``found.yaml``.
         """
-        assert run.target is not None
+        assert run.method.target is not None
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
-        pinned = run.target.pinned
+        pinned = run.method.target.pinned
         found_parameters = self.found(block)
         overridden = [
             f"{name} {pinned[name]}"
@@ -246,7 +248,7 @@ class Search(ABC):
         Returns:
             The facts of ``held_back.csv``.
         """
-        assert run.target is not None
+        assert run.method.target is not None
         used_prompts = {e.prompt for e in run.examples("calibration")}
         used_prompts |= {e.prompt for e in run.examples("evaluation")}
         examples = [
@@ -263,11 +265,13 @@ class Search(ABC):
             except UserError:
                 refused.add(example.cluster)
         examples = [e for e in examples if e.cluster not in refused]
-        batches = run.batches(examples, lambda example: lengths[example.id])
+        batches = run.prompts.batches_by_length(
+            examples, lambda example: lengths[example.id]
+        )
 
         # Without typed values, which the stages that follow use in place of those that were found.
-        target = replace(run.target, typed=frozenset())
-        method = target.build(self.found(block), target, run.missing)
+        target = replace(run.method.target, typed=frozenset())
+        method = target.build(self.found(block), target, run.method.hint)
         unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
         searched = self._measure_under(run, "found", method, batches)
         return held_back.gain(
@@ -299,8 +303,8 @@ class Search(ABC):
             return [{"value": value} for value in self.measured(run, batch)]
 
         label = f"search: check, {name}"
-        with run.whole(method).applied(run.lm):
-            rows = run.complete(held_back.ROWS, label, batches, key, compute)
+        with run.method.with_target(method).applied(run.lm):
+            rows = run.rows.complete(held_back.ROWS, label, batches, key, compute)
         return {row["id"]: row["value"] for row in rows}
 
     def write_found(self, run: Run, block: Mapping[str, Any], description: str) -> None:
@@ -311,15 +315,15 @@ class Search(ABC):
             block: Parameters of the method, and facts about them.
             description: The search in words, for the block's ``source``.
         """
-        assert run.target is not None
+        assert run.method.target is not None
         facts = self._check_gain(run, block)
         table = pd.DataFrame([facts], columns=list(held_back.HEADER))
         write_csv(run.out.path / held_back.TABLE, table)
         source = f"posbench {versions.__version__} {description}"
-        if run.choice.parts:
-            source += f" in the list {run.choice.name}"
+        if run.method.choice.parts:
+            source += f" in the list {run.method.choice.name}"
         source += f"; run {run.out.path.name}"
-        data = {run.target.name: {**block, "held_back": facts, "source": source}}
+        data = {run.method.target.name: {**block, "held_back": facts, "source": source}}
         text = yaml.safe_dump(data, sort_keys=False, width=1000)
         write_text(run.out.path / FOUND, text)
 

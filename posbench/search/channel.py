@@ -133,14 +133,16 @@ class ChannelSearch(DeploySearch):
         """Tokens per string that the paper's filter needs."""
         return self.window + self.skip + 7
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> StudyWorkload:
         """Calibration prompts and answers of every candidate, the check of the winner, and random strings."""
         num_channels = self.top_k if self.candidates == "monotone" else channels
         num_ranges = len(self.layer_ranges(layers, None))
         num_candidates = num_channels * len(self.factors) * num_ranges
         # As folded, each candidate reads the prompts itself.
         num_folded = min(self.num_rescored, num_candidates) if self.folds else 0
-        return Reads(
+        return StudyWorkload(
             prompts=(3 + num_folded) * prompts,
             answers=(1 + num_candidates + num_folded) * prompts * answer,
             texts=self.strings,
@@ -160,8 +162,8 @@ class ChannelSearch(DeploySearch):
             hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
         channel = self._pinned(run).get("channel")
-        if run.target and not isinstance(channel, int | None):
-            field = f"{run.target.where}.channel"
+        if run.method.target and not isinstance(channel, int | None):
+            field = f"{run.method.target.where}.channel"
             allowed = "one channel, with the search stage"
             hint = "leave the search out: stages=[intervene,evaluate,report]"
             raise UserError(field, channel, allowed, hint)
@@ -171,7 +173,9 @@ class ChannelSearch(DeploySearch):
 
     def depends(self, run: Run) -> Mapping[str, Any]:
         """The layer ranges that are tried, a typed channel, and what the candidates are scored again by."""
-        values = run.target.values if run.target and self.num_rescored else {}
+        values = (
+            run.method.target.values if run.method.target and self.num_rescored else {}
+        )
         files = [content.key for content in contents(self.files())]
         return {
             "layers": self.ranges(run),
@@ -181,7 +185,7 @@ class ChannelSearch(DeploySearch):
 
     def _pinned(self, run: Run) -> dict[str, Any]:
         """Parameters of scale_channel that the user typed."""
-        return run.target.pinned if run.target else {}
+        return run.method.target.pinned if run.method.target else {}
 
     def ranges(self, run: Run) -> list[tuple[int, int]]:
         """The layer ranges to try: a typed one, those of the search, or the model's published one."""
@@ -266,7 +270,7 @@ class ChannelSearch(DeploySearch):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
-        method = run.trial()
+        method = run.method.trial()
         outer_methods = []
         if isinstance(method, Composed):
             outer_methods = list(method.parts.values())[:-1]
@@ -380,7 +384,7 @@ class ChannelSearch(DeploySearch):
                 {"unmodified": row[0], "losses": row[1:]} for row in losses.T.tolist()
             ]
 
-        rows = run.complete(
+        rows = run.rows.complete(
             file,
             f"search: {len(candidates)} candidates",
             [[examples[i] for i in group] for group in groups],

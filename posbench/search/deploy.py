@@ -115,7 +115,7 @@ class DeploySearch(Search):
 
     def check(self, run: Run) -> None:
         """Refuse a method that the format does not hold, and a side task that the model does not read."""
-        if run.target is None:  # a study's search
+        if run.method.target is None:  # a study's search
             if self.num_rescored:
                 allowed = "null in a study, which ships nothing"
                 hint = "leave out search.deploy and search.side_task"
@@ -123,11 +123,11 @@ class DeploySearch(Search):
             return
         last = run.method.target.pinned.get("last")
         if self.folds and last not in (None, "all"):
-            field = f"{run.target.where}.last"
+            field = f"{run.method.target.where}.last"
             allowed = f"all, with search.deploy={self.deploy}, which folds"
             raise UserError(field, last, allowed, "leave one of the two out")
-        if self.folds and run.trial().twin().folded(run.lm) is None:
-            allowed = f"a method that folds into a {self.deploy}; {run.choice.name} with these keys does not"
+        if self.folds and run.method.trial().twin().folded(run.lm) is None:
+            allowed = f"a method that folds into a {self.deploy}; {run.method.choice.name} with these keys does not"
             hint = "set search.deploy=transformers"
             raise UserError("search.deploy", self.deploy, allowed, hint)
         if self.side_task:
@@ -210,7 +210,7 @@ class DeploySearch(Search):
 
     def _shipped_mode(self, run: Run) -> ScaleChannel:
         """The method under test as the format holds it, with stand-ins for channel, factor and layers."""
-        method: Any = run.trial()
+        method: Any = run.method.trial()
         if isinstance(method, Composed):
             method = list(method.parts.values())[-1]
         if self.folds:
@@ -250,7 +250,9 @@ class DeploySearch(Search):
         Returns:
             Nats per answer token, shape (M, N).
         """
-        groups = run.batches(list(pairs), lambda id_: sum(map(len, pairs[id_])))
+        groups = run.prompts.batches_by_length(
+            list(pairs), lambda id_: sum(map(len, pairs[id_]))
+        )
         batches = [
             [(index, id_) for id_ in group]
             for index in range(len(methods))
@@ -275,7 +277,7 @@ class DeploySearch(Search):
 
         variant = "the side task" if split == "side" else "all tokens scaled"
         label = f"search: {len(methods)} again, {variant}"
-        rows = run.complete(DEPLOY_ROWS, label, batches, key, compute)
+        rows = run.rows.complete(DEPLOY_ROWS, label, batches, key, compute)
         losses = {(row["method"], row["id"]): row["loss"] for row in rows}
         return np.array(
             [[losses[index, id_] for id_ in pairs] for index in range(len(methods))]

@@ -128,8 +128,10 @@ class GeneticSearch(ScaleSearch):
             return {}
         return {"points": num_x_values}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
-        """Reads of all candidates without racing, then of both methods of the check.
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> StudyWorkload:
+        """The work of all candidates without racing, then of both methods of the check.
 
         Candidates are the unmodified model, the population, mutants, and both children of every crossover; each
         question is asked at three gold positions.
@@ -142,7 +144,7 @@ class GeneticSearch(ScaleSearch):
         search_batches = math.ceil(search_prompts / self.batch_size)
         check_batches = math.ceil(check_prompts / self.batch_size)
         batches = candidates * search_batches + 2 * check_batches
-        return Reads(total, replies=total, batches=batches)
+        return StudyWorkload(total, replies=total, batches=batches)
 
     def decode(self, genome: Genome, layers: int) -> Scales:
         """The scale of each of the L layers."""
@@ -220,7 +222,7 @@ class GeneticSearch(ScaleSearch):
         folder = run.out
         unmodified = (1.0,) * run.lm.layers
         examples, positions = calibration(run.task, self.calibration_seed)
-        evaluate = answering(run.lm, run.task, examples, run.whole)
+        evaluate = answering(run.lm, run.task, examples, run.method.with_target)
 
         folder.repair(ROWS)
         recorded = {_batch_key(row): row["scores"] for row in folder.rows(ROWS)}

@@ -49,15 +49,17 @@ class GradientSearch(ScaleSearch):
     epochs: Count = 30
     samples: Count = 2000
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
-        """Reads of the training, then of the unmodified model and the result.
+    def asks(
+        self, prompts: int, answer: int, layers: int, channels: int
+    ) -> StudyWorkload:
+        """The work of the training, then of the unmodified model and the result.
 
         With fixed weights the backward pass of an example takes as long as its forward pass, and counts as a
         second read. The two methods answer the calibration questions and the held-back ones.
         """
         training_reads = 2 * self.epochs * self.samples
         questions = len(POSITIONS) * (prompts + (self.held_back or prompts))
-        return Reads(
+        return StudyWorkload(
             prompts=training_reads + 2 * questions,
             answers=training_reads * answer,
             replies=2 * questions,

@@ -81,7 +81,7 @@ class RouterSearch(Search):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row per step, and the router; the first tenth of the texts is held out."""
-        method = run.trial()
+        method = run.method.trial()
         texts = self.texts(run)
         assert isinstance(method, MoICE)
         num_held_out = _held_out_count(texts)

@@ -26,7 +26,7 @@ class Study(ABC):
         needs_task: Whether it runs the task's prompts.
         uses_method: Whether it applies the run's method itself. Otherwise all of it runs inside the method that
             the user typed, and on the unmodified model where none was typed.
-        all_methods: Whether it measures ``run.every`` method, and takes none.
+        all_methods: Whether it measures ``run.all_methods`` method, and takes none.
     """
 
     needs_model: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class Study(ABC):
         """Further files that the numbers come from; what they hold is part of a run's identity."""
         return ()
 
-    def reads(self, run: Run) -> Sequence[Looks | Reads]:
+    def reads(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
         """What it asks of the model at most; nothing where that cannot be known before."""
         return ()
 

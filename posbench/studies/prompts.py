@@ -203,12 +203,12 @@ class Prompts:
         """
         task = task or run.task
         examples = placed(examples or need_items(task), max_per_position)
-        encoded = run.encode(examples, task)
+        encoded = run.prompts.encode(examples, task)
         tokens = {
             example.id: item_tokens(encoded[example.id], example)
             for example in examples
         }
-        batches = run.plan(examples, encoded, task)
+        batches = run.prompts.batches(examples, encoded, task)
         return cls(run, task, examples, encoded, tokens, batches)
 
     def lengths(self, batch: Sequence[Example]) -> list[int]:
@@ -271,7 +271,7 @@ class Prompts:
         Returns:
             Rows by example id.
         """
-        rows = self.run.complete(
+        rows = self.run.rows.complete(
             file, label, self.batches, lambda e: {**key, "id": e.id}, compute
         )
         return {row["id"]: row for row in rows}
@@ -285,24 +285,24 @@ class Prompts:
         gets the cache with all tokens of a batch's prompts but the last, or None.
         """
         run = self.run
-        method = run.method()
+        method = run.method.build()
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
 
         def plan(examples: Sequence[Example], size: int | None) -> list[list[Example]]:
-            return run.plan(examples, self.encoded, self.task, size)
+            return run.prompts.batches(examples, self.encoded, self.task, size)
 
         subject = Subject(run, "", Unmodified())
-        asks = Asks.of([subject], self.examples, self.encoded, plan)
+        asks = BatchPlan.of([subject], self.examples, self.encoded, plan)
 
-        def compute_batch(batch: Sequence[Ask]) -> list[Row]:
-            with asks.under(batch) as prefix:
+        def compute_batch(batch: Sequence[Request]) -> list[Row]:
+            with asks.applied(batch) as prefix:
                 return compute([ask.example for ask in batch], prefix)
 
-        def row_key(ask: Ask) -> Row:
+        def row_key(ask: Request) -> Row:
             return {**key, "id": ask.example.id}
 
-        rows = run.complete(
+        rows = run.rows.complete(
             file, label, asks.batches, row_key, compute_batch, asks.order
         )
         return {row["id"]: row for row in rows}
@@ -393,7 +393,7 @@ def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
     """Compare the scores of a method with those of others on the same prompts.
 
     Args:
-        scores: As of :func:`posbench.run.answers.compared`.
+        scores: As of :func:`posbench.run.replies.compared`.
         method: The method.
         base: Another method.
 

@@ -61,7 +61,7 @@ class Gram(Sampled):
             turned), rising (rank correlation of product and key, mean over queries, token 1 left out), and
             those of :meth:`MeanMap.facts`.
         """
-        batches = run.batches(self.rows(run.lm), len)
+        batches = run.prompts.batches_by_length(self.rows(run.lm), len)
         with run.progress("samples", self.samples) as advance:
             maps = gram_panels(run.lm, batches, advance)
         tokens = np.arange(self.tokens)

@@ -133,7 +133,7 @@ class ScoreMap(Sampled):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (:meth:`MeanMap.facts`)."""
-        batches = run.batches(self.rows(run.lm), len)
+        batches = run.prompts.batches_by_length(self.rows(run.lm), len)
         with run.progress("samples", self.samples) as advance:
             mean_maps = score_maps(run.lm, batches, advance)
         maps = {}

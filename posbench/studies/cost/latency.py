@@ -67,8 +67,8 @@ class Latency(Timed):
             raise UserError(
                 "study.floors", True, "a prompt alone", "study.new_tokens=[1]"
             )
-        for name in sorted(set(self.methods) - set(run.every)):
-            allowed = ", ".join(run.every)
+        for name in sorted(set(self.methods) - set(run.all_methods)):
+            allowed = ", ".join(run.all_methods)
             hint = "posbench ls methods shows them"
             raise UserError("study.methods", name, allowed, hint)
 
@@ -103,9 +103,9 @@ class Latency(Timed):
 
     def _chosen_methods(self, run: Run, lm: LM) -> dict[str, Method]:
         """The methods to run side by side, with their floors where these are measured."""
-        names = (UNMODIFIED, *(self.methods or run.every))
+        names = (UNMODIFIED, *(self.methods or run.all_methods))
         methods = applicable(
-            lm, run.every, lambda choice: choice.cls.example(lm), run.console.out
+            lm, run.all_methods, lambda choice: choice.cls.example(lm), run.console.out
         )
         chosen = {name: method for name, method in methods.items() if name in names}
         if self.floors:

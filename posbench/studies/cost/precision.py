@@ -47,7 +47,9 @@ class Precision(Study):
         moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
         prompts = self._prompts(run)
-        methods = applicable(run.lm, run.every, MethodChoice.build, run.console.out)
+        methods = applicable(
+            run.lm, run.all_methods, MethodChoice.build, run.console.out
+        )
         errors: list[Row] = []
         drifts: list[Row] = []
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
@@ -81,7 +83,7 @@ class Precision(Study):
         """Token ids of evaluation prompts, spread over all of them, of several lengths."""
         step = max(1, len(run.evaluation) // self.prompts)
         chosen = run.evaluation[::step][: self.prompts]
-        prompts = [encoded.ids for encoded in run.encode(chosen).values()]
+        prompts = [encoded.ids for encoded in run.prompts.encode(chosen).values()]
         # Every second prompt loses some of its first pairs: equal lengths would need no padding.
         for i in range(0, len(prompts), 2):
             prompt = prompts[i]

@@ -180,7 +180,7 @@ class Throughput(Timed):
         for way, runtime in runtimes.items():
             stage_run = replace(run, task=task, runtime=runtime)
             asks, _ = stage_plan(replace(stage_run), lm, examples, methods)
-            operations[way] = costs.flops(asks.work("evaluate", answered=True))
+            operations[way] = costs.flops(asks.estimate("evaluate", answered=True))
             ways[way] = partial(staged, stage_run, lm, examples, methods)
         tokens_computed: dict[str, int] = {}
 
@@ -252,12 +252,12 @@ def staged(
 
 def stage_plan(
     run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
-) -> tuple[Asks, Compute]:
+) -> tuple[BatchPlan, Compute]:
     """The evaluate stage's plan for a model and examples, which are put into the run."""
     run.lm = lm
     run.evaluation = list(examples)
     subjects = [Subject(run, name, method) for name, method in methods.items()]
-    return planned(subjects, run.encode(examples))
+    return plan_replies(subjects, run.prompts.encode(examples))
 
 
 @inference_mode

@@ -77,7 +77,7 @@ class RopeCurves(Study):
 
     def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
-        return [Looks(self._examples(run), len(SCALES))]
+        return [InspectionPasses(self._examples(run), len(SCALES))]
 
     def _examples(self, run: Run) -> list[Example]:
         step = max(len(run.evaluation) // self.prompts, 1)
@@ -106,9 +106,11 @@ class RopeCurves(Study):
     def _thirds(self, run: Run) -> pd.DataFrame:
         """Attention to thirds of the prompts by scale, layer and third, and its change from the scale before."""
         examples = self._examples(run)
-        prompts = [encoded.ids for encoded in run.encode(examples).values()]
+        prompts = [encoded.ids for encoded in run.prompts.encode(examples).values()]
         clusters = [example.cluster or example.id for example in examples]
-        batches = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
+        batches = run.prompts.batches_by_length(
+            range(len(prompts)), lambda i: len(prompts[i])
+        )
         rows: list[Row] = []
         previous = None
         with run.progress("scales", len(SCALES)) as advance:

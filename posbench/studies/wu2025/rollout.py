@@ -50,7 +50,7 @@ class Rollout(Study):
         """The tables of :func:`summary`."""
         step = max(len(run.evaluation) // self.prompts, 1)
         examples = run.evaluation[::step][: self.prompts]
-        rows = run.complete(
+        rows = run.rows.complete(
             "flow.jsonl",
             "rollout",
             [[example] for example in examples],

@@ -77,7 +77,7 @@ class Ablations(Study):
             value = f"{search.variant}, {search.candidates}"
             allowed = "channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated"
             raise UserError("search", value, allowed, "leave search= out")
-        if run.trial().needs_prompt:
+        if run.method.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
             raise UserError(
                 "method", run.method.choice.name, allowed, "leave the method out"
@@ -258,7 +258,7 @@ def evaluate_settings(
 
     Returns:
         Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores
-        of :func:`posbench.run.answers.compared` with the first name of each setting.
+        of :func:`posbench.run.replies.compared` with the first name of each setting.
     """
     columns_by_name = {UNMODIFIED: _setting_columns(None)}
     labels = {UNMODIFIED: UNMODIFIED}
@@ -271,7 +271,7 @@ def evaluate_settings(
             f"layers {scaled['layers']}, last {scaled['last']}"
         )
         methods[labels[name]] = method
-    scores = compared(run, file, methods)
+    scores = compare_scores(run, file, methods)
     rows = []
     for name, label in labels.items():
         contrast = contrasts(scores, label, labels[base])

@@ -121,11 +121,11 @@ class AttentionToGold(Study):
             for task in self.tasks(run.task)
         ]
         looks = [
-            Looks(examples, times=1, replies=1, shared=True)
+            InspectionPasses(examples, times=1, replies=1, shared=True)
             for examples in examples_by_task
         ]
         head_examples = placed(examples_by_task[0], HEAD_EXAMPLES)
-        looks.append(Looks(head_examples, times=1, shared=True))
+        looks.append(InspectionPasses(head_examples, times=1, shared=True))
         return looks
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -139,9 +139,9 @@ def _method_block(
 
 def _without_method(run: Run) -> Run:
     """A copy of the run that measures the unmodified model."""
+    choice = MethodChoice(name=UNMODIFIED, cls=Unmodified, values={})
     unmodified = copy.copy(run)
-    unmodified.choice = MethodChoice(name=UNMODIFIED, cls=Unmodified, values={})
-    unmodified.target = None
+    unmodified.method = replace(run.method, choice=choice, target=None)
     return unmodified
 
 

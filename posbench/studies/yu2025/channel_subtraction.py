@@ -101,7 +101,11 @@ class ChannelSubtraction(Study):
         """See :meth:`Study.reads`."""
         changes_per_item = 1 + self.controls + int(self.opposite)
         num_variants = 1 + len(ROLES) * changes_per_item
-        return [Looks(self._examples(run), times=num_variants, replies=num_variants)]
+        return [
+            InspectionPasses(
+                self._examples(run), times=num_variants, replies=num_variants
+            )
+        ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""

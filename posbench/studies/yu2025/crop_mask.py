@@ -86,7 +86,7 @@ class CropMask(Study):
             hint = "set study.crossed=false, or take model=tiny"
             raise UserError("study.crossed", True, allowed, hint)
         with ExitStack() as stack:
-            stack.enter_context(run.trial().applied(lm))
+            stack.enter_context(run.method.trial().applied(lm))
             stack.enter_context(crop_mask(lm, [1], EMPTY_SPAN, []))
             if can_move(lm):
                 stack.enter_context(move_positions(lm, [1], EMPTY_SPAN, EMPTY_SPAN))
@@ -97,7 +97,7 @@ class CropMask(Study):
         if self.crossed:
             num_variants += len(CROSSED)
         examples = placed(shared.need_items(run.task), self.examples)
-        return [Looks(examples, times=num_variants, replies=num_variants)]
+        return [InspectionPasses(examples, times=num_variants, replies=num_variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""

@@ -74,7 +74,7 @@ class Doubling(Study):
     def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         examples = placed(shared.need_items(run.task), self.examples)
-        return [Looks(examples, times=0, replies=len(LABELS))]
+        return [InspectionPasses(examples, times=0, replies=len(LABELS))]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.

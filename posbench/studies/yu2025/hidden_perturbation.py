@@ -97,7 +97,7 @@ class HiddenPerturbation(Study):
             allowed = "layers before the last one"
             hint = "set study.layers=null"
             raise UserError("study.layers", self.layers, allowed, hint)
-        with run.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
+        with run.method.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
             pass
 
     @property
@@ -141,7 +141,7 @@ class HiddenPerturbation(Study):
                 for i in range(len(batch))
             ]
 
-        batches = run.batches(
+        batches = run.prompts.batches_by_length(
             list(enumerate(strings.draw(lm))), lambda text: self.length
         )
         rows = run.rows.complete(
