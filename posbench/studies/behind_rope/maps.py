@@ -38,7 +38,7 @@ def long_table(
         block = -(-n // cells)
         if block == 1:
             query, key = np.nonzero(~np.isnan(first))
-            token: Array = np.arange(1, n + 1)
+            token: np.ndarray[Any, Any] = np.arange(1, n + 1)
         else:
             query, key = np.tril_indices(n, -1)
             start = np.arange(0, n, block)
