@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from huggingface_hub import errors as hub_errors
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
     from torch import Tensor, nn
+    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
     F = LateModule("torch.nn.functional")
@@ -48,9 +50,12 @@ else:
     sdpa = LateModule("transformers.integrations.sdpa_attention")
     torch = LateModule("torch")
     transformers = LateModule("transformers")
-    # For annotations alone: isinstance() refuses them.
+    # For annotations alone: isinstance() refuses them. Python 3.15 looks up ``pd.DataFrame`` in the fields of a
+    # dataclass, which would load pandas: there the plain names are used.
     Axes = Any
+    DataFrame = Any
     Figure = Any
+    Module = Any
     PreTrainedConfig = Any
     PreTrainedModel = Any
     PreTrainedTokenizerBase = Any
@@ -58,8 +63,10 @@ else:
 
 __all__ = [
     "Axes",
+    "DataFrame",
     "F",
     "Figure",
+    "Module",
     "PreTrainedConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",

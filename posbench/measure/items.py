@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
 from posbench.model.guard import finite, guarded
+from posbench.model.items import token_spans
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.tasks import Example
@@ -20,17 +21,7 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 
     A token that an item shares with its neighbour belongs to both.
     """
-    offsets = np.array(encoded.offsets)
-    token_starts = offsets[:, 0]
-    token_ends = offsets[:, 1]
-    spans = []
-    for start, end in example.items:
-        tokens = np.flatnonzero((token_starts < end) & (token_ends > start))
-        if len(tokens):
-            spans.append((int(tokens[0]), int(tokens[-1]) + 1))
-        else:
-            spans.append((0, 0))
-    return spans
+    return token_spans(encoded.offsets, example.items)
 
 
 @guarded

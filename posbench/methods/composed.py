@@ -8,6 +8,8 @@ from typing import Self
 from posbench.errors import renamed
 from posbench.methods.base import Folded, Method
 from posbench.methods.unmodified import Unmodified
+from posbench.model.encode import Encoder
+from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 
 
@@ -26,6 +28,17 @@ class Composed(Method):
     def needs_prompt(self) -> bool:
         """See :class:`Method`."""
         return any(part.needs_prompt for part in self.parts.values())
+
+    @property
+    def rewrites(self) -> bool:
+        """See :class:`Method`."""
+        return any(part.rewrites for part in self.parts.values())
+
+    def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
+        """Rewrite the prompt part by part, the first one first."""
+        for part in self.parts.values():
+            prompt = part.rewrite(lm, prompt)
+        return prompt
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""

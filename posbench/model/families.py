@@ -127,6 +127,23 @@ UNSUPPORTED = {
 """Architectures outside the shape that posbench works on, by the reason that users are told."""
 
 
+def need_interface(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model in which a method that listens to attention would change nothing.
+
+    Args:
+        model: The model.
+        name: Name of the method.
+
+    Raises:
+        UserError: The model's attention does not run through the library's functions.
+    """
+    family = family_of(model)
+    if not family.interface:
+        allowed = f"a family whose attention runs through the library's functions; {family.name} does not"
+        hint = "method=scale_channel needs none; docs/families.md lists the families"
+        raise UserError("method", name, allowed, hint)
+
+
 def support_table() -> tuple[list[str], list[list[str]]]:
     """The families as docs/families.md shows them: header and rows."""
     header = [

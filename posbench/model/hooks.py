@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posbench.late import PreTrainedModel, Tensor, nn, transformers
+from posbench.model import families
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -193,7 +194,11 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
     Args:
         model: A model whose family runs attention through the library's functions.
         function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel.
+
+    Raises:
+        UserError: The family calls its attention in its own way, so that the function would never run.
     """
+    families.need_interface(model, "a function in front of the attention kernel")
     config = model.config.get_text_config()
     functions = _functions.setdefault(id(config), [])
     kernel_name = config._attn_implementation

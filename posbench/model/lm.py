@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from posbench.errors import UserError
 from posbench.late import (
     F,
     PreTrainedModel,
@@ -22,6 +23,7 @@ from posbench.model.attention import last_row
 from posbench.model.encode import Encoder, cut
 from posbench.model.guard import NotFinite, finite, guarded
 from posbench.model.hooks import Attend, attending, before_each, fork, replaced
+from posbench.model.items import ItemIndex, Span, find_items, token_spans
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -44,6 +46,7 @@ class LM(Encoder):
     Attributes:
         read: Tokens of the prompts in all batches so far, padding left out.
         written: Tokens of all replies so far, each up to its end.
+        items: Where the items of prompts stand, for methods that read them.
     """
 
     model: PreTrainedModel
@@ -53,6 +56,7 @@ class LM(Encoder):
     chat_template: str = "auto"
     read: int = 0
     written: int = 0
+    items: ItemIndex = field(default_factory=ItemIndex, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +107,30 @@ class LM(Encoder):
         if prefix is not None:
             inputs["past_key_values"] = fork(prefix.cache)
         return inputs
+
+    def add_items(
+        self, prompt: str, items: Sequence[Span] | str, **form: Any
+    ) -> list[int]:
+        """Tell methods that read items where they stand in a prompt; a run does this by itself.
+
+        Args:
+            prompt: The prompt, before any chat template.
+            items: Characters (start, end) of each item, or a regular expression that matches each of them.
+            **form: See :meth:`render`.
+
+        Returns:
+            The prompt's token ids, for :meth:`generate`.
+
+        Raises:
+            UserError: There is no item.
+        """
+        spans = find_items(prompt, items) if isinstance(items, str) else items
+        if not spans:
+            allowed = "spans of characters, or an expression that matches in the prompt"
+            raise UserError("items", items, allowed, r"such as r'Document .*'")
+        encoded = self.encode(prompt, **form)
+        self.items.add(encoded.ids, token_spans(encoded.offsets, spans))
+        return encoded.ids
 
     @guarded
     @inference_mode

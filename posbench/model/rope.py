@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
 
 from posbench.errors import UserError
-from posbench.late import PreTrainedModel, Tensor, nn, sdpa, torch
+from posbench.late import Module, PreTrainedModel, Tensor, nn, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending, before_each, replaced
@@ -37,7 +37,7 @@ class Call:
         bases: Bases theta that the rows of the batch take in turn, None or empty for the model's own.
     """
 
-    module: nn.Module
+    module: Module
     hidden: Tensor
     positions: Tensor
     options: dict[str, Any]

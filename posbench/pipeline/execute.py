@@ -18,6 +18,7 @@ from posbench.files.sources import Source, cached
 from posbench.late import torch
 from posbench.model import families
 from posbench.model.guard import probe
+from posbench.model.items import probe_items
 from posbench.model.lm import LM
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
@@ -354,9 +355,13 @@ def probe_model(config: Config, run: Run) -> None:
     elif config.uses_model:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
+        method = run.method.trial()
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
-            method = run.method.trial()
-            with suppress(torch.OutOfMemoryError), method.applied(run.lm) as lm:
+            with (
+                suppress(torch.OutOfMemoryError),
+                method.applied(run.lm) as lm,
+                probe_items(lm, ids),
+            ):
                 probe(lm, ids)
 
 

@@ -197,6 +197,8 @@ def _check_parts(config: Config, checkpoint: Reader | None, faults: Faults) -> N
             run.lm = outline(config.model, checkpoint, config.runtime.device)
             has_outline = True
             run.method.trial().check(run.lm)
+            if "task" not in faulty_groups:
+                _check_prompts_of_method(run, config)
         if not has_outline:
             faults.raise_any()  # what follows would load the weights
     if config.study and "task" not in faulty_groups:
@@ -210,6 +212,29 @@ def _check_parts(config: Config, checkpoint: Reader | None, faults: Faults) -> N
         with faults.collecting():
             list(longest_prompts(run, config.stages))
     faults.raise_any()
+
+
+def _check_prompts_of_method(run: Run, config: Config) -> None:
+    """Refuse a method that reads or rewrites prompts where what runs gives it none to read or rewrite.
+
+    Raises:
+        UserError: The task's prompts have no items, or a study or search looks at them as they are.
+    """
+    method = run.method.trial()
+    name = run.method.choice.name
+    asks_prompts = bool(
+        {"study", "search", "intervene", "evaluate"} & set(config.stages)
+    )
+    if not asks_prompts:
+        return
+    if run.reads_items and not any(example.items for example in run.evaluation):
+        allowed = f"a task whose prompts have items, which {name} reads"
+        hint = "task=kv_retrieval or task=nq_multidoc; docs/own_data.md says how to mark yours"
+        raise UserError("task", run.task.name, allowed, hint)
+    for stage in ("study", "search"):
+        if method.rewrites and stage in config.stages:
+            allowed = f"no {stage} stage: it looks at prompts as the task gives them, and {name} rewrites them"
+            raise UserError("stages", stage, allowed, "set stages=[intervene,evaluate]")
 
 
 def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:

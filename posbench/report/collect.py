@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from posbench import paths
-from posbench.late import pd
+from posbench.late import DataFrame, pd
 from posbench.report import tables
 from posbench.report.folder import CAPTIONS, read_csv, read_json, runs_of
 from posbench.report.page import describe_measurements
@@ -92,7 +92,7 @@ class Result:
 class Scores(NamedTuple):
     """Scores as a table of text, and the result in a sentence."""
 
-    table: pd.DataFrame
+    table: DataFrame
     sentence: str
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row, digest, new_folder, write_csv
-from posbench.late import Figure, pd
+from posbench.late import DataFrame, Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
@@ -53,8 +53,8 @@ class Compared:
 
     run: RunDir
     summary: RunSummary
-    metrics: pd.DataFrame
-    unmodified: pd.DataFrame
+    metrics: DataFrame
+    unmodified: DataFrame
     label: str = ""
 
     @classmethod

@@ -117,8 +117,18 @@ class Run:
     def prompts(self) -> PromptBatcher:
         """What encodes examples and groups them into batches."""
         return PromptBatcher(
-            self.encoder, self.task, self.runtime.batch_size, self.runtime.batch_tokens
+            self.encoder,
+            self.task,
+            self.runtime.batch_size,
+            self.runtime.batch_tokens,
+            self.reads_items,
         )
+
+    @property
+    def reads_items(self) -> bool:
+        """Whether a method of the run reads where the items of prompts stand."""
+        choices = [self.method.choice, *self.all_methods.values()]
+        return any(cls.needs.items for choice in choices for cls in choice.classes)
 
     def methods(self) -> dict[str, Method]:
         """Record the method under test in ``method.json`` and return the methods that are compared.

@@ -39,8 +39,12 @@ from posbench.tasks import Example
 
 log = logging.getLogger(__name__)
 
-MakeBatches = Callable[[Sequence[Example], int | None], list[list[Example]]]
-"""Groups examples into batches of at most so many tokens (None: as the runtime wants them)."""
+Prompts = Mapping[str, Encoded]
+"""Prompts by the id of their example."""
+
+MakeBatches = Callable[[Sequence[Example], Prompts, int | None], list[list[Example]]]
+"""Groups examples, given their prompts, into batches of at most so many tokens (None: as the runtime wants
+them)."""
 
 Compute = Callable[[Sequence["Request"]], list[Row]]
 """The rows of a batch, without what identifies them."""
@@ -94,6 +98,13 @@ def _request_key(request: Request) -> dict[str, str]:
     return request.key
 
 
+class AskedPrompt(NamedTuple):
+    """An example as it is asked under a method, which may have rewritten its prompt."""
+
+    example: Example
+    encoded: Encoded
+
+
 class PrefillGroup(NamedTuple):
     """Examples that share a prefill.
 
@@ -132,6 +143,8 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         self._groups: list[PrefillGroup] = []
+        # Of a subject whose method rewrites prompts, what it asks, by the id of the example.
+        self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
         # The group that is prefilled, and the prefix of the batch that is run.
         self._stored_group: int | None = None
         self._store: Store | None = None
@@ -160,19 +173,26 @@ class BatchPlan:
         run = subjects[0].run
         plan = cls(run.lm, run.runtime, encoded)
         groups, batch_tokens = plan._shareable_groups(examples)
-        single_batches = make_batches(examples, None)
-        for subject in subjects:
-            for batch in single_batches:
-                plan.order += [Request(subject, example) for example in batch]
+        single_batches = make_batches(examples, encoded, None)
         by_prefill = dict[str, list[Subject]]()
         for number, subject in enumerate(subjects):
-            prefill_method = subject.method.prefill() if groups else None
-            by_prefill.setdefault(repr(prefill_method or number), []).append(subject)
+            batches_of_subject = single_batches
+            if subject.method.rewrites and plan.lm.device.type != "meta":
+                prompts = plan._rewrite(subject, examples)
+                batches_of_subject = make_batches(examples, prompts, None)
+                for batch in batches_of_subject:
+                    plan._add_group(batch, None, [subject], [batch])
+            else:
+                prefill_method = subject.method.prefill() if groups else None
+                members = by_prefill.setdefault(repr(prefill_method or number), [])
+                members.append(subject)
+            for batch in batches_of_subject:
+                plan.order += [Request(subject, example) for example in batch]
         for members in by_prefill.values():
             prefill_method = members[0].method.prefill() if groups else None
             if prefill_method:
                 for group in groups:
-                    group_batches = make_batches(group, batch_tokens)
+                    group_batches = make_batches(group, encoded, batch_tokens)
                     plan._add_group(group, prefill_method, members, group_batches)
                 continue
             if groups:
@@ -182,6 +202,27 @@ class BatchPlan:
             for batch in single_batches:
                 plan._add_group(batch, None, members, [batch])
         return plan
+
+    def _rewrite(
+        self, subject: Subject, examples: Sequence[Example]
+    ) -> dict[str, Encoded]:
+        """Rewrite the prompts of examples for a method; return them by the id of their example."""
+        batcher = subject.run.prompts
+        asked = batcher.rewrite(examples, subject.method)
+        encoded = batcher.encode(asked)
+        prompts = {e.id: AskedPrompt(e, encoded[e.id]) for e in asked}
+        self._rewritten[id(subject)] = prompts
+        return encoded
+
+    def asked(self, request: Request) -> AskedPrompt:
+        """Return the example of a request as its method asks it."""
+        rewritten = self._rewritten.get(id(request.subject))
+        if rewritten:
+            return rewritten[request.example.id]
+        return AskedPrompt(request.example, self.encoded[request.example.id])
+
+    def _num_tokens(self, request: Request) -> int:
+        return len(self.asked(request).encoded.ids)
 
     def _add_group(
         self,
@@ -262,7 +303,7 @@ class BatchPlan:
         decode_steps = 0
         for requests in self.batches:
             prefix = prefix_tokens[requests[0].group]
-            lengths = [len(self.encoded[r.example.id].ids) for r in requests]
+            lengths = [self._num_tokens(request) for request in requests]
             replies = [self._reply_tokens(r) if answered else 0 for r in requests]
             spans += [(length - 1 if prefix else 0, length) for length in lengths]
             decodings += [
@@ -300,7 +341,7 @@ class BatchPlan:
     def applied(self, batch: Sequence[Request]) -> Iterator[Prefix | None]:
         """Apply the method of a batch to the model; yield the prefill that the batch goes on from."""
         prefix = self._prefix_of(batch)
-        self.requested_tokens += sum(len(self.encoded[r.example.id].ids) for r in batch)
+        self.requested_tokens += sum(self._num_tokens(request) for request in batch)
         with batch[0].subject.method.applied(self.lm):
             yield prefix
 

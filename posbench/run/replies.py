@@ -11,7 +11,7 @@ from posbench.measure.replies import replies
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Compute, Request, Subject
+from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
 from posbench.tasks import Example
 
 STAGE = "evaluate"
@@ -60,18 +60,20 @@ def plan_replies(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
-        examples = [request.example for request in batch]
+        asked = [plan.asked(request) for request in batch]
+        examples = [prompt.example for prompt in asked]
+        prompts = {prompt.example.id: prompt.encoded for prompt in asked}
         with plan.applied(batch) as prefix:
-            texts = replies(run.lm, run.task, examples, encoded, prefix)
+            texts = replies(run.lm, run.task, examples, prompts, prefix)
         return [
-            _row(run, example, encoded[example.id], reply)
-            for example, reply in zip(examples, texts, strict=True)
+            _row(run, request.example, prompts[request.example.id], reply)
+            for request, reply in zip(batch, texts, strict=True)
         ]
 
     def make_batches(
-        examples: Sequence[Example], max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
     ) -> list[list[Example]]:
-        return run.prompts.batches(examples, encoded, max_tokens=max_tokens)
+        return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
 
     plan = BatchPlan.of(subjects, run.evaluation, encoded, make_batches)
     return plan, compute

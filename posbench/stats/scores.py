@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import DataFrame, pd
 from posbench.stats import position_bias
 from posbench.stats.bootstrap import (
     Array,
@@ -48,7 +48,7 @@ class ScoreGroup(NamedTuple):
     method: str
     metric: str
     label: str
-    rows: pd.DataFrame
+    rows: DataFrame
 
     def mean(self, rows: pd.DataFrame) -> Estimate:
         """Estimate the mean, or that of the paired differences, over some of the rows."""

@@ -289,8 +289,12 @@ class Prompts:
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
 
-        def plan(examples: Sequence[Example], size: int | None) -> list[list[Example]]:
-            return run.prompts.batches(examples, self.encoded, self.task, size)
+        def plan(
+            examples: Sequence[Example],
+            prompts: Mapping[str, Encoded],
+            size: int | None,
+        ) -> list[list[Example]]:
+            return run.prompts.batches(examples, prompts, self.task, size)
 
         subject = Subject(run, "", Unmodified())
         asks = BatchPlan.of([subject], self.examples, self.encoded, plan)

@@ -13,7 +13,14 @@ from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.text import shortened
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Compute, Request, Subject, subjects
+from posbench.run.batch_plan import (
+    BatchPlan,
+    Compute,
+    Prompts,
+    Request,
+    Subject,
+    subjects,
+)
 from posbench.tasks import Example
 from posbench.tasks.items import placed
 
@@ -112,18 +119,19 @@ def plan_attention(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
-        examples = [request.example for request in batch]
-        prompts = [encoded[example.id] for example in examples]
+        asked = [plan.asked(request) for request in batch]
+        examples = [prompt.example for prompt in asked]
+        prompts = [prompt.encoded for prompt in asked]
         with plan.applied(batch) as prefix:
             attention = attention_to_items(run.lm, prompts, examples, prefix=prefix)
         return [{"attention": rounded(weights)} for weights in attention]
 
-    def length(example: Example) -> int:
-        return len(encoded[example.id].ids)
-
     def make_batches(
-        examples: Sequence[Example], max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
     ) -> list[list[Example]]:
+        def length(example: Example) -> int:
+            return len(prompts[example.id].ids)
+
         return run.prompts.batches_by_length(examples, length, max_tokens)
 
     examples = placed(run.evaluation, run.runtime.intervene_examples)
