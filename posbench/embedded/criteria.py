@@ -106,8 +106,8 @@ def search_all(
     choice = _choose(lm, search, first, losses)
     same_choices = 0
     for index in range(STRING_SETS):
-        other = replace(search, seed=search.seed + 1 + index)
-        if _choose(lm, other, statistics(lm, other), losses) == choice:
+        reseeded = replace(search, seed=search.seed + 1 + index)
+        if _choose(lm, reseeded, statistics(lm, reseeded), losses) == choice:
             same_choices += 1
     facts = {
         "channels_monotone": len(first.ranking),

@@ -97,8 +97,8 @@ def draw_batch(
     if noise:
         shape = (contexts, questions)
         wrong = torch.rand(shape, generator=rng) < noise
-        words = torch.randint(len(WORDS), shape, generator=rng) + FIRST_WORD
-        question_keys = torch.where(wrong, words, question_keys)
+        random_words = torch.randint(len(WORDS), shape, generator=rng) + FIRST_WORD
+        question_keys = torch.where(wrong, random_words, question_keys)
     pieces = [
         torch.full_like(gold, VOCAB[ASK]),
         question_keys,

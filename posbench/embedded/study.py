@@ -99,8 +99,8 @@ class EmbeddedModel(Study):
         if self.seeds is not None:
             return self.seeds
         shipped = SHIPPED[self.model]
-        others = [seed for seed in range(self.attempts) if seed != shipped]
-        return [shipped, *others][: self.attempts]
+        further = [seed for seed in range(self.attempts) if seed != shipped]
+        return [shipped, *further][: self.attempts]
 
     def _train_seed(self, run: Run, seed: int, folder: RunDir) -> None:
         """Train a seed and measure it on the choosing set, as far as that is not done."""
