@@ -206,6 +206,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         )
         self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
+        if self.method.rewrites or self.posbench.reads_items:
+            allowed = "a method that looks at no items: the harness has none"
+            hint = "run a task of posbench: posbench task=nq_multidoc method=NAME"
+            raise UserError("model_args.method", method, allowed, hint)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
             template = CHAT_TEMPLATES[model.chat_template].read_text()
             self.lm.tokenizer.chat_template = template.rstrip("\n")

@@ -151,7 +151,9 @@ def tried(
 
     def call(*args: str) -> str:
         own = args[-1].startswith("experiment.")
-        monkeypatch.setattr(execute, "probe_model", (lambda *_: None) if own else looked)
+        monkeypatch.setattr(
+            execute, "probe_model", (lambda *_: None) if own else looked
+        )
         signal.alarm(LONGEST)
         try:
             # The argument under test is the last one: a key that names where runs go wins.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from posbench.errors import UserError
 from posbench.methods import Unmodified
+from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.composed import Composed
 from posbench.model.items import ItemIndex, ItemPrompt, find_items, reading_items
 from posbench.tasks import KVRetrieval
@@ -217,3 +218,15 @@ def test_what_looks_at_the_tasks_own_prompts_is_refused(typed, words, posbench) 
     result = posbench(*typed, *SMALL)
     assert result.status == 2 and len(result.err.splitlines()) == 1
     assert [word for word in words if word not in result.err] == [], result.err
+
+
+def test_a_method_of_several_rows_per_prompt_reads_the_items_of_each(
+    tiny, task
+) -> None:
+    bases = AttentionBuckets(bases=(None, 20000.0, 30000.0))
+    rows = [tiny.add_items(example.prompt, PAIR) for example in task.evaluation()[:2]]
+    inputs = tiny.pad(rows)
+    with bases.applied(tiny), reading_items(tiny) as batch:
+        tiny.logits(inputs["input_ids"], inputs["attention_mask"])
+    spans = [list(tiny.items.find(row)) for row in rows]
+    assert batch.rows == [spans[0]] * 3 + [spans[1]] * 3

@@ -51,7 +51,10 @@ def test_any_neutral_pair_changes_nothing(pair, family, models):
     before = lm.logits(ids, mask)
     parts = {name: METHODS[name].cls.example(lm) for name in pair}
     both = Composed(parts=parts).neutral()
-    if parts[pair[0]].needs.by_hand and parts[pair[1]].needs.rope:
+    for row, row_mask in zip(ids, mask.bool(), strict=True):
+        lm.items.add(row[row_mask].tolist(), [(2, 9), (9, 15)])
+    first, second = (parts[name].needs for name in pair)
+    if first.by_hand and first.rope and second.rope:
         with pytest.raises(UserError, match="put that one last"), both.applied(lm):
             pass
         assert torch.equal(lm.logits(ids, mask), before)

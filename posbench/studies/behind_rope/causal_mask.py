@@ -208,13 +208,13 @@ class CausalMask(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """Each of the paper's figures by its number, and the closed forms."""
-        drawn: dict[str, tuple[Figure, str]] = {}
+        figures: dict[str, tuple[Figure, str]] = {}
         if "steps" in tables:
             caption = f"{PAPER} Figure 1: from three inputs to the scores of the second layer."
-            drawn["figure_1"] = (first_figure(tables["steps"]), caption)
+            figures["figure_1"] = (first_figure(tables["steps"]), caption)
             caption = "The closed forms, and where the scores of the last query stop rising at alpha 0."
             figure = forms_figure(tables["lengths"], tables["last_rows"])
-            drawn["closed_forms"] = (figure, caption)
+            figures["closed_forms"] = (figure, caption)
         if "scores" in tables:
             for number, frame in tables["scores"].groupby("figure", sort=False):
                 caption = (
@@ -222,13 +222,13 @@ class CausalMask(Study):
                     "Normalised: each diagonal's mean subtracted."
                 )
                 figure = _scores_figure(FIGURES[int(number)], frame)
-                drawn[f"figure_{number}"] = (figure, caption)
+                figures[f"figure_{number}"] = (figure, caption)
         if "layernorm" in tables:
             caption = "LayerNorm for the L2 norm: scores of the second layer's last query, over the largest."
             length = "1" if self.input_norm == "unit" else "sqrt(d)"
             figure = layernorm_figure(tables["layernorm"], length)
-            drawn["layernorm"] = (figure, caption)
-        return drawn
+            figures["layernorm"] = (figure, caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """The paper's claims, as far as the figures shown bear on them."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
@@ -38,7 +39,7 @@ def long_table(
         block = -(-n // cells)
         if block == 1:
             query, key = np.nonzero(~np.isnan(first))
-            token: np.ndarray[Any, Any] = np.arange(1, n + 1)
+            token: NDArray[Any] = np.arange(1, n + 1)
         else:
             query, key = np.tril_indices(n, -1)
             start = np.arange(0, n, block)

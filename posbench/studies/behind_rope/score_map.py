@@ -159,9 +159,9 @@ class ScoreMap(Sampled):
         caption = (
             f"Scores before the softmax, and less the mean of their diagonal: {samples}"
         )
-        drawn = {"score_map": (maps_figure(rows, self.last_token), caption)}
+        figures = {"score_map": (maps_figure(rows, self.last_token), caption)}
         if len(scores) <= MAIN_LAYERS:
-            return drawn
+            return figures
         for name, title, maps in (
             ("score", "Scores before the softmax", scores),
             ("normalised", "Less the mean of their diagonal", normalised),
@@ -172,8 +172,11 @@ class ScoreMap(Sampled):
                 for start in range(0, len(titled), MAPS_ACROSS)
             ]
             figure = maps_figure(rows, self.last_token)
-            drawn[f"all_layers_{name}"] = (figure, f"{title}, every layer: {samples}")
-        return drawn
+            figures[f"all_layers_{name}"] = (
+                figure,
+                f"{title}, every layer: {samples}",
+            )
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether scores favour near keys, and whether they depend on more than the distance."""

@@ -137,7 +137,7 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
         lead = shares[:, 0] - shares[:, strongest]
         changes[metric] = bootstrap.difference(lead, long_clusters)
     columns = ["metric", "token", "share", "share_ci_low", "share_ci_high", "n"]
-    change_rows = [{"what": name, **at._asdict()} for name, at in changes.items()]
+    change_rows = [{"what": name, **e._asdict()} for name, e in changes.items()]
     return {
         "rollout": pd.DataFrame(rollout),
         "sinks": pd.DataFrame(sinks, columns=columns),

@@ -260,7 +260,7 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     Returns:
         Figures with captions, two for each kind of data and network.
     """
-    drawn: dict[str, tuple[Figure, str]] = {}
+    figures: dict[str, tuple[Figure, str]] = {}
     kinds = gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False)
     for (vocabulary, scale, bias, residual), rows in kinds:
         name = _file_name(vocabulary, scale, bias, residual)
@@ -272,15 +272,15 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
             f"Dotted: copying by position alone, one item ({2 * HALF_COPYING_GAP:.3f}) or two in turn "
             f"({HALF_COPYING_GAP:.3f})."
         )
-        drawn[f"gaps_{name}"] = (gaps_figure(rows, cells), caption)
+        figures[f"gaps_{name}"] = (gaps_figure(rows, cells), caption)
         if rows["iteration"].nunique() > 1:
             caption = f"The same gaps over the training ({kind})."
-            drawn[f"curves_{name}"] = (curves_figure(rows, cells), caption)
+            figures[f"curves_{name}"] = (curves_figure(rows, cells), caption)
     rows = gaps[causal_without_pe(gaps)]
     if rows["bias"].nunique() > 1:
         caption = "The causal mask without PE at depth 2, by bias and std of the data."
         figure = curves_figure(rows, cells, by_data=True)
-        drawn["causal_without_pe"] = (figure, caption)
+        figures["causal_without_pe"] = (figure, caption)
     plain = sinks[
         (sinks["bias"] == "none")
         & (sinks["vocabulary"] == "gaussian")
@@ -292,8 +292,8 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
             "After training without PE and residual connections: share of heads and sequences in which a "
             "token is a sink, and of single weights. Few queries see late tokens."
         )
-        drawn["sinks"] = (sinks_figure(plain), caption)
-    return drawn
+        figures["sinks"] = (sinks_figure(plain), caption)
+    return figures
 
 
 def _file_name(vocabulary: str, scale: str, bias: str, residual: bool) -> str:

@@ -334,8 +334,10 @@ class Ensemble:
             self._write_missing_rows(runs, hardware)
         for iteration in range(self.iteration + 1, iterations + 1):
             self.step()
-            if iteration % REPORT_EVERY == 0 or iteration == iterations:
-                advance(len(runs) * (iteration % REPORT_EVERY or REPORT_EVERY))
+            if iteration % REPORT_EVERY == 0:
+                advance(len(runs) * REPORT_EVERY)
+            elif iteration == iterations:
+                advance(len(runs) * (iteration % REPORT_EVERY))
             if iteration in stops:
                 self._write_missing_rows(runs, hardware)
             if iteration in stops or iteration % CHECKPOINT_EVERY == 0:
