@@ -19,7 +19,7 @@ from posbench.stats.bootstrap import (
     percentile,
     quantiles,
     resampled,
-    tail_probability,
+    tail,
 )
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
@@ -328,17 +328,17 @@ class CurveEstimates:
             return
         # The largest of several contrasts has an interval of its own.
         unit = np.eye(len(curve))
-        tail = tail_probability(questions)
+        share_beyond = tail(questions)
         drops = (unit[0] + unit[-1]) / 2 - unit[1:-1]
         low, high = _largest_interval(
-            drops, curve, draws, self.draws["middle_drop"], tail
+            drops, curve, draws, self.draws["middle_drop"], share_beyond
         )
         self.by_statistic["middle_drop"] = Estimate(
             values["middle_drop"], low, high, self.n
         )
         differences = (unit[:, None] - unit)[~unit.astype(bool)]
         low, high = _largest_interval(
-            differences, curve, draws, self.draws["gap"], tail
+            differences, curve, draws, self.draws["gap"], share_beyond
         )
         self.by_statistic["gap"] = Estimate(
             values["gap"], max(low, 0.0), min(high, 1.0), self.n
@@ -379,7 +379,7 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
 
 
 def _largest_interval(
-    contrasts: Array, curve: Array, draws: Array, maxima: Array, tail: float
+    contrasts: Array, curve: Array, draws: Array, maxima: Array, share_beyond: float
 ) -> tuple[float, float]:
     """Compute the interval of the largest of P contrasts of a curve.
 
@@ -392,7 +392,7 @@ def _largest_interval(
         curve: Means at the gold positions, [K].
         draws: Its bootstrap draws, [R, K].
         maxima: The largest contrast in each draw, [R].
-        tail: Share of the draws beyond each end.
+        share_beyond: Share of the draws beyond each end.
 
     Returns:
         Lower and upper end.
@@ -405,9 +405,9 @@ def _largest_interval(
     candidates = contrasts[values >= values.max() - margins]
     errors = (draws - curve) @ candidates.T
     scale = np.maximum(errors.std(0), 1e-12)
-    reach = np.quantile((errors / scale).max(1), 1 - tail)
+    reach = np.quantile((errors / scale).max(1), 1 - share_beyond)
     low = (candidates @ curve - reach * scale).max()
-    high = 2 * values.max() - np.quantile(maxima, tail)
+    high = 2 * values.max() - np.quantile(maxima, share_beyond)
     return float(low), float(high)
 
 

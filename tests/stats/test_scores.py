@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from posbench.stats.bootstrap import mean, paired, tail_probability, wilson
+from posbench.stats.bootstrap import mean, paired, tail, wilson
 from posbench.stats.position_bias import STATISTICS, limit
 from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
@@ -179,7 +179,7 @@ def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
         ]
     )
     above = (seen >= variance).mean(1)
-    beyond = tail_probability(30)
+    beyond = tail(30)
     assert at.ci_low == pytest.approx(spreads[above >= beyond][0], abs=0.012)
     assert at.ci_high == pytest.approx(spreads[above <= 1 - beyond][-1], abs=0.012)
     gaps = [
