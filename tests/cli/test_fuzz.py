@@ -147,11 +147,11 @@ def tried(
     monkeypatch.setattr(identity, "source_digest", lambda *_: "code")
     before = signal.signal(signal.SIGALRM, late)
 
-    looked = execute.preflight
+    looked = execute.probe_model
 
     def call(*args: str) -> str:
         own = args[-1].startswith("experiment.")
-        monkeypatch.setattr(execute, "preflight", (lambda *_: None) if own else looked)
+        monkeypatch.setattr(execute, "probe_model", (lambda *_: None) if own else looked)
         signal.alarm(LONGEST)
         try:
             # The argument under test is the last one: a key that names where runs go wins.
