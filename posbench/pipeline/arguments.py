@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def read_flags(args: Sequence[str]) -> Any:
     complaint = io.StringIO()
     typed = " ".join(args)
     try:
-        with redirect_stderr(complaint):
+        with redirect_stderr(complaint), text_help():
             flags, unknown = get_args_parser().parse_known_intermixed_args(list(args))
     except SystemExit as error:
         last_line = complaint.getvalue().strip().splitlines()[-1]
@@ -97,6 +98,29 @@ def read_flags(args: Sequence[str]) -> Any:
         allowed = "one of -m, --cfg job [--resolve], --info"
         raise UserError("flag", typed, allowed, "to run again, repeat the command")
     return flags
+
+
+@contextmanager
+def text_help() -> Iterator[None]:
+    """Let Hydra 1.3 make its parser of flags on Python 3.14, for the duration of a block.
+
+    argparse of Python 3.14 looks into each help text when it is given; Hydra gives one that becomes text only
+    when it is printed.
+    """
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(
+        parser: argparse.ArgumentParser, *names: str, **settings: Any
+    ) -> argparse.Action:
+        if not isinstance(settings.get("help", ""), str):
+            settings["help"] = "Hydra's shell completion; see posbench completion"
+        return add_argument(parser, *names, **settings)
+
+    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
 
 
 def requested(

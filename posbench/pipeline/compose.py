@@ -34,6 +34,7 @@ from posbench.pipeline.arguments import (
     model_name,
     read_flags,
     requested,
+    text_help,
 )
 from posbench.pipeline.multirun import (
     directly,
@@ -119,9 +120,11 @@ def compose(
             if composed:
                 each(composed)
 
-        hydra.main(
+        run_all = hydra.main(
             version_base="1.3", config_path=str(paths.CONF), config_name=request.config
-        )(run_job)()
+        )(run_job)
+        with text_help():
+            run_all()
 
     with (
         tempfile.TemporaryDirectory(prefix="posbench-sweep-") as scratch,

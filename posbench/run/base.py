@@ -32,6 +32,23 @@ from posbench.tasks.base import Split
 
 __all__ = ["IncompleteRun", "Run"]
 
+RENAMED = {
+    "batches": "prompts.batches_by_length",
+    "choice": "method.choice",
+    "complete": "rows.complete",
+    "complete_each": "rows.complete_each",
+    "encode": "prompts.encode",
+    "every": "all_methods",
+    "found": "method.found_parameters",
+    "missing": "method.hint",
+    "origin": "method.origin",
+    "plan": "prompts.batches",
+    "target": "method.target",
+    "trial": "method.trial",
+    "whole": "method.with_target",
+}
+"""Attributes of a run before 0.1.0, and what they are called now."""
+
 
 @dataclass
 class Run:
@@ -68,6 +85,12 @@ class Run:
     shard: Shard = field(default_factory=Shard)
     main_out: RunDir | None = None
     workers: WorkerPool | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer a name of an earlier release with its name now."""
+        if name in RENAMED:
+            raise AttributeError(f"run.{name} is run.{RENAMED[name]} now")
+        raise AttributeError(f"'Run' object has no attribute {name!r}")
 
     # Model
 

@@ -230,3 +230,12 @@ def test_a_method_of_several_rows_per_prompt_reads_the_items_of_each(
         tiny.logits(inputs["input_ids"], inputs["attention_mask"])
     spans = [list(tiny.items.find(row)) for row in rows]
     assert batch.rows == [spans[0]] * 3 + [spans[1]] * 3
+
+
+@pytest.mark.parametrize("method", ["even_items", "reorder"])
+def test_the_harness_has_no_items(method, examples) -> None:
+    from posbench.cli.harness import PosbenchLM
+
+    with pytest.raises(UserError) as error:
+        PosbenchLM("tiny", method=method, config_dir=str(EXAMPLES))
+    assert error.value.field == "model_args.method" and error.value.value == method

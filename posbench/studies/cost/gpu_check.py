@@ -427,7 +427,9 @@ class Checked:
         """What a model gives for the examples under a method."""
         texts = [example.prompt for example in self.examples]
         gold = [example.answers[0] for example in self.examples]
-        prompts = [lm.encode(text).ids for text in texts]
+        prompts = [
+            lm.add_items(example.prompt, example.items) for example in self.examples
+        ]
         logits = next_logits(lm, method, prompts, BATCH_SIZE)
         with method.applied(lm):
             losses = lm.answer_loss(texts, gold, batch_size=BATCH_SIZE).double()

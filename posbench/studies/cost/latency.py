@@ -129,6 +129,9 @@ class Latency(Timed):
         """
         vocab_size = lm.model.config.vocab_size
         ids = torch.randint(5, vocab_size, (1, tokens), device=lm.device)
+        # A method that reads items gets the halves of the prompt.
+        half = tokens // 2
+        lm.items.add(ids[0].tolist(), [(0, half), (half, tokens)])
 
         def generate(method: Method) -> None:
             with method.applied(lm):

@@ -467,7 +467,7 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
         {"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000
     )
     pairs = noise.reshape(30, 2).mean(1)
-    share = bootstrap.tail_probability(30)
+    share = bootstrap.tail(30)
     plain_means = np.array([pairs[rng.integers(0, 30, 30)].mean() for _ in range(4000)])
     assert value == pytest.approx(noise.mean()) and np.allclose(
         [low, high], np.quantile(plain_means, [share, 1 - share]), atol=0.03
