@@ -18,12 +18,12 @@ from posbench.embedded.criteria import (
 )
 from posbench.embedded.recipe import RECIPES, SHIPPED
 from posbench.embedded.training import TRAINING_FILE, save, train
-from posbench.files.atomic import Row, digest, write_csv
-from posbench.files.sources import Source, checkpoint
+from posbench.files.atomic import Row, short_hash, write_csv
+from posbench.files.sources import Source, checkpoint_source
 from posbench.late import pd, torch
 from posbench.run.base import Run
 from posbench.run.folder import RunDir
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 from posbench.schema import Count, Seed
 from posbench.stats.findings import Finding, estimate
 from posbench.studies.base import Study, Tables
@@ -59,7 +59,7 @@ class EmbeddedModel(Study):
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the shipped checkpoint, where nothing is trained."""
         shipped = replace(
-            checkpoint(f"{paths.EMBEDDED}{self.model}"), field="study.model"
+            checkpoint_source(f"{paths.EMBEDDED}{self.model}"), field="study.model"
         )
         return (shipped,) if self.seeds == () else ()
 
@@ -86,12 +86,12 @@ class EmbeddedModel(Study):
         root.mkdir(exist_ok=True)
         for seed in order:
             folder = done[seed] = RunDir(
-                root / f"{self.model}_{digest(asdict(recipe))}_s{seed}"
+                root / f"{self.model}_{short_hash(asdict(recipe))}_s{seed}"
             )
             model = folder.path / "model"
             with (
                 run.progress(f"training seed {seed}", steps) as advance,
-                owned(folder.path),
+                owning(folder.path),
             ):
                 folder.path.mkdir(exist_ok=True)
                 if not model.is_dir():

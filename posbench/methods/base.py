@@ -9,12 +9,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from posbench.files.sources import Source
 from posbench.model import rope
-from posbench.model.guard import alone
+from posbench.model.guard import exclusive
 from posbench.model.lm import LM
 from posbench.schema import verify
 
 
-class Needs(NamedTuple):
+class ModelNeeds(NamedTuple):
     """What a method requires of a model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Needs(NamedTuple):
     by_hand: bool = False
 
 
-class Folded(NamedTuple):
+class CheckpointChange(NamedTuple):
     """A method as a change of the checkpoint.
 
     Attributes:
@@ -68,7 +68,7 @@ class Method(ABC):
         sweep_claims: What a paper claims of sweeps, by field.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[ModelNeeds] = ModelNeeds()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
 
@@ -97,7 +97,9 @@ class Method(ABC):
         verify(self, "method")
         if self.needs.rope:
             name = self.short_name()
-            rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
+            rope.check_rope(
+                lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand
+            )
 
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
@@ -111,7 +113,7 @@ class Method(ABC):
         """Channels of the attention input to record in a shared prefill, and the layers to record them in."""
         return (), ()
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """The change of the checkpoint that has the same effect; None where there is none."""
         return None
 
@@ -123,10 +125,10 @@ class Method(ABC):
     def applied(self, lm: LM) -> Iterator[LM]:
         """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model.
 
-        Blocks nest in one thread; see :func:`posbench.model.guard.alone` for others and for crossed exits.
+        Blocks nest in one thread; see :func:`posbench.model.guard.exclusive` for others and for crossed exits.
         """
         self.check(lm)
-        with alone(lm, self.short_name(), self.changed(lm)):
+        with exclusive(lm, self.short_name(), self.changed(lm)):
             yield lm
 
     @abstractmethod

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posbench.measure.replies import encode, plan
+from posbench.measure.replies import encode_prompt, plan_batches
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.lm import batches
+from posbench.model.lm import length_batches
 from posbench.tasks import Example, Task
 
 
@@ -38,7 +38,7 @@ class PromptBatcher:
             task: The task that asks them; None: the run's.
         """
         task = task or self.task
-        return {e.id: encode(self.encoder, task, e) for e in examples}
+        return {e.id: encode_prompt(self.encoder, task, e) for e in examples}
 
     def batches(
         self,
@@ -47,7 +47,7 @@ class PromptBatcher:
         task: Task | None = None,
         max_tokens: int | None = None,
     ) -> list[list[Example]]:
-        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan`.
+        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan_batches`.
 
         Args:
             examples: The examples.
@@ -56,7 +56,9 @@ class PromptBatcher:
             max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
         """
         tokens = max_tokens or self.batch_tokens
-        return plan(task or self.task, examples, encoded, self.batch_size, tokens)
+        return plan_batches(
+            task or self.task, examples, encoded, self.batch_size, tokens
+        )
 
     def batches_by_length(
         self,
@@ -73,5 +75,5 @@ class PromptBatcher:
         """
         lengths = [length(item) for item in items]
         tokens = max_tokens or self.batch_tokens
-        groups = batches(lengths, self.batch_size, tokens)
+        groups = length_batches(lengths, self.batch_size, tokens)
         return [[items[index] for index in group] for group in groups]

@@ -7,23 +7,23 @@ import torch
 
 import posbench
 from posbench.errors import UserError
-from posbench.methods.base import Needs
+from posbench.methods.base import ModelNeeds
 from posbench.model import families, rope
-from posbench.model.store import Store
-from posbench.schema import required
+from posbench.model.store import PrefixStore
+from posbench.schema import required_fields
 from tests.conftest import config_of
 from tests.models import BUILDERS, build
 from tests.rounding import assert_same, family_noise, log_probabilities, noise_floor
 
 NEEDS = {
-    "none": Needs(),
-    "damp": Needs(),
-    "scale_channel": Needs(),
-    "position_interpolation": Needs(rope=True),
-    "layer_scaling": Needs(rope=True),
-    "ms_poe": Needs(rope=True, by_hand=True),
-    "moice": Needs(rope=True, by_hand=True, plain=True),
-    "attention_buckets": Needs(rope=True, plain=True),
+    "none": ModelNeeds(),
+    "damp": ModelNeeds(),
+    "scale_channel": ModelNeeds(),
+    "position_interpolation": ModelNeeds(rope=True),
+    "layer_scaling": ModelNeeds(rope=True),
+    "ms_poe": ModelNeeds(rope=True, by_hand=True),
+    "moice": ModelNeeds(rope=True, by_hand=True, plain=True),
+    "attention_buckets": ModelNeeds(rope=True, plain=True),
 }
 """Rotary embeddings, one base for all of them, attention through the library's functions."""
 OWN = Path(__file__).parents[2] / "docs" / "examples"
@@ -65,7 +65,9 @@ def test_identity_and_restoration(name, family):
     lm = posbench.load("tiny" if family == "tiny" else build(family))
     choice = METHODS[name]
     # The embedded model's file may have the constants of a checkpoint; the other models are random.
-    complete = all(choice.values[key] is not None for key in required(choice.cls))
+    complete = all(
+        choice.values[key] is not None for key in required_fields(choice.cls)
+    )
     found = choice.build() if family == "tiny" and complete else choice.cls.example(lm)
     torch.manual_seed(0)
     ids = torch.randint(6, 60, (2, 40))
@@ -105,7 +107,7 @@ def test_a_prefill_that_it_shares_gives_what_prompts_read_alone_give(name):
     torch.manual_seed(0)
     trunk = torch.randint(6, 60, (70,)).tolist()
     rows = [trunk + torch.randint(6, 60, (n,)).tolist() for n in (40, 7, 25)]
-    store = Store([row[:-1] for row in rows], *method.records())
+    store = PrefixStore([row[:-1] for row in rows], *method.records())
     assert store.layout.size == 70 + 39 + 6 + 24, "the trunk once"
     with under.applied(lm):
         store.fill(lm, 2, None)
