@@ -2,7 +2,7 @@
 
 ``posbench ls`` and a wrong key are answered without torch. So every module takes these libraries from here
 and uses nothing of them while it is imported itself; types are for annotations alone, and what torch and
-matplotlib have as decorators is made by :func:`within`. A module that defines a network needs torch at once.
+matplotlib have as decorators is made by :func:`run_inside`. A module that defines a network needs torch at once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 
-def within(
+def run_inside(
     block: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator that runs each call inside a new context manager, made by ``block``."""
@@ -97,4 +97,4 @@ def within(
     return decorate
 
 
-inference_mode = within(lambda: torch.inference_mode())
+inference_mode = run_inside(lambda: torch.inference_mode())

@@ -18,12 +18,12 @@ from posbench.embedded.criteria import (
 )
 from posbench.embedded.recipe import RECIPES, SHIPPED
 from posbench.embedded.training import TRAINING_FILE, save, train
-from posbench.files.atomic import Row, digest, write_csv
-from posbench.files.sources import Source, checkpoint
+from posbench.files.atomic import Row, short_hash, write_csv
+from posbench.files.sources import Source, checkpoint_source
 from posbench.late import pd, torch
 from posbench.run.base import Run
 from posbench.run.folder import RunDir
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 from posbench.schema import Count, Seed
 from posbench.stats.findings import Finding, estimate
 from posbench.studies.base import Study, Tables

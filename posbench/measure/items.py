@@ -50,7 +50,7 @@ def attention_to_items(
     pool = item_pool(encoded, examples, inputs["attention_mask"].shape[1])
     layers = []
     with lm.last_attention() as weights:
-        finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+        check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows next to each other, which are averaged as heads are.
             rows = weights[layer].unflatten(0, (len(examples), -1)).mean(1)
@@ -119,7 +119,7 @@ def attention_to_thirds(
     for batch in batches:
         with lm.last_attention() as weights:
             inputs = lm.pad([prompts[i] for i in batch])
-            finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+            check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows, which are averaged as heads are.
             by_prompt = weights[layer].unflatten(0, (len(batch), -1))

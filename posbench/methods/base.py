@@ -16,7 +16,7 @@ from posbench.model.lm import LM
 from posbench.schema import verify
 
 
-class Needs(NamedTuple):
+class ModelNeeds(NamedTuple):
     """What a method requires of a model.
 
     Attributes:
@@ -32,7 +32,7 @@ class Needs(NamedTuple):
     items: bool = False
 
 
-class Folded(NamedTuple):
+class CheckpointChange(NamedTuple):
     """A method as a change of the checkpoint.
 
     Attributes:
@@ -72,7 +72,7 @@ class Method(ABC):
         sweep_claims: What a paper claims of sweeps, by field.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[ModelNeeds] = ModelNeeds()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
 
@@ -135,7 +135,7 @@ class Method(ABC):
         """Channels of the attention input to record in a shared prefill, and the layers to record them in."""
         return (), ()
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """The change of the checkpoint that has the same effect; None where there is none."""
         return None
 
@@ -147,10 +147,10 @@ class Method(ABC):
     def applied(self, lm: LM) -> Iterator[LM]:
         """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model.
 
-        Blocks nest in one thread; see :func:`posbench.model.guard.alone` for others and for crossed exits.
+        Blocks nest in one thread; see :func:`posbench.model.guard.exclusive` for others and for crossed exits.
         """
         self.check(lm)
-        with alone(lm, self.short_name(), self.changed(lm)):
+        with exclusive(lm, self.short_name(), self.changed(lm)):
             yield lm
 
     @abstractmethod

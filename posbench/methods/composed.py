@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from posbench.errors import renamed
-from posbench.methods.base import Folded, Method
+from posbench.methods.base import CheckpointChange, Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoder
 from posbench.model.items import ItemPrompt
@@ -77,7 +77,7 @@ class Composed(Method):
         parts = {name: part.twin() for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """The changes of all parts; None where a part has none, or two change the rotary embeddings."""
         columns: dict[int, dict[int, float]] = {}
         rope: dict[str, object] = {}
@@ -90,7 +90,7 @@ class Composed(Method):
                 product = columns.setdefault(layer, {})
                 for channel, factor in factors.items():
                     product[channel] = factor * product.get(channel, 1.0)
-        return Folded(columns, rope)
+        return CheckpointChange(columns, rope)
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:

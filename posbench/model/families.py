@@ -55,7 +55,7 @@ class Family:
     mask_has_bias: bool = False
 
 
-REMOVED = "posbench_removed"
+REMOVED_ATTRIBUTE = "posbench_removed"
 """Attribute that marks a rotary embedding which :func:`remove_rope` has switched off."""
 
 FAMILIES = (
@@ -204,7 +204,7 @@ def context_window(config: PreTrainedConfig) -> int:
     )
 
 
-def blocks(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Decoder layers in order."""
     return list(model.get_submodule(family_of(model).layers))  # type: ignore[call-overload]
 
@@ -212,7 +212,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Attention modules in layer order."""
     name = family_of(model).attention
-    return [getattr(layer, name) for layer in blocks(model)]
+    return [getattr(layer, name) for layer in decoder_layers(model)]
 
 
 Site = Literal["attention_input", "residual"]
@@ -222,7 +222,9 @@ Site = Literal["attention_input", "residual"]
 
 def site_modules(model: PreTrainedModel, site: Site) -> list[nn.Module]:
     """The modules, one per layer, whose input is a site of the hidden states."""
-    return attention_modules(model) if site == "attention_input" else blocks(model)
+    return (
+        attention_modules(model) if site == "attention_input" else decoder_layers(model)
+    )
 
 
 def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -322,7 +324,7 @@ def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
     return _select_keys(model, layer, key_projection(hidden))
 
 
-def finish_keys(
+def keys_for_cache(
     model: PreTrainedModel,
     layer: int,
     projected: Tensor,
@@ -435,4 +437,4 @@ def remove_rope(model: PreTrainedModel) -> None:
             torch.zeros_like(output[1]),
         )
     )
-    setattr(rotary, REMOVED, True)
+    setattr(rotary, REMOVED_ATTRIBUTE, True)

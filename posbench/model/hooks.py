@@ -17,15 +17,15 @@ from posbench.model import families
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-Attend = Callable[..., Any]
+AttentionFunction = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
 
-_functions: dict[int, list[Attend]] = {}
+_functions: dict[int, list[AttentionFunction]] = {}
 """By the id of a model's config, the functions in front of its kernel; the first one is called first."""
 
 
 @contextmanager
-def replaced(target: object, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(target: object, name: str, value: Any) -> Iterator[None]:
     """Set an instance attribute for the duration of a block.
 
     An attribute that lived on the class alone is deleted again, so that ``vars(target)`` ends as it began.
@@ -43,7 +43,7 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def before_each(
+def pre_hooks(
     modules: Sequence[nn.Module],
     layers: Collection[int] | None,
     make_hook: Callable[[int], Callable[..., Any]],
@@ -136,7 +136,7 @@ def appendable_cache(
     return cache
 
 
-def fork(cache: DynamicCache) -> DynamicCache:
+def fork_cache(cache: DynamicCache) -> DynamicCache:
     """A cache that grows on its own; what it holds already is shared, not copied."""
     branch = copy.copy(cache)
     branch.layers = [copy.copy(layer) for layer in cache.layers]
@@ -185,7 +185,9 @@ def _appendable_layer_type() -> type:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
+def intercepting_attention(
+    model: PreTrainedModel, function: AttentionFunction
+) -> Iterator[None]:
     """Put a function in front of a model's attention kernel for the duration of a block.
 
     The function of an inner block comes nearer to the kernel, so that a listener sees the queries and keys that
@@ -221,7 +223,7 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
             model.set_attn_implementation(kernel_name)
 
 
-def listeners(model: PreTrainedModel) -> int:
+def count_hooks(model: PreTrainedModel) -> int:
     """Number of hooks of a model's modules and of functions in front of its kernel."""
     hooks = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks)
@@ -230,7 +232,7 @@ def listeners(model: PreTrainedModel) -> int:
     return hooks + len(_functions.get(id(model.config.get_text_config()), []))
 
 
-def _dispatch(kernel_name: str) -> Attend:
+def _dispatch(kernel_name: str) -> AttentionFunction:
     """An attention function that calls the functions in front of a kernel, then the kernel."""
 
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:

@@ -36,10 +36,10 @@ PLURALS = {
 }
 CLUSTER = "runtime/cluster"
 """A group inside a group."""
-CHOSEN = {"search.side_task": "task"}
+GROUP_OF_KEY = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
 TOP = (*GROUPS, "stages", "experiment")
-GIVEN = "given by the user"
+USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
@@ -208,7 +208,7 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         taken: Names of other models: as many parts of the path go in front as tell it from them.
     """
     checkpoint = Path(path).expanduser()
-    if sources.there(checkpoint):
+    if sources.exists(checkpoint):
         checkpoint = Path(os.path.abspath(checkpoint))
     parts = []
     for part in checkpoint.parts:
@@ -234,7 +234,7 @@ def _name_path_models(
     named = list[str]()
     for override in overrides:
         key, _, value = override.partition("=")
-        is_folder = key == "model" and sources.there(Path(value).expanduser())
+        is_folder = key == "model" and sources.exists(Path(value).expanduser())
         has_syntax = bool(re.search(r"[\[\](){}'\"]", value)) and not is_folder
         if key != "model" or has_syntax:
             named.append(override)
@@ -243,7 +243,7 @@ def _name_path_models(
         for path in values:
             if path not in known_names and path not in names and _is_path(path):
                 names[path] = model_name(path, [*known_names, *names.values()])
-                node = {"path": path, "source": GIVEN}
+                node = {"path": path, "source": USER_SOURCE}
                 ConfigStore.instance().store(group="model", name=names[path], node=node)
         named.append("model=" + ",".join(names.get(path, path) for path in values))
     return named, list(names.values())
@@ -253,7 +253,7 @@ def _is_path(value: str) -> bool:
     """Whether a value of ``model=`` is a folder or a hub id, and no name of a choice."""
     if "/" in value or value.startswith(("~", ".")):
         return True
-    return bool(value) and sources.there(Path(value))
+    return bool(value) and sources.exists(Path(value))
 
 
 # Overrides
@@ -326,7 +326,7 @@ def _check(
     if override.is_sweep_override() and not multirun:
         allowed = "one value; a list as [a,b]"
         raise UserError(key, value, allowed, "sweep with -m (--multirun)")
-    group = CHOSEN.get(key, key)
+    group = GROUP_OF_KEY.get(key, key)
     chooses = group in (*GROUPS, CLUSTER) and not override.is_delete()
     if not chooses or (group != key and override.value() is None):
         return
@@ -391,8 +391,8 @@ def _rewrite(override: Override) -> str:
     """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
-    if key in CHOSEN and override.value() is not None:
-        return f"+{CHOSEN[key]}@{key}={value}"
+    if key in GROUP_OF_KEY and override.value() is not None:
+        return f"+{GROUP_OF_KEY[key]}@{key}={value}"
     if key == "method":
         names = re.sub(
             r"\[([^\[\]]*)\]",

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from posbench.files.atomic import Row, digest
+from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
@@ -209,7 +209,7 @@ class Run:
             "task": self.raw["task"],
             "settings": settings,
         }
-        key = digest(settings_key)
+        key = short_hash(settings_key)
         if any(row["method"] == UNMODIFIED for row in self.out.rows(file)):
             return key
         sibling = self.out.sibling_with(file, key)

@@ -14,18 +14,18 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import torch
-from posbench.measure.replies import room
+from posbench.measure.replies import generation_budget
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.model.store import (
-    Store,
-    batches,
-    fed,
-    grouped,
-    layout,
-    obstacle,
+    PrefixStore,
+    build_prefix_trie,
+    computed_spans,
+    group_by_prefix,
+    reason_not_shareable,
+    segment_batches,
     token_bytes,
 )
 from posbench.run.base import Run
@@ -147,7 +147,7 @@ class BatchPlan:
         self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
         # The group that is prefilled, and the prefix of the batch that is run.
         self._stored_group: int | None = None
-        self._store: Store | None = None
+        self._store: PrefixStore | None = None
         self._prefix_ids: list[str] = []
         self._prefix: Prefix | None = None
 
@@ -246,7 +246,7 @@ class BatchPlan:
         share = self.runtime.share
         if not share or not examples:
             return [], None
-        reason = obstacle(self.lm.model)
+        reason = reason_not_shareable(self.lm.model)
         if reason:
             self.notes.append(f"{self.lm.name} shares no prefill: {reason}")
             return [], None
@@ -266,7 +266,7 @@ class BatchPlan:
         group_tokens = min(capacity - batch_tokens, BATCHES_PER_GROUP * max_tokens)
         groups = [
             [examples[index] for index in group]
-            for group in grouped(prompts, group_tokens)
+            for group in group_by_prefix(prompts, group_tokens)
         ]
         return groups, batch_tokens
 
@@ -290,12 +290,12 @@ class BatchPlan:
         for group in self._groups:
             shared = group.examples if group.prefill_method else ()
             prompts = self._prefill_prompts(shared)
-            trie = layout(prompts)
+            trie = build_prefix_trie(prompts)
             prefix_tokens.append(trie.size)
-            for batch in batches(
+            for batch in segment_batches(
                 prompts, trie.stretches, runtime.batch_size, runtime.batch_tokens
             ):
-                spans += fed(prompts, batch)
+                spans += computed_spans(prompts, batch)
         # Of each prompt, its length, and the tokens of its reply that are read again.
         decodings = list[tuple[int, int]]()
         # Of each batch, its tokens, and those of the prefill that it goes on from.
@@ -335,7 +335,7 @@ class BatchPlan:
         """Tokens that a reply may have; none where a choice is scored."""
         if request.example.choices:
             return 0
-        return room(self.lm, request.subject.run.task, request.example)
+        return generation_budget(self.lm, request.subject.run.task, request.example)
 
     @contextmanager
     def applied(self, batch: Sequence[Request]) -> Iterator[Prefix | None]:
@@ -368,7 +368,7 @@ class BatchPlan:
             self._prefix_ids = ids
         return self._prefix
 
-    def _prefill(self, group: PrefillGroup, method: Method) -> Store | None:
+    def _prefill(self, group: PrefillGroup, method: Method) -> PrefixStore | None:
         """The prefill of a group; None where the memory is too small for it."""
         channels = set[int]()
         layers = set[int]()
@@ -377,7 +377,7 @@ class BatchPlan:
             channels.update(method_channels)
             layers.update(method_layers)
         prompts = self._prefill_prompts(group.examples)
-        store = Store(prompts, sorted(channels), sorted(layers))
+        store = PrefixStore(prompts, sorted(channels), sorted(layers))
         runtime = self.runtime
         try:
             with method.applied(self.lm):

@@ -84,7 +84,7 @@ class PromptBatcher:
         task: Task | None = None,
         max_tokens: int | None = None,
     ) -> list[list[Example]]:
-        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan`.
+        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan_batches`.
 
         Args:
             examples: The examples.
@@ -93,7 +93,9 @@ class PromptBatcher:
             max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
         """
         tokens = max_tokens or self.batch_tokens
-        return plan(task or self.task, examples, encoded, self.batch_size, tokens)
+        return plan_batches(
+            task or self.task, examples, encoded, self.batch_size, tokens
+        )
 
     def batches_by_length(
         self,
@@ -110,5 +112,5 @@ class PromptBatcher:
         """
         lengths = [length(item) for item in items]
         tokens = max_tokens or self.batch_tokens
-        groups = batches(lengths, self.batch_size, tokens)
+        groups = length_batches(lengths, self.batch_size, tokens)
         return [[items[index] for index in group] for group in groups]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from posbench.files.atomic import Row, digest
+from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
 from posbench.measure import served
-from posbench.measure.replies import replies
+from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
@@ -19,7 +19,7 @@ STAGE = "evaluate"
 
 def prompt_digest(example: Example) -> str:
     """Return a checksum by which a prompt that is built again is recognised."""
-    return digest([example.system, example.prompt, example.prefill])
+    return short_hash([example.system, example.prompt, example.prefill])
 
 
 def scored_replies(
@@ -91,7 +91,7 @@ def _served_replies(
         endpoint.check(has_choices)
         example = request.example
         prompt = encoded[example.id]
-        reply = served.reply(endpoint, encoder, run.task, example, prompt)
+        reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
         return _row(run, example, prompt, reply)
 
     requests = [

@@ -92,7 +92,9 @@ def test_identity_and_restoration(name, family):
     lm = posbench.load("tiny" if family == "tiny" else build(family))
     choice = METHODS[name]
     # The embedded model's file may have the constants of a checkpoint; the other models are random.
-    complete = all(choice.values[key] is not None for key in required(choice.cls))
+    complete = all(
+        choice.values[key] is not None for key in required_fields(choice.cls)
+    )
     found = choice.build() if family == "tiny" and complete else choice.cls.example(lm)
     torch.manual_seed(0)
     ids = torch.randint(6, 60, (2, 40))
@@ -134,7 +136,7 @@ def test_a_prefill_that_it_shares_gives_what_prompts_read_alone_give(name):
     torch.manual_seed(0)
     trunk = torch.randint(6, 60, (70,)).tolist()
     rows = [trunk + torch.randint(6, 60, (n,)).tolist() for n in (40, 7, 25)]
-    store = Store([row[:-1] for row in rows], *method.records())
+    store = PrefixStore([row[:-1] for row in rows], *method.records())
     assert store.layout.size == 70 + 39 + 6 + 24, "the trunk once"
     with under.applied(lm):
         store.fill(lm, 2, None)

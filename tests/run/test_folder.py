@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from posbench.errors import MachineError, UserError
 from posbench.run import claim as folder
 from posbench.run.claim import claim, find
-from posbench.run.folder import RunDir, open_run, opened
+from posbench.run.folder import RunDir, open_run, open_run_dir
 from posbench.run.lease import Lease
 
 ROWS: list[dict[str, Any]] = [
@@ -234,7 +234,7 @@ def test_rows_of_another_run_are_dropped(
         a.repair("rows.jsonl")
         assert "dropped 4 damaged or foreign" in caplog.text
         b.path.rename(b.path.with_name("c"))
-        assert opened(b.path.with_name("c")).rows("rows.jsonl") == ROWS
+        assert open_run_dir(b.path.with_name("c")).rows("rows.jsonl") == ROWS
 
 
 def test_damage_elsewhere_stops_no_other_run(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_swapped_version_files_put_no_run_over_another(tmp_path: Path) -> None:
 def test_a_lock_that_stays_held_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(folder, "WAIT", 0.05)
+    monkeypatch.setattr(folder, "WAIT_SECONDS", 0.05)
     assert Lease(tmp_path / "suite/.locks/versions.lock").take()
     with pytest.raises(MachineError, match="free within"), _claim(tmp_path, 1):
         pass

@@ -18,7 +18,7 @@ from posbench.errors import choices
 from posbench.methods import Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
-from posbench.methods.choice import every
+from posbench.methods.choice import all_choices
 from posbench.methods.moice import MoICE
 from posbench.model.lm import LM
 from posbench.studies.cost import timing
@@ -28,7 +28,7 @@ from tests.conftest import Result, config_of, run_folders
 from tests.models import build
 from tests.rounding import assert_same, family_noise
 
-ALL = every([paths.CONF], {})
+ALL = all_choices([paths.CONF], {})
 BUCKETS = "4.76 (LPES, Table 5: the row whose name is lost)"
 CPU = torch.device("cpu")
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
@@ -37,7 +37,7 @@ OWN = f"--config-dir={EXAMPLES}"
 
 def examples(lm: LM) -> dict[str, Method]:
     """What the study measures."""
-    return timing.applicable(lm, ALL, lambda choice: choice.cls.example(lm))
+    return timing.applicable_methods(lm, ALL, lambda choice: choice.cls.example(lm))
 
 
 def ticks(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
