@@ -11,8 +11,8 @@ from torch import Tensor
 from posbench.methods import Method
 from posbench.methods.base import Needs
 from posbench.methods.scale_channel import check_layers
-from posbench.model.attention import last_row
-from posbench.model.hooks import attending
+from posbench.model.attention import last_query_weights
+from posbench.model.hooks import intercepting_attention
 from posbench.model.items import reading_items
 from posbench.model.lm import LM
 from posbench.schema import Share
@@ -64,7 +64,7 @@ class EvenItems(Method):
                 # A sliding-window layer may have dropped keys of the items.
                 is_complete = key.shape[2] >= batch.width
                 if self.strength and first <= module.layer_idx <= last and is_complete:
-                    row = last_row(query, key, mask, **settings)
+                    row = last_query_weights(query, key, mask, **settings)
                     values = value.repeat_interleave(
                         query.shape[1] // value.shape[1], 1
                     )
@@ -74,7 +74,7 @@ class EvenItems(Method):
                     output = torch.cat([output[:, :-1], new.transpose(1, 2)], dim=1)
                 return output, weights
 
-            with attending(lm.model, attend):
+            with intercepting_attention(lm.model, attend):
                 yield
 
     def _evened(self, row: Tensor, items: list[list[tuple[int, int]]]) -> Tensor:

@@ -63,7 +63,7 @@ class EmbeddedModel(Study):
         """See :meth:`Study.files`: the shipped checkpoint, where nothing is trained."""
         if self.seeds != ():
             return ()
-        shipped = checkpoint(f"{paths.EMBEDDED}{self.model}")
+        shipped = checkpoint_source(f"{paths.EMBEDDED}{self.model}")
         return (replace(shipped, field="study.model"),)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -81,7 +81,7 @@ class EmbeddedModel(Study):
         folders: dict[int, RunDir] = {}
         finished: int | None = None
         for seed in self._training_seeds():
-            name = f"{self.model}_{digest(asdict(recipe))}_s{seed}"
+            name = f"{self.model}_{short_hash(asdict(recipe))}_s{seed}"
             folder = RunDir(root / name)
             folders[seed] = folder
             self._train_seed(run, seed, folder)
@@ -109,7 +109,7 @@ class EmbeddedModel(Study):
         model_folder = folder.path / "model"
         with (
             run.progress(f"training seed {seed}", steps) as advance,
-            owned(folder.path),
+            owning(folder.path),
         ):
             folder.path.mkdir(exist_ok=True)
             if not model_folder.is_dir():

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
-from posbench.model.guard import finite, guarded
+from posbench.model.guard import check_finite, guarded
 from posbench.model.items import token_spans
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix

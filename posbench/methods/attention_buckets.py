@@ -14,7 +14,7 @@ from posbench.late import Tensor, torch, transformers
 from posbench.methods.base import (
     CheckpointChange,
     Method,
-    ModelNeeds,
+    Needs,
     bind_call,
     input_shape,
 )
@@ -52,7 +52,7 @@ class AttentionBuckets(Method):
     batches with left padding work. The paper's own formula of confidence could not be compared.
     """
 
-    needs: ClassVar[ModelNeeds] = ModelNeeds(rope=True, plain=True)
+    needs: ClassVar[Needs] = Needs(rope=True, plain=True)
     rows_per_prompt: ClassVar[bool] = True
 
     bases: Bases = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)

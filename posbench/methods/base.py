@@ -10,18 +10,18 @@ from typing import Any, ClassVar, NamedTuple, Self
 from posbench.files.sources import Source
 from posbench.model import families, rope
 from posbench.model.encode import Encoder
-from posbench.model.guard import alone
+from posbench.model.guard import exclusive
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 from posbench.schema import verify
 
 
-class ModelNeeds(NamedTuple):
+class Needs(NamedTuple):
     """What a method requires of a model.
 
     Attributes:
         rope: Rotary embeddings.
-        plain: Rotary embeddings whose angles follow from the base alone.
+        plain: Rotary embeddings whose angles follow from the base exclusive.
         by_hand: Attention through the library's functions, in front of which the method puts its own.
         items: Prompts whose items are known; see :func:`posbench.model.items.reading_items`.
     """
@@ -72,7 +72,7 @@ class Method(ABC):
         sweep_claims: What a paper claims of sweeps, by field.
     """
 
-    needs: ClassVar[ModelNeeds] = ModelNeeds()
+    needs: ClassVar[Needs] = Needs()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
 
@@ -119,14 +119,16 @@ class Method(ABC):
         verify(self, "method")
         name = self.short_name()
         if self.needs.rope or self.needs.plain:
-            rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
+            rope.check_rope(
+                lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand
+            )
         elif self.needs.by_hand:
             families.need_interface(lm.model, name)
 
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 
-        Under it each token depends on those before it alone, so that prompts share the prefill of a common
+        Under it each token depends on those before it exclusive, so that prompts share the prefill of a common
         prefix, and methods with the same prefill share it too. None where a prompt has to be read at once.
         """
         return None

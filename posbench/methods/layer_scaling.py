@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 from posbench.errors import UserError
-from posbench.methods.base import Method, ModelNeeds
+from posbench.methods.base import Method, Needs
 from posbench.methods.curves import check_points, layer_scales
 from posbench.model import rope
 from posbench.model.lm import LM
@@ -28,7 +28,7 @@ class LayerScaling(Method):
     Source: LPES, Section 3.2, Eq. 4-8.
     """
 
-    needs: ClassVar[ModelNeeds] = ModelNeeds(rope=True)
+    needs: ClassVar[Needs] = Needs(rope=True)
 
     points: tuple[tuple[float, float], ...] | None = None
     curve: Literal["bezier", "linear", "step"] = "bezier"

@@ -16,7 +16,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
 from posbench.late import F, PreTrainedModel, Tensor, nn, torch
-from posbench.methods.base import Method, ModelNeeds
+from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
@@ -166,7 +166,7 @@ class MoICE(Method):
     Differs from source: batches with left padding; any attention kernel (released: flash attention alone).
     """
 
-    needs: ClassVar[ModelNeeds] = ModelNeeds(rope=True, plain=True, by_hand=True)
+    needs: ClassVar[Needs] = Needs(rope=True, plain=True, by_hand=True)
 
     weights: str | None = None
     bases: Bases = BASES

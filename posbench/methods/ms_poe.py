@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from posbench.errors import UserError
 from posbench.late import Tensor, sdpa, torch
-from posbench.methods.base import Method, ModelNeeds
+from posbench.methods.base import Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
@@ -46,7 +46,7 @@ class MsPoE(Method):
     Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset.
     """
 
-    needs: ClassVar[ModelNeeds] = ModelNeeds(rope=True, by_hand=True)
+    needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)
 
     ratios: tuple[Scale, Scale] = (1.2, 1.8)
     first_layer: Whole = 2

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from posbench.methods.base import CheckpointChange, Method, ModelNeeds
+from posbench.methods.base import CheckpointChange, Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.schema import Scale
@@ -18,7 +18,7 @@ class PositionInterpolation(Method):
     (the mean of its scales).
     """
 
-    needs: ClassVar[ModelNeeds] = ModelNeeds(rope=True)
+    needs: ClassVar[Needs] = Needs(rope=True)
 
     scale: Scale = 1.5
 

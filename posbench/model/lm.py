@@ -19,10 +19,16 @@ from posbench.late import (
     transformers,
 )
 from posbench.model import families
-from posbench.model.attention import last_row
-from posbench.model.encode import Encoder, cut
-from posbench.model.guard import NotFinite, finite, guarded
-from posbench.model.hooks import Attend, attending, before_each, fork, replaced
+from posbench.model.attention import last_query_weights
+from posbench.model.encode import Encoder, cut_at_stop
+from posbench.model.guard import NotFinite, check_finite, guarded
+from posbench.model.hooks import (
+    AttentionFunction,
+    fork_cache,
+    intercepting_attention,
+    pre_hooks,
+    replace_attribute,
+)
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
 
 if TYPE_CHECKING:
@@ -85,7 +91,7 @@ class LM(Encoder):
         Returns:
             ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]. With a prefix of P tokens
             ``input_ids`` and ``position_ids`` are those of the last T - P tokens, and ``past_key_values`` is a
-            fork of its cache.
+            fork_cache of its cache.
         """
         width = max(len(row) for row in rows)
         past = prefix.tokens if prefix else 0
@@ -153,7 +159,7 @@ class LM(Encoder):
             max_new_tokens: Tokens to generate at most.
             min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token
                 comes.
-            stop: Texts that end a reply and are cut off; one of a single token ends it as that token, as in
+            stop: Texts that end a reply and are cut_at_stop off; one of a single token ends it as that token, as in
                 LongBench.
             repetition_penalty: See :class:`posbench.tasks.Task`.
             batch_size: Rows per batch; see :func:`length_batches`.

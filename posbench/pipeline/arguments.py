@@ -123,7 +123,7 @@ def text_help() -> Iterator[None]:
         argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
 
 
-def requested(
+def parse_request(
     overrides: Sequence[str], folders: Sequence[Path], multirun: bool
 ) -> Request:
     """Return overrides, and those that an experiment adds, as Hydra reads them.

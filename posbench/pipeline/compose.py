@@ -34,7 +34,6 @@ from posbench.pipeline.arguments import (
     model_name,
     parse_request,
     read_flags,
-    requested,
     text_help,
 )
 from posbench.pipeline.multirun import (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from posbench.errors import UserError, renamed
-from posbench.files.atomic import Row, digest, new_folder, write_csv
+from posbench.files.atomic import Row, new_folder, short_hash, write_csv
 from posbench.late import DataFrame, Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
@@ -92,8 +92,8 @@ class ComparedRun:
 
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
-        """Scored rows of its method, by example, gold position and digest of the prompt."""
-        # Rows of an older version hold no digest of their prompt: that of all prompts
+        """Scored rows of its method, by example, gold position and short_hash of the prompt."""
+        # Rows of an older version hold no short_hash of their prompt: that of all prompts
         # of the run stands in.
         all_prompts = self.run.read_json("prompts.json").get("questions")
         if not all_prompts:

@@ -8,11 +8,11 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.measure.items import item_tokens
-from posbench.measure.replies import encode, plan
+from posbench.measure.replies import encode_prompt, plan_batches
 from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
-from posbench.model.lm import LM, batches
+from posbench.model.lm import LM, length_batches
 from posbench.tasks import Example, Task
 
 
@@ -44,7 +44,7 @@ class PromptBatcher:
             task: The task that asks them; None: the run's.
         """
         task = task or self.task
-        encoded = {e.id: encode(self.encoder, task, e) for e in examples}
+        encoded = {e.id: encode_prompt(self.encoder, task, e) for e in examples}
         if self.reads_items and isinstance(self.encoder, LM):
             for example in examples:
                 prompt = encoded[example.id]

@@ -64,7 +64,7 @@ def plan_replies(
         examples = [prompt.example for prompt in asked]
         prompts = {prompt.example.id: prompt.encoded for prompt in asked}
         with plan.applied(batch) as prefix:
-            texts = replies(run.lm, run.task, examples, prompts, prefix)
+            texts = reply_to_batch(run.lm, run.task, examples, prompts, prefix)
         return [
             _row(run, request.example, prompts[request.example.id], reply)
             for request, reply in zip(batch, texts, strict=True)

@@ -13,9 +13,9 @@ from posbench.methods import Method
 from posbench.methods.base import Needs
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families, rope
-from posbench.model.hooks import attending
-from posbench.model.store import Store
-from posbench.schema import required
+from posbench.model.hooks import intercepting_attention
+from posbench.model.store import PrefixStore
+from posbench.schema import required_fields
 from tests.conftest import config_of
 from tests.models import BUILDERS, build
 from tests.rounding import assert_same, family_noise, log_probabilities, noise_floor
@@ -52,7 +52,7 @@ class Listener(Method):
             output, weights = following(module, *states, **settings)
             return output / 2, weights
 
-        return attending(lm.model, halved)
+        return intercepting_attention(lm.model, halved)
 
 
 class Forgetful(Listener):

@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import binomtest
 
 from posbench.stats.bootstrap import mean, paired, tail, wilson
-from posbench.stats.position_bias import STATISTICS, limit
-from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
+from posbench.stats.position_bias import STATISTICS, score_limit_note
+from posbench.stats.scores import METRIC_COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
 
 
