@@ -177,7 +177,7 @@ def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["verdict"].item() == study.DOES_NOT_FOLLOW and row[
         "expected"
     ].item() == pytest.approx(63.70)
-    off = study.shares(data).query("verdict == @study.NOT")
+    off = study.shares(data).query("verdict == @study.DOES_NOT_FOLLOW")
     assert off[["cell", "printed"]].values.tolist() == [["50%", "62.3"]]
 
 
@@ -251,7 +251,7 @@ def table_below(head: str) -> list[list[str]]:
 
 
 def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> None:
-    off = averages.query("verdict == @study.NOT")
+    off = averages.query("verdict == @study.DOES_NOT_FOLLOW")
     expected = {
         (
             r.table,
@@ -267,7 +267,7 @@ def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> No
 
 
 def test_the_page_prints_the_statements_of_the_study(statements: pd.DataFrame) -> None:
-    off = statements.query("verdict == @study.NOT")
+    off = statements.query("verdict == @study.DOES_NOT_FOLLOW")
     expected = [
         (r.place, r.statement, f"{r.printed:g}", f"{r.cells:.4g}")
         for r in off.itertuples()
