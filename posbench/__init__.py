@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: the command line's help and listings do without them.
     modules = {"LM": "posbench.model.lm", "load": "posbench.model.load"}
     if name in modules:
-        importlib.import_module("posbench.versions").check()
+        importlib.import_module("posbench.versions").check_transformers()
         return getattr(importlib.import_module(modules[name]), name)
     if name == "methods":
         return importlib.import_module("posbench.methods")

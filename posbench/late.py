@@ -2,7 +2,7 @@
 
 ``posbench ls`` and a wrong key are answered without torch. So every module takes these libraries from here
 and uses nothing of them while it is imported itself; types are for annotations alone, and what torch and
-matplotlib have as decorators is made by :func:`within`. A module that defines a network needs torch at once.
+matplotlib have as decorators is made by :func:`run_inside`. A module that defines a network needs torch at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from huggingface_hub import errors as hub_errors
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
     from torch import Tensor, nn
+    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
     F = LateModule("torch.nn.functional")
@@ -48,9 +50,12 @@ else:
     sdpa = LateModule("transformers.integrations.sdpa_attention")
     torch = LateModule("torch")
     transformers = LateModule("transformers")
-    # For annotations alone: isinstance() refuses them.
+    # For annotations alone: isinstance() refuses them. Python 3.15 looks up ``pd.DataFrame`` in the fields of a
+    # dataclass, which would load pandas: there the plain names are used.
     Axes = Any
+    DataFrame = Any
     Figure = Any
+    Module = Any
     PreTrainedConfig = Any
     PreTrainedModel = Any
     PreTrainedTokenizerBase = Any
@@ -58,8 +63,10 @@ else:
 
 __all__ = [
     "Axes",
+    "DataFrame",
     "F",
     "Figure",
+    "Module",
     "PreTrainedConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
@@ -74,7 +81,7 @@ __all__ = [
 ]
 
 
-def within(
+def run_inside(
     block: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator that runs each call inside a new context manager, made by ``block``."""
@@ -90,4 +97,4 @@ def within(
     return decorate
 
 
-inference_mode = within(lambda: torch.inference_mode())
+inference_mode = run_inside(lambda: torch.inference_mode())

@@ -27,10 +27,10 @@ from posbench.errors import Faults, UserError, near
 
 T = TypeVar("T")
 
-MOST = 1_000_000
-Count = Annotated[int, Ge(1), Le(MOST)]
-Whole = Annotated[int, Ge(0), Le(MOST)]
-Several = Annotated[int, Ge(2), Le(MOST)]
+MAX_COUNT = 1_000_000
+Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
+Whole = Annotated[int, Ge(0), Le(MAX_COUNT)]
+Several = Annotated[int, Ge(2), Le(MAX_COUNT)]
 Tokens = Annotated[int, Ge(1), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Scale = Annotated[float, Gt(1e-6), Le(1e6)]
@@ -110,7 +110,7 @@ def _key_fault(
         hint = hint.replace("mean ", f"mean {prefix}.")
         return UserError(field.strip("."), value, allowed, hint)
     kind = kinds[key]
-    if isinstance(value, bool) and "bool" not in words(kind):
+    if isinstance(value, bool) and "bool" not in describe_type(kind):
         # pydantic reads true as 1; nobody means a batch size of true.
         return _wrong(prefix, key, value, kind)
     if isinstance(value, Mapping) and any(map(isabstract, _union_members(kind))):
@@ -178,7 +178,7 @@ def _holds(value: Any, bound: Any) -> bool:
     return True
 
 
-def target(
+def resolve_target(
     data: Mapping[str, Any], kind: type[T], prefix: str
 ) -> tuple[type[T], dict[str, Any]]:
     """The class that ``_target_`` names, and the other keys; UserError unless it is one of that kind."""
@@ -202,7 +202,7 @@ def target(
 
 def instantiate(data: Mapping[str, Any], kind: type[T], prefix: str) -> T:
     """The object that a config node with a ``_target_`` describes, with all inside; see :func:`build`."""
-    cls, values = target(data, kind, prefix)
+    cls, values = resolve_target(data, kind, prefix)
     # The name of a choice travels with its data; few classes have a field for it.
     if "name" not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
         values.pop("name", None)
@@ -221,7 +221,7 @@ def _instantiate_inside(value: Any, prefix: str) -> Any:
     }
 
 
-def defaults(cls: type[Any]) -> dict[str, Any]:
+def default_values(cls: type[Any]) -> dict[str, Any]:
     """Every field of a dataclass as plain data: its default, None where it has none."""
     values = {}
     for f in fields(cls):
@@ -241,7 +241,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def required(cls: type[Any]) -> set[str]:
+def required_fields(cls: type[Any]) -> set[str]:
     """Fields without a default."""
     return {
         f.name
@@ -259,7 +259,7 @@ def _wrong(
     repeats_the_type = reason.startswith(("input should be", "tuple should have"))
     if reason and not repeats_the_type:
         hint += f" ({reason})"
-    return UserError(field, value, words(kind), hint)
+    return UserError(field, value, describe_type(kind), hint)
 
 
 def _example(kind: Any) -> str:
@@ -282,22 +282,22 @@ def _example(kind: Any) -> str:
     return {int: "1", float: "0.5", bool: "true"}.get(kind, "...")
 
 
-def words(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A type annotation in words."""
     origin = get_origin(kind)
     args = get_args(kind)
     if kind in PLAIN_WORDS:
         return PLAIN_WORDS[kind]
     if origin is Annotated:
-        return _bounded(words(args[0]), args[1:])
+        return _bounded(describe_type(args[0]), args[1:])
     if origin is Literal:
         return " | ".join(map(str, args))
     if origin in (Union, UnionType):
-        return ", or ".join(map(words, args))
+        return ", or ".join(map(describe_type, args))
     if origin is tuple and args[-1] is Ellipsis:
-        return f"a list [...] of: {words(args[0])}"
+        return f"a list [...] of: {describe_type(args[0])}"
     if origin is tuple:
-        return f"a list of exactly {len(args)}: [{', '.join(map(words, args))}]"
+        return f"a list of exactly {len(args)}: [{', '.join(map(describe_type, args))}]"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return f"an object with {', '.join(kind.model_fields)}"
     return "a mapping" if origin is dict or is_dataclass(kind) else "a value"

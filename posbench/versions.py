@@ -19,12 +19,12 @@ def _requirements() -> list[Requirement]:
     return [r for r in requirements if not r.marker or r.marker.evaluate(no_extra)]
 
 
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Versions of what posbench needs, for the record of a run."""
     return {r.name: version(r.name) for r in _requirements()}
 
 
-def check() -> None:
+def check_transformers() -> None:
     """Raise UserError for an unsupported transformers, before its import fails without saying why."""
     for requirement in _requirements():
         if requirement.name != "transformers":
@@ -37,6 +37,6 @@ def check() -> None:
             raise UserError("transformers", installed_version, allowed, hint)
 
 
-def summary() -> str:
+def version_line() -> str:
     """The versions that a time depends on, in one line."""
     return f"posbench {__version__}, torch {version('torch')}, transformers {version('transformers')}"

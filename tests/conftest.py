@@ -129,8 +129,8 @@ def run_folders(outputs: Path) -> list[Path]:
 
 def config_of(*overrides: str) -> Any:
     """The checked config of a command line."""
-    from posbench.pipeline.compose import composed
-    from posbench.pipeline.config import check
+    from posbench.pipeline.compose import compose_one
+    from posbench.pipeline.config import check_config
 
-    made = composed(*overrides)
-    return check(made.raw, made.typed, made.folders)
+    made = compose_one(*overrides)
+    return check_config(made.raw, made.typed, made.folders)

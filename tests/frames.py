@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from posbench.stats.scores import COLUMNS
+from posbench.stats.scores import METRIC_COLUMNS
 
 BEFORE = [0.98, 0.6, 0.94]
 AFTER = [0.96, 0.9, 0.92]
@@ -46,7 +46,7 @@ def metrics(
             [a - b for a, b in zip(after, BEFORE, strict=True)],
             0.04,
         )
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return pd.DataFrame(rows, columns=list(METRIC_COLUMNS))
 
 
 def attention(gain: float = 0.01, method: str = "scale_channel") -> pd.DataFrame:

@@ -26,7 +26,7 @@ import posbench.run.base
 from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.pipeline.execute import execute
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from tests.conftest import config_of
 
 CHANGES = {
@@ -194,7 +194,7 @@ class Kills:
         ):
             data = file.read_bytes()
             if file.name == "DONE":
-                data = repr(opened(file.parent).damaged()).encode()
+                data = repr(open_run_dir(file.parent).damaged()).encode()
             elif self.timed and file.suffix == ".csv":
                 data = repr(
                     self._timeless(pd.read_csv(file, dtype=str).to_dict("list"))

@@ -15,8 +15,8 @@ from urllib.parse import unquote
 import pytest
 
 from posbench.pipeline.compose import compose
-from posbench.pipeline.config import check
-from posbench.report.experiments import experiments
+from posbench.pipeline.config import check_config
+from posbench.report.experiments import read_experiments
 from tests.cli import test_examples, test_experiments, test_kills, test_tasks
 from tests.conftest import Result, config_of, run_folders
 
@@ -177,7 +177,7 @@ def needs_no_weights(text: str) -> bool:
     """Whether a command runs on an embedded model in this process, and in less than hours."""
     values = told(text)
     weights = (
-        experiments()
+        read_experiments()
         .get(values.get("experiment", ""), {})
         .get("experiment", {})
         .get("needs_weights")
@@ -199,7 +199,7 @@ def test_the_runs_that_documents_show_compose_and_check(
         if text and not re.fullmatch(r"experiment=\w+", text):
             compose(
                 shlex.split(text),
-                lambda made: check(made.raw, made.typed, made.folders) and None,
+                lambda made: check_config(made.raw, made.typed, made.folders) and None,
             )
 
 

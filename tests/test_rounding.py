@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import posbench
 from posbench.measure.losses import candidate_losses
 from posbench.methods import ScaleChannel
-from posbench.model.store import Store
+from posbench.model.store import PrefixStore
 from tests.cli.test_pinned_numbers import PINNED, assert_same_table, read
 from tests.models import VOCABULARY, build
 from tests.rounding import (
@@ -99,7 +99,7 @@ def shared_prefills(lm: posbench.LM) -> Tensor:
     """Log-probabilities behind prompts that share a prefill, which is not the one of the first row alone."""
     rows = PROMPTS.tolist()
     rows = [*rows, [*rows[0][:35], 7, 8, 9]]
-    store = Store([row[:-1] for row in rows], *METHOD.records())
+    store = PrefixStore([row[:-1] for row in rows], *METHOD.records())
     store.fill(lm, 4, None)
     with METHOD.applied(lm), torch.inference_mode():
         out = lm.model(

@@ -20,10 +20,10 @@ from posbench.schema import (
     Share,
     Whole,
     build,
-    defaults,
+    default_values,
     instantiate,
-    required,
-    target,
+    required_fields,
+    resolve_target,
     verify,
 )
 
@@ -186,10 +186,11 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_defaults_and_required_fields() -> None:
-    assert defaults(Bounded)["weights"] == [0.0, 1.0] and "title" not in defaults(
-        Bounded
-    )
-    assert defaults(ScaleChannel) == {
+    assert default_values(Bounded)["weights"] == [
+        0.0,
+        1.0,
+    ] and "title" not in default_values(Bounded)
+    assert default_values(ScaleChannel) == {
         "channel": None,
         "factor": None,
         "layers": None,
@@ -197,8 +198,8 @@ def test_defaults_and_required_fields() -> None:
         "tokens": "both",
     }
     assert (
-        required(ScaleChannel) == {"channel", "factor", "layers"}
-        and required(Bounded) == set()
+        required_fields(ScaleChannel) == {"channel", "factor", "layers"}
+        and required_fields(Bounded) == set()
     )
 
 
@@ -227,7 +228,7 @@ def test_defaults_and_required_fields() -> None:
 )
 def test_a_target_that_is_none(data: Any, line: str) -> None:
     with pytest.raises(UserError) as caught:
-        target(data, Method, "method")
+        resolve_target(data, Method, "method")
     assert str(caught.value).startswith(line)
 
 
@@ -272,4 +273,4 @@ def test_nodes_inside_a_node_become_objects() -> None:
     ],
 )
 def test_annotations_in_words(kind: Any, words: str) -> None:
-    assert schema.words(kind) == words
+    assert schema.describe_type(kind) == words

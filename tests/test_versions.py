@@ -78,7 +78,7 @@ def test_the_two_test_environments_span_the_supported_range(line: str) -> None:
 @pytest.mark.parametrize("number", ["5.6.0", "5.23.0", "5.99.0.dev0"])
 def test_supported(number: str, installed) -> None:
     installed(number)
-    versions.check()
+    versions.check_transformers()
 
 
 @pytest.mark.parametrize("number", ["4.57.6", "5.5.4", "6.0.0.dev0", "6.1.0"])
@@ -107,15 +107,15 @@ def test_a_checkout_without_metadata_is_not_checked(
 
     installed("4.0.0")
     monkeypatch.setattr(versions, "requires", missing)
-    versions.check()
-    assert versions.installed() == {}
+    versions.check_transformers()
+    assert versions.installed_versions() == {}
 
 
 def test_a_run_records_what_posbench_needs_here_without_extras(
     installed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed("7.0")
-    assert versions.installed() == {
+    assert versions.installed_versions() == {
         Requirement(line).name: "7.0" for line in DEPENDENCIES
     }
     lines = [
@@ -124,4 +124,4 @@ def test_a_run_records_what_posbench_needs_here_without_extras(
         "tomli; python_version < '3'",
     ]
     monkeypatch.setattr(versions, "requires", lambda name: lines)
-    assert versions.installed() == {"numpy": "7.0"}
+    assert versions.installed_versions() == {"numpy": "7.0"}

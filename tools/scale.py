@@ -24,15 +24,15 @@ from posbench.late import torch, transformers
 from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.pipeline.compose import Composed, compose
-from posbench.pipeline.config import Config, check
+from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.estimate import estimate_run
 from posbench.pipeline.prepare import build_run
 from posbench.run.cost import Costs, WorkEstimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
-from posbench.tasks.items import Placed, joined
+from posbench.tasks.items import GoldPositionTask, joined
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 SETTINGS = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text())
@@ -175,14 +175,14 @@ def costs(name: str) -> Costs:
 @cache
 def configs(experiment: str) -> list[Config]:
     """Return the jobs of an experiment with the paper's settings, with few prompts, and stand-ins for texts."""
-    jobs = list[Composed]()
+    jobs = list[ComposedConfig]()
     settings = SETTINGS["experiments"][experiment]
     compose([f"experiment={experiment}", MODEL_OVERRIDE, *settings], jobs.append)
     fitted = []
     for job in jobs:
-        config = check(job.raw, job.typed, job.folders)
+        config = check_config(job.raw, job.typed, job.folders)
         task: Any = config.task
-        if isinstance(task, Placed):
+        if isinstance(task, GoldPositionTask):
             sample = getattr(config.study, "examples", None) or SAMPLE_QUESTIONS
             task = replace(task, limit=min(sample, task.limit))
         form = SETTINGS["prompts"].get(task.name)
@@ -226,7 +226,7 @@ def works(experiment: str, model: str) -> list[WorkEstimate]:
 def _questions_per_sample(config: Config, stage: str) -> float:
     """How many times as many questions the experiment asks as the sample has."""
     task: Any = getattr(config.task, "original", config.task)
-    if not isinstance(task, Placed) or stage not in SHARDED:
+    if not isinstance(task, GoldPositionTask) or stage not in SHARDED:
         return 1
     questions: int = config.raw["task"]["limit"]
     if stage == "intervene":

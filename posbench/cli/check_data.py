@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from posbench.errors import Faults, UserError
-from posbench.measure.replies import encode_whole, room
-from posbench.pipeline.compose import composed
+from posbench.measure.replies import encode_untruncated, generation_budget
+from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
@@ -57,7 +57,7 @@ def check_data(args: list[str]) -> int:
     has_model = _sets(overrides, "model")
     # Without a model the prompts are those of no model's own template.
     model = [] if has_model else ["model=hf"]
-    raw_task = composed(*asked_overrides, *model).raw["task"]
+    raw_task = compose_one(*asked_overrides, *model).raw["task"]
     task = instantiate(raw_task, Task, "task")  # type: ignore[type-abstract]
     facts: Facts = [("task", task.name)]
     if isinstance(task, OwnData):
@@ -70,7 +70,7 @@ def check_data(args: list[str]) -> int:
     run: PreparedRun | None = None
     if has_model:
         with faults.collecting():
-            run = prepare(composed(*asked_overrides))
+            run = prepare(compose_one(*asked_overrides))
     else:
         asked_overrides.append("model=DIR_OR_HUB_ID")
     if run is None:
@@ -176,11 +176,11 @@ def _token_lengths(run: PreparedRun, examples: Sequence[Example]) -> str:
     A chat template is counted.
     """
     encoder: Any = run.reader
-    prompts = [encode_whole(encoder, e).ids for e in examples]
+    prompts = [encode_untruncated(encoder, e).ids for e in examples]
     unknown_token = encoder.tokenizer.unk_token_id
     num_too_long = 0
     for ids, example in zip(prompts, examples, strict=True):
-        length = len(ids) + room(encoder, run.config.task, example)
+        length = len(ids) + generation_budget(encoder, run.config.task, example)
         num_too_long += length > encoder.context_window
     num_unknown = sum(unknown_token in ids for ids in prompts)
     window = f"the model reads {encoder.context_window:,}"

@@ -120,7 +120,7 @@ def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[s
     """
     from posbench.model.load import ModelConfig
     from posbench.run.runtime import Runtime
-    from posbench.schema import defaults, target
+    from posbench.schema import default_values, resolve_target
 
     cls: Any = {"model": ModelConfig, "runtime": Runtime}.get(group)
     if cls is None:
@@ -135,5 +135,5 @@ def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[s
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             return []
-        cls, _ = target(yaml.safe_load(file.read_text()), object, group)
-    return [f"{group}.{key}" for key in defaults(cls)]
+        cls, _ = resolve_target(yaml.safe_load(file.read_text()), object, group)
+    return [f"{group}.{key}" for key in default_values(cls)]

@@ -14,13 +14,13 @@ from posbench.files.markdown import markdown
 from posbench.late import pd
 from posbench.model.families import support_table
 from posbench.report import experiments
-from posbench.report.collect import collect
+from posbench.report.collect import collect_entries
 from posbench.report.folder import read_csv, read_json
-from posbench.report.gallery import as_markdown, shrink
+from posbench.report.gallery import gallery_page, shrink_png
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
-from posbench.report.text import tally, verdicts
-from posbench.run.folder import checked
+from posbench.report.text import count_verdicts, tally_verdicts
+from posbench.run.folder import open_undamaged
 from posbench.tasks.own_data import KINDS, schema
 
 
@@ -55,7 +55,7 @@ def docs(args: list[str]) -> int:
     else:
         folder = Path(operands[0]).expanduser()
         if name == "gallery":
-            page, images = as_markdown(collect(folder), file.stem)
+            page, images = gallery_page(collect_entries(folder), file.stem)
         else:
             page = FROM_RUNS[name](folder)
     if out is None:
@@ -73,7 +73,7 @@ def _write_images(folder: Path, images: Mapping[str, Path]) -> None:
     """Write figures to a folder under their names there, and remove all other images."""
     folder.mkdir(exist_ok=True)
     for name, figure in images.items():
-        write_bytes(folder / name, shrink(figure))
+        write_bytes(folder / name, shrink_png(figure))
     for file in set(folder.glob("*.png")) - {folder / name for name in images}:
         file.unlink()
 
@@ -111,7 +111,7 @@ def claims(folder: Path) -> str:
     newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
     files = folder.glob("*/v*/*/findings.csv")
     for file in sorted(files, key=lambda file: file.stat().st_mtime):
-        checked(file.parent)
+        open_undamaged(file.parent)
         frame = read_csv(file)
         if frame is not None:
             study = file.parts[-4]
@@ -134,7 +134,7 @@ def claims(folder: Path) -> str:
         header, rows = findings_table(of_claim)
         claim = rows[0][1]
         verdict_by_model = [
-            _verdict(of_claim.loc[of_claim["model"] == model, "verdict"])
+            combined_verdict(of_claim.loc[of_claim["model"] == model, "verdict"])
             for model in models
         ]
         overview.append([claim, *verdict_by_model])
@@ -146,7 +146,7 @@ def claims(folder: Path) -> str:
         table = markdown(["verdict", "model", *header[2:]], rows)
         sections.append(f"## {claim}\n\n{table}")
     counts = [
-        f"- {model}: {verdicts(findings[findings['model'] == model])}"
+        f"- {model}: {count_verdicts(findings[findings['model'] == model])}"
         for model in models
     ]
     commands = "\n".join(f"    {command}" for _, command in newest.values())
@@ -175,14 +175,14 @@ def _provenance(folder: Path) -> dict[str, Any]:
     return provenance
 
 
-def _verdict(verdicts: pd.Series) -> str:
+def combined_verdict(verdicts: pd.Series) -> str:
     """The verdict of one model; of several statistics, how many got each."""
-    return verdicts.iloc[0] if verdicts.nunique() == 1 else tally(verdicts)
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else tally_verdicts(verdicts)
 
 
 def run(folder: Path) -> str:
     """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
-    checked(folder)
+    open_undamaged(folder)
     sentence, sections = read_run(folder)
     provenance = _provenance(folder)
     packages = provenance["packages"]
@@ -221,6 +221,6 @@ FROM_CODE: dict[str, Callable[[], str]] = {
 FROM_RUNS: dict[str, Callable[[Path], str]] = {
     "claims": claims,
     "run": run,
-    "experiments": experiments.page,
+    "experiments": experiments.experiments_page,
 }
 CHOICES = *FROM_CODE, *FROM_RUNS, "gallery"

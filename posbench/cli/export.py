@@ -16,25 +16,25 @@ from rich.text import Text
 
 from posbench import paths, versions
 from posbench.cli.options import option
-from posbench.cli.runs import outputs_of
+from posbench.cli.runs import split_outputs
 from posbench.errors import UserError
 from posbench.export import base, write
 from posbench.export.write import CardFacts
 from posbench.files import sources
-from posbench.files.digests import contents, sha256
+from posbench.files.digests import file_sha256, read_contents
 from posbench.methods.base import Method
-from posbench.model.load import load, reader
-from posbench.pipeline.compose import composed
-from posbench.pipeline.config import Config, check
-from posbench.pipeline.identity import need_same
+from posbench.model.load import load, read_checkpoint
+from posbench.pipeline.compose import compose_one
+from posbench.pipeline.config import Config, check_config
+from posbench.pipeline.identity import need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
-from posbench.report.console import terminal
+from posbench.report.console import make_console
 from posbench.report.folder import read_json, read_text
-from posbench.report.index import run_named
+from posbench.report.index import find_run
 from posbench.run.base import Run
-from posbench.run.folder import PROVENANCE, checked
+from posbench.run.folder import PROVENANCE, open_undamaged
 from posbench.search import deploy, held_back
-from posbench.search.base import FOUND
+from posbench.search.base import FOUND_FILE
 
 
 def export(args: list[str]) -> int:
@@ -61,7 +61,7 @@ def export(args: list[str]) -> int:
 
     example: posbench export 1a2b3c4d --to lora --out fix
     """
-    outputs, remaining = outputs_of(args)
+    outputs, remaining = split_outputs(args)
     to, remaining = option(remaining, "--to")
     out, remaining = option(remaining, "--out")
     exact = "--exact" in remaining
@@ -73,8 +73,8 @@ def export(args: list[str]) -> int:
             "a run, --to FORMAT and --out DIR",
             "posbench export --help",
         )
-    form = base.find(to)
-    console = terminal()
+    form = base.find_format(to)
+    console = make_console()
     folder = Path(out).expanduser()
     write.check_destination(folder)
     origin = _origin(remaining, outputs)
@@ -100,7 +100,7 @@ def export(args: list[str]) -> int:
         effects=write.side_effects(
             outputs, run.model.name, run.task.name, asdict(requested)
         ),
-        base=[content.fact for content in contents([config.model.checkpoint])],
+        base=[content.fact for content in read_contents([config.model.checkpoint])],
         versions=_versions("torch", "transformers", form.package),
     )
     prompts = write.comparison_prompts(run)
@@ -132,16 +132,16 @@ def verify(args: list[str]) -> int:
         )
     for name, digest in record["files"].items():
         file = folder / name
-        if not file.is_file() or sha256(file) != digest:
+        if not file.is_file() or file_sha256(file) != digest:
             hint = f"write it again: {record['command']}"
             raise UserError(
                 "DIR", str(file), "the file as posbench export wrote it", hint
             )
-    form = base.find(record["format"])
+    form = base.find_format(record["format"])
     config = _config_of_record(record["raw"])
-    need_same([config.model.checkpoint], {"files": record["base"]})
+    need_same_contents([config.model.checkpoint], {"files": record["base"]})
     silence_transformers()
-    run = build_run(config, terminal())
+    run = build_run(config, make_console())
     fix = _fix(run, run.method.build())
     comparison = base.measure(form, fix, folder, write.comparison_prompts(run))
     write.check_agreement(comparison, form, fix)
@@ -176,7 +176,7 @@ def _origin(arguments: list[str], outputs: Path) -> Origin:
     """What overrides describe, or what a run in a folder of outputs found."""
     if "=" in arguments[0]:
         return Origin(_config_of_overrides(arguments))
-    return _origin_of_run(run_named(arguments[0], outputs))
+    return _origin_of_run(find_run(arguments[0], outputs))
 
 
 def _config_of_overrides(overrides: list[str]) -> Config:
@@ -188,16 +188,16 @@ def _config_of_overrides(overrides: list[str]) -> Config:
             raise UserError(
                 "export", key, "keys of model, method, task and runtime", hint
             )
-    return prepare(composed(*overrides, "stages=[evaluate]"), download=False).config
+    return prepare(compose_one(*overrides, "stages=[evaluate]"), download=False).config
 
 
 def _origin_of_run(folder: Path) -> Origin:
     """The config of a run with the constants that it applied, and what its search found."""
-    run = checked(folder)
+    run = open_undamaged(folder)
     raw = run.config("task", "model", "method")
     results: dict[str, Any] = {}
-    if (folder / FOUND).is_file():
-        results = yaml.safe_load(read_text(folder / FOUND))
+    if (folder / FOUND_FILE).is_file():
+        results = yaml.safe_load(read_text(folder / FOUND_FILE))
     constants = read_json(folder / "method.json")
     if constants is None and "parts" in raw["method"]:
         constants = {"parts": results}
@@ -206,17 +206,19 @@ def _origin_of_run(folder: Path) -> Origin:
     config = _config_of_record(
         {**raw, "method": _with_constants(raw["method"], constants)}
     )
-    need_same([config.model.checkpoint], run.facts(PROVENANCE))
+    need_same_contents([config.model.checkpoint], run.facts(PROVENANCE))
     result: dict[str, Any] = next(iter(results.values()), {})
-    gain = held_back.words(result["held_back"]) if "held_back" in result else ""
-    price = deploy.told(result["deploy"]) if "deploy" in result else ""
+    gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
+    price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""
     return Origin(config, gain, price, str(result.get("source", "")))
 
 
 def _config_of_record(raw: Mapping[str, Any]) -> Config:
     """The config of a run that recorded only the groups which took part in it."""
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
-    return check({**composed("method=none").raw, **groups, "stages": ["evaluate"]})
+    return check_config(
+        {**compose_one("method=none").raw, **groups, "stages": ["evaluate"]}
+    )
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def _fix(run: Run, method: Method) -> base.Fix:
             "model.rope", config.rope, allowed, "take a model whose own config says it"
         )
     files = str(Path(sources.local(config.checkpoint)).resolve())
-    dtype = reader(config).facts.get_text_config().dtype or "float32"
+    dtype = read_checkpoint(config).facts.get_text_config().dtype or "float32"
     load_again = partial(
         load,
         config,

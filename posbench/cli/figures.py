@@ -21,16 +21,16 @@ from posbench import paths
 from posbench.cli.options import option
 from posbench.errors import UserError, choices, in_one_line, near
 from posbench.files import sources
-from posbench.pipeline.compose import Composed, compose
-from posbench.pipeline.config import Config, check
-from posbench.pipeline.execute import absent, finished
+from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.config import Config, check_config
+from posbench.pipeline.execute import find_finished_run, missing_sources
 from posbench.report import sweep
-from posbench.report.console import terminal
-from posbench.report.experiments import PAPERS, trains
-from posbench.run.lease import owned
+from posbench.report.console import make_console
+from posbench.report.experiments import PAPERS, trains_networks
+from posbench.run.lease import owning
 from posbench.run.progress import Progress, duration, progress
 from posbench.run.runtime import Runtime
-from posbench.studies.cost.timing import Timed
+from posbench.studies.cost.timing import TimingStudy
 
 COMMAND = [
     sys.executable,
@@ -109,7 +109,7 @@ class Experiment:
     @property
     def timed(self) -> bool:
         """Whether it measures times, which processes beside it would stretch."""
-        return any(isinstance(config.study, Timed) for config in self.configs)
+        return any(isinstance(config.study, TimingStudy) for config in self.configs)
 
     def log(self, logs: Path) -> Path:
         """The file that takes the output of its process."""
@@ -122,7 +122,7 @@ class Experiment:
             if problems:
                 self._end("refused", 2, problems[0])
                 return
-            missing = (s for config in self.configs for s in absent(config))
+            missing = (s for config in self.configs for s in missing_sources(config))
             self.missing_sources = list(dict.fromkeys(missing))
             if self.missing_sources:
                 count = len(self.missing_sources)
@@ -142,13 +142,13 @@ class Experiment:
 
     def _compose(self) -> list[str]:
         """Compose and check the config of each job; return what is wrong."""
-        jobs: list[Composed] = []
+        jobs: list[ComposedConfig] = []
         records = compose(self.args, jobs.append)
         problems = []
         for job in jobs:
             self.multirun |= job.multirun
             try:
-                self.configs.append(check(job.raw, job.typed, job.folders))
+                self.configs.append(check_config(job.raw, job.typed, job.folders))
                 self.overrides.append(job.overrides)
             except UserError as error:
                 problems.append(str(error))
@@ -160,11 +160,15 @@ class Experiment:
 
         None unless all runs are done and undamaged.
         """
-        folders = [finished(config) for config in self.configs]
+        folders = [find_finished_run(config) for config in self.configs]
         runs = [folder for folder in folders if folder]
         if not runs or len(runs) < len(folders):
             return None
-        return sweep.finished(self.overrides, runs) if self.multirun else runs[0]
+        return (
+            sweep.find_finished_sweep(self.overrides, runs)
+            if self.multirun
+            else runs[0]
+        )
 
     def end_process(self, returncode: int, logs: Path) -> None:
         """Record how its process ended.
@@ -252,7 +256,7 @@ def figures(args: list[str]) -> int:
         )
         logs.mkdir(parents=True, exist_ok=True)
         with (
-            owned(logs),
+            owning(logs),
             progress(
                 console, runtime.log_every, "figures", len(waiting), 0, minutes
             ) as work,
@@ -266,7 +270,7 @@ def figures(args: list[str]) -> int:
 
 def _console() -> Console:
     """The console, which wraps nothing where output is no terminal."""
-    return terminal(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
+    return make_console(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
 
 
 def _num_cores() -> int:
@@ -361,7 +365,7 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     file = next(file for file in files if file.is_file())
     try:
         data = yaml.safe_load(file.read_text())
-        return {**data["experiment"], "trains": trains(data)}
+        return {**data["experiment"], "trains": trains_networks(data)}
     except (yaml.YAMLError, ValueError, KeyError, TypeError):
         return {}  # composing it tells what is wrong
 

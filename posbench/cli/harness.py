@@ -25,17 +25,17 @@ from tqdm import tqdm
 
 from posbench import paths
 from posbench.errors import UserError, choices, renamed
-from posbench.files.atomic import digest
-from posbench.files.digests import keys
+from posbench.files.atomic import short_hash
+from posbench.files.digests import content_keys
 from posbench.late import torch
 from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.guard import guarded
-from posbench.model.lm import LM, batches, checking
+from posbench.model.lm import LM, finite_logits_processor, length_batches
 from posbench.model.load import load
-from posbench.pipeline.compose import composed
-from posbench.pipeline.config import Config, check
-from posbench.pipeline.identity import identity, reads, threads
+from posbench.pipeline.compose import compose_one
+from posbench.pipeline.config import Config, check_config
+from posbench.pipeline.identity import identity, run_contents, threads
 from posbench.schema import Count, build
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def configured(
             group = "runtime"
         overrides.append(f"{group}.{key}={_spelled(value)}")
     with renamed("method.", "model_args."):
-        config = composed(*overrides)
-        return check(config.raw, config.typed, config.folders)
+        config = compose_one(*overrides)
+        return check_config(config.raw, config.typed, config.folders)
 
 
 def _spelled(value: Any) -> str:
@@ -206,6 +206,11 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         )
         self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
+        reads_items = any(cls.needs.items for cls in self.posbench.choice.classes)
+        if self.method.rewrites or reads_items:
+            allowed = "a method that looks at no items: the harness has none"
+            hint = "run a task of posbench: posbench task=nq_multidoc method=NAME"
+            raise UserError("model_args.method", method, allowed, hint)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
             template = CHAT_TEMPLATES[model.chat_template].read_text()
             self.lm.tokenizer.chat_template = template.rstrip("\n")
@@ -224,16 +229,16 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
     def _identity(self, hf_settings: Mapping[str, Any]) -> str:
         """Digest of all that moves an answer; ``hf_settings`` are the harness's."""
-        contents = reads(self.posbench)
+        contents = run_contents(self.posbench)
         facts: dict[str, Any] = {
             "model": identity(self.posbench, contents),
-            "files": keys(contents, "method"),
+            "files": content_keys(contents, "method"),
             "method": self.posbench.raw["method"],
             "lm_eval": version("lm_eval"),
         }
         # A cache may be used with another batch size, which moves rounding only.
         facts |= {k: v for k, v in hf_settings.items() if "batch" not in k}
-        return digest(facts, 16)
+        return short_hash(facts, 16)
 
     @classmethod
     def create_from_arg_string(
@@ -297,7 +302,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, *args: Any, **settings: Any) -> Any:
         generate = partial(
-            super()._model_generate, *args, **settings, logits_processor=checking()
+            super()._model_generate,
+            *args,
+            **settings,
+            logits_processor=finite_logits_processor(),
         )
         return _guarded_generate(self.lm, generate)
 
@@ -361,7 +369,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             elif batch_size == "auto":
                 longest = max(requests, key=lambda r: len(r[1]) + len(r[2]))
                 batch_size = self._detect_batch_size([longest])
-            for batch in batches(lengths, int(batch_size)):
+            for batch in length_batches(lengths, int(batch_size)):
                 batch_groups = [groups[i] for i in batch]
                 scores = self.lm.continuations(
                     [contexts[group[0]] for group in batch_groups],

@@ -22,7 +22,7 @@ from posbench.errors import UserError, complain, in_one_line, near
 
 if TYPE_CHECKING:
     from posbench.model.lm import LM
-    from posbench.pipeline.compose import Composed
+    from posbench.pipeline.compose import ComposedConfig
     from posbench.pipeline.config import Config
 
 HELP = """posbench finds, explains and removes position bias in language models.
@@ -121,7 +121,7 @@ def _dispatch(args: list[str]) -> int:
     if args and args[0] == "--version":
         print(f"posbench {versions.__version__}")
         return 0
-    versions.check()
+    versions.check_transformers()
     with _sigterm_interrupts():
         name = verb_of(args)
         if not name:
@@ -180,7 +180,7 @@ def usage(verb: Callable[[list[str]], int]) -> str:
 def _run(args: list[str]) -> int:
     """Run the config of the arguments, or each job of a sweep; return the exit status."""
     from posbench.pipeline.compose import compose
-    from posbench.report.console import terminal
+    from posbench.report.console import make_console
     from posbench.report.sweep import summarise
 
     _refuse_unknown_verb(args)
@@ -190,10 +190,10 @@ def _run(args: list[str]) -> int:
     # Models that jobs of a sweep loaded together, by number of the job.
     models: dict[int, LM] = {}
 
-    def run_job(composed: Composed) -> None:
+    def run_job(composed: ComposedConfig) -> None:
         _run_job(composed, command, models.get(composed.number))
 
-    def share_work(jobs: Sequence[Composed]) -> None:
+    def share_work(jobs: Sequence[ComposedConfig]) -> None:
         models.update(_share_work(jobs, command))
 
     records = compose(args, run_job, share_work)
@@ -201,7 +201,7 @@ def _run(args: list[str]) -> int:
         for line in record.get("error", "").splitlines():
             print(f"posbench: {line}", file=sys.stderr)
     if len(records) > 1 or any(record["multirun"] for record in records):
-        summarise(records, terminal())
+        summarise(records, make_console())
     return max((record["status"] for record in records), default=0)
 
 
@@ -215,7 +215,7 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
         raise UserError("verb", args[0], allowed, hint)
 
 
-def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
+def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
     """Do the work that jobs of a sweep share.
 
     Returns:
@@ -223,7 +223,7 @@ def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
     """
     from posbench.pipeline.prepare import prepare
     from posbench.pipeline.sharing import groups_to_share, run_together
-    from posbench.report.console import terminal
+    from posbench.report.console import make_console
 
     if len(jobs) < 2:
         return {}
@@ -234,7 +234,7 @@ def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
     models: dict[int, LM] = {}
     for group in groups_to_share(list(configs.values())):
         try:
-            lm = run_together(group, command=command, console=terminal())
+            lm = run_together(group, command=command, console=make_console())
         except Exception:
             # A defect here must not stop the jobs, which can do all of it themselves.
             logging.exception("%d jobs share nothing", len(group))
@@ -246,7 +246,7 @@ def _share_work(jobs: Sequence[Composed], command: str) -> dict[int, LM]:
     return models
 
 
-def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
+def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> None:
     """Run one job; leave its status, so that a sweep goes on whatever happens.
 
     Args:
@@ -255,9 +255,9 @@ def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
         lm: The model, where jobs before loaded it.
     """
     from posbench.pipeline.execute import execute
-    from posbench.pipeline.multirun import leave
+    from posbench.pipeline.multirun import write_record
     from posbench.pipeline.prepare import prepare
-    from posbench.report.console import terminal
+    from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
 
     record: dict[str, Any] = {
@@ -275,9 +275,9 @@ def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
                 "runtime/cluster", cluster.kind, "none: this runs here", hint
             )
         for line in run.warnings:
-            terminal().print(line, soft_wrap=True, markup=False)
+            make_console().print(line, soft_wrap=True, markup=False)
         folder = execute(
-            run.config, command=command, console=terminal(), lm=lm, worker_main=main
+            run.config, command=command, console=make_console(), lm=lm, worker_main=main
         )
         record["folder"] = str(folder)
     except IncompleteRun as error:
@@ -294,7 +294,7 @@ def _run_job(composed: Composed, command: str, lm: LM | None = None) -> None:
             logging.exception("%s", " ".join(composed.overrides))
         record["status"] = fault.status if fault else 1
     finally:
-        leave(composed.records, composed.number, record)
+        write_record(composed.records, composed.number, record)
 
 
 def _show_config(args: list[str]) -> int:
@@ -310,7 +310,7 @@ def _show_config(args: list[str]) -> int:
     overrides = [*args[:index], *args[index + 2 :]]
     overrides = [arg for arg in overrides if arg != "--resolve"]
 
-    def print_config(composed: Composed) -> None:
+    def print_config(composed: ComposedConfig) -> None:
         print(yaml.safe_dump(composed.raw, sort_keys=False), end="")
 
     compose(overrides, print_config)

@@ -9,11 +9,11 @@ from pathlib import Path
 from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.report import index
-from posbench.report.compare import look, write_comparison
+from posbench.report.compare import terminal_rows, write_comparison
 from posbench.report.console import Record, show_lists
 
 
-def outputs_of(args: Sequence[str]) -> tuple[Path, list[str]]:
+def split_outputs(args: Sequence[str]) -> tuple[Path, list[str]]:
     """The folder that ``--outputs`` names, and the remaining arguments."""
     folder, remaining = option(args, "--outputs")
     return Path(folder or "outputs").expanduser(), remaining
@@ -32,7 +32,7 @@ def ls_runs(args: list[str]) -> int:
 
     example: posbench ls runs model=tiny task.pairs=12 state=done
     """
-    outputs, remaining = outputs_of(args)
+    outputs, remaining = split_outputs(args)
     filters = [arg for arg in remaining if arg != "--json"]
     _check_flags(filters, "--outputs DIR, --json", "ls runs")
     records: list[Record] = []
@@ -43,9 +43,11 @@ def ls_runs(args: list[str]) -> int:
         condition = f" that passes {' '.join(filters)}" if filters else ""
         hint = ""
         if filters and outputs.is_dir():
-            hint = index.nearest(filters, index.records(outputs))
+            hint = index.suggest_filter(filters, index.records(outputs))
         print(f"posbench: no run in {outputs}{condition}{hint}", file=sys.stderr)
-    show_lists({index.title(records): records}, "--json" in remaining, index.look)
+    show_lists(
+        {index.list_title(records): records}, "--json" in remaining, index.terminal_rows
+    )
     return 0
 
 
@@ -68,15 +70,15 @@ def compare(args: list[str]) -> int:
 
     example: posbench compare 51cc60e3 d172d1d1
     """
-    outputs, remaining = outputs_of(args)
+    outputs, remaining = split_outputs(args)
     out, remaining = option(remaining, "--out")
     names = [arg for arg in remaining if arg != "--json"]
     _check_flags(names, "--out FOLDER, --outputs DIR, --json", "compare")
-    folders = [index.run_named(name, outputs) for name in names]
+    folders = [index.find_run(name, outputs) for name in names]
     destination = Path(out).expanduser() if out else None
     files, lines, messages = write_comparison(folders, destination)
     title = "differences are from the first run; in % and points, [95 % interval]"
-    show_lists({title: lines}, "--json" in remaining, look)
+    show_lists({title: lines}, "--json" in remaining, terminal_rows)
     for message in messages:
         print(message, file=sys.stderr)
     for file in files:

@@ -22,11 +22,11 @@ from posbench.cli.main import main
 from posbench.cli.options import option
 from posbench.errors import Faults, UserError
 from posbench.pipeline import jobs as job_records
-from posbench.pipeline.compose import Composed, compose
+from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import (
     execute,
-    finished,
+    find_finished_run,
     is_shardable,
     make_run_folder,
     recorded_config,
@@ -34,12 +34,12 @@ from posbench.pipeline.execute import (
 from posbench.pipeline.jobs import Submission
 from posbench.pipeline.prepare import prepare
 from posbench.pipeline.sharing import make_shard, make_shard_and_finish
-from posbench.report.console import show_lists, terminal
-from posbench.report.index import run_named
+from posbench.report.console import make_console, show_lists
+from posbench.report.index import find_run
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
-from posbench.run.folder import PROVENANCE, opened
-from posbench.run.lease import in_use, started
+from posbench.run.folder import PROVENANCE, open_run_dir
+from posbench.run.lease import in_use, process_start
 from posbench.run.runtime import Cluster, Runtime
 from posbench.run.shards import Shard, missing_shards
 
@@ -98,10 +98,10 @@ def submit(args: list[str]) -> int:
         hint = "leave it out for one job a run"
         raise UserError("--shards", count, "a whole number from 1 to 9999", hint)
     num_shards = int(count or 1)
-    composed_jobs: list[Composed] = []
+    composed_jobs: list[ComposedConfig] = []
     records = compose(remaining, composed_jobs.append)
     faults = Faults()
-    runs: list[tuple[Composed, Config]] = []
+    runs: list[tuple[ComposedConfig, Config]] = []
     for composed in composed_jobs:
         with faults.collecting():
             runs.append((composed, _config_to_submit(composed, num_shards)))
@@ -116,7 +116,7 @@ def submit(args: list[str]) -> int:
     command = shlex.join(["posbench", "submit", *args])
     to_submit: list[tuple[Path, Submission]] = []
     rows: list[dict[str, object]] = []
-    queue = job_records.queue()
+    queue = job_records.queued_jobs()
     for number, (composed, config) in enumerate(runs):
         folder = make_run_folder(config, command).absolute()
         state = _submission_state(folder, config, queue)
@@ -130,7 +130,7 @@ def submit(args: list[str]) -> int:
                 shards=num_shards,
             )
             to_submit.append((folder, entry))
-        job_records.record(folder, entry)
+        job_records.record_submission(folder, entry)
         settings = " ".join(composed.overrides)
         rows.append({"run": folder.name, "state": state, "settings": settings})
     runtime = runs[0][1].runtime
@@ -154,13 +154,15 @@ def _submission_state(folder: Path, config: Config, queue: job_records.Queue) ->
         if in_use(folder):
             state = "running"
         else:
-            state, _ = job_records.state(folder, queue)
-    if finished(config):
+            state, _ = job_records.run_state(folder, queue)
+    if find_finished_run(config):
         return "done"
     return state if state in ("running", "waiting") else "submitted"
 
 
-def _entry(folder: Path, composed: Composed, config: Config, state: str) -> Submission:
+def _entry(
+    folder: Path, composed: ComposedConfig, config: Config, state: str
+) -> Submission:
     """The record of a submission; a run that needs no job keeps those of the last one.
 
     Args:
@@ -183,7 +185,7 @@ def _entry(folder: Path, composed: Composed, config: Config, state: str) -> Subm
     )
 
 
-def _config_to_submit(composed: Composed, num_shards: int) -> Config:
+def _config_to_submit(composed: ComposedConfig, num_shards: int) -> Config:
     """The checked config of a run, with the device that its jobs get.
 
     All that it reads must be on this machine, which may lack the GPU.
@@ -253,7 +255,7 @@ def _submit_jobs(
     except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
         if cluster.kind == "slurm":  # all jobs are one array: none was submitted
             for folder, _ in entries:
-                job_records.forget(folder, name)
+                job_records.forget_submission(folder, name)
             shutil.rmtree(logs, ignore_errors=True)
         hint = "see what it says, and give the same command again, or take runtime/cluster=local"
         allowed = f"a cluster that takes jobs ({' '.join(str(error).split())})"
@@ -266,8 +268,8 @@ def _submit_jobs(
         assert entry.first is not None, "its jobs were submitted"
         run_jobs = submitted[entry.first : entry.first + entry.shards]
         pids = [int(job.job_id) for job in run_jobs]
-        processes = tuple((pid, started(pid)) for pid in pids)
-        job_records.record(folder, replace(entry, pids=processes))
+        processes = tuple((pid, process_start(pid)) for pid in pids)
+        job_records.record_submission(folder, replace(entry, pids=processes))
 
 
 def _submitit_parameters(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -332,7 +334,7 @@ def resume(args: list[str]) -> int:
         raise UserError(
             "RUN", " ".join(remaining), "one run folder", "posbench ls runs lists them"
         )
-    folder = run_named(remaining[0], Path(Runtime.outputs))
+    folder = find_run(remaining[0], Path(Runtime.outputs))
     is_announced = False
     while True:
         while in_use(folder) and not leaves_end:
@@ -344,11 +346,13 @@ def resume(args: list[str]) -> int:
             command = _command(folder)
             config = recorded_config(folder)
             if leaves_end:
-                make_shard(config, shard, terminal())
+                make_shard(config, shard, make_console())
             elif shard.count > 1:
-                make_shard_and_finish(config, shard, command, terminal(), main)
+                make_shard_and_finish(config, shard, command, make_console(), main)
             else:
-                execute(config, command=command, console=terminal(), worker_main=main)
+                execute(
+                    config, command=command, console=make_console(), worker_main=main
+                )
             return 0
         except IncompleteRun as error:
             print(f"posbench: {error}", file=sys.stderr)
@@ -362,7 +366,7 @@ def resume(args: list[str]) -> int:
 
 def _command(folder: Path) -> str:
     """The command that made a run, else the one that goes on with it."""
-    command = opened(folder).facts(PROVENANCE).get("command")
+    command = open_run_dir(folder).facts(PROVENANCE).get("command")
     return str(command or f"posbench resume {folder}")
 
 
@@ -400,12 +404,12 @@ def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
             "DIR", " ".join(names), "one folder, --json", "posbench jobs --help"
         )
     outputs = Path(Runtime.outputs)
-    folder = run_named(names[0] if names else Runtime.outputs, outputs).absolute()
-    run_folders = job_records.submitted(folder)
-    queue = job_records.queue()
+    folder = find_run(names[0] if names else Runtime.outputs, outputs).absolute()
+    run_folders = job_records.submitted_runs(folder)
+    queue = job_records.queued_jobs()
     rows: list[dict[str, object]] = []
     for run_folder in run_folders:
-        state, message = job_records.state(run_folder, queue)
+        state, message = job_records.run_state(run_folder, queue)
         logs: Path | str = ""
         if state in ("failed", "lost"):
             logs = job_records.submissions(run_folder)[-1].logs(run_folder)
@@ -440,7 +444,7 @@ def collect(args: list[str]) -> int:
             print(f"posbench: {folder}: {row['state']}{message}", file=sys.stderr)
     # Several commands may have submitted the same runs: one summary for all of them.
     summaries: dict[tuple[Path, ...], list[dict[str, Any]]] = {}
-    for submissions in job_records.grouped(list(rows)).values():
+    for submissions in job_records.runs_by_submission(list(rows)).values():
         entry = submissions[0][0]
         folders = tuple(folder for _, folder in submissions)
         all_done = all(rows[folder]["state"] == "done" for folder in folders)
@@ -455,7 +459,7 @@ def collect(args: list[str]) -> int:
                 for submission, folder in submissions
             ]
     for records in summaries.values():
-        summarise(records, terminal())
+        summarise(records, make_console())
     num_done = sum(row["state"] == "done" for row in rows.values())
     print(f"{num_done} of {len(rows)} runs done", file=sys.stderr)
     return 0 if num_done == len(rows) else 1
@@ -464,13 +468,15 @@ def collect(args: list[str]) -> int:
 def _finish_from_shards(folder: Path) -> bool:
     """Finish a run whose shards are all made; False if it has none, or some are missing."""
     submission = job_records.submissions(folder)[-1]
-    if submission.shards == 1 or missing_shards(opened(folder), submission.shards):
+    if submission.shards == 1 or missing_shards(
+        open_run_dir(folder), submission.shards
+    ):
         return False
     paths.config_folders(submission.own)
     execute(
         recorded_config(folder),
         command=_command(folder),
-        console=terminal(),
+        console=make_console(),
         worker_main=main,
     )
     return True

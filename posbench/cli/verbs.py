@@ -11,41 +11,41 @@ import yaml
 
 from posbench import paths
 from posbench.cli.options import option
-from posbench.cli.runs import outputs_of
+from posbench.cli.runs import split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
-from posbench.model.endpoint import look as look_at_server
+from posbench.model.endpoint import describe_server as look_at_server
 from posbench.model.families import FAMILIES
 from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
-from posbench.pipeline.compose import Composed, compose
-from posbench.pipeline.config import check, needs
-from posbench.pipeline.identity import need_same
+from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.config import check_config, needs
+from posbench.pipeline.identity import need_same_contents
 from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
-from posbench.report.console import show_lists, terminal
-from posbench.report.experiments import trains
-from posbench.report.failures import Examples, few
-from posbench.report.folder import runs_of
+from posbench.report.console import make_console, show_lists
+from posbench.report.experiments import trains_networks
+from posbench.report.failures import RunExamples, spread_sample
+from posbench.report.folder import sweep_runs
 from posbench.report.gallery import write_gallery
-from posbench.report.index import run_named
+from posbench.report.index import find_run
 from posbench.report.page import render_run
 from posbench.run.folder import (
     CONFIG,
-    DRAWN,
     PROVENANCE,
+    REDRAWN_FILES,
     RunDir,
-    checked,
     is_run,
     open_run,
+    open_undamaged,
     runs_in,
 )
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 from posbench.run.runtime import Runtime
-from posbench.schema import build, target
+from posbench.schema import build, resolve_target
 from posbench.tasks import Task
-from posbench.tasks.base import recorded
+from posbench.tasks.base import read_recorded_task
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 KINDS = {plural: group for group, plural in PLURALS.items()}
@@ -107,13 +107,13 @@ def _facts(kind: str, text: str) -> dict[str, object]:
     """What `posbench ls` shows of a choice, by column, from the text of its file."""
     data = yaml.safe_load(text) or {}
     if kind == "tasks":
-        cls, _ = target(data, Task, "task")  # type: ignore[type-abstract]
+        cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
         return {column: getattr(cls, column) for column in TASK_COLUMNS}
     if kind != "experiments":
         return {"what": _first_sentence(text) or data.get("path")}
     experiment = data.get("experiment") or {}
     needs = ""
-    if trains(data):
+    if trains_networks(data):
         needs = "training"
     elif experiment.get("needs_weights"):
         needs = "weights"
@@ -146,12 +146,12 @@ def fetch(args: list[str]) -> int:
     example: posbench fetch model=mistral7b task=nq_multidoc --dry-run
     """
     dry_run = "--dry-run" in args
-    jobs: list[Composed] = []
+    jobs: list[ComposedConfig] = []
     compose([arg for arg in args if arg != "--dry-run"], jobs.append)
     # A sweep's jobs share most of what they need.
     needed = [source for job in jobs for source in needs(job.raw)]
     if needed:
-        console = terminal(width=None if sys.stdout.isatty() else 10_000)
+        console = make_console(width=None if sys.stdout.isatty() else 10_000)
         sources.fetch(needed, dry_run=dry_run, console=console)
     return 0
 
@@ -176,7 +176,7 @@ def validate(args: list[str]) -> int:
     commands = _all_choices() if checks_choices else [args]
     status = 0
     for command in commands:
-        jobs: list[Composed] = []
+        jobs: list[ComposedConfig] = []
         problems: list[UserError] = []
         runs: list[PreparedRun] = []
         try:
@@ -186,7 +186,7 @@ def validate(args: list[str]) -> int:
         for job in jobs:
             try:
                 if checks_choices:
-                    check(job.raw, job.typed, job.folders)
+                    check_config(job.raw, job.typed, job.folders)
                 else:
                     runs.append(prepare(job, download=False))
             except UserError as error:
@@ -205,10 +205,10 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
     for line in run.warnings:
         print(line)
     if run.reader:
-        estimate.show(run.config, run.reader, measure, terminal())
+        estimate.show(run.config, run.reader, measure, make_console())
     model = run.config.model
     if run.config.uses_model and model.base_url:
-        terminal().print(look_at_server(model), soft_wrap=True, markup=False)
+        make_console().print(look_at_server(model), soft_wrap=True, markup=False)
 
 
 def _all_choices() -> list[list[str]]:
@@ -240,10 +240,10 @@ def _required_overrides(group: str, name: str) -> list[str]:
 
 def _folder(verb: str, args: list[str]) -> Path:
     """The folder that the arguments name, or whose hash they do."""
-    outputs, names = outputs_of(args)
+    outputs, names = split_outputs(args)
     if len(names) != 1:
         raise UserError(verb, " ".join(names), "one folder", f"posbench {verb} DIR")
-    return run_named(names[0], outputs)
+    return find_run(names[0], outputs)
 
 
 def report(args: list[str]) -> int:
@@ -272,12 +272,14 @@ def report(args: list[str]) -> int:
             "leave it out for a single run",
         )
     run = open_run(folder)
-    with owned(run.path):
+    with owning(run.path):
         # By its config: a study, too, may have a table named summary.csv.
-        is_single_run = (checked(run.path, DRAWN).path / CONFIG).is_file()
+        is_single_run = (
+            open_undamaged(run.path, REDRAWN_FILES).path / CONFIG
+        ).is_file()
         page = render_run(folder) if is_single_run else sweep.render_sweep(folder)
         print(page)
-        run.renew(DRAWN)
+        run.renew(REDRAWN_FILES)
     return 0
 
 
@@ -291,11 +293,11 @@ def rescore(args: list[str]) -> int:
     example: posbench rescore outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
     """
     folder = _folder("rescore", args)
-    runs = runs_of(folder)
+    runs = sweep_runs(folder)
     for run in runs or [folder]:
         _rescore_run(open_run(run))
     if runs:
-        sweep.again(folder, terminal())
+        sweep.summarise_again(folder, make_console())
     return 0
 
 
@@ -305,9 +307,9 @@ def _rescore_run(run: RunDir) -> None:
     Raises:
         UserError: The run is not finished, or its rows are damaged.
     """
-    rewritten = (*DRAWN, *evaluate.TABLES)
-    with owned(run.path):
-        checked(run.path, rewritten)
+    rewritten = (*REDRAWN_FILES, *evaluate.TABLES)
+    with owning(run.path):
+        open_undamaged(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
         rows = run.rows(evaluate.FILE)
         torn = run.torn(evaluate.FILE)
@@ -317,9 +319,9 @@ def _rescore_run(run: RunDir) -> None:
             )
             hint = "repeat its command, with evaluate in the stages"
             raise UserError("DIR", str(run.path), allowed, hint)
-        task = recorded(raw["task"])
+        task = read_recorded_task(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
-        need_same(task.files(), run.facts(PROVENANCE))
+        need_same_contents(task.files(), run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
         run.renew((*rewritten, evaluate.FILE))
@@ -341,11 +343,11 @@ def show(args: list[str]) -> int:
     example_id, args = option(args, "--id")
     flags = [arg for arg in args if arg in ("--wrong", "--all")]
     folder = _folder("show", [arg for arg in args if arg not in flags])
-    run = checked(folder)
+    run = open_undamaged(folder)
     if not run.rows(evaluate.FILE):
         hint = "add evaluate to its stages"
         raise UserError("DIR", str(run.path), "a run that evaluated", hint)
-    examples = Examples.of(run, run.config("task"))
+    examples = RunExamples.of(run, run.config("task"))
     if example_id is not None:
         if example_id not in examples.rows:
             lists_some = f"posbench show {run.path} lists some"
@@ -361,7 +363,7 @@ def show(args: list[str]) -> int:
         "under some method"
     )
     ids = wrong_ids if "--wrong" in flags else all_ids
-    printed_ids = ids if "--all" in flags else few(ids)
+    printed_ids = ids if "--all" in flags else spread_sample(ids)
     for example_id in printed_ids:
         print(f"\n{examples.text(example_id)}")
     if printed_ids:

@@ -23,28 +23,40 @@ from posbench.model.lm import LM
 from posbench.model.load import load, model_config
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.bootstrap import Array, paired, wilson
+from posbench.stats.bootstrap import Array, Estimate, paired, wilson
 from posbench.tasks import Example, KVRetrieval
 
-CALIBRATION_SEED = 0
-CHOOSING_SEED = 1
-EVALUATION_SEED = 2
-"""Task seeds of three disjoint sets: for the search, for the choice among training seeds, to publish."""
-STRING_SETS = (
-    10  # further sets of random strings for the search: does its choice depend on them?
-)
+# Task seeds of three disjoint sets of prompts.
+CALIBRATION_SEED = 0  # for the search
+CHOOSING_SEED = 1  # for the choice among training seeds
+EVALUATION_SEED = 2  # to publish
+# Further sets of random strings for the search: does its choice depend on them?
+STRING_SETS = 10
 BATCH = 64  # prompts per forward
+MAX_REPLIES = 128  # about so many are checked for their end
 
 
 def kv_task(
     name: str, seed: int, per_position: int = 64, pairs: int = 0, positions: int = 0
 ) -> KVRetrieval:
-    """The task of a model's file, over all gold positions or over some evenly spread ones."""
+    """The task of a model's file.
+
+    Args:
+        name: The model.
+        seed: Seed of the prompts.
+        per_position: Prompts per gold position.
+        pairs: Pairs per prompt, instead of the file's.
+        positions: Gold positions, evenly spread; 0: all.
+    """
     task = KVRetrieval(**model_config(name).blocks["kv_retrieval"])
     pairs = pairs or task.pairs
-    places = np.linspace(0, pairs - 1, positions or pairs).round().astype(int).tolist()
+    spread = np.linspace(0, pairs - 1, positions or pairs).round().astype(int)
     return replace(
-        task, pairs=pairs, positions=tuple(places), seed=seed, limit=per_position
+        task,
+        pairs=pairs,
+        positions=tuple(spread.tolist()),
+        seed=seed,
+        limit=per_position,
     )
 
 
@@ -59,11 +71,10 @@ def statistics(lm: LM, search: ChannelSearch) -> ChannelStatistics:
 
 
 def monotone_at_start(name: str, seed: int) -> int:
-    """Channels that pass the search's filter before the first training step."""
+    """Number of channels that pass the search's filter before the first training step."""
     model = build_model(RECIPES[name], torch.Generator().manual_seed(2 * seed))
-    return len(
-        statistics(load(model, tokenizer=build_tokenizer()), search_of(name)).ranking
-    )
+    lm = load(model, tokenizer=build_tokenizer())
+    return len(statistics(lm, search_of(name)).ranking)
 
 
 def search_all(
@@ -71,135 +82,179 @@ def search_all(
 ) -> tuple[dict[str, Any], dict[str, ScaleChannel], dict[ScaleChannel | None, float]]:
     """Run the search, a traversal of all channels, and the search on further random strings.
 
-    Returns channels that pass the filter and how often the choice is the same; the choices of the search
-    (``found``, unless no channel passes) and of the traversal (``best``); the mean answer loss of the
-    unmodified model (None) and of every candidate of the traversal, in nats per token.
+    Args:
+        lm: The model.
+        examples: Prompts of the calibration set.
+        search: The search.
+
+    Returns:
+        Channels that pass the filter, and how often the choice is the same; the choices of the search
+        (``found``, unless no channel passes) and of the traversal (``best``); the mean answer loss of the
+        unmodified model (None) and of every candidate of the traversal, in nats per token.
     """
-
-    def choice(
-        variant: ChannelSearch, measured: ChannelStatistics
-    ) -> ScaleChannel | None:
-        asked = (
-            variant.ask(measured, ranges)
-            if measured.ranking or variant is everything
-            else []
-        )
-        index = (
-            variant.choose([losses[c] for c in asked], losses[None]) if asked else None
-        )
-        return None if index is None else asked[index]
-
     first = statistics(lm, search)
-    ranges = search.layer_ranges(lm.layers, None)
-    everything = replace(search, candidates="all")
-    candidates = everything.ask(first, ranges)
+    traversal = replace(search, candidates="all")
+    candidates = traversal.ask(first, search.layer_ranges(lm.layers, None))
     answers = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
-    groups = [answers[i : i + BATCH] for i in range(0, len(answers), BATCH)]
-    each = np.concatenate(
-        [candidate_losses(lm, group, candidates) for group in groups], axis=1
+    batches = [answers[i : i + BATCH] for i in range(0, len(answers), BATCH)]
+    # [1 + candidates, examples]
+    example_losses = np.concatenate(
+        [candidate_losses(lm, batch, candidates) for batch in batches], axis=1
     )
-    losses = dict(zip((None, *candidates), each.mean(1).tolist(), strict=True))
-    chosen = {"found": choice(search, first), "best": choice(everything, first)}
-    others = [replace(search, seed=search.seed + 1 + i) for i in range(STRING_SETS)]
-    same = sum(
-        choice(other, statistics(lm, other)) == chosen["found"] for other in others
-    )
-    facts = {"channels_monotone": len(first.ranking), "ranking": first.ranking}
-    facts |= {"string_sets": STRING_SETS, "string_sets_same": same}
-    return facts, {name: method for name, method in chosen.items() if method}, losses
+    mean_losses = example_losses.mean(1).tolist()
+    losses = dict(zip((None, *candidates), mean_losses, strict=True))
+    choice = _choose(lm, search, first, losses)
+    same_choices = 0
+    for index in range(STRING_SETS):
+        reseeded = replace(search, seed=search.seed + 1 + index)
+        if _choose(lm, reseeded, statistics(lm, reseeded), losses) == choice:
+            same_choices += 1
+    facts = {
+        "channels_monotone": len(first.ranking),
+        "ranking": first.ranking,
+        "string_sets": STRING_SETS,
+        "string_sets_same": same_choices,
+    }
+    choices = {"found": choice, "best": _choose(lm, traversal, first, losses)}
+    return facts, {name: method for name, method in choices.items() if method}, losses
+
+
+def _choose(
+    lm: LM,
+    search: ChannelSearch,
+    measured: ChannelStatistics,
+    losses: dict[ScaleChannel | None, float],
+) -> ScaleChannel | None:
+    """The choice of a search from the losses of all candidates; None where no channel passes its filter."""
+    if search.candidates == "monotone" and not measured.ranking:
+        return None
+    candidates = search.ask(measured, search.layer_ranges(lm.layers, None))
+    candidate_means = [losses[candidate] for candidate in candidates]
+    index = search.choose(candidate_means, losses[None])
+    return None if index is None else candidates[index]
 
 
 def measure(
     folder: Path, name: str, seed: int, per_position: int = 64
 ) -> dict[str, Any]:
-    """Search on the calibration set, then measure the model and the found channel on the set of ``seed``.
+    """Search on the calibration set, then measure the model and the found channel on another set.
 
     One question per context everywhere. Half, one and a half times and twice the pairs are scored too, as far
-    as the training of ``name``'s recipe saw so many. Returns JSON-ready numbers, accuracies as fractions:
-    ``found`` is None where no channel passes the paper's filter, ``best`` is the traversal's, ``inner`` the
-    mean over the inner half of the gold positions, ``gain`` has a paired 95 % interval.
+    as the training had so many.
+
+    Args:
+        folder: The checkpoint.
+        name: The model, whose file and recipe are used.
+        seed: Seed of the set to measure on.
+        per_position: Prompts per gold position.
+
+    Returns:
+        JSON-ready numbers, accuracies as fractions: ``found`` is None where no channel passes the paper's
+        filter, ``best`` is the traversal's, ``inner`` the mean over the inner half of the gold positions,
+        ``gain`` has a paired 95 % interval.
     """
     lm = load(folder, name=name, device="cpu")
     task = kv_task(name, seed, per_position)
     calibration = kv_task(name, CALIBRATION_SEED).examples("calibration")
     examples = task.evaluation()
-    assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, (
-        "the sets overlap"
-    )
-    facts, chosen, losses = search_all(lm, calibration, search_of(name))
+    prompts = [example.prompt for example in examples]
+    assert not {e.prompt for e in calibration} & set(prompts), "the sets overlap"
+    facts, methods, losses = search_all(lm, calibration, search_of(name))
     base = _scores(lm, task, examples)
-    out = {
+    numbers: dict[str, Any] = {
         "task_seed": seed,
         "pairs": task.pairs,
         "n": len(examples),
         **facts,
         "found": None,
+        "base": _curve(base, examples),
     }
-    out["base"] = _curve(base, examples)
-    for key, method in chosen.items():
+    clusters = [example.cluster for example in examples]
+    for key, method in methods.items():
         scaled = _scores(lm, task, examples, method)
-        gain = paired(scaled, base, [e.cluster for e in examples])
-        numbers = {"loss": losses[method], "loss_unmodified": losses[None]}
-        numbers |= {
-            "gain": gain.value,
-            "gain_low": gain.ci_low,
-            "gain_high": gain.ci_high,
-        }
-        where = {
+        gain = paired(scaled, base, clusters)
+        numbers[key] = {
             "channel": method.channel,
             "factor": method.factor,
             "layers": list(method.layers),
+            "loss": _rounded(losses[method]),
+            "loss_unmodified": _rounded(losses[None]),
+            "gain": _rounded(gain.value),
+            "gain_low": _rounded(gain.ci_low),
+            "gain_high": _rounded(gain.ci_high),
+            "scaled": _curve(scaled, examples),
         }
-        out[key] = {**where, **_rounded(numbers), "scaled": _curve(scaled, examples)}
-    method, out["lengths"] = chosen.get("found", chosen["best"]), []
+    method = methods.get("found", methods["best"])
     longest = max(stage.pairs[1] for stage in RECIPES[name].stages)
-    for pairs in (task.pairs // 2, task.pairs * 3 // 2, task.pairs * 2):
-        if pairs <= longest:
-            other = kv_task(name, seed, per_position, pairs, positions=8)
-            some = other.evaluation()
-            plain, after = (
-                _curve(_scores(lm, other, some, each), some) for each in (None, method)
-            )
-            out["lengths"].append(
-                {"pairs": pairs, "n": len(some), "base": plain, "scaled": after}
-            )
+    lengths = [task.pairs // 2, task.pairs * 3 // 2, task.pairs * 2]
+    numbers["lengths"] = [
+        _measure_length(
+            lm, kv_task(name, seed, per_position, pairs, positions=8), method
+        )
+        for pairs in lengths
+        if pairs <= longest
+    ]
     # Replies that are one word, the closing quote and the end.
-    prompts = [e.prompt for e in examples[:: max(1, len(examples) // 128)]]
-    replies = lm.generate(prompts, max_new_tokens=8, batch_size=BATCH)
+    step = max(1, len(prompts) // MAX_REPLIES)
+    replies = lm.generate(prompts[::step], max_new_tokens=8, batch_size=BATCH)
     stops = [len(reply) == 4 and reply.endswith('"') for reply in replies]
-    return {**out, **_rounded({"stops": float(np.mean(stops))})}
+    numbers["stops"] = _rounded(float(np.mean(stops)))
+    return numbers
+
+
+def _measure_length(lm: LM, task: KVRetrieval, method: ScaleChannel) -> dict[str, Any]:
+    """Curves of the unmodified model and of a method at another number of pairs."""
+    examples = task.evaluation()
+    return {
+        "pairs": task.pairs,
+        "n": len(examples),
+        "base": _curve(_scores(lm, task, examples), examples),
+        "scaled": _curve(_scores(lm, task, examples, method), examples),
+    }
 
 
 def _scores(
-    lm: LM, task: KVRetrieval, examples: Sequence[Example], method: Any = None
+    lm: LM,
+    task: KVRetrieval,
+    examples: Sequence[Example],
+    method: ScaleChannel | None = None,
 ) -> Array:
     """Accuracy (0 or 1) of every example under a method, [n]."""
-    prompts = [e.prompt for e in examples]
+    prompts = [example.prompt for example in examples]
     with (method or Unmodified()).applied(lm):
         replies = lm.generate(
             prompts, max_new_tokens=task.max_new_tokens, batch_size=BATCH
         )
+    pairs = zip(examples, replies, strict=True)
     return np.array(
-        [task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)]
+        [task.score(example, reply)["accuracy"] for example, reply in pairs]
     )
 
 
-def _rounded(numbers: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in numbers.items()}
+def _rounded(value: float) -> float:
+    return round(value, 4)
 
 
 def _curve(values: Array, examples: Sequence[Example]) -> dict[str, Any]:
     """Accuracy at each gold position, and the summary numbers of the criteria."""
-    positions = np.array([e.gold_position for e in examples])
-    places = np.unique(positions)
-    accuracy = [round(float(values[positions == p].mean()), 4) for p in places]
-    quarter = len(places) // 4
-    inner = values[np.isin(positions, places[quarter : len(places) - quarter])]
-    low, high = wilson(float(inner.sum()), len(inner))
-    ends = {"first": accuracy[0], "last": accuracy[-1], "lowest": min(accuracy)}
-    means = {"mean": float(values.mean()), "inner": float(inner.mean())}
-    summary = _rounded(means | {"inner_low": low, "inner_high": high})
-    return {"positions": places.tolist(), "accuracy": accuracy, **ends, **summary}
+    gold = np.array([example.gold_position for example in examples])
+    positions = np.unique(gold)
+    accuracy = [_rounded(float(values[gold == p].mean())) for p in positions]
+    quarter = len(positions) // 4
+    inner_positions = positions[quarter : len(positions) - quarter]
+    inner = values[np.isin(gold, inner_positions)]
+    inner_low, inner_high = wilson(float(inner.sum()), len(inner))
+    return {
+        "positions": positions.tolist(),
+        "accuracy": accuracy,
+        "first": accuracy[0],
+        "last": accuracy[-1],
+        "lowest": min(accuracy),
+        "mean": _rounded(float(values.mean())),
+        "inner": _rounded(float(inner.mean())),
+        "inner_low": _rounded(inner_low),
+        "inner_high": _rounded(inner_high),
+    }
 
 
 def criteria(measured: dict[str, Any], name: str) -> list[Row]:
@@ -208,61 +263,61 @@ def criteria(measured: dict[str, Any], name: str) -> list[Row]:
     found = measured["found"]
     n = measured["n"]
     tiny = name == "tiny"
-    lower = min(base["first"], base["last"])
-    mean = (base["first"] + base["last"]) / 2
-    inner = base["inner"], base["inner_low"], base["inner_high"]
+    calibration_n = kv_task(name, CALIBRATION_SEED).calibration_examples
+    strings = search_of(name).strings
+    lower_end = min(base["first"], base["last"])
+    drop = (base["first"] + base["last"]) / 2 - base["inner"]
+    inner = Estimate(base["inner"], base["inner_low"], base["inner_high"], n)
+    chance = 1 / measured["pairs"]
+    monotone = _point(measured["channels_monotone"], strings)
     rows = [
-        _judged("accuracy at both ends", 0.95, (lower,), n, tiny),
-        _judged("inner half below the ends", 0.25, (mean - base["inner"],), n, tiny),
-        _judged(
-            "inner half above chance", 1 / measured["pairs"], inner, n, True, above=True
-        ),
-        _judged(
-            "monotone channels",
-            1,
-            (measured["channels_monotone"],),
-            search_of(name).strings,
-            True,
-        ),
+        _at_least("accuracy at both ends", 0.95, _point(lower_end, n), tiny),
+        _at_least("inner half below the ends", 0.25, _point(drop, n), tiny),
+        _above("inner half above chance", chance, inner, True),
+        _at_least("monotone channels", 1, monotone, True),
     ]
     if found is None:
-        return [*rows, _judged("gain of the found channel", 0.08, (math.nan,), n, tiny)]
-    (first, last), gain = (
-        found["layers"],
-        (found["gain"], found["gain_low"], found["gain_high"]),
-    )
-    fall = (found["loss_unmodified"] - found["loss"],)
-    asked = kv_task(name, CALIBRATION_SEED).calibration_examples
+        gain = _point(math.nan, n)
+        return [*rows, _at_least("gain of the found channel", 0.08, gain, tiny)]
+    first, last = found["layers"]
     title = f"gain of channel {found['channel']} x {found['factor']:g}, layers {first}-{last}"
-    rows.append(_judged("calibration loss lowered", 0, fall, asked, tiny, above=True))
-    rows.append(_judged(title, 0.08, gain, n, tiny))
+    gain = Estimate(found["gain"], found["gain_low"], found["gain_high"], n)
+    fall = _point(found["loss_unmodified"] - found["loss"], calibration_n)
     return [
         *rows,
-        _judged("its 95 % interval excludes zero", 0, gain, n, tiny, above=True),
+        _above("calibration loss lowered", 0, fall, tiny),
+        _at_least(title, 0.08, gain, tiny),
+        _above("its 95 % interval excludes zero", 0, gain, tiny),
     ]
 
 
-def _judged(
-    name: str,
-    bound: float,
-    at: Sequence[float],
-    n: int,
-    required: bool,
-    above: bool = False,
+def _point(value: float, n: int) -> Estimate:
+    """A number without an interval."""
+    return Estimate(value, math.nan, math.nan, n)
+
+
+def _at_least(name: str, bound: float, number: Estimate, required: bool) -> Row:
+    """The criterion that a number reaches a bound."""
+    passed = number.value >= bound
+    return _criterion(name, f"at least {bound:.3g}", number, passed, required)
+
+
+def _above(name: str, bound: float, number: Estimate, required: bool) -> Row:
+    """The criterion that a number lies above a bound with its whole interval."""
+    low = number.value if math.isnan(number.ci_low) else number.ci_low
+    return _criterion(name, f"above {bound:.3g}", number, low > bound, required)
+
+
+def _criterion(
+    name: str, condition: str, number: Estimate, passed: bool, required: bool
 ) -> Row:
-    """A number that must reach a bound, or lie above it with its whole interval."""
-    value, low, high = (*at, math.nan, math.nan)[:3]
-    passed = (value if math.isnan(low) else low) > bound if above else value >= bound
-    row = {
-        "criterion": name,
-        "condition": f"{'above' if above else 'at least'} {bound:.3g}",
-        "value": value,
-    }
     return {
-        **row,
-        "ci_low": low,
-        "ci_high": high,
-        "n": n,
+        "criterion": name,
+        "condition": condition,
+        "value": number.value,
+        "ci_low": number.ci_low,
+        "ci_high": number.ci_high,
+        "n": number.n,
         "passed": passed,
         "required": required,
     }

@@ -27,11 +27,17 @@ BLOCK = 5  # tokens of one question with its answer and closing quote
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of contexts with questions."""
+    """One batch of contexts with questions.
 
-    ids: Tensor  # token ids, [contexts, 4 * pairs + 5 * questions]: the context, then the blocks
-    gold: Tensor  # gold positions, [contexts, questions]
-    pairs: int  # per context
+    Attributes:
+        ids: Token ids, [contexts, 4 * pairs + 5 * questions]: the context, then the blocks.
+        gold: Gold positions, [contexts, questions].
+        pairs: Key-value pairs per context.
+    """
+
+    ids: Tensor
+    gold: Tensor
+    pairs: int
 
     @property
     def blocks(self) -> Tensor:
@@ -46,19 +52,20 @@ def end_prior(pairs: int, scale: float, mix: float) -> Tensor:
     return (1 - mix) * weight / weight.sum() + mix / pairs
 
 
+def _draw_words(contexts: int, pairs: int, rng: torch.Generator) -> Tensor:
+    """Distinct words of each context, [contexts, pairs]."""
+    order = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)
+    return order[:, :pairs] + FIRST_WORD
+
+
 def draw_contexts(
     contexts: int, pairs: int, rng: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contexts, [contexts, 4 * pairs], with their keys and their values, each distinct, [contexts, pairs]."""
-    keys = (
-        torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs]
-        + FIRST_WORD
-    )
-    values = (
-        torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs]
-        + FIRST_WORD
-    )
-    comma, colon = (torch.full_like(keys, VOCAB[piece]) for piece in (COMMA, COLON))
+    keys = _draw_words(contexts, pairs, rng)
+    values = _draw_words(contexts, pairs, rng)
+    colon = torch.full_like(keys, VOCAB[COLON])
+    comma = torch.full_like(keys, VOCAB[COMMA])
     comma[:, 0] = VOCAB[OPEN]
     return torch.stack([comma, keys, colon, values], -1).flatten(1), keys, values
 
@@ -71,28 +78,40 @@ def draw_batch(
     noise: float,
     rng: torch.Generator,
 ) -> Batch:
-    """A batch whose gold positions follow ``prior`` [pairs], with wrong keys at the rate ``noise``."""
+    """Draw a batch.
+
+    Args:
+        contexts: Number of contexts.
+        pairs: Key-value pairs per context.
+        questions: Questions per context.
+        prior: Probabilities of the gold position, [pairs].
+        noise: Share of questions whose key is a random word; the answer stays.
+        rng: Generator, on the CPU.
+    """
     context, keys, values = draw_contexts(contexts, pairs, rng)
     gold = torch.multinomial(
         prior, contexts * questions, replacement=True, generator=rng
     )
     gold = gold.view(contexts, questions)
-    asked = keys.gather(1, gold)
+    question_keys = keys.gather(1, gold)
     if noise:
-        wrong = torch.rand(contexts, questions, generator=rng) < noise
-        words = (
-            torch.randint(len(WORDS), (contexts, questions), generator=rng) + FIRST_WORD
-        )
-        asked = torch.where(wrong, words, asked)
-    ask, between, quote = (
-        torch.full_like(gold, VOCAB[piece]) for piece in (ASK, IS, QUOTE)
-    )
-    blocks = torch.stack([ask, asked, between, values.gather(1, gold), quote], -1)
-    return Batch(torch.cat([context, blocks.flatten(1)], 1), gold, pairs)
+        shape = (contexts, questions)
+        wrong = torch.rand(shape, generator=rng) < noise
+        random_words = torch.randint(len(WORDS), shape, generator=rng) + FIRST_WORD
+        question_keys = torch.where(wrong, random_words, question_keys)
+    pieces = [
+        torch.full_like(gold, VOCAB[ASK]),
+        question_keys,
+        torch.full_like(gold, VOCAB[IS]),
+        values.gather(1, gold),
+        torch.full_like(gold, VOCAB[QUOTE]),
+    ]
+    blocks = torch.stack(pieces, -1).flatten(1)
+    return Batch(torch.cat([context, blocks], 1), gold, pairs)
 
 
 def block_mask(context_length: int, questions: int) -> Tensor:
-    """Whether a row may look, [T, T]: causal, and no block sees another block."""
+    """Whether a row may see a column, [T, T]: causal, and no block sees another block."""
     index = torch.arange(context_length + BLOCK * questions)
     block = torch.where(index < context_length, -1, (index - context_length) // BLOCK)
     return (index[:, None] >= index) & ((block == -1) | (block == block[:, None]))
@@ -100,9 +119,5 @@ def block_mask(context_length: int, questions: int) -> Tensor:
 
 def block_positions(context_length: int, questions: int) -> Tensor:
     """Position ids, [T]: every block continues the context at the same positions."""
-    return torch.cat(
-        [
-            torch.arange(context_length),
-            context_length + torch.arange(BLOCK).repeat(questions),
-        ]
-    )
+    in_block = torch.arange(BLOCK).repeat(questions)
+    return torch.cat([torch.arange(context_length), context_length + in_block])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,62 +16,65 @@ from posbench.embedded.tokenizer import END, VOCAB
 from posbench.late import F, PreTrainedConfig, PreTrainedModel, torch, transformers
 
 Map = Callable[[Tensor], Tensor]
-Layer = tuple[Tensor, Tensor, Tensor, Tensor, Map, Map, Map]
-"""Matrices of queries, keys, values and output of a decoder layer; its two norms; its MLP."""
+MODEL_CLASSES = {
+    "rope": "LlamaForCausalLM",
+    "nope": "SmolLM3ForCausalLM",
+    "alibi": "MptForCausalLM",
+}
+
+
+class Layer(NamedTuple):
+    """Matrices and maps of a decoder layer, whatever its class calls them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    attention_norm: Map
+    mlp_norm: Map
+    mlp: Map
 
 
 def build_config(recipe: Recipe) -> PreTrainedConfig:
     """Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied embeddings."""
-    width = recipe.hidden_size
-    depth = recipe.num_layers
-    heads = recipe.num_heads
-    inner = recipe.intermediate_size
-    longest = recipe.max_positions
-    eps = recipe.rms_norm_eps
     shared: dict[str, Any] = {
         "vocab_size": len(VOCAB),
         "bos_token_id": None,
-        "tie_word_embeddings": True,
-    }
-    shared |= {
         "eos_token_id": VOCAB[END],
         "pad_token_id": VOCAB[END],
+        "tie_word_embeddings": True,
         "dtype": "float32",
     }
     if recipe.positions == "alibi":
-        shared |= {
-            "d_model": width,
-            "n_heads": heads,
-            "n_layers": depth,
-            "max_seq_len": longest,
-        }
-        shared |= {
-            "expansion_ratio": inner // width,
-            "layer_norm_epsilon": eps,
-            "no_bias": True,
-        }
-        shared |= {
-            "learned_pos_emb": False,
-            "attn_config": {"alibi": True},
-            "use_cache": True,
-        }
-        return transformers.MptConfig(**shared)
+        return transformers.MptConfig(
+            d_model=recipe.hidden_size,
+            n_heads=recipe.num_heads,
+            n_layers=recipe.num_layers,
+            max_seq_len=recipe.max_positions,
+            expansion_ratio=recipe.intermediate_size // recipe.hidden_size,
+            layer_norm_epsilon=recipe.rms_norm_eps,
+            no_bias=True,
+            learned_pos_emb=False,
+            attn_config={"alibi": True},
+            use_cache=True,
+            **shared,
+        )
     shared |= {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "max_position_embeddings": longest,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "max_position_embeddings": recipe.max_positions,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
+        "rms_norm_eps": recipe.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
     }
-    shared |= {
-        "num_hidden_layers": depth,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-    }
-    shared |= {
-        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta}
-    }
-    shared |= {"rms_norm_eps": eps, "attention_bias": False, "mlp_bias": False}
     if recipe.positions == "nope":
-        return transformers.SmolLM3Config(no_rope_layers=[0] * depth, **shared)
+        return transformers.SmolLM3Config(
+            no_rope_layers=[0] * recipe.num_layers, **shared
+        )
     return transformers.LlamaConfig(head_dim=recipe.head_dim, **shared)
 
 
@@ -82,83 +85,92 @@ def alibi_slopes(heads: int) -> Tensor:
 
 def build_model(recipe: Recipe, rng: torch.Generator) -> PreTrainedModel:
     """A float32 model at the start of training, in training mode."""
-    kind = {"rope": "Llama", "nope": "SmolLM3", "alibi": "Mpt"}[recipe.positions]
-    model = getattr(transformers, f"{kind}ForCausalLM")(build_config(recipe))
+    model_class = getattr(transformers, MODEL_CLASSES[recipe.positions])
+    model = model_class(build_config(recipe))
     initialise(model, recipe, rng)
     return model.train()
 
 
-def _llama_layers(model: Any) -> tuple[list[Layer], Map]:
-    def norm(module: Any) -> Map:
-        return lambda x: F.rms_norm(
-            x, (x.shape[-1],), module.weight, model.config.rms_norm_eps
-        )
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    layers: list[Layer] = []
-    for layer in model.model.layers:
-        query, key, value, output = (
-            getattr(layer.self_attn, f"{name}_proj").weight for name in "qkvo"
+
+def _llama_layers(model: Any) -> tuple[list[Layer], Map]:
+    """The layers of Llama or SmolLM3, and the final norm."""
+    norm = partial(_rms_norm, eps=model.config.rms_norm_eps)
+    layers = [
+        Layer(
+            query=layer.self_attn.q_proj.weight,
+            key=layer.self_attn.k_proj.weight,
+            value=layer.self_attn.v_proj.weight,
+            output=layer.self_attn.o_proj.weight,
+            attention_norm=partial(norm, weight=layer.input_layernorm.weight),
+            mlp_norm=partial(norm, weight=layer.post_attention_layernorm.weight),
+            mlp=layer.mlp,
         )
-        norms = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
-        layers.append((query, key, value, output, *norms, layer.mlp))
-    return layers, norm(model.model.norm)
+        for layer in model.model.layers
+    ]
+    return layers, partial(norm, weight=model.model.norm.weight)
 
 
 def _mpt_layers(model: Any) -> tuple[list[Layer], Map]:
-    layers: list[Layer] = []
+    """The layers of MPT, and the final norm."""
+    layers = []
     for block in model.transformer.blocks:
         query, key, value = block.attn.Wqkv.weight.chunk(3)
-        mlp = partial(block.ffn, residual=0)
-        layers.append(
-            (
-                query,
-                key,
-                value,
-                block.attn.out_proj.weight,
-                block.norm_1,
-                block.norm_2,
-                mlp,
-            )
+        layer = Layer(
+            query=query,
+            key=key,
+            value=value,
+            output=block.attn.out_proj.weight,
+            attention_norm=block.norm_1,
+            mlp_norm=block.norm_2,
+            mlp=partial(block.ffn, residual=0),
         )
+        layers.append(layer)
     return layers, model.transformer.norm_f
 
 
 def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Logits for the value, the closing quote and ``<|end|>``, [contexts, questions, 3, vocabulary].
+    """Compute the logits after a question, after its value and after the closing quote.
 
-    As the model's own forward on each question apart; the last layer computes only the rows asked for.
+    They equal those of the model's own forward on each question apart. The last layer computes only the rows
+    whose logits are returned.
+
+    Args:
+        model: Llama, SmolLM3 or MPT of :func:`build_model`.
+        batch: Contexts with question blocks.
+
+    Returns:
+        Logits for the value, the closing quote and ``<|end|>``, [contexts, questions, 3, vocabulary].
     """
     config: Any = model.config
     heads = config.num_attention_heads
     rope = config.model_type == "llama"
     alibi = config.model_type == "mpt"
-    head_dim, (contexts, total) = config.hidden_size // heads, batch.ids.shape
-    start = 4 * batch.pairs
+    contexts, total = batch.ids.shape
+    context_length = 4 * batch.pairs
     questions = batch.gold.shape[1]
-    positions = block_positions(start, questions)
-    mask = block_mask(start, questions)
-    layers, final_norm = (_mpt_layers if alibi else _llama_layers)(model)
+    positions = block_positions(context_length, questions)
+    mask = block_mask(context_length, questions)
+    layers, final_norm = _mpt_layers(model) if alibi else _llama_layers(model)
     if alibi:
         # A bias by the key's position equals one by its distance: a softmax ignores what a row's keys share.
         bias = alibi_slopes(heads)[:, None, None] * (positions - positions.max())
         mask = torch.where(mask, bias, -math.inf)
     if rope:
-        cos, sin = rope_tables(
-            positions, head_dim, float(config.rope_parameters["rope_theta"])
-        )
-    rows = (start + torch.arange(total - start).view(questions, -1)[:, 2:]).reshape(-1)
-
-    def split(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight).view(contexts, -1, heads, head_dim).transpose(1, 2)
-
+        head_dim = config.hidden_size // heads
+        theta = float(config.rope_parameters["rope_theta"])
+        cos, sin = rope_tables(positions, head_dim, theta)
+    # The last three tokens of each block.
+    block_rows = torch.arange(context_length, total).view(questions, -1)
+    rows = block_rows[:, 2:].reshape(-1)
     embedding = model.get_input_embeddings().weight
     hidden = F.embedding(batch.ids, embedding)
-    for index, (to_query, to_key, to_value, output, norm_1, norm_2, mlp) in enumerate(
-        layers
-    ):
-        normed = norm_1(hidden)
-        key = split(normed, to_key)
-        value = split(normed, to_value)
+    for index, layer in enumerate(layers):
+        normed = layer.attention_norm(hidden)
+        key = _split_heads(F.linear(normed, layer.key), heads)
+        value = _split_heads(F.linear(normed, layer.value), heads)
         if rope:
             key = rotate(key, cos, sin)
         if index == len(layers) - 1:
@@ -168,10 +180,17 @@ def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
             if rope:
                 cos = cos[rows]
                 sin = sin[rows]
-        query = split(normed, to_query)
+        query = _split_heads(F.linear(normed, layer.query), heads)
         if rope:
             query = rotate(query, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), output)
-        hidden = hidden + mlp(norm_2(hidden))
-    return F.linear(final_norm(hidden), embedding).view(contexts, questions, 3, -1)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        hidden = hidden + F.linear(mixed, layer.output)
+        hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+    logits = F.linear(final_norm(hidden), embedding)
+    return logits.view(contexts, questions, 3, -1)
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H * head_dim] as [B, H, T, head_dim]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -13,27 +13,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from posbench.embedded.recipe import Recipe
 from posbench.embedded.tokenizer import COLON, FIRST_WORD, IS, OPEN, VOCAB
 from posbench.late import PreTrainedModel, Tensor, torch
 
-WORD_CHANNEL = 1
-AFTER_KEY_CHANNEL = 2
-OPEN_CHANNEL = 3
-CLOCK_CHANNEL = 4
-ROLE_CHANNEL = 5
-"""Channels that mark words and the pieces after a key (``nope`` and ``alibi``); the first token, a clock
-that falls with every token, and "the last piece follows a key", which tells values from keys (``nope``)."""
-_WORDS = {
+# Channels that mark tokens, and from OPEN_CHANNEL on those of ``nope`` alone.
+WORD_CHANNEL = 1  # words
+AFTER_KEY_CHANNEL = 2  # the pieces after a key
+OPEN_CHANNEL = 3  # the first token
+CLOCK_CHANNEL = 4  # a clock that falls with every token
+ROLE_CHANNEL = 5  # "the last piece follows a key", which tells values from keys
+_WORD_MARKS = {
     WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))),
     AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]],
 }
-MARKS: dict[str, dict[int, list[int]]] = {"rope": {}, "alibi": _WORDS}
-MARKS["nope"] = _WORDS | {
-    OPEN_CHANNEL: [VOCAB[OPEN]],
-    CLOCK_CHANNEL: [],
-    ROLE_CHANNEL: [],
+MARKS: dict[str, dict[int, list[int]]] = {
+    "rope": {},
+    "alibi": _WORD_MARKS,
+    "nope": {
+        **_WORD_MARKS,
+        OPEN_CHANNEL: [VOCAB[OPEN]],
+        CLOCK_CHANNEL: [],
+        ROLE_CHANNEL: [],
+    },
 }
 """Marked token ids per channel and kind of recipe."""
 
@@ -41,10 +45,18 @@ MARKS["nope"] = _WORDS | {
 def rope_tables(
     positions: Tensor, head_dim: int, theta: float
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary embedding, halves convention, each [T, head_dim]."""
-    frequencies = theta ** (
-        -torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    )
+    """Cosine and sine of the rotary embedding, halves convention.
+
+    Args:
+        positions: Position ids, [T].
+        head_dim: Channels per head.
+        theta: Base of the rotary embedding.
+
+    Returns:
+        Two tables, [T, head_dim] each.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = theta ** (-exponents)
     angle = torch.outer(positions.float(), frequencies).repeat(1, 2)
     return angle.cos(), angle.sin()
 
@@ -55,77 +67,101 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
+class _ClassHead(NamedTuple):
+    """A head that looks for the last marked token; see :meth:`_Attention.class_head`."""
+
+    channel: int  # of the mark
+    reads: Tensor  # value matrix, [head_dim, D]
+    writes: Tensor  # output matrix before its gain, [D, head_dim]
+
+
 @torch.no_grad()
 def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> None:
     """Set the start of training in place: random weights, except for what the recipe sets by hand."""
     d = recipe.hidden_size
     hd = recipe.head_dim
-    std = recipe.hidden_size**-0.5
+    std = d**-0.5
     alibi = recipe.positions == "alibi"
     nope = recipe.positions == "nope"
     marked = list(MARKS[recipe.positions])
-
-    def normal(*shape: int, scale: float = std) -> Tensor:
-        return torch.randn(*shape, generator=rng) * scale
-
-    model.get_input_embeddings().weight.copy_(_embedding(recipe, normal(len(VOCAB), d)))
-    looks: dict[int, tuple[int, Tensor, Tensor]] = {}
+    embedding = _normal((len(VOCAB), d), std, rng)
+    _mark_embedding(recipe, embedding)
+    model.get_input_embeddings().weight.copy_(embedding)
+    class_heads: dict[int, _ClassHead] = {}
     if marked:
-        # A word's identity goes through two layers; the second head reads it where the first wrote it.
-        identity = normal(hd, d)
-        basis = torch.linalg.qr(normal(d, 2 * hd, scale=1.0))[0]
-        looks[int(nope)] = (WORD_CHANNEL, identity, basis[:, :hd])
-        looks[int(nope) + 1] = (AFTER_KEY_CHANNEL, basis[:, :hd].T, basis[:, hd:])
-    for index, layer in enumerate(
-        model.base_model.blocks if alibi else model.base_model.layers
-    ):
+        class_heads = _draw_class_heads(recipe, rng)
+    layers = model.base_model.blocks if alibi else model.base_model.layers
+    for index, layer in enumerate(layers):
         mlp = layer.ffn if alibi else layer.mlp
-        for name in ("up_proj",) if alibi else ("gate_proj", "up_proj"):
-            getattr(mlp, name).weight.copy_(normal(recipe.intermediate_size, d))
-        mlp.down_proj.weight.copy_(
-            normal(d, recipe.intermediate_size, scale=0.5 * std * std)
-        )
-        query = normal(d, d)
-        value = normal(d, d)
+        inner = recipe.intermediate_size
+        for projection in [mlp.up_proj] if alibi else [mlp.gate_proj, mlp.up_proj]:
+            projection.weight.copy_(_normal((inner, d), std, rng))
+        mlp.down_proj.weight.copy_(_normal((d, inner), 0.5 * std * std, rng))
+        query = _normal((d, d), std, rng)
+        value = _normal((d, d), std, rng)
         if index == 0:
-            maps = _Attention(
-                query, normal(d, d), value, normal(d, d, scale=0.5 * std), recipe
-            )
-            if recipe.positions == "rope":
-                maps.offset_heads(rng)
+            key = _normal((d, d), std, rng)
+            output = _normal((d, d), 0.5 * std, rng)
         else:
             query *= recipe.similarity_gain
             # The question's end and the value carry different marks: these must not count against a match.
             query[:, marked] = 0
-            maps = _Attention(
-                query, query.clone(), value, recipe.copy_gain * std * value.T, recipe
-            )
-        if index in looks:
-            maps.class_head(*looks[index])
+            key = query.clone()
+            output = recipe.copy_gain * std * value.T
+        attention = _Attention(query, key, value, output, recipe)
+        if index == 0 and recipe.positions == "rope":
+            attention.offset_heads(rng)
+        if index in class_heads:
+            attention.class_head(class_heads[index])
         if nope:
+            last_class_layer = max(class_heads)
             # The clock is read as a small difference of these channels: nothing else may write to them yet.
             mlp.down_proj.weight[[0, *marked]] = 0
-            maps.output[[0, *marked]] = 0
-            if index <= max(looks):
-                maps.output[:, hd:] *= recipe.offset_leak
+            attention.output[[0, *marked]] = 0
+            if index <= last_class_layer:
+                attention.output[:, hd:] *= recipe.offset_leak
             if index == 0:
-                maps.clock_head()
+                attention.clock_head()
             elif index == 1:
-                maps.role_head()
-            elif index > max(looks):
-                maps.match_head(basis[:, hd:].T)
+                attention.role_head()
+            elif index > last_class_layer:
+                attention.match_head(class_heads[last_class_layer].writes.T)
         if alibi:
-            layer.attn.Wqkv.weight.copy_(torch.cat([maps.query, maps.key, maps.value]))
-            layer.attn.out_proj.weight.copy_(maps.output)
-            continue
-        for name in ("query", "key", "value", "output"):
-            getattr(layer.self_attn, f"{name[0]}_proj").weight.copy_(
-                getattr(maps, name)
-            )
+            projections = [attention.query, attention.key, attention.value]
+            layer.attn.Wqkv.weight.copy_(torch.cat(projections))
+            layer.attn.out_proj.weight.copy_(attention.output)
+        else:
+            layer.self_attn.q_proj.weight.copy_(attention.query)
+            layer.self_attn.k_proj.weight.copy_(attention.key)
+            layer.self_attn.v_proj.weight.copy_(attention.value)
+            layer.self_attn.o_proj.weight.copy_(attention.output)
 
 
-def _embedding(recipe: Recipe, embedding: Tensor) -> Tensor:
-    """Random embeddings with the constant channel and the marks set."""
+def _normal(shape: tuple[int, ...], std: float, rng: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=rng) * std
+
+
+def _draw_class_heads(recipe: Recipe, rng: torch.Generator) -> dict[int, _ClassHead]:
+    """Class heads by layer: a word's identity goes through two layers, each with a subspace of its own.
+
+    The first head brings a word to the piece behind it, the second one from there to the value and to the
+    question's end: it reads the identity where the first one wrote it.
+    """
+    d = recipe.hidden_size
+    hd = recipe.head_dim
+    identity = _normal((hd, d), d**-0.5, rng)
+    basis = torch.linalg.qr(torch.randn(d, 2 * hd, generator=rng))[0]
+    first = basis[:, :hd]
+    second = basis[:, hd:]
+    layer = 1 if recipe.positions == "nope" else 0
+    return {
+        layer: _ClassHead(WORD_CHANNEL, identity, first),
+        layer + 1: _ClassHead(AFTER_KEY_CHANNEL, first.T, second),
+    }
+
+
+def _mark_embedding(recipe: Recipe, embedding: Tensor) -> None:
+    """Set the constant channel and the marks of an embedding [V, D] in place."""
     d = recipe.hidden_size
     marks = MARKS[recipe.positions]
     mark = recipe.constant_channel * d**-0.5
@@ -136,16 +172,17 @@ def _embedding(recipe: Recipe, embedding: Tensor) -> Tensor:
     if recipe.positions == "nope":
         # Equal norms, or the clock would run at another rate for every word.
         free = [channel for channel in range(1, d) if channel not in marks]
-        wanted = mark**2 + 1 - embedding[:, list(marks)].square().sum(1)
-        embedding[:, free] *= (wanted / embedding[:, free].square().sum(1)).sqrt()[
-            :, None
-        ]
-    return embedding
+        free_square = mark**2 + 1 - embedding[:, list(marks)].square().sum(1)
+        factor = (free_square / embedding[:, free].square().sum(1)).sqrt()
+        embedding[:, free] *= factor[:, None]
 
 
 @dataclass
 class _Attention:
-    """Attention matrices of one layer, [D, D]; rows of the first three, columns of the last are heads'."""
+    """Attention matrices of one layer, [D, D], whose heads are set in place.
+
+    Heads are rows of the first three matrices, and columns of the last.
+    """
 
     query: Tensor
     key: Tensor
@@ -153,102 +190,110 @@ class _Attention:
     output: Tensor
     recipe: Recipe
 
-    def __post_init__(self) -> None:
-        self.hd = self.recipe.head_dim
-        self.std = self.recipe.hidden_size**-0.5
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.recipe.head_dim
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of random weights."""
+        return self.recipe.hidden_size**-0.5
+
+    @property
+    def constant(self) -> float:
+        """Channel 0 after the input norm."""
         constant = self.recipe.constant_channel
         d = self.recipe.hidden_size
-        self.constant = constant / math.sqrt(
-            (constant**2 + d - 1) / d
-        )  # channel 0 after the input norm
+        return constant / math.sqrt((constant**2 + d - 1) / d)
+
+    def _rows(self, head: int) -> slice:
+        """The rows of a head (of ``output``: columns)."""
+        return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
     def _amplitude(self, scaled: float) -> float:
         """Entry of a query and of a key row, so that their product over the constant is a scaled logit."""
         return math.sqrt(scaled) / self.constant
 
-    def class_head(self, channel: int, reads: Tensor, writes: Tensor) -> None:
+    def class_head(self, head: _ClassHead) -> None:
         """Head 0 looks, from everywhere, for the last token so far whose embedding is marked in a channel."""
-        hd = self.hd
-        self.query[:hd] *= self.recipe.offset_leak
-        self.key[:hd] *= self.recipe.offset_leak
-        amplitude = self._amplitude(self.recipe.offset_logit / math.sqrt(hd))
-        self.query[:hd, 0], self.key[:hd, channel] = amplitude, amplitude
+        rows = self._rows(0)
+        self.query[rows] *= self.recipe.offset_leak
+        self.key[rows] *= self.recipe.offset_leak
+        logit = self.recipe.offset_logit / math.sqrt(self.head_dim)
+        amplitude = self._amplitude(logit)
+        self.query[rows, 0] = amplitude
+        self.key[rows, head.channel] = amplitude
         if self.recipe.positions == "nope":
-            self._latest_rows(0, channel)
-        self.value[:hd], self.output[:, :hd] = (
-            reads,
-            self.recipe.copy_gain * self.std * writes,
-        )
+            self._latest_rows(0, head.channel)
+        self.value[rows] = head.reads
+        self.output[:, rows] = self.recipe.copy_gain * self.std * head.writes
 
     def clock_head(self) -> None:
         """Head 0 weighs the first token against all others: its share falls with the tokens so far."""
-        hd = self.hd
-        self.query[:hd], self.key[:hd], self.value[:hd], self.output[:, :hd] = (
-            0,
-            0,
-            0,
-            0,
-        )
-        amplitude = self._amplitude(self.recipe.clock_logit / math.sqrt(hd))
-        self.query[:hd, 0], self.key[:hd, OPEN_CHANNEL] = amplitude, amplitude
+        rows = self._rows(0)
+        self._clear(rows)
+        amplitude = self._amplitude(self.recipe.clock_logit / math.sqrt(self.head_dim))
+        self.query[rows, 0] = amplitude
+        self.key[rows, OPEN_CHANNEL] = amplitude
         self._carry(0, OPEN_CHANNEL, CLOCK_CHANNEL)
 
     def role_head(self) -> None:
         """For ``nope``: head 1 tells every token whether the last piece (no word) follows a key."""
-        rows = slice(self.hd, 2 * self.hd)
-        self.query[rows], self.key[rows], self.value[rows], self.output[:, rows] = (
-            0,
-            0,
-            0,
-            0,
-        )
+        self._clear(self._rows(1))
         self._latest_rows(1, WORD_CHANNEL, sign=-1)
-        self._carry(self.hd, AFTER_KEY_CHANNEL, ROLE_CHANNEL)
+        self._carry(self.head_dim, AFTER_KEY_CHANNEL, ROLE_CHANNEL)
 
     def match_head(self, reads: Tensor) -> None:
-        """For ``nope``: head 0 compares the keys that reached values and the question's end, among values."""
-        hd = self.hd
-        gain = self.recipe.match_gain
-        self.query[:hd], self.key[:hd], self.query[0], self.key[0] = (
-            gain * reads,
-            gain * reads,
-            0,
-            0,
-        )
-        amplitude = self._amplitude(self.recipe.match_logit * math.sqrt(hd))
-        self.query[0, 0], self.key[0, [WORD_CHANNEL, ROLE_CHANNEL]] = (
-            amplitude,
-            amplitude,
-        )
+        """For ``nope``: head 0 compares the keys that reached values and the question's end, among values.
+
+        Args:
+            reads: What brings those keys into the head, [head_dim, D].
+        """
+        rows = self._rows(0)
+        self.query[rows] = self.recipe.match_gain * reads
+        self.key[rows] = self.recipe.match_gain * reads
+        # The first row prefers values.
+        amplitude = self._amplitude(self.recipe.match_logit * math.sqrt(self.head_dim))
+        self.query[0] = 0
+        self.key[0] = 0
+        self.query[0, 0] = amplitude
+        self.key[0, [WORD_CHANNEL, ROLE_CHANNEL]] = amplitude
 
     def offset_heads(self, rng: torch.Generator) -> None:
         """Heads that look a fixed number of tokens back, by the rotation of the constant channel."""
-        recipe, d, hd = self.recipe, self.recipe.hidden_size, self.hd
-        weights = torch.zeros(hd // 2)
-        weights[: len(recipe.offset_weights)] = torch.tensor(recipe.offset_weights)
-        logits = weights / weights.sum() * recipe.offset_logit * math.sqrt(hd)
+        recipe = self.recipe
+        d = recipe.hidden_size
+        hd = self.head_dim
+        shares = torch.zeros(hd // 2)
+        shares[: len(recipe.offset_weights)] = torch.tensor(recipe.offset_weights)
+        logits = shares / shares.sum() * recipe.offset_logit * math.sqrt(hd)
         amplitude = torch.cat([logits.sqrt() / self.constant, torch.zeros(hd // 2)])
-        shared_value = torch.randn(hd, d, generator=rng) * self.std
+        # One map for all these heads: the key reaches its value and the question in the same subspace.
+        value = _normal((hd, d), self.std, rng)
         basis = torch.linalg.qr(torch.randn(d, hd, generator=rng))[0]
         for head, offset in enumerate(recipe.offsets):
-            rows = slice(head * hd, (head + 1) * hd)
+            rows = self._rows(head)
             self.query[rows] *= recipe.offset_leak
             self.key[rows] *= recipe.offset_leak
             cos, sin = rope_tables(torch.tensor([-offset]), hd, recipe.rope_theta)
-            self.query[rows, 0], self.key[rows, 0] = (
-                rotate(amplitude[None], cos, sin)[0],
-                amplitude,
-            )
-            # One map for both heads: the key reaches its value and the question in the same subspace.
-            self.value[rows], self.output[:, rows] = (
-                shared_value,
-                recipe.copy_gain * self.std * basis,
-            )
+            self.query[rows, 0] = rotate(amplitude[None], cos, sin)[0]
+            self.key[rows, 0] = amplitude
+            self.value[rows] = value
+            self.output[:, rows] = recipe.copy_gain * self.std * basis
+
+    def _clear(self, rows: slice) -> None:
+        """Set all matrices of some rows to 0."""
+        self.query[rows] = 0
+        self.key[rows] = 0
+        self.value[rows] = 0
+        self.output[:, rows] = 0
 
     def _carry(self, row: int, reads: int, writes: int) -> None:
         """One row of a head carries a mark, at its height in the embedding, from one channel to another."""
         mark = self.recipe.constant_channel * self.std
-        self.value[row, reads], self.output[writes, row] = 1, mark / self.constant
+        self.value[row, reads] = 1
+        self.output[writes, row] = mark / self.constant
 
     def _latest_rows(self, head: int, channel: int, sign: int = 1) -> None:
         """For ``nope``: a head that looks for the last token with (-1: without) the mark, by the clock.
@@ -256,11 +301,16 @@ class _Attention:
         Both terms are differences to the constant channel: the norm scales all channels of a token alike, its
         scatter would drown the clock. In one row, where an optimizer's step disturbs the logits least.
         """
-        rows = slice(head * self.hd, (head + 1) * self.hd)
-        row = head * self.hd
+        rows = self._rows(head)
+        row = rows.start
         gain = self.recipe.clock_gain
-        amplitude = self._amplitude(self.recipe.offset_logit * math.sqrt(self.hd))
-        self.query[rows, 0], self.key[rows, channel] = 0, 0
-        self.query[row, 0], self.key[row, channel] = amplitude, sign * amplitude
-        self.key[row, 0] = amplitude * (gain * self.recipe.clock_zero - (sign > 0))
+        zero = self.recipe.clock_zero
+        # Tokens that the head does not look for lose a unit, the others none.
+        without_mark = 1 if sign > 0 else 0
+        amplitude = self._amplitude(self.recipe.offset_logit * math.sqrt(self.head_dim))
+        self.query[rows, 0] = 0
+        self.key[rows, channel] = 0
+        self.query[row, 0] = amplitude
+        self.key[row, channel] = sign * amplitude
+        self.key[row, 0] = amplitude * (gain * zero - without_mark)
         self.key[row, CLOCK_CHANNEL] = -amplitude * gain

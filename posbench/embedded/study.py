@@ -18,20 +18,19 @@ from posbench.embedded.criteria import (
 )
 from posbench.embedded.recipe import RECIPES, SHIPPED
 from posbench.embedded.training import TRAINING_FILE, save, train
-from posbench.files.atomic import Row, digest, write_csv
-from posbench.files.sources import Source, checkpoint
+from posbench.files.atomic import Row, short_hash, write_csv
+from posbench.files.sources import Source, checkpoint_source
 from posbench.late import pd, torch
 from posbench.run.base import Run
 from posbench.run.folder import RunDir
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 from posbench.schema import Count, Seed
 from posbench.stats.findings import Finding, estimate
 from posbench.studies.base import Study, Tables
 
-CHOOSING_FILE = "choosing.json"
-MEASURED_FILE = "measured.json"
-SEEDS_FILE = "seeds.csv"
-"""Numbers on the choosing set (each training) and on the evaluation set, and a row for each training."""
+CHOOSING_FILE = "choosing.json"  # numbers on the choosing set, of each training
+MEASURED_FILE = "measured.json"  # numbers on the evaluation set
+SEEDS_FILE = "seeds.csv"  # a row for each training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +44,27 @@ class EmbeddedModel(Study):
 
     Trainings lie next to the run folder and go on where they were killed. Runs of the same code share them:
     two shells can train different seeds. On another processor a seed ends at other weights.
+
+    Attributes:
+        model: The model whose recipe is used.
+        seeds: Training seeds, the one to release first. None: the shipped seed, then 0, 1, ... until one meets
+            the criteria. ``[]``: none, and the shipped checkpoint is measured.
+        attempts: Seeds at most where ``seeds`` is None.
     """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
 
-    model: Literal["tiny", "tiny_b", "tiny_nope", "tiny_alibi"] = "tiny"  # whose recipe
-    # training seeds, the one to release first. None: the shipped seed, then 0, 1, ... until one meets the
-    # criteria. ``[]``: none, and the shipped checkpoint is measured
+    model: Literal["tiny", "tiny_b", "tiny_nope", "tiny_alibi"] = "tiny"
     seeds: tuple[Seed, ...] | None = None
-    attempts: Count = 6  # seeds at most where ``seeds`` is None
+    attempts: Count = 6
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the shipped checkpoint, where nothing is trained."""
-        shipped = replace(
-            checkpoint(f"{paths.EMBEDDED}{self.model}"), field="study.model"
-        )
-        return (shipped,) if self.seeds == () else ()
+        if self.seeds != ():
+            return ()
+        shipped = checkpoint_source(f"{paths.EMBEDDED}{self.model}")
+        return (replace(shipped, field="study.model"),)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``criteria`` (by seed and prompts), ``training`` (the curve), ``seeds`` (by training)."""
@@ -72,120 +75,134 @@ class EmbeddedModel(Study):
 
     def _train(self, run: Run) -> dict[int, RunDir]:
         """The folder of every training by its seed, the finished model first."""
-        order = self.seeds
         recipe = RECIPES[self.model]
-        done = dict[int, RunDir]()
-        good = list[int]()
-        if order is None:
-            others = (
-                seed for seed in range(self.attempts) if seed != SHIPPED[self.model]
-            )
-            order = (SHIPPED[self.model], *others)[: self.attempts]
         root = run.out.path.parent / "trainings"
-        steps = sum(stage.steps for stage in recipe.stages)
         root.mkdir(exist_ok=True)
-        for seed in order:
-            folder = done[seed] = RunDir(
-                root / f"{self.model}_{digest(asdict(recipe))}_s{seed}"
-            )
-            model = folder.path / "model"
-            with (
-                run.progress(f"training seed {seed}", steps) as advance,
-                owned(folder.path),
-            ):
-                folder.path.mkdir(exist_ok=True)
-                if not model.is_dir():
-                    save(
-                        *train(recipe, seed, folder.path / "checkpoint.pt", advance),
-                        model,
-                    )
-                if not folder.read_json(CHOOSING_FILE):
-                    folder.write_json(
-                        CHOOSING_FILE,
-                        measure(model, self.model, CHOOSING_SEED, per_position=32),
-                    )
+        folders: dict[int, RunDir] = {}
+        finished: int | None = None
+        for seed in self._training_seeds():
+            name = f"{self.model}_{short_hash(asdict(recipe))}_s{seed}"
+            folder = RunDir(root / name)
+            folders[seed] = folder
+            self._train_seed(run, seed, folder)
             rows = criteria(folder.read_json(CHOOSING_FILE), self.model)
-            good += (
-                [seed]
-                if all(row["passed"] or not row["required"] for row in rows)
-                else []
-            )
-            if good and self.seeds is None:
+            passed = all(row["passed"] or not row["required"] for row in rows)
+            if passed and finished is None:
+                finished = seed
+            if passed and self.seeds is None:
                 break
-        return {seed: done[seed] for seed in [*good[:1], *done]}
+        seeds = sorted(folders, key=lambda seed: seed != finished)
+        return {seed: folders[seed] for seed in seeds}
+
+    def _training_seeds(self) -> Sequence[int]:
+        """Seeds in the order of their training."""
+        if self.seeds is not None:
+            return self.seeds
+        shipped = SHIPPED[self.model]
+        further = [seed for seed in range(self.attempts) if seed != shipped]
+        return [shipped, *further][: self.attempts]
+
+    def _train_seed(self, run: Run, seed: int, folder: RunDir) -> None:
+        """Train a seed and measure it on the choosing set, as far as that is not done."""
+        recipe = RECIPES[self.model]
+        steps = sum(stage.steps for stage in recipe.stages)
+        model_folder = folder.path / "model"
+        with (
+            run.progress(f"training seed {seed}", steps) as advance,
+            owning(folder.path),
+        ):
+            folder.path.mkdir(exist_ok=True)
+            if not model_folder.is_dir():
+                file = folder.path / "checkpoint.pt"
+                model, log = train(recipe, seed, file, advance)
+                save(model, log, model_folder)
+            if not folder.read_json(CHOOSING_FILE):
+                numbers = measure(
+                    model_folder, self.model, CHOOSING_SEED, per_position=32
+                )
+                folder.write_json(CHOOSING_FILE, numbers)
 
     def _finish(self, run: Run, trained: dict[int, RunDir]) -> dict[str, pd.DataFrame]:
         """Measure the finished model, or the shipped one where none was trained, on the evaluation set."""
-        source = next(
-            (folder.path / "model" for folder in trained.values()),
-            paths.MODELS / self.model,
-        )
+        source = paths.MODELS / self.model
+        if trained:
+            finished = next(iter(trained.values()))
+            source = finished.path / "model"
         out = RunDir(run.out.path / self.model)
         log = RunDir(source).read_json(TRAINING_FILE)
         measured = measure(source, self.model, EVALUATION_SEED)
         if RECIPES[self.model].positions != "rope":
-            measured["channels_monotone_at_start"] = monotone_at_start(
-                self.model, log["seed"]
-            )
+            monotone = monotone_at_start(self.model, log["seed"])
+            measured["channels_monotone_at_start"] = monotone
         out.path.mkdir(exist_ok=True)
         out.write_json(MEASURED_FILE, measured)
-        tables = {
-            "training": pd.DataFrame(
-                [{"seed": log["seed"], **row} for row in log["curves"]]
-            )
-        }
-        if trained:
-            # With times of their own: files that are copied again count as written by this stage.
-            shutil.copytree(
-                source, out.path, dirs_exist_ok=True, copy_function=shutil.copy
-            )
-            tables["seeds"] = pd.DataFrame(
-                [_row(trained[seed]) for seed in sorted(trained)]
-            )
-            # A seed without a monotone channel has no found channel; Int64 keeps the others whole numbers.
-            tables["seeds"] = tables["seeds"].astype({"channel": "Int64"})
-            write_csv(out.path / SEEDS_FILE, tables["seeds"])
         sets = [
             (seed, "choosing", folder.read_json(CHOOSING_FILE))
             for seed, folder in trained.items()
         ]
         sets.append((log["seed"], "evaluation", measured))
         rows = [
-            {"seed": s, "prompts": p, **row}
-            for s, p, found in sets
-            for row in criteria(found, self.model)
+            {"seed": seed, "prompts": prompts, **row}
+            for seed, prompts, numbers in sets
+            for row in criteria(numbers, self.model)
         ]
-        return {"criteria": pd.DataFrame(rows), **tables}
+        curve = [{"seed": log["seed"], **row} for row in log["curves"]]
+        tables = {"criteria": pd.DataFrame(rows), "training": pd.DataFrame(curve)}
+        if trained:
+            # With times of their own: files that are copied again count as written by this stage.
+            shutil.copytree(
+                source, out.path, dirs_exist_ok=True, copy_function=shutil.copy
+            )
+            seeds = pd.DataFrame([_seed_row(trained[seed]) for seed in sorted(trained)])
+            # A seed without a monotone channel has no found channel; Int64 keeps the others whole numbers.
+            seeds = seeds.astype({"channel": "Int64"})
+            write_csv(out.path / SEEDS_FILE, seeds)
+            tables["seeds"] = seeds
+        return tables
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Every criterion, on the evaluation set."""
-        found = []
-        for row in (
-            tables["criteria"].query("prompts == 'evaluation'").to_dict("records")
-        ):
+        table = tables["criteria"]
+        findings = []
+        for row in table[table["prompts"] == "evaluation"].to_dict("records"):
             claim = f"{self.model}: {row['criterion']} ({row['condition']})"
-            note = "not asked of this model"
-            at = estimate(row)
             statistic = f"{row['criterion']}, training seed {row['seed']}"
-            one = Finding.that(
-                row["passed"], claim, statistic, at, "" if row["required"] else note
-            )
-            found.append(one.control())
-        return found
+            note = "" if row["required"] else "not asked of this model"
+            finding = Finding.that(row["passed"], claim, statistic, estimate(row), note)
+            findings.append(finding.control())
+        return findings
 
 
-def _row(folder: RunDir) -> Row:
-    """One training in the table of seeds: what the choice was made from."""
+def _seed_row(folder: RunDir) -> Row:
+    """One training in the table of seeds: the numbers by which the finished model was chosen."""
     log = folder.read_json(f"model/{TRAINING_FILE}")
     measured = folder.read_json(CHOOSING_FILE)
-    row = {"seed": log["seed"], "n": measured["n"], "base": measured["base"]["mean"]}
-    row |= {
-        name: measured["base"][name] for name in ("first", "last", "inner", "lowest")
+    base = measured["base"]
+    return {
+        "seed": log["seed"],
+        "n": measured["n"],
+        "base": base["mean"],
+        "first": base["first"],
+        "last": base["last"],
+        "inner": base["inner"],
+        "lowest": base["lowest"],
+        "monotone_channels": measured["channels_monotone"],
+        "string_sets": measured["string_sets"],
+        "string_sets_same": measured["string_sets_same"],
+        **_choice_columns("", measured["found"]),
+        **_choice_columns("best_", measured["best"]),
+        "seconds": log["seconds"],
     }
-    row |= {"monotone_channels": measured["channels_monotone"]}
-    row |= {name: measured[name] for name in ("string_sets", "string_sets_same")}
-    for prefix, result in (("", measured["found"]), ("best_", measured["best"])):
-        found = {**result, "scaled": result["scaled"]["mean"]} if result else {}
-        for name in ("channel", "factor", "scaled", "gain", "gain_low", "gain_high"):
-            row[prefix + name.replace("gain_", "gain_ci_")] = found.get(name)
-    return row | {"seconds": log["seconds"]}
+
+
+def _choice_columns(prefix: str, choice: Row | None) -> Row:
+    """Columns of a search's choice; None in all of them where there is none."""
+    choice = choice or {}
+    return {
+        f"{prefix}channel": choice.get("channel"),
+        f"{prefix}factor": choice.get("factor"),
+        f"{prefix}scaled": choice.get("scaled", {}).get("mean"),
+        f"{prefix}gain": choice.get("gain"),
+        f"{prefix}gain_ci_low": choice.get("gain_low"),
+        f"{prefix}gain_ci_high": choice.get("gain_high"),
+    }

@@ -15,7 +15,8 @@ IS = '" is "'
 QUOTE = '"'
 END = "<|end|>"
 UNKNOWN = "<|unk|>"
-PIECES: tuple[str, ...] = (OPEN, COLON, COMMA, ASK, IS, QUOTE, END, UNKNOWN)
+_TEXT_PIECES = (OPEN, COLON, COMMA, ASK, IS, QUOTE)
+PIECES: tuple[str, ...] = (*_TEXT_PIECES, END, UNKNOWN)
 VOCAB: dict[str, int] = {piece: i for i, piece in enumerate((*PIECES, *WORDS))}
 FIRST_WORD = len(PIECES)
 
@@ -28,20 +29,24 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces.
     """
     # Longest first: an alternation takes the first branch that matches, and `"` begins most pieces.
-    known = sorted((*PIECES[:6], *WORDS), key=len, reverse=True)
-    escaped = [
-        "".join(c if c.isalnum() or c in '" :,' else "\\" + c for c in piece)
-        for piece in known
-    ]
+    pieces = sorted((*_TEXT_PIECES, *WORDS), key=len, reverse=True)
+    any_character = "[\\s\\S]"
+    pattern = "|".join([*map(_escape, pieces), any_character])
     tokenizer = Tokenizer(models.WordLevel(vocab=dict(VOCAB), unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex("|".join([*escaped, "[\\s\\S]"])), "isolated"
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    special = {"eos_token": END, "pad_token": END, "unk_token": UNKNOWN}
-    settings = {
-        "padding_side": "left",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 512,
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **settings)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def _escape(piece: str) -> str:
+    """A regular expression for a piece; only what the pattern's syntax may use is escaped."""
+    plain = '" :,'
+    return "".join(c if c.isalnum() or c in plain else "\\" + c for c in piece)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from posbench.errors import UserError
 from posbench.late import Tensor, torch
-from posbench.methods.base import Folded, Method
+from posbench.methods.base import CheckpointChange, Method
 from posbench.model.lm import LM
 
 Prompts = Sequence[Sequence[int]]
@@ -113,7 +113,7 @@ FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora", "transformers", "vllm-plug
 """The formats, each a module of this package with a class ``Export``."""
 
 
-def find(name: str) -> Format:
+def find_format(name: str) -> Format:
     """The format of a name.
 
     Raises:
@@ -141,7 +141,7 @@ def find(name: str) -> Format:
     return form
 
 
-def checkpoint_change(fix: Fix, to: str) -> Folded:
+def checkpoint_change(fix: Fix, to: str) -> CheckpointChange:
     """The method as a change of the checkpoint; ``to`` is the format's name.
 
     Raises:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from posbench.errors import UserError
 from posbench.late import PreTrainedConfig, Tensor, nn, torch
-from posbench.methods.base import Folded
+from posbench.methods.base import CheckpointChange
 from posbench.model import families
 from posbench.model.lm import LM
 
@@ -28,7 +28,7 @@ class ColumnScaling(NamedTuple):
     factors: Mapping[int, float]
 
 
-def column_scalings(lm: LM, change: Folded) -> dict[str, ColumnScaling]:
+def column_scalings(lm: LM, change: CheckpointChange) -> dict[str, ColumnScaling]:
     """What changes in the query and key projections, by their dotted names."""
     scalings: dict[str, ColumnScaling] = {}
     for layer, factors in change.columns.items():
@@ -38,7 +38,7 @@ def column_scalings(lm: LM, change: Folded) -> dict[str, ColumnScaling]:
 
 
 @contextmanager
-def scaled_weights(lm: LM, change: Folded) -> Iterator[None]:
+def scaled_weights(lm: LM, change: CheckpointChange) -> Iterator[None]:
     """Scale columns of the model's projections in a block; restore them bit for bit.
 
     Raises:
@@ -126,7 +126,9 @@ def column(lm: LM, name: str, channel: int) -> Tensor:
     return values.detach().to(torch.promote_types(values.dtype, torch.float32)).cpu()
 
 
-def rotary_config(config: PreTrainedConfig, change: Folded) -> PreTrainedConfig:
+def rotary_config(
+    config: PreTrainedConfig, change: CheckpointChange
+) -> PreTrainedConfig:
     """A copy of a model's config with the rotary embedding of a folded method.
 
     Raises:

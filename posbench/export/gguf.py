@@ -12,7 +12,7 @@ from posbench.export.base import Fix, Format, Prompts, checkpoint_change
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.export.llama_cpp import next_token, serve, tokens
 from posbench.late import Tensor, torch
-from posbench.methods.base import Folded
+from posbench.methods.base import CheckpointChange
 from posbench.model import families, rope
 
 
@@ -180,7 +180,7 @@ def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
     return gguf_name, rows
 
 
-def write_model(fix: Fix, change: Folded, path: Path) -> None:
+def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
     """Write the model with a change folded in.
 
     Matrices are float16 where the published weights are in half precision, else float32.
@@ -226,7 +226,7 @@ def write_and_close(writer: Any) -> None:
         writer.close()
 
 
-def metadata(fix: Fix, change: Folded) -> dict[str, Any]:
+def metadata(fix: Fix, change: CheckpointChange) -> dict[str, Any]:
     """Sizes, rotary embedding and vocabulary of the model with a change.
 
     Args:

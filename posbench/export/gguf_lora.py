@@ -11,7 +11,7 @@ from posbench.export.base import Fix, Prompts, checkpoint_change
 from posbench.export.llama_cpp import next_token, serve
 from posbench.export.lora import factors, need_columns
 from posbench.late import Tensor
-from posbench.methods.base import Folded
+from posbench.methods.base import CheckpointChange
 
 
 class Export(model_format.Export):
@@ -22,7 +22,7 @@ class Export(model_format.Export):
     def check(self, fix: Fix) -> None:
         """Raise UserError where the method changes more than weights, or for the model."""
         need_columns(checkpoint_change(fix, self.name), self.name)
-        model_format.metadata(_without_tokenizer(fix), Folded())
+        model_format.metadata(_without_tokenizer(fix), CheckpointChange())
 
     def write(self, fix: Fix, folder: Path) -> None:
         """Write ``adapter.gguf``."""
@@ -46,7 +46,7 @@ class Export(model_format.Export):
         """See :meth:`Format.read`; the unmodified model goes to a temporary file."""
         with TemporaryDirectory() as temporary:
             base = Path(temporary) / "base.gguf"
-            model_format.write_model(_without_tokenizer(fix), Folded(), base)
+            model_format.write_model(_without_tokenizer(fix), CheckpointChange(), base)
             server = serve(base, max(map(len, prompts)) + 8, folder / "adapter.gguf")
             return next_token(server, prompts, model_format.vocabulary_size(fix))
 

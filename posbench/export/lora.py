@@ -14,7 +14,7 @@ from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_t
 from posbench.export.fold import column, column_scalings
 from posbench.files.atomic import write_bytes, write_text
 from posbench.late import Tensor, torch
-from posbench.methods.base import Folded
+from posbench.methods.base import CheckpointChange
 from posbench.model import families
 from posbench.model.lm import LM
 from posbench.model.load import load
@@ -88,7 +88,7 @@ USAGE = """- PEFT: `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrain
 """
 
 
-def need_columns(change: Folded, to: str) -> None:
+def need_columns(change: CheckpointChange, to: str) -> None:
     """Refuse a change of more than weights, or of nothing; ``to`` is the format's name."""
     if change.columns and not change.rope:
         return
@@ -98,12 +98,12 @@ def need_columns(change: Folded, to: str) -> None:
     raise UserError("--to", to, allowed, hint)
 
 
-def adapter_rank(change: Folded) -> int:
+def adapter_rank(change: CheckpointChange) -> int:
     """The rank of the adapter: channels of the layer that has most."""
     return max(map(len, change.columns.values()), default=0)
 
 
-def factors(lm: LM, change: Folded) -> dict[str, tuple[Tensor, Tensor]]:
+def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]]:
     """The adapter's matrices, by the dotted name of the projection.
 
     Each scaled channel has a unit row in A, and in B its column of the weights times its

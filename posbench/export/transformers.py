@@ -23,7 +23,7 @@ from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.model import families, rope
-from posbench.model.hooks import replaced
+from posbench.model.hooks import replace_attribute
 from posbench.model.lm import LM
 
 CODE = Path(__file__).parent / "shipped"
@@ -66,7 +66,7 @@ class Export(Format):
             for name, value in (model.state_dict() | router_weights(fix)).items()
         }
         # Some checkpoints (MPT) let generate() run without a cache: another method.
-        with replaced(model.generation_config, "use_cache", True):
+        with replace_attribute(model.generation_config, "use_cache", True):
             # With the class's names of weights: transformers would rename them by
             # model_type, which is another one here.
             model.save_pretrained(

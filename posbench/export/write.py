@@ -19,15 +19,15 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.export.base import Comparison, Fix, Format, Prompts, Unverified, measure
 from posbench.files.atomic import new_folder, write_text
-from posbench.files.digests import sha256
+from posbench.files.digests import file_sha256
 from posbench.files.markdown import markdown
 from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified
-from posbench.report.folder import need_place, read_csv, read_json
+from posbench.report.folder import need_destination, read_csv, read_json
 from posbench.run.base import Run
 from posbench.run.folder import runs_in
 from posbench.stats.bootstrap import paired, with_interval
-from posbench.stats.frames import overall
+from posbench.stats.frames import rows_over_all_positions
 from posbench.tasks import Example
 from posbench.tasks.base import EvaluationOnly
 
@@ -162,7 +162,9 @@ def side_effects(
         if {key: run_method.get(key) for key in method} != dict(method):
             continue
         is_side_effect = (metrics["model"] == model) & (metrics["task"] != task)
-        for row in overall(metrics[is_side_effect], "difference").itertuples():
+        for row in rows_over_all_positions(
+            metrics[is_side_effect], "difference"
+        ).itertuples():
             points = with_interval(
                 100 * row.value, 100 * row.ci_low, 100 * row.ci_high, "+z.1f"
             )
@@ -198,7 +200,7 @@ def write(
             comparison = measure(form, fix, folder, prompts)
             check_agreement(comparison, form, fix)
         write_text(folder / CARD, card(form, fix, facts, comparison))
-        digests = {name: sha256(file) for name, file in _files(folder).items()}
+        digests = {name: file_sha256(file) for name, file in _files(folder).items()}
         record = {
             "format": form.name,
             **asdict(facts),
@@ -228,10 +230,10 @@ def check_destination(out: Path) -> None:
     is_unchanged = bool(digests) and not out.is_symlink()
     if is_unchanged and out.is_dir():
         is_unchanged = all(
-            name == RECORD or digests.get(name) == sha256(file)
+            name == RECORD or digests.get(name) == file_sha256(file)
             for name, file in _files(out).items()
         )
-    need_place(out, is_unchanged, f"{KIND} as it was written")
+    need_destination(out, is_unchanged, f"{KIND} as it was written")
 
 
 def check_agreement(comparison: Comparison, form: Format, fix: Fix) -> None:

@@ -17,13 +17,13 @@ Row = dict[str, Any]
 """One line of a JSON-lines file."""
 
 
-def digest(data: Any, length: int = 8) -> str:
+def short_hash(data: Any, length: int = 8) -> str:
     """Short hash of plain data, the same for equal content: 0 and 0.0 are equal, a tuple and a list too."""
-    text = json.dumps(canonical(data), sort_keys=True, default=str)
+    text = json.dumps(to_canonical(data), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
-def canonical(data: Any) -> Any:
+def to_canonical(data: Any) -> Any:
     """Plain data where equal content looks equal: 0.0 is 0, a tuple a list."""
     if isinstance(data, float):
         return int(data) if data.is_integer() else data
@@ -31,9 +31,9 @@ def canonical(data: Any) -> Any:
     if data is None or isinstance(data, str | int):
         return data
     if isinstance(data, list | tuple):
-        return [canonical(value) for value in data]
+        return [to_canonical(value) for value in data]
     if isinstance(data, Mapping):
-        return {key: canonical(value) for key, value in data.items()}
+        return {key: to_canonical(value) for key, value in data.items()}
     return data
 
 
@@ -78,10 +78,10 @@ def write_csv(path: Path, frame: pd.DataFrame) -> None:
     write_text(path, text)
 
 
-def rounded(values: Any, digits: int = 6) -> Any:
+def round_values(values: Any, digits: int = 6) -> Any:
     """Numbers of nested lists or an array, rounded to so many significant digits for rows in files."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, list):
-        return [rounded(value, digits) for value in values]
+        return [round_values(value, digits) for value in values]
     return float(f"{values:.{digits}g}")

@@ -17,8 +17,8 @@ from typing import Any
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
-from posbench.files.atomic import digest, write_text
-from posbench.files.sources import CHECKPOINT, Source
+from posbench.files.atomic import short_hash, write_text
+from posbench.files.sources import CHECKPOINT_PATTERNS, Source
 
 MIN_CACHED_BYTES = 1 << 22
 """Size from which a file's hash is cached; a smaller file is read again each time."""
@@ -39,7 +39,7 @@ class Content:
         name: Path in the source's folder; of a single file its suffix, which says how it is read.
         file: Where it lies; None: on the hub.
         held: What it holds: the file's sha256, or the commit of a hub repository.
-        stamp: The file's :func:`stamp` before it was hashed.
+        stamp: The file's :func:`file_stamp` before it was hashed.
     """
 
     source: Source
@@ -62,7 +62,7 @@ class Content:
         return fact | {"file": self.source.id, "commit": self.held}
 
 
-def contents(config_sources: Iterable[Source]) -> list[Content]:
+def read_contents(config_sources: Iterable[Source]) -> list[Content]:
     """What the files of sources hold, in a fixed order; what is missing is downloaded where it can be.
 
     Raises:
@@ -82,12 +82,12 @@ def contents(config_sources: Iterable[Source]) -> list[Content]:
         return list(pool.map(lambda job: _content(*job), jobs))
 
 
-def keys(files: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
+def content_keys(files: Iterable[Content], *groups: str) -> list[tuple[str, str, str]]:
     """The keys of what some groups of the config read."""
     return sorted(c.key for c in files if c.source.field.partition(".")[0] in groups)
 
 
-def in_place(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, Any]:
+def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, Any]:
     """A config in which a hash of what a local file holds stands in place of its path."""
     data = deepcopy(dict(raw))
     keys_by_source: dict[Source, list[Any]] = {}
@@ -100,26 +100,26 @@ def in_place(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, Any]
             node = node.get(group) if isinstance(node, dict) else None
         names_path = isinstance(node, dict) and node.get(name) == source.id
         if names_path and source.kind == "path":
-            node[name] = f"sha256:{digest(content_keys, 12)}"
+            node[name] = f"sha256:{short_hash(content_keys, 12)}"
     return data
 
 
-def changed(files: Iterable[Content]) -> Content | None:
+def find_change(files: Iterable[Content]) -> Content | None:
     """The first file that no longer holds what it held; a new time stamp alone is no change."""
     for content in files:
         if content.file is None:
             continue
         try:
-            if stamp(content.file) == content.stamp:
+            if file_stamp(content.file) == content.stamp:
                 continue
-            if sha256(content.file) != content.held:
+            if file_sha256(content.file) != content.held:
                 return content
         except OSError:
             return content
     return None
 
 
-def stamp(file: Path) -> tuple[int, ...]:
+def file_stamp(file: Path) -> tuple[int, ...]:
     """What changes whenever a file does: size, times of its content and of its entry (ns), inode, device."""
     status = file.stat()
     return (
@@ -131,10 +131,10 @@ def stamp(file: Path) -> tuple[int, ...]:
     )
 
 
-def sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     """Hash of all bytes of a file; cached for a big one."""
     file = file.resolve()
-    stamp_before = stamp(file)
+    stamp_before = file_stamp(file)
     size, modified_ns, moved_ns, *_ = stamp_before
     cache_file = _cache_file(file) if size >= MIN_CACHED_BYTES else None
     if cache_file:
@@ -143,7 +143,7 @@ def sha256(file: Path) -> str:
             return cached
     with open(file, "rb") as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-    if cache_file and stamp(file) == stamp_before:
+    if cache_file and file_stamp(file) == stamp_before:
         age_ns = time.time_ns() - max(modified_ns, moved_ns)
         if age_ns > SETTLED_NANOSECONDS:
             entry = {"file": str(file), "stamp": stamp_before, "sha256": checksum}
@@ -183,8 +183,8 @@ def _content(source: Source, name: str, file: Path | None) -> Content:
     if file is None:
         return Content(source, name="", file=None, held=name)
     try:
-        stamp_before = stamp(file)
-        return Content(source, name, file.resolve(), sha256(file), stamp_before)
+        stamp_before = file_stamp(file)
+        return Content(source, name, file.resolve(), file_sha256(file), stamp_before)
     except OSError as error:
         allowed = "a file that can be read"
         hint = f"check its permissions ({error.strerror or error})"
@@ -194,17 +194,17 @@ def _content(source: Source, name: str, file: Path | None) -> Content:
 def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
     """Name and path of every file of a source; of a repository of the hub its commit alone."""
     if source.kind in ("model", "dataset"):
-        yield sources.commit(source), None
+        yield sources.commit_of(source), None
         return
     path = Path(paths.model_path(source.id))
     if source.kind == "url":
         path = sources.local(source)
     allowed = "a file on this machine"
-    if not sources.there(path):
+    if not sources.exists(path):
         if source.files:
             allowed = "a file or folder on this machine"
         raise UserError(source.field, source.id, allowed, "check the path")
-    if path.is_dir() and source.files == CHECKPOINT:
+    if path.is_dir() and source.files == CHECKPOINT_PATTERNS:
         for file in _checkpoint_files(path):
             yield file.name, file
     elif path.is_dir() and source.files:
@@ -219,7 +219,7 @@ def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
 
 def _checkpoint_files(folder: Path) -> list[Path]:
     """The files of a checkpoint folder that loading reads."""
-    weights = set(sources.shards(folder))
+    weights = set(sources.weight_files(folder))
     files = []
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.name.startswith("."):

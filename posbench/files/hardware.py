@@ -13,7 +13,7 @@ if sys.platform != "win32":
     import resource
 
 
-def hardware() -> str:
+def describe_hardware() -> str:
     """What rounding depends on, in one line: processor, instruction set that torch uses, threads, GPUs."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

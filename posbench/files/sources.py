@@ -24,11 +24,11 @@ from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_bytes
 from posbench.late import hub_errors
 
-WEIGHTS = "model*.safetensors"
-CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS)
+WEIGHTS_PATTERN = "model*.safetensors"
+CHECKPOINT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS_PATTERN)
 """What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.* stay on the hub."""
 
-A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
+CHECKPOINT_ALLOWED = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
 TOKENIZER = (
     "tokenizer*",
     "special_*",
@@ -77,7 +77,7 @@ class File:
     here: bool
 
 
-def there(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Whether there is such a file or folder; none has a name that is too long for this machine."""
     try:
         return path.exists()
@@ -85,16 +85,16 @@ def there(path: Path) -> bool:
         return False
 
 
-def checkpoint(path: str, revision: str | None = None) -> Source:
+def checkpoint_source(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
     looks_local = resolved.startswith("/") or path.startswith((".", "~"))
-    is_local = looks_local or there(Path(resolved))
+    is_local = looks_local or exists(Path(resolved))
     return Source(
         kind="path" if is_local else "model",
         id=path,
         field="model.path",
-        files=CHECKPOINT,
+        files=CHECKPOINT_PATTERNS,
         revision=revision,
     )
 
@@ -105,9 +105,9 @@ def local(source: Source) -> Path:
     Raises:
         UserError: It is not here and cannot be downloaded, or its content is not what it was.
     """
-    path = cached(source)
+    path = cached_path(source)
     if path is None:
-        listing(source)
+        list_files(source)
         path = _download(source)
     if source.sha256:
         checksum = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -119,7 +119,7 @@ def local(source: Source) -> Path:
     return path
 
 
-def commit(source: Source) -> str:
+def commit_of(source: Source) -> str:
     """The commit of a hub repository that :func:`local` uses."""
     revision = source.revision or ""
     if re.fullmatch("[0-9a-f]{40}", revision):
@@ -127,11 +127,11 @@ def commit(source: Source) -> str:
     return local(source).name
 
 
-def cached(source: Source) -> Path | None:
+def cached_path(source: Source) -> Path | None:
     """The folder or file if all of it is on this machine, else None; never touches the network."""
     if source.kind == "path":
         path = Path(paths.model_path(source.id))
-        return path if there(path) else None
+        return path if exists(path) else None
     if source.kind == "url":
         file = _url_file(source.id)
         return file if file.is_file() else None
@@ -150,20 +150,20 @@ def cached(source: Source) -> Path | None:
     if source.kind == "dataset":
         complete = all((folder / name).is_file() for name in source.files)
     else:
-        missing = lacking(folder)
+        missing = missing_file(folder)
         weights_only = missing.endswith(".safetensors")
-        complete = not missing or (weights_only and WEIGHTS not in source.files)
+        complete = not missing or (weights_only and WEIGHTS_PATTERN not in source.files)
     return folder if complete else None
 
 
-def lacking(folder: Path) -> str:
+def missing_file(folder: Path) -> str:
     """The first thing that a checkpoint folder lacks to be loaded; empty if nothing."""
     if not (folder / "config.json").is_file():
         return "config.json"
     if not any(folder.glob("tokenizer*")):
         return "tokenizer files"
     try:
-        names = shards(folder)
+        names = weight_files(folder)
     except UserError as error:
         return error.allowed
     for name in names:
@@ -172,7 +172,7 @@ def lacking(folder: Path) -> str:
     return ""
 
 
-def facts(source: Source) -> dict[str, Any]:
+def checkpoint_config(source: Source) -> dict[str, Any]:
     """The config.json of a checkpoint on this machine; empty where that cannot be read."""
     file = Path(paths.model_path(source.id)) / "config.json"
     try:
@@ -182,7 +182,7 @@ def facts(source: Source) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def shards(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """The files that hold the weights of a checkpoint folder, as its index names them, there or not.
 
     Raises:
@@ -207,7 +207,7 @@ def shards(folder: Path) -> list[str]:
     raise UserError("model.path", str(index), allowed, hint)
 
 
-def listing(source: Source) -> tuple[str, list[File]]:
+def list_files(source: Source) -> tuple[str, list[File]]:
     """The commit (hub repositories only, else empty) and the files, asked from the hub or server.
 
     Raises:
@@ -239,8 +239,8 @@ def listing(source: Source) -> tuple[str, list[File]]:
     needed_patterns = source.files
     if source.kind == "model":
         needed_patterns = ("config.json",)
-        if WEIGHTS in source.files:
-            needed_patterns += (WEIGHTS,)
+        if WEIGHTS_PATTERN in source.files:
+            needed_patterns += (WEIGHTS_PATTERN,)
     for pattern in needed_patterns:
         if not any(fnmatch(file.name, pattern) for file in files):
             allowed = f"a repository with {pattern} (commit {sha[:12]} has none)"
@@ -274,12 +274,12 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
     all_files: list[File] = []
     for source in dict.fromkeys(sources):
         try:
-            sha, files = listing(source)
+            sha, files = list_files(source)
         except UserError as error:
             copy = None
             # Without a cause the source was reached, and lacks something.
             if source.kind != "path" and error.__cause__:
-                copy = cached(source)
+                copy = cached_path(source)
             if copy is None:
                 problems.append(error)
                 group = source.field.partition(".")[0]
@@ -298,7 +298,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             about = source.about if file == files[0] else ""
             table.add_row(*_table_cells(source, file), about)
         all_files += files
-        copy = cached(source)
+        copy = cached_path(source)
         if copy is None or (sha and copy.name != sha):
             outdated.append(source)
     if table.row_count:
@@ -329,7 +329,7 @@ def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
     """What :func:`fetch` prints of a file."""
     group = source.field.partition(".")[0]
     of_tokenizer = any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
-    if source.files == CHECKPOINT and of_tokenizer:
+    if source.files == CHECKPOINT_PATTERNS and of_tokenizer:
         group = "tokenizer"
     state = "missing"
     if file.here:
@@ -363,17 +363,17 @@ def _matches(source: Source, name: str) -> bool:
 def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     """The files of a path, or of a cached repository."""
     path = folder or Path(paths.model_path(source.id))
-    is_checkpoint = source.files == CHECKPOINT
-    if there(path) and path.is_dir() and source.files:
-        if is_checkpoint and lacking(path):
-            raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
+    is_checkpoint = source.files == CHECKPOINT_PATTERNS
+    if exists(path) and path.is_dir() and source.files:
+        if is_checkpoint and missing_file(path):
+            raise _refused(source, FileNotFoundError(f"it lacks {missing_file(path)}"))
         matches = {file for pattern in source.files for file in path.glob(pattern)}
         return [
             File(file.relative_to(path).as_posix(), file.stat().st_size, True)
             for file in sorted(matches)
             if file.is_file()
         ]
-    if there(path) and path.is_file() and not is_checkpoint:
+    if exists(path) and path.is_file() and not is_checkpoint:
         return [File(path.name, path.stat().st_size, True)]
     missing = "directory" if is_checkpoint else "file or folder"
     raise _refused(source, FileNotFoundError(f"no such {missing}"))
@@ -420,8 +420,8 @@ def _refused(source: Source, error: Exception) -> UserError:
     """The failure of a source as one line with the next step."""
     field = source.field
     value = source.id
-    if source.files == CHECKPOINT:
-        allowed = A_CHECKPOINT
+    if source.files == CHECKPOINT_PATTERNS:
+        allowed = CHECKPOINT_ALLOWED
         local_copy = f"set {field}=DIR to a local checkpoint"
     else:
         allowed = "a file on this machine"

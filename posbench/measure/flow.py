@@ -11,24 +11,24 @@ import numpy as np
 from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import attention_weights
-from posbench.model.guard import finite, guarded
-from posbench.model.hooks import attending
+from posbench.model.guard import check_finite, guarded
+from posbench.model.hooks import intercepting_attention
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array
 from posbench.theory import masks
 
-KINDS = {"attention alone": 0.0, "with the residual stream": 0.5}
+RESIDUAL_SHARES = {"attention alone": 0.0, "with the residual stream": 0.5}
 """Shares of a layer's own input: Wu et al. 2025, and the rollout of Abnar and Zuidema 2020."""
 MAX_BLOCK_WEIGHTS = 1 << 24  # attention weights in memory at once
 
 
 @guarded
 @inference_mode
-def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array]:
+def flow(lm: LM, ids: Sequence[int], parts: int, sink_tokens: int) -> dict[str, Array]:
     """Compute rollout and sinks of one prompt, from one forward.
 
     The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the
-    layer's own input as :data:`KINDS` says. Only its product with equal parts of the prompt is carried from
+    layer's own input as :data:`RESIDUAL_SHARES` says. Only its product with equal parts of the prompt is carried from
     layer to layer, and attention rows are reduced block by block, so memory is linear in the tokens. Families
     that compute whole maps themselves (MPT, Falcon) hold one layer's. Where a method runs several rows for a
     prompt (attention_buckets), these are averaged; where it attends several times in a layer (moice), the last
@@ -38,14 +38,14 @@ def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array
         lm: The model, with L layers.
         ids: Token ids of the prompt.
         parts: Number of equal parts of the prompt.
-        tokens: Number of the prompt's first tokens to examine as sinks.
+        sink_tokens: Number of the prompt's first tokens to examine as sinks.
 
     Returns:
         ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, by kind;
         ``by_head`` and ``by_entry`` [tokens], of the prompt's first tokens, see :mod:`posbench.theory.masks`:
         absent for a shorter prompt.
     """
-    reduction = _Reduction(len(ids), parts, tokens)
+    reduction = _Reduction(len(ids), parts, sink_tokens)
 
     def read(
         module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **settings: Any
@@ -62,12 +62,14 @@ def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array
 
     with ExitStack() as stack:
         if families.family_of(lm.model).interface:
-            stack.enter_context(attending(lm.model, read))
+            stack.enter_context(intercepting_attention(lm.model, read))
         else:
             stack.enter_context(lm.eager())
             for layer, module in enumerate(families.attention_modules(lm.model)):
                 stack.callback(module.register_forward_hook(read_map(layer)).remove)
-        finite(lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits)
+        check_finite(
+            lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits
+        )
     return reduction.results()
 
 
@@ -79,10 +81,12 @@ class _Reduction:
         self.parts = parts
         self.tokens = tokens
         self.num_queries = np.arange(tokens, 0, -1)  # that see each of the tokens
-        shares = torch.tensor(list(KINDS.values()), dtype=torch.float64)
+        shares = torch.tensor(list(RESIDUAL_SHARES.values()), dtype=torch.float64)
         self.input_shares = shares.view(-1, 1, 1)
         # Rollout times the parts, [2, length, parts], before and after the current layer.
-        self.output = torch.zeros(len(KINDS), length, parts, dtype=torch.float64)
+        self.output = torch.zeros(
+            len(RESIDUAL_SHARES), length, parts, dtype=torch.float64
+        )
         for part, rows in enumerate(np.array_split(np.arange(length), parts)):
             self.output[:, rows, part] = 1
         self.input = self.output
@@ -107,16 +111,18 @@ class _Reduction:
             # Of the first tokens, as queries and as keys.
             early = weights[:, :, : max(tokens - start, 0), :tokens].double()
             sums = sums + early.sum(2)
-            above = above + (early > masks.ENTRY).double().sum(2)
+            above = above + (early > masks.SINGLE_WEIGHT_THRESHOLD).double().sum(2)
         share = self.input_shares.to(self.input.device)
         self.output = share * self.input + (1 - share) * torch.cat(mixed, dim=2)
-        last_token = self.output[..., -1, :].reshape(-1, len(KINDS), self.parts)
+        last_token = self.output[..., -1, :].reshape(
+            -1, len(RESIDUAL_SHARES), self.parts
+        )
         self.rollout[layer] = last_token.mean(0).cpu().numpy()
         if self.length >= tokens:
             # [rows of the prompt, H, tokens]: the mean over the queries that see each token.
             attention = torch.as_tensor(sums).cpu().numpy() / self.num_queries
             entries = torch.as_tensor(above).cpu().numpy()
-            self.by_head[layer] = (attention > masks.HEAD).mean((0, 1))
+            self.by_head[layer] = (attention > masks.MEAN_WEIGHT_THRESHOLD).mean((0, 1))
             self.by_entry[layer] = entries.mean((0, 1)) / self.num_queries
 
     def results(self) -> dict[str, Array]:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
-from posbench.model.guard import finite, guarded
+from posbench.model.guard import check_finite, guarded
+from posbench.model.items import token_spans
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.tasks import Example
@@ -20,17 +21,7 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 
     A token that an item shares with its neighbour belongs to both.
     """
-    offsets = np.array(encoded.offsets)
-    token_starts = offsets[:, 0]
-    token_ends = offsets[:, 1]
-    spans = []
-    for start, end in example.items:
-        tokens = np.flatnonzero((token_starts < end) & (token_ends > start))
-        if len(tokens):
-            spans.append((int(tokens[0]), int(tokens[-1]) + 1))
-        else:
-            spans.append((0, 0))
-    return spans
+    return token_spans(encoded.offsets, example.items)
 
 
 @guarded
@@ -59,7 +50,7 @@ def attention_to_items(
     pool = item_pool(encoded, examples, inputs["attention_mask"].shape[1])
     layers = []
     with lm.last_attention() as weights:
-        finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+        check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows next to each other, which are averaged as heads are.
             rows = weights[layer].unflatten(0, (len(examples), -1)).mean(1)
@@ -128,7 +119,7 @@ def attention_to_thirds(
     for batch in batches:
         with lm.last_attention() as weights:
             inputs = lm.pad([prompts[i] for i in batch])
-            finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+            check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows, which are averaged as heads are.
             by_prompt = weights[layer].unflatten(0, (len(batch), -1))

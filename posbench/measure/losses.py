@@ -8,9 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.late import inference_mode, torch
-from posbench.methods.scale_channel import ScaleChannel, prefill, scaled
+from posbench.methods.scale_channel import (
+    ScaleChannel,
+    record_prefix,
+    scale_cached_keys,
+)
 from posbench.model.guard import guarded
-from posbench.model.hooks import fork
+from posbench.model.hooks import fork_cache
 from posbench.model.lm import LM
 
 
@@ -46,15 +50,15 @@ def candidate_losses(
 
     channels = sorted({c for candidate in candidates for c in candidate.channels})
     layers = sorted({i for candidate in candidates for i in candidate.layer_indices})
-    prefix, _ = prefill(
+    prefix, _ = record_prefix(
         model, forward, channels, layers, logits_to_keep=1, **head_inputs
     )
     unmodified = forward(
-        past_key_values=fork(prefix.cache), use_cache=True, **tail_inputs
+        past_key_values=fork_cache(prefix.cache), use_cache=True, **tail_inputs
     )
     losses = [lm.answer_nats(unmodified.logits, targets)]
     for candidate in candidates:
-        cache = scaled(prefix, model, candidate)
+        cache = scale_cached_keys(prefix, model, candidate)
         output = candidate.continue_with(
             model, forward, past_key_values=cache, use_cache=True, **tail_inputs
         )

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from posbench.files.atomic import rounded
+from posbench.files.atomic import round_values
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.lm import LM, batches
+from posbench.model.lm import LM, length_batches
 from posbench.model.prefix import Prefix
 from posbench.tasks import Example, Task
 
 
-def room(encoder: Encoder, task: Task, example: Example) -> int:
+def generation_budget(encoder: Encoder, task: Task, example: Example) -> int:
     """Tokens to reserve in the context window for an example's answer."""
     tokenizer = encoder.tokenizer
     if example.choices and tokenizer:
@@ -24,12 +24,12 @@ def room(encoder: Encoder, task: Task, example: Example) -> int:
     return example.max_new_tokens or task.max_new_tokens
 
 
-def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
+def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
     """Tokenise an example's prompt so that its answer fits behind it."""
     return encoder.encode(
         example.prompt,
         truncation=task.truncation,
-        reserve=room(encoder, task, example),
+        reserve=generation_budget(encoder, task, example),
         most=task.max_prompt_tokens,
         document=example.document,
         separator=example.separator,
@@ -39,7 +39,7 @@ def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
     )
 
 
-def encode_whole(encoder: Encoder, example: Example) -> Encoded:
+def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
     """Tokenise an example's prompt, however long it is."""
     unlimited: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
     return unlimited.encode(
@@ -53,15 +53,15 @@ def encode_whole(encoder: Encoder, example: Example) -> Encoded:
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
     """Tokenise the evaluation example with the longest prompt in characters: what does not fit shows at once."""
     longest = max(task.evaluation(), key=lambda example: len(example.prompt))
-    return longest, encode(encoder, task, longest)
+    return longest, encode_prompt(encoder, task, longest)
 
 
-def plan(
+def plan_batches(
     task: Task,
     examples: Sequence[Example],
     encoded: Mapping[str, Encoded],
-    size: int,
-    tokens: int | None,
+    max_prompts: int,
+    max_tokens: int | None,
 ) -> list[list[Example]]:
     """Put examples that are decoded alike into batches.
 
@@ -69,8 +69,8 @@ def plan(
         task: The examples' task.
         examples: What to put into batches.
         encoded: Their prompts as tokens, by id.
-        size: Prompts of a batch at most.
-        tokens: Tokens of a batch at most, padding and reply counted; None for any number.
+        max_prompts: Prompts of a batch at most.
+        max_tokens: Tokens of a batch at most, padding and reply counted; None for any number.
 
     Returns:
         Batches of examples, the one with the longest prompt first.
@@ -88,12 +88,12 @@ def plan(
     for (has_choices, max_new_tokens, *_), members in groups.items():
         reply_tokens = 0 if has_choices else max_new_tokens
         lengths = [len(encoded[member.id].ids) + reply_tokens for member in members]
-        for batch in batches(lengths, size, tokens):
+        for batch in length_batches(lengths, max_prompts, max_tokens):
             result.append([members[i] for i in batch])
     return sorted(result, key=lambda batch: -len(encoded[batch[0].id].ids))
 
 
-def replies(
+def reply_to_batch(
     lm: LM,
     task: Task,
     batch: Sequence[Example],
@@ -135,7 +135,7 @@ def _choices(
     encoded: Mapping[str, Encoded],
     prefix: Prefix | None,
 ) -> list[dict[str, Any]]:
-    """The most likely choice of each example of a batch; see :func:`replies`."""
+    """The most likely choice of each example of a batch; see :func:`reply_to_batch`."""
     choice_tokens = [
         [lm.continuation_ids(encoded[example.id], choice) for choice in example.choices]
         for example in batch
@@ -147,5 +147,5 @@ def _choices(
     for example, choices in zip(batch, scored, strict=True):
         nats = [total for total, _ in choices]
         best = example.choices[nats.index(max(nats))]
-        result.append({"output": best.strip(), "loglikelihoods": rounded(nats, 8)})
+        result.append({"output": best.strip(), "loglikelihoods": round_values(nats, 8)})
     return result

@@ -11,11 +11,11 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
-from posbench.model.guard import finite, guarded
-from posbench.model.hooks import attending
+from posbench.model.guard import check_finite, guarded
+from posbench.model.hooks import intercepting_attention
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array, normal
-from posbench.stats.findings import ends
+from posbench.stats.findings import estimate_row
 from posbench.theory.causal_mask import diagonal_normalised
 
 
@@ -23,7 +23,7 @@ class MeanMap:
     """Inner products of queries and keys, averaged over heads and samples as these come, in linear memory.
 
     Attributes:
-        each: ``near`` and ``shift`` of every sample; see :func:`contrasts`.
+        each: ``near`` and ``shift`` of every sample; see :func:`contrast_weights`.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -51,7 +51,7 @@ class MeanMap:
             self._halves[half] += (queries @ keys.T).double().cpu() / heads
         sample_contrasts = [
             (query * (weights @ key)).sum((2, 3)).mean(1)
-            for weights in contrasts(tokens, query.device)
+            for weights in contrast_weights(tokens, query.device)
         ]
         self.each += torch.stack(sample_contrasts, dim=1).tolist()
 
@@ -72,15 +72,15 @@ class MeanMap:
         """Summarise the map in numbers, token 1 left out throughout.
 
         Returns:
-            near and shift (:func:`contrasts`, means over samples) with normal 95 % intervals; score_low,
+            near and shift (:func:`contrast_weights`, means over samples) with normal 95 % intervals; score_low,
             score_high (1 % and 99 % quantile below the diagonal); repeat (correlation of the scores of two
             halves of the samples) and beyond (share of the variance that both halves have in common which is
             left without each diagonal's mean; NaN where they have none); n samples.
         """
         facts: dict[str, Any] = {}
         near, shift = np.array(self.each).T
-        facts |= ends(normal(near), "near")
-        facts |= ends(normal(shift), "shift")
+        facts |= estimate_row(normal(near), "near")
+        facts |= estimate_row(normal(shift), "shift")
         lower = np.tril_indices(len(self.mean) - 1, -1)
         even, odd = (half[1:, 1:] for half in self.halves)
         covariance = np.cov(even[lower], odd[lower])
@@ -104,7 +104,7 @@ def _lower_mean(total: Tensor, count: int) -> Array:
 
 
 @functools.lru_cache(maxsize=2)
-def contrasts(tokens: int, device: torch.device) -> Tensor:
+def contrast_weights(tokens: int, device: torch.device) -> Tensor:
     """Make the weights of the scores for two contrasts, token 1 left out (it is an attention sink).
 
     ``near``: for each query the nearest quarter of its keys minus the farthest, mean over queries with four
@@ -164,7 +164,7 @@ def read_scores(
 
     Queries and keys are rotated; soft-caps are left out. Where a method runs several rows for a sample
     (attention_buckets), these count as heads; where it attends several times in a layer (moice), the last
-    time counts. The family must pass :func:`check_interface`.
+    time counts. The family must pass :func:`need_attention_interface`.
 
     Args:
         lm: The model.
@@ -192,23 +192,25 @@ def read_scores(
             add_pending()
         keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1])
         pending[module.layer_idx] = (
-            by_sample(query, len(batch)),
-            by_sample(keys, len(batch)),
+            rows_to_heads(query, len(batch)),
+            rows_to_heads(keys, len(batch)),
             settings.get("scaling") or query.shape[-1] ** -0.5,
         )
         return following(module, query, key, *args, **settings)
 
-    with attending(lm.model, read):
-        finite(lm.model(**lm.pad(batch), use_cache=False, logits_to_keep=1).logits)
+    with intercepting_attention(lm.model, read):
+        check_finite(
+            lm.model(**lm.pad(batch), use_cache=False, logits_to_keep=1).logits
+        )
     add_pending()
 
 
-def by_sample(states: Tensor, count: int) -> Tensor:
+def rows_to_heads(states: Tensor, count: int) -> Tensor:
     """[rows, H, n, d] as [count, rows / count * H, n, d]: several rows of a sample count as further heads."""
     return states.reshape(count, -1, *states.shape[2:])
 
 
-def check_interface(lm: LM) -> None:
+def need_attention_interface(lm: LM) -> None:
     """Raise UserError unless a model's attention runs through the library's functions."""
     family = families.family_of(lm.model)
     if not family.interface:

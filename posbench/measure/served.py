@@ -6,13 +6,13 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.measure.replies import encode_longest
-from posbench.model.encode import Encoded, Encoder, cut
+from posbench.model.encode import Encoded, Encoder, cut_at_stop
 from posbench.model.endpoint import Endpoint
 from posbench.model.load import ModelConfig
 from posbench.tasks import Example, Task
 
 
-def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
+def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
     """Check that a server can do a task, and tell what it does otherwise than a model in process.
 
     Returns:
@@ -54,7 +54,7 @@ def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
     return tuple(differences)
 
 
-def reply(
+def ask_server(
     endpoint: Endpoint, encoder: Encoder, task: Task, example: Example, encoded: Encoded
 ) -> dict[str, Any]:
     """Ask a server for the reply to an example.
@@ -79,7 +79,7 @@ def reply(
     else:
         max_new_tokens = example.max_new_tokens or task.max_new_tokens
         response = endpoint.generate(prompt, max_new_tokens, example.stop)
-        output = cut(response.text, example.stop)
+        output = cut_at_stop(response.text, example.stop)
     facts = {
         "loglikelihoods": list(response.nats),
         "by": response.by,

@@ -16,8 +16,8 @@ from posbench.errors import UserError
 from posbench.late import Tensor, inference_mode, torch
 from posbench.model import families
 from posbench.model.families import Site
-from posbench.model.guard import finite, guarded
-from posbench.model.hooks import before_each
+from posbench.model.guard import check_finite, guarded
+from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
 
 Array = NDArray[np.floating]
@@ -119,7 +119,7 @@ def average_states(
                 rows[first : first + strings.batch_size], device=lm.device
             )
             output = lm.model.base_model(input_ids=batch, use_cache=False)
-            read_residual(lm.layers, finite(output.last_hidden_state))
+            read_residual(lm.layers, check_finite(output.last_hidden_state))
             _add_batch(state, "attention_input", attention_input, lm.device)
             _add_batch(state, "residual", residual, lm.device)
             state.count += len(batch)
@@ -152,7 +152,7 @@ def reading(
             layer, families.attention_input(args, kwargs)
         )
 
-    return before_each(families.site_modules(lm.model, site), None, before)
+    return pre_hooks(families.site_modules(lm.model, site), None, before)
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def moments(
             output = lm.model.base_model(
                 input_ids=torch.tensor(ids, device=lm.device), use_cache=False
             )
-            finite(output.last_hidden_state)
+            check_finite(output.last_hidden_state)
             if site == "residual":
                 read(lm.layers, output.last_hidden_state)
             advance(len(ids))

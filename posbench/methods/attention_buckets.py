@@ -11,9 +11,15 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, Self
 
 from posbench.late import Tensor, torch, transformers
-from posbench.methods.base import Folded, Method, Needs, bind_call, input_shape
+from posbench.methods.base import (
+    CheckpointChange,
+    Method,
+    Needs,
+    bind_call,
+    input_shape,
+)
 from posbench.model import families, rope
-from posbench.model.hooks import listeners, replaced
+from posbench.model.hooks import count_hooks, replace_attribute
 from posbench.model.lm import LM
 from posbench.schema import Bases, Tokens
 
@@ -57,12 +63,14 @@ class AttentionBuckets(Method):
         """The model's own base N times, logits mixed."""
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """Another base, where there is one alone."""
         if len(self.bases) > 1:
             return None
         base = self.bases[0]
-        return Folded(rope={"rope_theta": base}) if base else Folded()
+        return (
+            CheckpointChange(rope={"rope_theta": base}) if base else CheckpointChange()
+        )
 
     def mix(self, logits: Tensor) -> Tensor:
         """One prediction from those of the bases.
@@ -89,7 +97,7 @@ class AttentionBuckets(Method):
         num_bases = len(self.bases)
         signature = inspect.signature(forward)
         current_bases = self.bases
-        observed_from_outside = bool(listeners(model))
+        observed_from_outside = bool(count_hooks(model))
 
         @wraps(forward)
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +110,8 @@ class AttentionBuckets(Method):
             _refuse(call, cache, num_rows * num_bases)
             # An inner method stands in front of this forward or has hooks of its own, as a listener has.
             observed_from_inside = (
-                model.forward is not mixed_forward or listeners(model) != own_listeners
+                model.forward is not mixed_forward
+                or count_hooks(model) != own_listeners
             )
             observed = observed_from_outside or observed_from_inside
             group_size = num_bases
@@ -117,7 +126,9 @@ class AttentionBuckets(Method):
                 if grouped:
                     for child in families.attention_modules(model)[0].children():
                         cached_forward = _cache_last_output(child.forward)
-                        stack.enter_context(replaced(child, "forward", cached_forward))
+                        stack.enter_context(
+                            replace_attribute(child, "forward", cached_forward)
+                        )
                 for start in range(0, num_bases, group_size):
                     current_bases = self.bases[start : start + group_size]
                     repeated = {
@@ -139,12 +150,15 @@ class AttentionBuckets(Method):
                 )
             return output.to_tuple() if return_dict is False else output
 
-        def set_bases(call: rope.Call) -> rope.Call:
+        def set_bases(call: rope.RotaryCall) -> rope.RotaryCall:
             return replace(call, bases=current_bases)
 
         layers = dict.fromkeys(rope.rotated_layers(model), set_bases)
-        with rope.tables(model, layers), replaced(model, "forward", mixed_forward):
-            own_listeners = listeners(model)
+        with (
+            rope.tables(model, layers),
+            replace_attribute(model, "forward", mixed_forward),
+        ):
+            own_listeners = count_hooks(model)
             yield
 
 

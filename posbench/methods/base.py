@@ -8,8 +8,10 @@ from inspect import Signature
 from typing import Any, ClassVar, NamedTuple, Self
 
 from posbench.files.sources import Source
-from posbench.model import rope
-from posbench.model.guard import alone
+from posbench.model import families, rope
+from posbench.model.encode import Encoder
+from posbench.model.guard import exclusive
+from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 from posbench.schema import verify
 
@@ -19,16 +21,18 @@ class Needs(NamedTuple):
 
     Attributes:
         rope: Rotary embeddings.
-        plain: Rotary embeddings whose angles follow from the base alone.
-        by_hand: Attention through the library's functions, as the method rotates head by head.
+        plain: Rotary embeddings whose angles follow from the base exclusive.
+        by_hand: Attention through the library's functions, in front of which the method puts its own.
+        items: Prompts whose items are known; see :func:`posbench.model.items.reading_items`.
     """
 
     rope: bool = False
     plain: bool = False
     by_hand: bool = False
+    items: bool = False
 
 
-class Folded(NamedTuple):
+class CheckpointChange(NamedTuple):
     """A method as a change of the checkpoint.
 
     Attributes:
@@ -92,17 +96,39 @@ class Method(ABC):
         """Whether the last prompt tokens are changed in another way, so that a text needs a prompt."""
         return False
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether :meth:`rewrite` changes prompts."""
+        return type(self).rewrite is not Method.rewrite
+
+    def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
+        """The prompt to ask instead of a task's prompt: items in another order, or with other texts.
+
+        It is called before the prompt is encoded, outside the block of :meth:`applied`, and never learns which
+        item is gold. The items of the result stand in the order of those of ``prompt``: tables keep the gold
+        position of the task.
+
+        Args:
+            lm: The model, which may be asked about the prompt, or the tokenizer of a served one.
+            prompt: The task's prompt.
+        """
+        return prompt
+
     def check(self, lm: LM) -> None:
         """Raise UserError, which names the parameter and what is allowed, unless all fit the model."""
         verify(self, "method")
-        if self.needs.rope:
-            name = self.short_name()
-            rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
+        name = self.short_name()
+        if self.needs.rope or self.needs.plain:
+            rope.check_rope(
+                lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand
+            )
+        elif self.needs.by_hand:
+            families.need_interface(lm.model, name)
 
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 
-        Under it each token depends on those before it alone, so that prompts share the prefill of a common
+        Under it each token depends on those before it exclusive, so that prompts share the prefill of a common
         prefix, and methods with the same prefill share it too. None where a prompt has to be read at once.
         """
         return None
@@ -111,7 +137,7 @@ class Method(ABC):
         """Channels of the attention input to record in a shared prefill, and the layers to record them in."""
         return (), ()
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """The change of the checkpoint that has the same effect; None where there is none."""
         return None
 
@@ -123,10 +149,10 @@ class Method(ABC):
     def applied(self, lm: LM) -> Iterator[LM]:
         """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model.
 
-        Blocks nest in one thread; see :func:`posbench.model.guard.alone` for others and for crossed exits.
+        Blocks nest in one thread; see :func:`posbench.model.guard.exclusive` for others and for crossed exits.
         """
         self.check(lm)
-        with alone(lm, self.short_name(), self.changed(lm)):
+        with exclusive(lm, self.short_name(), self.changed(lm)):
             yield lm
 
     @abstractmethod

@@ -13,7 +13,7 @@ from posbench.errors import UserError, renamed
 from posbench.files.sources import Source
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
-from posbench.schema import build, defaults, required, target
+from posbench.schema import build, default_values, required_fields, resolve_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class MethodChoice:
         Raises:
             UserError: There is no such class, or a list of methods has no parts.
         """
-        method_class, values = target(data, Method, config_path)  # type: ignore[type-abstract]
+        method_class, values = resolve_target(data, Method, config_path)  # type: ignore[type-abstract]
         name = str(values.pop("name", method_class.short_name()))
         all_typed = list(typed)
         prefix = f"{config_path}."
@@ -122,7 +122,7 @@ class MethodChoice:
             if key in values and key not in self.typed:
                 values[key] = value
         with renamed("method.", f"{self.where}."):
-            needed_keys = required(self.cls)
+            needed_keys = required_fields(self.cls)
             missing = [k for k, v in values.items() if v is None and k in needed_keys]
             if missing:
                 key = f"method.{missing[0]}"
@@ -144,7 +144,7 @@ def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
         raise UserError(f"{config_path}.{key}", value, allowed, hint)
 
 
-def every(
+def all_choices(
     folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]
 ) -> dict[str, MethodChoice]:
     """Every method of the config folders, with the parameters of its file and of the model's block.
@@ -162,8 +162,8 @@ def every(
     choices = {}
     for name, file in sorted(files.items()):
         data = yaml.safe_load(file.read_text())
-        cls, node = target(data, Method, "method")  # type: ignore[type-abstract]
-        values = defaults(cls)
+        cls, node = resolve_target(data, Method, "method")  # type: ignore[type-abstract]
+        values = default_values(cls)
         for key, value in (node | blocks.get(name, {})).items():
             if key in values:
                 values[key] = value

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from posbench.errors import renamed
-from posbench.methods.base import Folded, Method
+from posbench.methods.base import CheckpointChange, Method
 from posbench.methods.unmodified import Unmodified
+from posbench.model.encode import Encoder
+from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 
 
@@ -26,6 +28,17 @@ class Composed(Method):
     def needs_prompt(self) -> bool:
         """See :class:`Method`."""
         return any(part.needs_prompt for part in self.parts.values())
+
+    @property
+    def rewrites(self) -> bool:
+        """See :class:`Method`."""
+        return any(part.rewrites for part in self.parts.values())
+
+    def rewrite(self, lm: Encoder, prompt: ItemPrompt) -> ItemPrompt:
+        """Rewrite the prompt part by part, the first one first."""
+        for part in self.parts.values():
+            prompt = part.rewrite(lm, prompt)
+        return prompt
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
@@ -64,7 +77,7 @@ class Composed(Method):
         parts = {name: part.twin() for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """The changes of all parts; None where a part has none, or two change the rotary embeddings."""
         columns: dict[int, dict[int, float]] = {}
         rope: dict[str, object] = {}
@@ -77,7 +90,7 @@ class Composed(Method):
                 product = columns.setdefault(layer, {})
                 for channel, factor in factors.items():
                     product[channel] = factor * product.get(channel, 1.0)
-        return Folded(columns, rope)
+        return CheckpointChange(columns, rope)
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:

@@ -81,7 +81,7 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
         raise UserError(field, values, "y from 1 to 2", hint)
 
 
-def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
+def bezier_coordinate(values: Sequence[float] | Array, t: Array) -> Array:
     """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k].
 
     Args:
@@ -115,7 +115,7 @@ def _values(curve: str, points: Points, x: Array) -> Array:
     falling = xs[-1] < xs[0]
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        too_small = (bernstein(xs, middle) < x) != falling
+        too_small = (bezier_coordinate(xs, middle) < x) != falling
         low = np.where(too_small, middle, low)
         high = np.where(too_small, high, middle)
-    return bernstein(ys, (low + high) / 2)
+    return bezier_coordinate(ys, (low + high) / 2)

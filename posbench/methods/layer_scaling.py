@@ -80,5 +80,5 @@ class LayerScaling(Method):
         """See :meth:`Method.changed`."""
         scales = self.layer_scales(lm.layers)
         layers = rope.rotated_layers(lm.model)
-        changes = rope.scaled({layer: scales[layer] for layer in layers})
+        changes = rope.divide_positions({layer: scales[layer] for layer in layers})
         return rope.tables(lm.model, changes)

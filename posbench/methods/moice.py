@@ -33,7 +33,7 @@ _TRAIN_HINT = "train one: posbench search=router method=moice stages=[search] mo
 _TENSOR_NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
 
-def mixture(logits: Tensor, top_k: int) -> Tensor:
+def mixture_weights(logits: Tensor, top_k: int) -> Tensor:
     """Weights of the bases: the largest ``top_k`` of a softmax, rescaled to sum 1.
 
     Args:
@@ -75,7 +75,7 @@ def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
 
 
 @contextmanager
-def mixing(
+def mixed_attention(
     model: PreTrainedModel,
     routers: Mapping[int, Router] | None,
     bases: tuple[float | None, ...],
@@ -93,7 +93,7 @@ def mixing(
     """
     # For the rotary call of the latest forward: tables of queries and keys under each base, by number of keys.
     table_cache: dict[int, tuple[list[Table], list[Table]]] = {}
-    latest_call: rope.Call | None = None
+    latest_call: rope.RotaryCall | None = None
 
     def tables(rotation: HandRotation) -> tuple[list[Table], list[Table]]:
         nonlocal latest_call
@@ -138,9 +138,11 @@ def mixing(
             return query.new_full(shape, 1 / len(bases), dtype=dtype)
         logits = routers[layer].to(query.device, dtype)(query.to(dtype))
         listen(layer, logits)
-        return mixture(logits, top_k)
+        return mixture_weights(logits, top_k)
 
-    with rope.by_hand(model, dict.fromkeys(rope.rotated_layers(model), attend)):
+    with rope.rotating_by_hand(
+        model, dict.fromkeys(rope.rotated_layers(model), attend)
+    ):
         yield
 
 
@@ -210,7 +212,7 @@ class MoICE(Method):
         routers = None
         if self.weights != UNIFORM:
             routers = load_routers(lm, str(self.weights), len(self.bases))
-        return mixing(lm.model, routers, self.bases, self.top_k)
+        return mixed_attention(lm.model, routers, self.bases, self.top_k)
 
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:

@@ -81,7 +81,7 @@ class MsPoE(Method):
         """See :meth:`Method.changed`."""
         rotated = rope.rotated_layers(lm.model)
         layers = [layer for layer in rotated if layer >= self.first_layer]
-        return rope.by_hand(lm.model, dict.fromkeys(layers, self._attend))
+        return rope.rotating_by_hand(lm.model, dict.fromkeys(layers, self._attend))
 
     def head_ratios(self, outlying: Tensor) -> Tensor:
         """The ratio of each head.

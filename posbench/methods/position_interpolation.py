@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from posbench.methods.base import Folded, Method, Needs
+from posbench.methods.base import CheckpointChange, Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.schema import Scale
@@ -26,13 +26,13 @@ class PositionInterpolation(Method):
         """Scale 1."""
         return replace(self, scale=1.0)
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """Rotary embeddings of type linear, where those of the model are plain."""
         rope_type = getattr(rope.rotary_module(lm.model), "rope_type", "default")
         rope_types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
         if set(rope_types) != {"default"}:
             return None
-        return Folded(rope={"rope_type": "linear", "factor": self.scale})
+        return CheckpointChange(rope={"rope_type": "linear", "factor": self.scale})
 
     def prefill(self) -> Self:
         """Itself: the scale is the same for every token."""
@@ -41,4 +41,4 @@ class PositionInterpolation(Method):
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
         scales = dict.fromkeys(rope.rotated_layers(lm.model), self.scale)
-        return rope.tables(lm.model, rope.scaled(scales))
+        return rope.tables(lm.model, rope.divide_positions(scales))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from posbench.errors import UserError
 from posbench.late import PreTrainedModel, Tensor, torch, transformers
 from posbench.methods.base import (
-    Folded,
+    CheckpointChange,
     Method,
     SweepClaims,
     bind_call,
@@ -28,9 +28,9 @@ from posbench.methods.base import (
 )
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
-from posbench.model.hooks import fork, replaced
+from posbench.model.hooks import fork_cache, replace_attribute
 from posbench.model.lm import LM
-from posbench.model.prefix import READ, Prefix, recording
+from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix, recording_inputs
 from posbench.schema import Count, Factor
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ DYNAMIC = (
 _MARK = "posbench_scaled_in"
 
 
-def scaled(
+def scale_cached_keys(
     prefix: Prefix, model: PreTrainedModel, method: ScaleChannel
 ) -> DynamicCache:
     """A fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it."""
-    cache = fork(prefix.cache)
+    cache = fork_cache(prefix.cache)
     if method.tokens == "last" or not prefix.inputs:
         return cache
     for index in method.layer_indices:
@@ -63,7 +63,7 @@ def scaled(
         else:
             inputs = method.scale(prefix.inputs[index])
             keys = families.project_keys(model, index, inputs)
-            keys = families.finish_keys(model, index, keys, prefix.rotary[index])
+            keys = families.keys_for_cache(model, index, keys, prefix.rotary[index])
             keys = _match_heads(keys[..., newest, :], layer.keys)
         layer.keys = keys.to(layer.keys.dtype)
     return cache
@@ -95,7 +95,7 @@ def _key_term(
         columns = families.key_columns(model, layer, channels).to(dtype)
         term = inputs[..., recorded].to(dtype) @ columns
         rotary = prefix.rotary[layer]
-        prefix.parts[key] = families.finish_keys(model, layer, term, rotary)
+        prefix.parts[key] = families.keys_for_cache(model, layer, term, rotary)
     return prefix.parts[key]
 
 
@@ -105,7 +105,7 @@ def _match_heads(keys: Tensor, cached: Tensor) -> Tensor:
     return keys if times == 1 else keys.repeat_interleave(times, dim=1)
 
 
-def prefill(
+def record_prefix(
     model: PreTrainedModel,
     forward: Callable[..., Any],
     channels: Sequence[int],
@@ -130,7 +130,7 @@ def prefill(
     if past_key_values is None:
         past_key_values = transformers.DynamicCache(config=model.config)
     prefix = Prefix(past_key_values)
-    with recording(model, prefix, channels, layers):
+    with recording_inputs(model, prefix, channels, layers):
         output = forward(past_key_values=past_key_values, use_cache=True, **inputs)
     return prefix, output
 
@@ -179,7 +179,7 @@ class ScaleChannel(Method):
     @classmethod
     def example(cls, lm: LM) -> Self:
         """A channel over half of the layers, the paper's share."""
-        return cls(channel=3, factor=0.0, layers=share((10, 25), lm.layers))
+        return cls(channel=3, factor=0.0, layers=scale_layer_range((10, 25), lm.layers))
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -216,12 +216,12 @@ class ScaleChannel(Method):
         """All tokens scaled, as in the paper's Table 6: all queries then see the same keys."""
         return replace(self, last="all") if self.tokens == "both" else self
 
-    def folded(self, lm: LM) -> Folded | None:
+    def folded(self, lm: LM) -> CheckpointChange | None:
         """Scaled columns of the projections of the chosen layers, where all tokens are scaled."""
         if self.needs_prompt or self.tokens != "both":
             return None
         factors = dict.fromkeys(self.channels, self.factor)
-        return Folded(columns=dict.fromkeys(self.layer_indices, factors))
+        return CheckpointChange(columns=dict.fromkeys(self.layer_indices, factors))
 
     def scale(self, hidden: Tensor) -> Tensor:
         """A copy of the attention input, shape (B, T, D), with the channels scaled."""
@@ -254,9 +254,9 @@ class ScaleChannel(Method):
             cache = call.pop("past_key_values", None)
             if cache is None or cache.get_seq_length() == 0:
                 return self._run_prompt(model, forward, cache, block_id, call)
-            shared_prefix = vars(cache).pop(READ, None)
+            shared_prefix = vars(cache).pop(PREFIX_ATTRIBUTE, None)
             if shared_prefix is not None:
-                cache.layers = scaled(shared_prefix, model, self).layers
+                cache.layers = scale_cached_keys(shared_prefix, model, self).layers
                 setattr(cache, _MARK, block_id)
             if getattr(cache, _MARK, None) != block_id:
                 problem = "this cache was filled outside the scale_channel block"
@@ -265,8 +265,8 @@ class ScaleChannel(Method):
 
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with (
-            replaced(model, "forward", scaled_forward),
-            replaced(model.generation_config, "use_cache", True),
+            replace_attribute(model, "forward", scaled_forward),
+            replace_attribute(model.generation_config, "use_cache", True),
         ):
             yield
 
@@ -326,7 +326,7 @@ class ScaleChannel(Method):
             if isinstance(logits_to_keep, int) and logits_to_keep:
                 # Fewer than 1 cannot be asked for: the one spare row is dropped again below.
                 inputs["logits_to_keep"] = max(logits_to_keep - num_scaled, 1)
-            prefix, output = prefill(
+            prefix, output = record_prefix(
                 model,
                 forward,
                 self.channels,
@@ -334,7 +334,7 @@ class ScaleChannel(Method):
                 past_key_values=cache,
                 **inputs,
             )
-            cache.layers = scaled(prefix, model, self).layers
+            cache.layers = scale_cached_keys(prefix, model, self).layers
             outputs.append(output)
         inputs = _select_tokens(call, slice(num_unscaled, num_tokens), num_tokens)
         inputs["use_cache"] = True
@@ -418,7 +418,7 @@ def _select_from_argument(name: str, value: Any, tokens: slice, num_tokens: int)
     return value
 
 
-def share(published: tuple[int, int], count: int) -> tuple[int, int]:
+def scale_layer_range(published: tuple[int, int], count: int) -> tuple[int, int]:
     """First and last layer in a model of ``count`` layers, at the depths of a paper's layers of 32."""
     first = round(count * published[0] / 32)
     last = round(count * published[1] / 32)

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
-from posbench.methods.base import Folded, Method
+from posbench.methods.base import CheckpointChange, Method
 from posbench.model.lm import LM
 
 
@@ -16,9 +16,9 @@ class Unmodified(Method):
         """Itself."""
         return self
 
-    def folded(self, lm: LM) -> Folded:
+    def folded(self, lm: LM) -> CheckpointChange:
         """Nothing."""
-        return Folded()
+        return CheckpointChange()
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """An empty block."""

@@ -7,7 +7,7 @@ from typing import Any
 from posbench.late import Tensor, sdpa, torch
 
 
-def last_row(
+def last_query_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any
 ) -> Tensor:
     """Attention weights of the last query, [B, H, T]; the arguments of :func:`attention_weights`."""
@@ -19,7 +19,7 @@ def attention_weights(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
-    rows: slice,
+    query_rows: slice,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -33,7 +33,7 @@ def attention_weights(
         query: [B, H, Tq, d], the newest of T tokens.
         key: [B, G, T, d].
         mask: None (causal), boolean or additive [B, 1, Tq, >= T], or a flash kernel's padding mask [B, >= T].
-        rows: R of the queries.
+        query_rows: R of the queries.
         scaling: Factor of the scores; d^-0.5 if None.
         softcap: Bound of the scores through tanh (Gemma 2).
         sliding_window: Keys that a row may see, for kernels that get no mask of their own.
@@ -45,7 +45,7 @@ def attention_weights(
     precise = torch.promote_types(query.dtype, torch.float32)
     keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(precise)
     scores = (
-        query[:, :, rows].to(precise)
+        query[:, :, query_rows].to(precise)
         @ keys.transpose(-1, -2)
         * (scaling or query.shape[-1] ** -0.5)
     )
@@ -55,16 +55,16 @@ def attention_weights(
     minus_infinity = float("-inf")
     if mask is None or mask.ndim != 4:
         tokens = torch.arange(num_keys, device=query.device)
-        query_tokens = tokens[num_keys - query.shape[2] :][rows, None]
+        query_tokens = tokens[num_keys - query.shape[2] :][query_rows, None]
         distance = query_tokens - tokens
         hidden = (distance < 0) | (distance >= (sliding_window or num_keys))
         if mask is not None:
             hidden = hidden | ~mask[:, None, None, -num_keys:].bool()
         scores = scores.masked_fill(hidden, minus_infinity)
     elif mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask[:, :, rows, :num_keys], minus_infinity)
+        scores = scores.masked_fill(~mask[:, :, query_rows, :num_keys], minus_infinity)
     else:
-        scores = scores + mask[:, :, rows, :num_keys]
+        scores = scores + mask[:, :, query_rows, :num_keys]
     if s_aux is not None:
         sinks = s_aux.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -316,7 +316,7 @@ def _shift_span(span: tuple[int, int], shifts: Sequence[_Shift]) -> tuple[int, i
     return NO_CHARACTERS
 
 
-def cut(reply: str, stop: Sequence[str]) -> str:
+def cut_at_stop(reply: str, stop: Sequence[str]) -> str:
     """A reply up to the first of the stop texts."""
     for text in stop:
         reply = reply.split(text, 1)[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.load import ModelConfig, reader
+from posbench.model.load import ModelConfig, read_checkpoint
 
 OVERFLOW = "context overflow"
 REFUSED = "refused"
@@ -106,7 +106,7 @@ def text_encoder(config: ModelConfig) -> Encoder:
         return Untokenized(config.name)
     if config.api == "chat":
         config = replace(config, chat_template="none")
-    return reader(config)
+    return read_checkpoint(config)
 
 
 class Endpoint:
@@ -486,7 +486,7 @@ def _top_logprobs(answer: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def look(config: ModelConfig) -> str:
+def describe_server(config: ModelConfig) -> str:
     """Whether a server answers now, and what it lists, in words."""
     try:
         models = Endpoint(config).models()

@@ -55,7 +55,7 @@ class Family:
     mask_has_bias: bool = False
 
 
-REMOVED = "posbench_removed"
+REMOVED_ATTRIBUTE = "posbench_removed"
 """Attribute that marks a rotary embedding which :func:`remove_rope` has switched off."""
 
 FAMILIES = (
@@ -127,6 +127,23 @@ UNSUPPORTED = {
 """Architectures outside the shape that posbench works on, by the reason that users are told."""
 
 
+def need_interface(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model in which a method that listens to attention would change nothing.
+
+    Args:
+        model: The model.
+        name: Name of the method.
+
+    Raises:
+        UserError: The model's attention does not run through the library's functions.
+    """
+    family = family_of(model)
+    if not family.interface:
+        allowed = f"a family whose attention runs through the library's functions; {family.name} does not"
+        hint = "method=scale_channel needs none; docs/families.md lists the families"
+        raise UserError("method", name, allowed, hint)
+
+
 def support_table() -> tuple[list[str], list[list[str]]]:
     """The families as docs/families.md shows them: header and rows."""
     header = [
@@ -187,7 +204,7 @@ def context_window(config: PreTrainedConfig) -> int:
     )
 
 
-def blocks(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Decoder layers in order."""
     return list(model.get_submodule(family_of(model).layers))  # type: ignore[call-overload]
 
@@ -195,7 +212,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Attention modules in layer order."""
     name = family_of(model).attention
-    return [getattr(layer, name) for layer in blocks(model)]
+    return [getattr(layer, name) for layer in decoder_layers(model)]
 
 
 Site = Literal["attention_input", "residual"]
@@ -205,7 +222,9 @@ Site = Literal["attention_input", "residual"]
 
 def site_modules(model: PreTrainedModel, site: Site) -> list[nn.Module]:
     """The modules, one per layer, whose input is a site of the hidden states."""
-    return attention_modules(model) if site == "attention_input" else blocks(model)
+    return (
+        attention_modules(model) if site == "attention_input" else decoder_layers(model)
+    )
 
 
 def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -305,7 +324,7 @@ def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
     return _select_keys(model, layer, key_projection(hidden))
 
 
-def finish_keys(
+def keys_for_cache(
     model: PreTrainedModel,
     layer: int,
     projected: Tensor,
@@ -418,4 +437,4 @@ def remove_rope(model: PreTrainedModel) -> None:
             torch.zeros_like(output[1]),
         )
     )
-    setattr(rotary, REMOVED, True)
+    setattr(rotary, REMOVED_ATTRIBUTE, True)

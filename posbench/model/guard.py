@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from posbench.errors import UserError
 from posbench.late import Tensor, inference_mode, nn, torch
 from posbench.model import families
-from posbench.model.hooks import attending
+from posbench.model.hooks import intercepting_attention
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +48,7 @@ _entering = threading.Lock()
 
 
 @contextmanager
-def alone(
+def exclusive(
     lm: Any, name: str, change: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
     """Keep other threads out of a model for the duration of a block.
@@ -91,7 +91,7 @@ def alone(
             )
 
 
-def finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
+def check_finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
     """Logits as they are, once they are found to be numbers; -infinity shuts a token.
 
     Args:
@@ -117,7 +117,7 @@ def finite(logits: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Let a function of an LM run :func:`alone`, and name the layer where it raises :class:`NotFinite`.
+    """Let a function of an LM run :func:`exclusive`, and name the layer where it raises :class:`NotFinite`.
 
     Raises:
         UserError: Another thread is inside, or the model gave no numbers; the layer comes from a second run.
@@ -125,7 +125,7 @@ def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
 
     @functools.wraps(call)
     def run(lm: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        with alone(lm, call.__name__):
+        with exclusive(lm, call.__name__):
             try:
                 return call(lm, *args, **kwargs)
             except NotFinite:
@@ -135,8 +135,10 @@ def guarded(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
                 with _checking_layers(lm):
                     call(lm, *args, **kwargs)
             except NotFinite as error:
-                raise refusal(lm, str(error)) from error
-            raise refusal(lm, "NaN or infinity came, and did not come a second time")
+                raise not_finite_error(lm, str(error)) from error
+            raise not_finite_error(
+                lm, "NaN or infinity came, and did not come a second time"
+            )
 
     return run
 
@@ -147,7 +149,7 @@ def _checking_layers(lm: Any) -> Iterator[None]:
 
     def check(module_name: str, hidden: Tensor) -> None:
         if not bool(torch.isfinite(hidden[:, -1]).all()):
-            raise refusal(lm, f"{module_name} gives NaN or infinity")
+            raise not_finite_error(lm, f"{module_name} gives NaN or infinity")
 
     def check_embedding(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,7 +163,7 @@ def _checking_layers(lm: Any) -> Iterator[None]:
 
         return check_layer
 
-    layers = families.blocks(lm.model)
+    layers = families.decoder_layers(lm.model)
     with ExitStack() as stack:
         stack.enter_context(
             layers[0].register_forward_pre_hook(check_embedding, with_kwargs=True)
@@ -186,25 +188,25 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
     def check(module: Any, *states: Any, following: Any, **settings: Any) -> Any:
         query_key_value = states[:3]
         if not all(bool(torch.isfinite(state).all()) for state in query_key_value):
-            raise refusal(
+            raise not_finite_error(
                 lm, f"the attention of layer {module.layer_idx} gets NaN or infinity"
             )
         return following(module, *states, **settings)
 
     with ExitStack() as stack:
         if families.family_of(lm.model).interface:
-            stack.enter_context(attending(lm.model, check))
+            stack.enter_context(intercepting_attention(lm.model, check))
         output = lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1)
-        finite(output.logits[:, -1])
+        check_finite(output.logits[:, -1])
 
 
 @guarded
 def forward(lm: Any, **inputs: Tensor) -> None:
     """Run a batch for what hooks read of it; UserError where its last logits are no numbers."""
-    finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+    check_finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
 
 
-def refusal(lm: Any, fault: str) -> UserError:
+def not_finite_error(lm: Any, fault: str) -> UserError:
     """The error for a model that gives no numbers in its dtype, with what to change."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
     methods = [entry.name for entry in _entries.get(lm.model, []) if entry.changes]

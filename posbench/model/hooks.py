@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posbench.late import PreTrainedModel, Tensor, nn, transformers
+from posbench.model import families
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-Attend = Callable[..., Any]
+AttentionFunction = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
 
-_functions: dict[int, list[Attend]] = {}
+_functions: dict[int, list[AttentionFunction]] = {}
 """By the id of a model's config, the functions in front of its kernel; the first one is called first."""
 
 
 @contextmanager
-def replaced(target: object, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(target: object, name: str, value: Any) -> Iterator[None]:
     """Set an instance attribute for the duration of a block.
 
     An attribute that lived on the class alone is deleted again, so that ``vars(target)`` ends as it began.
@@ -42,7 +43,7 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def before_each(
+def pre_hooks(
     modules: Sequence[nn.Module],
     layers: Collection[int] | None,
     make_hook: Callable[[int], Callable[..., Any]],
@@ -135,7 +136,7 @@ def appendable_cache(
     return cache
 
 
-def fork(cache: DynamicCache) -> DynamicCache:
+def fork_cache(cache: DynamicCache) -> DynamicCache:
     """A cache that grows on its own; what it holds already is shared, not copied."""
     branch = copy.copy(cache)
     branch.layers = [copy.copy(layer) for layer in cache.layers]
@@ -184,7 +185,9 @@ def _appendable_layer_type() -> type:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
+def intercepting_attention(
+    model: PreTrainedModel, function: AttentionFunction
+) -> Iterator[None]:
     """Put a function in front of a model's attention kernel for the duration of a block.
 
     The function of an inner block comes nearer to the kernel, so that a listener sees the queries and keys that
@@ -193,7 +196,11 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
     Args:
         model: A model whose family runs attention through the library's functions.
         function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel.
+
+    Raises:
+        UserError: The family calls its attention in its own way, so that the function would never run.
     """
+    families.need_interface(model, "a function in front of the attention kernel")
     config = model.config.get_text_config()
     functions = _functions.setdefault(id(config), [])
     kernel_name = config._attn_implementation
@@ -216,7 +223,7 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
             model.set_attn_implementation(kernel_name)
 
 
-def listeners(model: PreTrainedModel) -> int:
+def count_hooks(model: PreTrainedModel) -> int:
     """Number of hooks of a model's modules and of functions in front of its kernel."""
     hooks = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks)
@@ -225,7 +232,7 @@ def listeners(model: PreTrainedModel) -> int:
     return hooks + len(_functions.get(id(model.config.get_text_config()), []))
 
 
-def _dispatch(kernel_name: str) -> Attend:
+def _dispatch(kernel_name: str) -> AttentionFunction:
     """An attention function that calls the functions in front of a kernel, then the kernel."""
 
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from posbench.errors import UserError
 from posbench.late import (
     F,
     PreTrainedModel,
@@ -18,10 +19,17 @@ from posbench.late import (
     transformers,
 )
 from posbench.model import families
-from posbench.model.attention import last_row
-from posbench.model.encode import Encoder, cut
-from posbench.model.guard import NotFinite, finite, guarded
-from posbench.model.hooks import Attend, attending, before_each, fork, replaced
+from posbench.model.attention import last_query_weights
+from posbench.model.encode import Encoder, cut_at_stop
+from posbench.model.guard import NotFinite, check_finite, guarded
+from posbench.model.hooks import (
+    AttentionFunction,
+    fork_cache,
+    intercepting_attention,
+    pre_hooks,
+    replace_attribute,
+)
+from posbench.model.items import ItemIndex, Span, find_items, token_spans
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -44,6 +52,7 @@ class LM(Encoder):
     Attributes:
         read: Tokens of the prompts in all batches so far, padding left out.
         written: Tokens of all replies so far, each up to its end.
+        items: Where the items of prompts stand, for methods that read them.
     """
 
     model: PreTrainedModel
@@ -53,6 +62,7 @@ class LM(Encoder):
     chat_template: str = "auto"
     read: int = 0
     written: int = 0
+    items: ItemIndex = field(default_factory=ItemIndex, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +91,7 @@ class LM(Encoder):
         Returns:
             ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]. With a prefix of P tokens
             ``input_ids`` and ``position_ids`` are those of the last T - P tokens, and ``past_key_values`` is a
-            fork of its cache.
+            fork_cache of its cache.
         """
         width = max(len(row) for row in rows)
         past = prefix.tokens if prefix else 0
@@ -101,8 +111,32 @@ class LM(Encoder):
             "position_ids": _positions(mask)[:, past:],
         }
         if prefix is not None:
-            inputs["past_key_values"] = fork(prefix.cache)
+            inputs["past_key_values"] = fork_cache(prefix.cache)
         return inputs
+
+    def add_items(
+        self, prompt: str, items: Sequence[Span] | str, **form: Any
+    ) -> list[int]:
+        """Tell methods that read items where they stand in a prompt; a run does this by itself.
+
+        Args:
+            prompt: The prompt, before any chat template.
+            items: Characters (start, end) of each item, or a regular expression that matches each of them.
+            **form: See :meth:`render`.
+
+        Returns:
+            The prompt's token ids, for :meth:`generate`.
+
+        Raises:
+            UserError: There is no item.
+        """
+        spans = find_items(prompt, items) if isinstance(items, str) else items
+        if not spans:
+            allowed = "spans of characters, or an expression that matches in the prompt"
+            raise UserError("items", items, allowed, r"such as r'Document .*'")
+        encoded = self.encode(prompt, **form)
+        self.items.add(encoded.ids, token_spans(encoded.offsets, spans))
+        return encoded.ids
 
     @guarded
     @inference_mode
@@ -125,10 +159,10 @@ class LM(Encoder):
             max_new_tokens: Tokens to generate at most.
             min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token
                 comes.
-            stop: Texts that end a reply and are cut off; one of a single token ends it as that token, as in
+            stop: Texts that end a reply and are cut_at_stop off; one of a single token ends it as that token, as in
                 LongBench.
             repetition_penalty: See :class:`posbench.tasks.Task`.
-            batch_size: Rows per batch; see :func:`batches`.
+            batch_size: Rows per batch; see :func:`length_batches`.
             prefix: All but the last tokens of the rows, which then are one batch, in their order.
         """
         if isinstance(rows, str):
@@ -165,7 +199,7 @@ class LM(Encoder):
                 [prompts[i] for i in batch], settings, stop_texts, prefix
             )
             for index, text in zip(batch, texts, strict=True):
-                reply = cut(text, stop_texts)
+                reply = cut_at_stop(text, stop_texts)
                 for stop_text in stop_tokens:
                     reply = reply.removesuffix(stop_text)
                 replies[index] = reply
@@ -197,9 +231,11 @@ class LM(Encoder):
 
         # The library's own stop_strings fails on tokenizers that do not spell every text.
         criteria = transformers.StoppingCriteriaList([has_stopped] if stop else [])
-        with replaced(self.model, "generation_config", settings):
+        with replace_attribute(self.model, "generation_config", settings):
             output = self.model.generate(
-                **inputs, stopping_criteria=criteria, logits_processor=checking()
+                **inputs,
+                stopping_criteria=criteria,
+                logits_processor=finite_logits_processor(),
             )
         reply_ids = output[:, width:]
         self.written += _count_tokens(
@@ -216,7 +252,7 @@ class LM(Encoder):
         logits = self.model(
             input_ids=input_ids, attention_mask=mask, position_ids=_positions(mask)
         ).logits
-        return finite(logits, mask.bool())
+        return check_finite(logits, mask.bool())
 
     @guarded
     @inference_mode
@@ -233,7 +269,7 @@ class LM(Encoder):
         Args:
             prompts: Token ids of each prompt.
             choices: Token ids of each continuation of each prompt, none empty.
-            batch_size: Prompts per batch; see :func:`batches`.
+            batch_size: Prompts per batch; see :func:`length_batches`.
             prefix: As in :meth:`generate`.
 
         Returns:
@@ -255,10 +291,10 @@ class LM(Encoder):
                 logits = [output.logits[:, -1:].float()]
                 if targets.shape[1] > 1:
                     answer_inputs = self._answer_inputs(inputs, targets)
-                    cache = fork(output.past_key_values)
+                    cache = fork_cache(output.past_key_values)
                     answer_output = self.model(**answer_inputs, past_key_values=cache)
                     logits.append(answer_output.logits.float())
-                scores = finite(torch.cat(logits, dim=1), targets >= 0)
+                scores = check_finite(torch.cat(logits, dim=1), targets >= 0)
                 nats = _cross_entropy(scores, targets).double().sum(1)
                 greedy = ((scores.argmax(-1) == targets) | (targets < 0)).all(1)
                 for row, i in enumerate(batch):
@@ -278,7 +314,7 @@ class LM(Encoder):
         """
         pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
         losses = torch.zeros(len(pairs))
-        for batch in batches([len(prompt) for prompt, _ in pairs], batch_size):
+        for batch in length_batches([len(prompt) for prompt, _ in pairs], batch_size):
             inputs, targets = self.pad_with_answers([pairs[i] for i in batch])
             ids = inputs["input_ids"]
             mask = inputs["attention_mask"]
@@ -353,7 +389,7 @@ class LM(Encoder):
             NotFinite: Some is no number; :func:`posbench.model.guard.guarded` names the layer.
         """
         is_token = targets >= 0
-        totals = _cross_entropy(finite(logits, is_token).float(), targets).sum(1)
+        totals = _cross_entropy(check_finite(logits, is_token).float(), targets).sum(1)
         nats = totals / is_token.sum(1)
         if not bool(torch.isfinite(nats.detach()).all()):
             raise NotFinite("the loss of an answer is NaN or infinite")
@@ -377,11 +413,11 @@ class LM(Encoder):
             value: Tensor,
             mask: Tensor | None,
             *,
-            following: Attend,
+            following: AttentionFunction,
             **settings: Any,
         ) -> Any:
             # The last row is computed once more in front of the kernel in use.
-            weights[module.layer_idx] = last_row(query, key, mask, **settings)
+            weights[module.layer_idx] = last_query_weights(query, key, mask, **settings)
             return following(module, query, key, value, mask, **settings)
 
         def keep_weights(module: Any, args: Any, output: tuple[Any, ...]) -> None:
@@ -389,7 +425,7 @@ class LM(Encoder):
 
         with ExitStack() as stack:
             if families.family_of(self.model).interface:
-                stack.enter_context(attending(self.model, attend))
+                stack.enter_context(intercepting_attention(self.model, attend))
             else:
                 stack.enter_context(self.eager())
                 for module in families.attention_modules(self.model):
@@ -411,9 +447,9 @@ class LM(Encoder):
         with ExitStack() as stack:
             if mask_has_bias and config.alibi and not is_eager:
                 modules = families.attention_modules(self.model)
-                stack.enter_context(before_each(modules, None, lambda _: without_bias))
+                stack.enter_context(pre_hooks(modules, None, lambda _: without_bias))
             stack.enter_context(
-                replaced(config, "_attn_implementation_internal", "eager")
+                replace_attribute(config, "_attn_implementation_internal", "eager")
             )
             yield
 
@@ -428,9 +464,9 @@ class LM(Encoder):
         return 0
 
 
-def checking() -> LogitsProcessorList:
+def finite_logits_processor() -> LogitsProcessorList:
     """A logits processor that stops ``generate`` at the first token whose logits are no numbers."""
-    return transformers.LogitsProcessorList([lambda ids, scores: finite(scores)])
+    return transformers.LogitsProcessorList([lambda ids, scores: check_finite(scores)])
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -457,8 +493,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def batches(
-    lengths: Sequence[int], size: int, tokens: int | None = None
+def length_batches(
+    lengths: Sequence[int], batch_size: int, batch_tokens: int | None = None
 ) -> list[list[int]]:
     """Group prompts of similar length, longest first: little padding is needed, and memory errors come early.
 
@@ -466,19 +502,19 @@ def batches(
 
     Args:
         lengths: Tokens of each prompt, those to come included.
-        size: Prompts of a batch at most.
-        tokens: Tokens of a batch at most, padding included; None: any number. A longer prompt is a batch of its
+        batch_size: Prompts of a batch at most.
+        batch_tokens: Tokens of a batch at most, padding included; None: any number. A longer prompt is a batch of its
             own.
 
     Returns:
         Indices of the prompts of each batch.
     """
     groups: list[list[int]] = []
-    max_prompts = size
+    max_prompts = batch_size
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and tokens:
+        if groups and batch_tokens:
             longest = lengths[groups[-1][0]]
-            max_prompts = min(size, max(tokens // longest, 1))
+            max_prompts = min(batch_size, max(batch_tokens // longest, 1))
         if not groups or len(groups[-1]) >= max_prompts:
             groups.append([])
         groups[-1].append(index)
@@ -491,4 +527,4 @@ def _batches_or_one(
     """Indices of the prompts of each batch; prompts that continue a prefix are one batch, in their order."""
     if prefix is not None:
         return [list(range(len(prompts)))]
-    return batches([len(prompt) for prompt in prompts], size)
+    return length_batches([len(prompt) for prompt in prompts], size)

@@ -41,7 +41,9 @@ SERVER_KEYS = ("served", "api", "concurrency", "retries", "timeout", "key_env")
 """Keys of a model that mean something with a server alone."""
 
 FILES_WITHOUT_WEIGHTS = tuple(
-    pattern for pattern in sources.CHECKPOINT if pattern != sources.WEIGHTS
+    pattern
+    for pattern in sources.CHECKPOINT_PATTERNS
+    if pattern != sources.WEIGHTS_PATTERN
 )
 """Files of a checkpoint but its weights: config and tokenizer."""
 
@@ -134,7 +136,7 @@ class ModelConfig:
     @property
     def checkpoint(self) -> sources.Source:
         """The files that it is loaded from; of a served model those of its tokenizer."""
-        source = sources.checkpoint(self.path, self.revision)
+        source = sources.checkpoint_source(self.path, self.revision)
         if self.base_url:
             return replace(source, files=FILES_WITHOUT_WEIGHTS)
         about = f"about {self.gigabytes:g} GB" if self.gigabytes else ""
@@ -210,7 +212,7 @@ def load(
 
 
 @dataclass
-class Reader(Encoder):
+class CheckpointReader(Encoder):
     """A checkpoint without its weights: what tells how long its prompts are, and how large it is."""
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -220,7 +222,7 @@ class Reader(Encoder):
     facts: PreTrainedConfig
 
 
-def reader(config: ModelConfig) -> Reader:
+def read_checkpoint(config: ModelConfig) -> CheckpointReader:
     """Config and tokenizer of a checkpoint, downloaded where they are not on this machine; no weights.
 
     Raises:
@@ -242,7 +244,7 @@ def reader(config: ModelConfig) -> Reader:
             path, **FROM_THIS_MACHINE
         )
     window = config.context_window or families.context_window(facts)
-    return Reader(tokenizer, config.name, window, config.chat_template, facts)
+    return CheckpointReader(tokenizer, config.name, window, config.chat_template, facts)
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
@@ -282,9 +284,9 @@ def _load_checkpoint(
     target = torch_device(device)
     # From here on there is a folder on this machine, and nothing touches the network.
     sources.local(config.checkpoint)
-    checkpoint = reader(config)
+    checkpoint = read_checkpoint(config)
     path = str(sources.local(config.checkpoint))
-    sources.shards(Path(path))
+    sources.weight_files(Path(path))
     with _explained(config, target):
         kernel = _kernel(checkpoint.facts, config.attention)
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -314,17 +316,19 @@ def _dtype(config: ModelConfig, device: torch.device) -> str:
     return config.dtype
 
 
-def outline(config: ModelConfig, checkpoint: Reader, device: str) -> LM:
+def load_without_weights(
+    config: ModelConfig, checkpoint: CheckpointReader, device: str
+) -> LM:
     """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
 
     Raises:
         UserError: Device, kernel or tokenizer do not fit.
     """
     target = torch_device(device)
-    folder = sources.cached(config.checkpoint)
+    folder = sources.cached_path(config.checkpoint)
     with _explained(config, target), torch.device("meta"):
         if folder:
-            for name in sources.shards(folder):
+            for name in sources.weight_files(folder):
                 with safe_open(folder / name, "pt"):
                     pass  # its header tells whether all of it is there
         kernel = _kernel(checkpoint.facts, config.attention)
@@ -337,7 +341,9 @@ def outline(config: ModelConfig, checkpoint: Reader, device: str) -> LM:
     return _with_reader(config, checkpoint, model)
 
 
-def _with_reader(config: ModelConfig, checkpoint: Reader, model: PreTrainedModel) -> LM:
+def _with_reader(
+    config: ModelConfig, checkpoint: CheckpointReader, model: PreTrainedModel
+) -> LM:
     """A model and its tokenizer; UserError unless they fit."""
     tokenizer = checkpoint.need_tokenizer()
     num_rows = model.get_input_embeddings().weight.shape[0]
@@ -381,7 +387,7 @@ def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None
             reason = f"{type(error).__name__}: {reason}"
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
         raise UserError(
-            "model.path", config.path, sources.A_CHECKPOINT, hint
+            "model.path", config.path, sources.CHECKPOINT_ALLOWED, hint
         ) from error
 
 

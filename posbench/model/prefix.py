@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from posbench.late import PreTrainedModel, Tensor, nn
 from posbench.model import families
-from posbench.model.hooks import before_each
+from posbench.model.hooks import pre_hooks
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-READ = "posbench_prefix"
+PREFIX_ATTRIBUTE = "posbench_prefix"
 """Attribute of a cache with the :class:`Prefix` that it belongs to."""
 
 
@@ -44,7 +44,7 @@ class Prefix:
 
 
 @contextmanager
-def recording(
+def recording_inputs(
     model: PreTrainedModel,
     prefix: Prefix,
     channels: Sequence[int],
@@ -72,5 +72,5 @@ def recording(
         return record
 
     prefix.channels = tuple(channels)
-    with before_each(families.attention_modules(model), layers, make_hook):
+    with pre_hooks(families.attention_modules(model), layers, make_hook):
         yield

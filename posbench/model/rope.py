@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
 
 from posbench.errors import UserError
-from posbench.late import PreTrainedModel, Tensor, nn, sdpa, torch
+from posbench.late import Module, PreTrainedModel, Tensor, nn, sdpa, torch
 from posbench.model import families
-from posbench.model.attention import last_row
-from posbench.model.hooks import Attend, attending, before_each, replaced
+from posbench.model.attention import last_query_weights
+from posbench.model.hooks import (
+    AttentionFunction,
+    intercepting_attention,
+    pre_hooks,
+    replace_attribute,
+)
 from posbench.model.lm import LM
 
 Table: TypeAlias = "tuple[Tensor, Tensor]"
@@ -26,7 +31,7 @@ _BUSY = "posbench_rotates"
 
 
 @dataclass(frozen=True)
-class Call:
+class RotaryCall:
     """One evaluation of a model's rotary embedding.
 
     Attributes:
@@ -37,7 +42,7 @@ class Call:
         bases: Bases theta that the rows of the batch take in turn, None or empty for the model's own.
     """
 
-    module: nn.Module
+    module: Module
     hidden: Tensor
     positions: Tensor
     options: dict[str, Any]
@@ -62,7 +67,7 @@ class Call:
             return self._table_of_base(positions, base)
         if self.bases:
             return self._table_of_bases(positions)
-        with steady(self.module):
+        with fixed_frequencies(self.module):
             return self.module.forward(self.hidden, positions, **self.options)
 
     def _table_of_base(self, positions: Tensor, base: float) -> Table:
@@ -104,7 +109,7 @@ class Call:
         return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def steady(module: nn.Module) -> AbstractContextManager[None]:
+def fixed_frequencies(module: nn.Module) -> AbstractContextManager[None]:
     """Inside the block a rotary embedding keeps the frequencies that it took for the model's own positions.
 
     Longrope (short or long factors) and dynamic RoPE choose them by the largest position they are given.
@@ -115,7 +120,7 @@ def steady(module: nn.Module) -> AbstractContextManager[None]:
     unknown: Any = "kept"
     if isinstance(rope_type, dict):
         unknown = dict.fromkeys(rope_type, "kept")
-    return replaced(module, "rope_type", unknown)
+    return replace_attribute(module, "rope_type", unknown)
 
 
 class _TracedTable(tuple[Any, Any]):
@@ -124,9 +129,9 @@ class _TracedTable(tuple[Any, Any]):
     Inside the attention module it does so no longer: accelerate makes it anew on the layer's own GPU.
     """
 
-    call: Call | None
+    call: RotaryCall | None
 
-    def __new__(cls, table: Iterable[Tensor], call: Call | None = None) -> Self:
+    def __new__(cls, table: Iterable[Tensor], call: RotaryCall | None = None) -> Self:
         traced = super().__new__(cls, table)
         traced.call = call
         return traced
@@ -139,8 +144,8 @@ class _TracedTable(tuple[Any, Any]):
 
 
 def _traced_call(
-    kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int
-) -> Call:
+    kwargs: Mapping[str, Any], call_of: Callable[[int], RotaryCall], layer: int
+) -> RotaryCall:
     """The call that an attention module's table was made for, as the methods of outer blocks left it."""
     return getattr(kwargs["position_embeddings"], "call", None) or call_of(layer)
 
@@ -152,7 +157,7 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
         # Gemma 3 with vision keeps its decoder one step further down.
         decoder = getattr(decoder, "language_model", None)
     module = getattr(decoder, "rotary_emb", None)
-    is_removed = getattr(module, families.REMOVED, False)
+    is_removed = getattr(module, families.REMOVED_ATTRIBUTE, False)
     if is_removed or getattr(model.config, "alibi", False):
         return None
     return module
@@ -171,7 +176,9 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
     ]
 
 
-def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
+def check_rope(
+    lm: LM, method: str, *, plain: bool = False, by_hand: bool = False
+) -> None:
     """Refuse a model to which a method of rotary embeddings does not apply.
 
     Args:
@@ -202,13 +209,13 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
 
 
 @contextmanager
-def latest_calls(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
+def latest_calls(model: PreTrainedModel) -> Iterator[Callable[[int], RotaryCall]]:
     """Yields the function from a layer to the rotary embedding's latest evaluation that serves it."""
     module = rotary_module(model)
     assert module is not None, "check() comes first"
     layer_types: Any = getattr(families.text_config(model), "layer_types", None)
     # By the type of the layers that they serve; None: all layers.
-    latest: dict[str | None, Call] = {}
+    latest: dict[str | None, RotaryCall] = {}
 
     def remember(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Table
@@ -217,11 +224,11 @@ def latest_calls(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
         arguments = dict(zip(names, args, strict=False)) | kwargs
         layer_type = arguments.get("layer_type")
         options = {} if layer_type is None else {"layer_type": layer_type}
-        latest[layer_type] = Call(
+        latest[layer_type] = RotaryCall(
             module, arguments["x"], arguments["position_ids"], options
         )
 
-    def call_of(layer: int) -> Call:
+    def call_of(layer: int) -> RotaryCall:
         return latest[None] if None in latest else latest[layer_types[layer]]
 
     with module.register_forward_hook(remember, with_kwargs=True):
@@ -231,8 +238,8 @@ def latest_calls(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
 @contextmanager
 def tables(
     model: PreTrainedModel,
-    layers: Mapping[int, Callable[[Call], Call]],
-    make: Callable[[Call], Table] = Call.table,
+    layers: Mapping[int, Callable[[RotaryCall], RotaryCall]],
+    make: Callable[[RotaryCall], Table] = RotaryCall.table,
 ) -> Iterator[None]:
     """Rotate in some layers with other tables. An inner block changes what the outer ones made of the call.
 
@@ -242,10 +249,10 @@ def tables(
         make: Makes the tables of a changed call.
     """
     # By function and type of layer: the call that was changed, and the table that came of it.
-    latest: dict[tuple[int, Any], tuple[Call, _TracedTable]] = {}
+    latest: dict[tuple[int, Any], tuple[RotaryCall, _TracedTable]] = {}
     with ExitStack() as stack:
         call_of = stack.enter_context(latest_calls(model))
-        stack.enter_context(replaced(rotary_module(model), _BUSY, "tables"))
+        stack.enter_context(replace_attribute(rotary_module(model), _BUSY, "tables"))
 
         def make_hook(layer: int) -> Callable[..., Any]:
             change = layers[layer]
@@ -266,16 +273,18 @@ def tables(
             return hook
 
         stack.enter_context(
-            before_each(families.attention_modules(model), layers, make_hook)
+            pre_hooks(families.attention_modules(model), layers, make_hook)
         )
         yield
 
 
-def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
+def divide_positions(
+    scales: Mapping[int, float],
+) -> dict[int, Callable[[RotaryCall], RotaryCall]]:
     """By layer, the function that divides positions by its scale; layers of one scale share their tables."""
 
-    def divide_by(scale: float) -> Callable[[Call], Call]:
-        def divide(call: Call) -> Call:
+    def divide_by(scale: float) -> Callable[[RotaryCall], RotaryCall]:
+        def divide(call: RotaryCall) -> RotaryCall:
             if scale == 1:
                 return call
             # Angles of fractional positions need float32: positions are whole numbers otherwise.
@@ -315,7 +324,7 @@ class HandRotation:
     key: Tensor
     query_positions: Tensor
     key_positions: Tensor
-    call: Call
+    call: RotaryCall
     attend: Callable[[Tensor, Tensor], Tensor]
     last_row: Callable[[Tensor, Tensor], Tensor]
     memory: dict[str, Any]
@@ -352,18 +361,20 @@ class HandRotation:
 
 
 @contextmanager
-def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
+def rotating_by_hand(
+    model: PreTrainedModel, layers: Mapping[int, ByHand]
+) -> Iterator[None]:
     """Keep keys un-rotated in the cache of some layers; functions rotate queries and keys at every step."""
     unrotated = dict.fromkeys(layers, lambda call: call)
     with ExitStack() as stack:
         call_of = stack.enter_context(latest_calls(model))
-        stack.enter_context(tables(model, unrotated, Call.identity))
-        stack.enter_context(replaced(rotary_module(model), _BUSY, "by hand"))
+        stack.enter_context(tables(model, unrotated, RotaryCall.identity))
+        stack.enter_context(replace_attribute(rotary_module(model), _BUSY, "by hand"))
         attention = _HandAttention(model, layers, call_of, {})
         stack.enter_context(
-            before_each(families.attention_modules(model), layers, attention.make_hook)
+            pre_hooks(families.attention_modules(model), layers, attention.make_hook)
         )
-        stack.enter_context(attending(model, attention.attend))
+        stack.enter_context(intercepting_attention(model, attention.attend))
         yield
 
 
@@ -379,7 +390,7 @@ class _Step:
         unchanged: See :class:`HandRotation`.
     """
 
-    call: Call
+    call: RotaryCall
     positions: Tensor
     cache: Any
     memory: dict[str, Any]
@@ -388,11 +399,11 @@ class _Step:
 
 @dataclass(frozen=True)
 class _HandAttention:
-    """What :func:`by_hand` puts before the attention modules and in front of the kernel."""
+    """What :func:`rotating_by_hand` puts before the attention modules and in front of the kernel."""
 
     model: PreTrainedModel
     layers: Mapping[int, ByHand]
-    call_of: Callable[[int], Call]
+    call_of: Callable[[int], RotaryCall]
     steps: dict[int, _Step]
 
     def make_hook(self, layer: int) -> Callable[..., None]:
@@ -429,10 +440,10 @@ class _HandAttention:
         value: Tensor,
         mask: Tensor | None,
         *,
-        following: Attend,
+        following: AttentionFunction,
         **settings: Any,
     ) -> Any:
-        """The attention function, see :data:`posbench.model.hooks.Attend`."""
+        """The attention function, see :data:`posbench.model.hooks.AttentionFunction`."""
         layer = module.layer_idx
         if layer not in self.layers:
             return following(module, query, key, value, mask, **settings)
@@ -449,7 +460,7 @@ class _HandAttention:
             values = sdpa.repeat_kv(value, groups)
             ungrouped: AbstractContextManager[None] = nullcontext()
             if groups > 1:
-                ungrouped = replaced(module, "num_key_value_groups", 1)
+                ungrouped = replace_attribute(module, "num_key_value_groups", 1)
             with ungrouped:
                 output, weights = following(
                     module, rotated_query, rotated_key, values, mask, **settings
@@ -466,7 +477,7 @@ class _HandAttention:
                 key_positions=positions[:, -key.shape[2] :],
                 call=step.call,
                 attend=kernel,
-                last_row=lambda q, k: last_row(q, k, mask, **settings),
+                last_row=lambda q, k: last_query_weights(q, k, mask, **settings),
                 memory=step.memory,
                 unchanged=step.unchanged,
                 model=self.model,

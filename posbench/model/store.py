@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from posbench.late import PreTrainedModel, Tensor, inference_mode, torch, transformers
 from posbench.model import families
-from posbench.model.guard import finite, guarded
+from posbench.model.guard import check_finite, guarded
 from posbench.model.hooks import SPARE_TOKENS, appendable_cache
 from posbench.model.lm import LM
-from posbench.model.prefix import READ, Prefix, recording
+from posbench.model.prefix import PREFIX_ATTRIBUTE, Prefix, recording_inputs
 
 MIN_SEGMENT_TOKENS = 32
 """A prompt branches off inside a segment only behind so many of its tokens; fewer are computed again."""
@@ -58,7 +58,7 @@ def lexicographic_order(prompts: Prompts) -> list[int]:
     return sorted(range(len(prompts)), key=lambda index: (prompts[index], index))
 
 
-def layout(prompts: Prompts) -> PrefixTrie:
+def build_prefix_trie(prompts: Prompts) -> PrefixTrie:
     """Lay out prompts in a token store so that a shared prefix is computed once.
 
     Prompts are visited in lexicographic order. Each shares its longest common prefix with the one before it,
@@ -108,12 +108,12 @@ def _branch_point(previous_ids: IntArray, ids: IntArray, path: list[Segment]) ->
     return start
 
 
-def grouped(prompts: Prompts, capacity: int) -> list[list[int]]:
+def group_by_prefix(prompts: Prompts, capacity_tokens: int) -> list[list[int]]:
     """Divide prompts into groups that fit into a store, neighbours of the lexicographic order together.
 
     Args:
         prompts: Token ids of each prompt.
-        capacity: Tokens of a group at most, a shared prefix counted once. A longer prompt is a group of its
+        capacity_tokens: Tokens of a group at most, a shared prefix counted once. A longer prompt is a group of its
             own.
 
     Returns:
@@ -127,7 +127,7 @@ def grouped(prompts: Prompts, capacity: int) -> list[list[int]]:
         # A short end of the common prefix may be computed again, see _branch_point().
         common = _common_prefix_length(previous_ids, ids)
         new_tokens = len(ids) - max(common - MIN_SEGMENT_TOKENS, 0)
-        if not groups or num_tokens + new_tokens > capacity:
+        if not groups or num_tokens + new_tokens > capacity_tokens:
             groups.append([])
             num_tokens = 0
             new_tokens = len(ids)
@@ -140,7 +140,7 @@ def grouped(prompts: Prompts, capacity: int) -> list[list[int]]:
 # The work
 
 
-def obstacle(model: PreTrainedModel) -> str:
+def reason_not_shareable(model: PreTrainedModel) -> str:
     """Why prompts cannot share a prefill in a model; empty where they can."""
     config = families.text_config(model)
     rope_parameters = getattr(config, "rope_parameters", None) or {}
@@ -158,14 +158,14 @@ def obstacle(model: PreTrainedModel) -> str:
 @guarded
 @inference_mode
 def token_bytes(lm: LM) -> int:
-    """Bytes that a token takes in a :class:`Store`.
+    """Bytes that a token takes in a :class:`PrefixStore`.
 
     These are its keys, values and rotations, and of the attention input one channel, or all of them where the
     keys are not linear in it.
     """
     prefix = Prefix(transformers.DynamicCache())
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
-    with recording(lm.model, prefix, [0], range(lm.layers)):
+    with recording_inputs(lm.model, prefix, [0], range(lm.layers)):
         lm.model(input_ids=ids, past_key_values=prefix.cache, use_cache=True)
     num_bytes = 0
     for layer in prefix.cache.layers:
@@ -180,7 +180,7 @@ def token_bytes(lm: LM) -> int:
 
 
 @dataclass
-class Store:
+class PrefixStore:
     """Keys and values of prompts that share their prefixes, each token once.
 
     Attributes:
@@ -202,7 +202,7 @@ class Store:
     _rotary_layer: dict[int, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layout = layout(self.prompts)
+        self.layout = build_prefix_trie(self.prompts)
 
     def fill(self, lm: LM, size: int, tokens: int | None) -> None:
         """Compute every segment, with the model as the methods that continue want the prompts read.
@@ -213,7 +213,7 @@ class Store:
             tokens: Tokens of a batch at most, those before the segments counted; None: any number.
         """
         self._states.clear()
-        for batch in batches(self.prompts, self.layout.stretches, size, tokens):
+        for batch in segment_batches(self.prompts, self.layout.stretches, size, tokens):
             _compute(lm, self, batch)
 
     def prefix(self, lm: LM, rows: Sequence[int]) -> Prefix:
@@ -246,7 +246,7 @@ class Store:
             )
             cache = appendable_cache(keys_and_values, spare)
         prefix = Prefix(cache=cache, channels=tuple(self.channels))
-        setattr(cache, READ, prefix)
+        setattr(cache, PREFIX_ATTRIBUTE, prefix)
         if not width:
             return prefix
 
@@ -278,16 +278,19 @@ class Store:
         states[slots.to(states.device)] = values
 
 
-def batches(
-    prompts: Prompts, segments: Sequence[Segment], size: int, tokens: int | None
+def segment_batches(
+    prompts: Prompts,
+    segments: Sequence[Segment],
+    batch_size: int,
+    batch_tokens: int | None,
 ) -> Iterator[list[Segment]]:
     """Divide segments into batches that are computed together: of one level and of similar length.
 
     Args:
         prompts: Token ids of each prompt.
         segments: Segments of these prompts.
-        size: Segments of a batch at most.
-        tokens: Tokens of a batch at most, the prefixes before the segments and padding counted; None: any
+        batch_size: Segments of a batch at most.
+        batch_tokens: Tokens of a batch at most, the prefixes before the segments and padding counted; None: any
             number. A longer prompt is a batch of its own.
 
     Yields:
@@ -307,8 +310,9 @@ def batches(
         if batch:
             length = lengths[segment.prompt]
             longest = lengths[batch[0].prompt]
-            is_full = len(batch) == size or (
-                tokens is not None and (len(batch) + 1) * longest_prompt > tokens
+            is_full = len(batch) == batch_size or (
+                batch_tokens is not None
+                and (len(batch) + 1) * longest_prompt > batch_tokens
             )
             is_similar = (
                 length >= MIN_LENGTH_RATIO * longest
@@ -323,7 +327,7 @@ def batches(
         yield batch
 
 
-def fed(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
+def computed_spans(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
     """The span (first token, end) of its prompt that each segment of a batch feeds to the model."""
     width = max(len(prompts[segment.prompt]) - segment.start for segment in batch)
     # Every row feeds as many tokens, if need be some before its segment: then no row has a gap, which sliding
@@ -337,11 +341,11 @@ def fed(prompts: Prompts, batch: Sequence[Segment]) -> list[tuple[int, int]]:
 
 @guarded
 @inference_mode
-def _compute(lm: LM, store: Store, batch: Sequence[Segment]) -> None:
+def _compute(lm: LM, store: PrefixStore, batch: Sequence[Segment]) -> None:
     """Run segments of one level and store their keys, values and recorded states."""
     prompts = [store.prompts[segment.prompt] for segment in batch]
     token_slots = [store.layout.token_slots[segment.prompt] for segment in batch]
-    starts = [start for start, _ in fed(store.prompts, batch)]
+    starts = [start for start, _ in computed_spans(store.prompts, batch)]
     lengths = [
         len(prompt) - segment.start
         for prompt, segment in zip(prompts, batch, strict=True)
@@ -363,11 +367,11 @@ def _compute(lm: LM, store: Store, batch: Sequence[Segment]) -> None:
         )
     inputs["position_ids"] = inputs["position_ids"] + past_lengths
     prefix = Prefix(cache)
-    with recording(lm.model, prefix, store.channels, store.layers):
+    with recording_inputs(lm.model, prefix, store.channels, store.layers):
         logits = lm.model(
             **inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits
-        finite(logits)
+        check_finite(logits)
 
     # Row and column in the batch of every token of the segments, and its slot.
     rows = torch.from_numpy(np.repeat(np.arange(len(batch)), lengths))

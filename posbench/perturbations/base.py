@@ -18,7 +18,7 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families
-from posbench.model.hooks import before_each
+from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
 
 Span = tuple[int, int]
@@ -76,7 +76,7 @@ def track_cache_length(model: PreTrainedModel) -> Iterator[Callable[[], int]]:
         cache = kwargs.get("past_key_values")
         columns = 0 if cache is None else int(cache.get_seq_length())
 
-    with before_each([model.base_model], None, lambda _: count):
+    with pre_hooks([model.base_model], None, lambda _: count):
         yield lambda: columns
 
 

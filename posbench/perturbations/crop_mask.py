@@ -8,7 +8,7 @@ from typing import Any
 
 from posbench.late import Tensor, nn, torch
 from posbench.model import families
-from posbench.model.hooks import before_each
+from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
 from posbench.perturbations.base import (
     Spans,
@@ -83,5 +83,5 @@ def crop_mask(
             mask = crop(cache_length(), hidden, kwargs.get("attention_mask"))
             return args, kwargs | {"attention_mask": mask}
 
-        with before_each(families.attention_modules(lm.model), layers, lambda _: hook):
+        with pre_hooks(families.attention_modules(lm.model), layers, lambda _: hook):
             yield

@@ -11,7 +11,7 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.late import Tensor, nn, torch
 from posbench.model import families, rope
-from posbench.model.hooks import Attend, attending, before_each
+from posbench.model.hooks import AttentionFunction, intercepting_attention, pre_hooks
 from posbench.model.lm import LM
 from posbench.perturbations.base import (
     Spans,
@@ -60,7 +60,7 @@ def move_positions(
         allowed = "a model with rotary position embedding (RoPE) in attention through the library's functions"
         hint = "crop the mask, or take model=tiny"
         raise UserError("position ids of a span", lm.name, allowed, hint)
-    rope.check(lm, "position ids of a span", by_hand=True)
+    rope.check_rope(lm, "position ids of a span", by_hand=True)
     need_mask_support(lm, "moved position ids")
     target_columns, first_column = _target_columns(lengths, spans, targets)
     moved_layers = set(rope.rotated_layers(lm.model))
@@ -78,13 +78,13 @@ def move_positions(
             cache_length=cache_length,
         )
         stack.enter_context(
-            before_each(
+            pre_hooks(
                 families.attention_modules(lm.model),
                 moved_layers,
                 lambda layer: partial(mover.record_rotation, layer),
             )
         )
-        stack.enter_context(attending(lm.model, mover.attend))
+        stack.enter_context(intercepting_attention(lm.model, mover.attend))
         yield
 
 
@@ -154,10 +154,10 @@ class _KeyMover:
         value: Tensor,
         mask: Tensor | None,
         *,
-        following: Attend,
+        following: AttentionFunction,
         **settings: Any,
     ) -> Any:
-        """Attend to moved keys from the last prompt token on; see :data:`posbench.model.hooks.Attend`."""
+        """Attend to moved keys from the last prompt token on; see :data:`posbench.model.hooks.AttentionFunction`."""
         num_queries = query.shape[2]
         num_keys = key.shape[2]
         num_columns = self.cache_length() + num_queries

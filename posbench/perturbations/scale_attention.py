@@ -9,8 +9,8 @@ from typing import Any
 
 from posbench.late import F, Tensor, nn, sdpa, torch
 from posbench.model import families
-from posbench.model.attention import last_row
-from posbench.model.hooks import Attend, attending
+from posbench.model.attention import last_query_weights
+from posbench.model.hooks import AttentionFunction, intercepting_attention
 from posbench.model.lm import LM
 
 
@@ -52,7 +52,7 @@ def scale_attention(
     scaling = _LastRowScaling(tokens, factor - 1, layers, renormalise, generated)
     with ExitStack() as stack:
         if families.family_of(lm.model).interface:
-            stack.enter_context(attending(lm.model, scaling.attend))
+            stack.enter_context(intercepting_attention(lm.model, scaling.attend))
         else:
             scaling.projection = families.family_of(lm.model).output
             stack.enter_context(lm.eager())
@@ -130,12 +130,12 @@ class _LastRowScaling:
         value: Tensor,
         mask: Tensor | None,
         *,
-        following: Attend,
+        following: AttentionFunction,
         **settings: Any,
     ) -> Any:
-        """Attend as before and add the gain; see :data:`posbench.model.hooks.Attend`."""
+        """Attend as before and add the gain; see :data:`posbench.model.hooks.AttentionFunction`."""
         output, *weights = following(module, query, key, value, mask, **settings)
-        row = last_row(query, key, mask, **settings)
+        row = last_query_weights(query, key, mask, **settings)
         gain = self.gain(module.layer_idx, row, value, query.shape[2])
         if gain is not None:
             output = output.clone()

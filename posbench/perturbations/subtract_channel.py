@@ -9,7 +9,7 @@ from typing import Any
 from posbench.late import nn, torch
 from posbench.model import families
 from posbench.model.families import Site
-from posbench.model.hooks import before_each
+from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
 from posbench.perturbations.base import (
     Spans,
@@ -66,5 +66,5 @@ def subtract_channel(
             return hook
 
         modules = families.site_modules(lm.model, site)
-        with before_each(modules, values, subtraction_hook):
+        with pre_hooks(modules, values, subtraction_hook):
             yield

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ PLURALS = {
 }
 CLUSTER = "runtime/cluster"
 """A group inside a group."""
-CHOSEN = {"search.side_task": "task"}
+GROUP_OF_KEY = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
 TOP = (*GROUPS, "stages", "experiment")
-GIVEN = "given by the user"
+USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
@@ -80,7 +81,7 @@ def read_flags(args: Sequence[str]) -> Any:
     complaint = io.StringIO()
     typed = " ".join(args)
     try:
-        with redirect_stderr(complaint):
+        with redirect_stderr(complaint), text_help():
             flags, unknown = get_args_parser().parse_known_intermixed_args(list(args))
     except SystemExit as error:
         last_line = complaint.getvalue().strip().splitlines()[-1]
@@ -99,7 +100,30 @@ def read_flags(args: Sequence[str]) -> Any:
     return flags
 
 
-def requested(
+@contextmanager
+def text_help() -> Iterator[None]:
+    """Let Hydra 1.3 make its parser of flags on Python 3.14, for the duration of a block.
+
+    argparse of Python 3.14 looks into each help text when it is given; Hydra gives one that becomes text only
+    when it is printed.
+    """
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(
+        parser: argparse.ArgumentParser, *names: str, **settings: Any
+    ) -> argparse.Action:
+        if not isinstance(settings.get("help", ""), str):
+            settings["help"] = "Hydra's shell completion; see posbench completion"
+        return add_argument(parser, *names, **settings)
+
+    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
+
+
+def parse_request(
     overrides: Sequence[str], folders: Sequence[Path], multirun: bool
 ) -> Request:
     """Return overrides, and those that an experiment adds, as Hydra reads them.
@@ -184,7 +208,7 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         taken: Names of other models: as many parts of the path go in front as tell it from them.
     """
     checkpoint = Path(path).expanduser()
-    if sources.there(checkpoint):
+    if sources.exists(checkpoint):
         checkpoint = Path(os.path.abspath(checkpoint))
     parts = []
     for part in checkpoint.parts:
@@ -210,7 +234,7 @@ def _name_path_models(
     named = list[str]()
     for override in overrides:
         key, _, value = override.partition("=")
-        is_folder = key == "model" and sources.there(Path(value).expanduser())
+        is_folder = key == "model" and sources.exists(Path(value).expanduser())
         has_syntax = bool(re.search(r"[\[\](){}'\"]", value)) and not is_folder
         if key != "model" or has_syntax:
             named.append(override)
@@ -219,7 +243,7 @@ def _name_path_models(
         for path in values:
             if path not in known_names and path not in names and _is_path(path):
                 names[path] = model_name(path, [*known_names, *names.values()])
-                node = {"path": path, "source": GIVEN}
+                node = {"path": path, "source": USER_SOURCE}
                 ConfigStore.instance().store(group="model", name=names[path], node=node)
         named.append("model=" + ",".join(names.get(path, path) for path in values))
     return named, list(names.values())
@@ -229,7 +253,7 @@ def _is_path(value: str) -> bool:
     """Whether a value of ``model=`` is a folder or a hub id, and no name of a choice."""
     if "/" in value or value.startswith(("~", ".")):
         return True
-    return bool(value) and sources.there(Path(value))
+    return bool(value) and sources.exists(Path(value))
 
 
 # Overrides
@@ -302,7 +326,7 @@ def _check(
     if override.is_sweep_override() and not multirun:
         allowed = "one value; a list as [a,b]"
         raise UserError(key, value, allowed, "sweep with -m (--multirun)")
-    group = CHOSEN.get(key, key)
+    group = GROUP_OF_KEY.get(key, key)
     chooses = group in (*GROUPS, CLUSTER) and not override.is_delete()
     if not chooses or (group != key and override.value() is None):
         return
@@ -367,8 +391,8 @@ def _rewrite(override: Override) -> str:
     """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
-    if key in CHOSEN and override.value() is not None:
-        return f"+{CHOSEN[key]}@{key}={value}"
+    if key in GROUP_OF_KEY and override.value() is not None:
+        return f"+{GROUP_OF_KEY[key]}@{key}={value}"
     if key == "method":
         names = re.sub(
             r"\[([^\[\]]*)\]",

@@ -32,20 +32,21 @@ from posbench.pipeline.arguments import (
     GROUPS,
     Request,
     model_name,
+    parse_request,
     read_flags,
-    requested,
+    text_help,
 )
 from posbench.pipeline.multirun import (
-    directly,
+    compose_directly,
     hydra_at,
-    launched,
-    leave,
-    records,
+    launch,
+    read_records,
     search_path,
     spelled,
+    write_record,
 )
 from posbench.run.runtime import Cluster, Runtime
-from posbench.schema import defaults, target
+from posbench.schema import default_values, resolve_target
 
 GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
 """Groups whose members may have a block in a model's file, which they take constants from."""
@@ -60,7 +61,7 @@ MISSING_CHOICE = re.compile(
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedConfig:
     """One composed config.
 
     Attributes:
@@ -70,7 +71,7 @@ class Composed:
         folders: posbench's config folder, and the user's own.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
-        records: Folder that takes what :func:`posbench.pipeline.multirun.leave` leaves.
+        records: Folder that takes what :func:`posbench.pipeline.multirun.write_record` leaves.
     """
 
     raw: dict[str, Any]
@@ -84,15 +85,15 @@ class Composed:
 
 def compose(
     args: Sequence[str],
-    each: Callable[[Composed], None],
-    before: Callable[[Sequence[Composed]], None] = lambda composed: None,
+    handle: Callable[[ComposedConfig], None],
+    prepare_all: Callable[[Sequence[ComposedConfig]], None] = lambda composed: None,
 ) -> list[dict[str, Any]]:
     """Compose the configs that the arguments ask for and hand them on: one, or one for each job of a sweep.
 
     Args:
         args: ``key=value`` overrides and Hydra's flags.
-        each: Called with every config; what it leaves by :func:`posbench.pipeline.multirun.leave` is returned.
-        before: Called first with all configs of a sweep, where its jobs run in this process.
+        handle: Called with every config; what it leaves by :func:`posbench.pipeline.multirun.write_record` is returned.
+        prepare_all: Called first with all configs of a sweep, where its jobs run in this process.
 
     Returns:
         The records of the jobs, in order.
@@ -102,10 +103,10 @@ def compose(
     """
     flags = read_flags(args)
     folders = paths.config_folders(flags.config_dir)
-    request = requested(flags.overrides, folders, bool(flags.multirun))
+    request = parse_request(flags.overrides, folders, bool(flags.multirun))
     faults: list[UserError] = []
 
-    def fill(config: DictConfig, records_folder: Path) -> Composed | None:
+    def fill(config: DictConfig, records_folder: Path) -> ComposedConfig | None:
         try:
             return _compose_job(config, request, folders, records_folder)
         except UserError as error:
@@ -117,11 +118,13 @@ def compose(
         def run_job(config: DictConfig) -> None:
             composed = fill(config, records_folder)
             if composed:
-                each(composed)
+                handle(composed)
 
-        hydra.main(
+        run_all = hydra.main(
             version_base="1.3", config_path=str(paths.CONF), config_name=request.config
-        )(run_job)()
+        )(run_job)
+        with text_help():
+            run_all()
 
     with (
         tempfile.TemporaryDirectory(prefix="posbench-sweep-") as scratch,
@@ -130,28 +133,31 @@ def compose(
     ):
         records_folder = Path(scratch)
         sys.argv = ["posbench", *_hydra_arguments(args, flags, request)]
-        configs = directly(flags, request)
+        configs = compose_directly(flags, request)
         if configs is not None:
             _run_in_turn(
-                configs, lambda config: fill(config, records_folder), before, each
+                configs,
+                lambda config: fill(config, records_folder),
+                prepare_all,
+                handle,
             )
         elif flags.multirun or request.multirun:
-            return launched(request, run_by_hydra)
+            return launch(request, run_by_hydra)
         else:
             run_by_hydra(records_folder)
-        job_records = records(records_folder)
+        job_records = read_records(records_folder)
     if faults and not any(record["multirun"] for record in job_records):
         raise faults[0]
     return job_records
 
 
-def composed(*overrides: str) -> Composed:
+def compose_one(*overrides: str) -> ComposedConfig:
     """Return the one config that overrides ask for.
 
     Raises:
         UserError: An override or a YAML file is wrong.
     """
-    configs: list[Composed] = []
+    configs: list[ComposedConfig] = []
     compose(overrides, configs.append)
     return configs[0]
 
@@ -175,12 +181,12 @@ def _hydra_arguments(args: Sequence[str], flags: Any, request: Request) -> list[
 
 def _run_in_turn(
     configs: Sequence[DictConfig],
-    fill: Callable[[DictConfig], Composed | None],
-    before: Callable[[Sequence[Composed]], None],
-    each: Callable[[Composed], None],
+    fill: Callable[[DictConfig], ComposedConfig | None],
+    before: Callable[[Sequence[ComposedConfig]], None],
+    each: Callable[[ComposedConfig], None],
 ) -> None:
     """Fill in all configs, then hand on those that are right, together and one by one."""
-    jobs = list[Composed | None]()
+    jobs = list[ComposedConfig | None]()
     for config in configs:
         HydraConfig.instance().cfg = config
         jobs.append(fill(config))
@@ -235,7 +241,7 @@ def _compose_job(
     request: Request,
     folders: Sequence[Path],
     records_folder: Path,
-) -> Composed:
+) -> ComposedConfig:
     """A job as Hydra composed it, filled in; one that is wrong leaves a record in the folder."""
     job = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
@@ -255,7 +261,7 @@ def _compose_job(
             "status": 2,
             "error": str(error),
         }
-        leave(records_folder, number, record)
+        write_record(records_folder, number, record)
         raise
     return replace(composed, records=records_folder)
 
@@ -273,7 +279,7 @@ def _fill(
     folders: Sequence[Path],
     number: int,
     multirun: bool,
-) -> Composed:
+) -> ComposedConfig:
     """Turn a config into plain data with all defaults.
 
     Args:
@@ -306,7 +312,7 @@ def _fill(
     for key, value in _paper_settings(raw).items():
         if f"task.{key}" not in typed:
             raw["task"][key] = value
-    return Composed(
+    return ComposedConfig(
         raw=_resolve(raw),
         typed=typed,
         overrides=spelled(request, overrides),
@@ -317,15 +323,15 @@ def _fill(
 
 
 def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:
-    runtime = {**defaults(Runtime), **node}
+    runtime = {**default_values(Runtime), **node}
     if isinstance(runtime["cluster"], dict):
-        runtime["cluster"] = {**defaults(Cluster), **runtime["cluster"]}
+        runtime["cluster"] = {**default_values(Cluster), **runtime["cluster"]}
     return runtime
 
 
 def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
     """A model's node with all defaults, and a name that is safe for a folder."""
-    fields = defaults(ModelConfig)
+    fields = default_values(ModelConfig)
     del fields["blocks"]
     model = {**fields, **node}
     if model["name"] == HUB_MODEL and isinstance(model["path"], str):
@@ -361,7 +367,7 @@ def _read_blocks(
     Raises:
         UserError: A block is of no method, task or study, or a typed key of it is none of these.
     """
-    fields = defaults(ModelConfig)
+    fields = default_values(ModelConfig)
     blocks = {
         name: dict(value)
         for name, value in model.items()
@@ -405,8 +411,8 @@ def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
         for folder in folders
     )
     file = next(file for file in files if file.is_file())
-    cls, _ = target(yaml.safe_load(file.read_text()), object, "model")
-    return defaults(cls)
+    cls, _ = resolve_target(yaml.safe_load(file.read_text()), object, "model")
+    return default_values(cls)
 
 
 def _need_used_blocks(
@@ -454,12 +460,12 @@ def _fill_node(
     """
     if "_target_" not in node:
         return
-    cls, values = target(node, object, key)
+    cls, values = resolve_target(node, object, key)
     name = str(values.get("name") or key.rpartition(".")[2])
     # Choices of one class share its module's block: an exhaustive search takes that of the channel search.
     module = cls.__module__.rpartition(".")[2]
     block = blocks.get(name, blocks.get(module, {}))
-    fields = defaults(cls)
+    fields = default_values(cls)
     # Keys of an earlier release come along to be refused by name.
     taken = {*fields, *getattr(cls, "renamed", ())}
     for field_name, value in block.items():

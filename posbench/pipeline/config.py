@@ -12,10 +12,10 @@ from posbench import paths
 from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
 from posbench.files.sources import Source
-from posbench.methods.choice import MethodChoice, every
+from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
-from posbench.pipeline.arguments import GIVEN, GROUPS, TOP
+from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
 from posbench.run.method import MethodUnderTest
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import Positive, build, instantiate
@@ -125,7 +125,7 @@ class Config:
         if self.target is None:
             return ""
         model = self.model
-        name = model.path if model.source == GIVEN else model.name
+        name = model.path if model.source == USER_SOURCE else model.name
         return (
             f"find one: posbench stages=[search] model={name} method={self.target.name}"
         )
@@ -137,7 +137,7 @@ class Config:
         return self.experiment.reference.beside(self.task, self.model.name)
 
 
-def check(
+def check_config(
     raw: Mapping[str, Any],
     typed: Sequence[str] = (),
     folders: Sequence[Path] = (paths.CONF,),
@@ -146,7 +146,7 @@ def check(
     """Check a composed config.
 
     Args:
-        raw: Plain data; see :class:`posbench.pipeline.compose.Composed`.
+        raw: Plain data; see :class:`posbench.pipeline.compose.ComposedConfig`.
         typed: Dotted keys that the user set.
         folders: The config folders, whose methods some studies measure.
         obstacles: Collects what is wrong with files of this machine; without it that is raised, too.
@@ -230,7 +230,7 @@ def _assemble(
         typed=frozenset(typed),
     )
     if config.study and config.study.all_methods:
-        config = replace(config, all_methods=every(folders, config.model.blocks))
+        config = replace(config, all_methods=all_choices(folders, config.model.blocks))
     config.method_under_test().trial()
     return config
 
@@ -263,12 +263,12 @@ def _check_files(parts: Mapping[str, Any], faults: Faults) -> None:
                     if number == 0:
                         task.place()
                     else:
-                        sources.listing(source)
+                        sources.list_files(source)
 
 
 def _check_checkpoint(source: Source, model: ModelConfig) -> None:
-    sources.listing(source)
-    facts = sources.facts(source)
+    sources.list_files(source)
+    facts = sources.checkpoint_config(source)
     if facts and not model.base_url:
         families.family_of_type(facts.get("model_type"))
 
@@ -297,10 +297,10 @@ def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
     search_files: tuple[Source, ...] = ()
     if raw.get("search"):
         search_files = _build_search(raw["search"]).files()
-    return (*model.files, *data_of(task), *search_files)
+    return (*model.files, *task_sources(task), *search_files)
 
 
-def data_of(task: Task) -> list[Source]:
+def task_sources(task: Task) -> list[Source]:
     """Return the files of a task, with what is known of them where their server is not reached."""
     about = f"{task.size}; {task.licence}"
     return [replace(source, about=about) for source in task.files()]

@@ -18,7 +18,7 @@ from rich.table import Table
 from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
-from posbench.model.load import Reader, outline
+from posbench.model.load import CheckpointReader, load_without_weights
 from posbench.pipeline.config import Config
 from posbench.pipeline.prepare import build_run
 from posbench.pipeline.stages.intervene import plan_attention
@@ -30,7 +30,7 @@ from posbench.run.progress import duration
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
-from posbench.tasks.items import placed
+from posbench.tasks.items import sort_by_gold_position
 
 TIMED_BATCHES = 3
 TIMED_STEPS = 8
@@ -39,7 +39,9 @@ COUNTED_CHARACTERS = 500_000
 NO_LIMIT = 2**62
 
 
-def show(config: Config, reader: Reader, measure: bool, console: Console) -> None:
+def show(
+    config: Config, reader: CheckpointReader, measure: bool, console: Console
+) -> None:
     """Print what a run would take.
 
     Args:
@@ -53,7 +55,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     if is_served:
         run.lm = reader  # type: ignore[assignment]
     else:
-        run.lm = outline(config.model, reader, config.runtime.device)
+        run.lm = load_without_weights(config.model, reader, config.runtime.device)
     estimates = estimate_run(config, run)
     seconds = None
     if measure and estimates and not is_served:
@@ -144,7 +146,9 @@ def estimate_run(
             else:
                 estimates += _estimate_passes(run, reading, method)
     if "intervene" in stages:
-        examples = placed(task.evaluation(), run.runtime.intervene_examples)
+        examples = sort_by_gold_position(
+            task.evaluation(), run.runtime.intervene_examples
+        )
         if examples:
             estimates.append(_estimate_rows(subjects, "intervene", examples))
     if "evaluate" in stages:

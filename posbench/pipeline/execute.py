@@ -12,20 +12,21 @@ from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
-from posbench.files.digests import Content, changed
+from posbench.files.digests import Content, find_change
 from posbench.files.hardware import default_threads
-from posbench.files.sources import Source, cached
+from posbench.files.sources import Source, cached_path
 from posbench.late import torch
 from posbench.model import families
 from posbench.model.guard import probe
+from posbench.model.items import probe_items
 from posbench.model.lm import LM
-from posbench.pipeline.compose import composed
-from posbench.pipeline.config import Config, check
+from posbench.pipeline.compose import compose_one
+from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import (
-    files,
     identity,
+    input_sources,
     provenance,
-    reads,
+    run_contents,
     run_name,
     threads,
     version_key,
@@ -89,7 +90,7 @@ def execute(
         damaged = out.damaged()
         if not damaged and _has_ended(out, config):
             console.print("finished before: nothing is computed again")
-            report.show(out.path, console)
+            report.show_run(out.path, console)
             return out.path
         if damaged:
             names = ", ".join(damaged)
@@ -117,7 +118,7 @@ def execute(
             raise
         out.finish("done", seconds=time.monotonic() - started)
         if "report" not in config.stages:
-            report.show(out.path, console)
+            report.show_run(out.path, console)
         return out.path
 
 
@@ -242,7 +243,7 @@ def claim_run(
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
     """
     # First of all: weights to download, with the hub's own progress bars.
-    contents = reads(config)
+    contents = run_contents(config)
     run_identity = identity(config, contents)
     silence_transformers()
     set_threads(config)
@@ -274,7 +275,7 @@ def make_run_folder(config: Config, command: str) -> Path:
     Raises:
         UserError: A file cannot be read, or the outputs cannot be written.
     """
-    contents = reads(config)
+    contents = run_contents(config)
     run_identity = identity(config, contents)
     location = RunLocation.of(config, run_identity, contents)
     existing = location.find()
@@ -297,10 +298,10 @@ def recorded_config(folder: Path) -> Config:
     out = open_run(folder.absolute())
     raw = out.config("runtime")
     # Groups that take no part are not recorded: whatever they are, nothing reads them.
-    raw = {**composed().raw, "study": None, "experiment": None, **raw}
+    raw = {**compose_one().raw, "study": None, "experiment": None, **raw}
     raw["runtime"] = {**raw["runtime"], "outputs": str(out.path.parents[2])}
-    config = check(raw)
-    contents = reads(config)
+    config = check_config(raw)
+    contents = run_contents(config)
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
         allowed = "one of this code, these libraries and files, and this kind of device"
@@ -309,7 +310,7 @@ def recorded_config(folder: Path) -> Config:
     return config
 
 
-def finished(config: Config) -> Path | None:
+def find_finished_run(config: Config) -> Path | None:
     """Return the folder of a run that :func:`execute` would show and not compute again, else None.
 
     Nothing is written.
@@ -317,14 +318,14 @@ def finished(config: Config) -> Path | None:
     Raises:
         UserError: A file that takes part cannot be read, or the outputs cannot.
     """
-    contents = reads(config)
+    contents = run_contents(config)
     out = RunLocation.of(config, identity(config, contents), contents).find()
     if out is None or not _has_ended(out, config) or out.damaged():
         return None
     return out.path
 
 
-def absent(config: Config) -> list[Source]:
+def missing_sources(config: Config) -> list[Source]:
     """Return what a run would download first; empty if all of it is here.
 
     Raises:
@@ -333,8 +334,8 @@ def absent(config: Config) -> list[Source]:
     need_text_model(config)
     return [
         source
-        for source in files(config)
-        if source.kind != "path" and cached(source) is None
+        for source in input_sources(config)
+        if source.kind != "path" and cached_path(source) is None
     ]
 
 
@@ -354,9 +355,13 @@ def probe_model(config: Config, run: Run) -> None:
     elif config.uses_model:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
+        method = run.method.trial()
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
-            method = run.method.trial()
-            with suppress(torch.OutOfMemoryError), method.applied(run.lm) as lm:
+            with (
+                suppress(torch.OutOfMemoryError),
+                method.applied(run.lm) as lm,
+                probe_items(lm, ids),
+            ):
                 probe(lm, ids)
 
 
@@ -377,7 +382,7 @@ def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:
     Raises:
         UserError: A file holds something else than when the run began.
     """
-    content = changed(contents)
+    content = find_change(contents)
     if content:
         out.write_facts(STATUS, {"state": MIXED, "stages": {}})
         allowed = "a file that stays as it is while a run reads it; it changed"

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from posbench.errors import Faults, UserError
-from posbench.measure.replies import encode_whole, room
+from posbench.measure.replies import encode_untruncated, generation_budget
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.load import Reader
+from posbench.model.load import CheckpointReader
 from posbench.pipeline.config import Config
 from posbench.tasks import Example, Task
-from posbench.tasks.items import Placed
+from posbench.tasks.items import GoldPositionTask
 
 NUM_LONGEST = 16
 """Prompts whose tokens are counted: the longest."""
@@ -53,7 +53,7 @@ class FitToModel:
         adjustments: The changes by the dotted key of the field.
     """
 
-    def __init__(self, config: Config, reader: Reader) -> None:
+    def __init__(self, config: Config, reader: CheckpointReader) -> None:
         self.config = config
         self.reader = reader
         self.adjustments = dict[str, Adjustment]()
@@ -72,11 +72,11 @@ class FitToModel:
             return
         if "search" in stages:
             task.examples("calibration")  # what is wrong with them is raised first
-        if not isinstance(task, Placed) and stages <= {"study", "report"}:
+        if not isinstance(task, GoldPositionTask) and stages <= {"study", "report"}:
             return  # studies choose among such prompts
         examples = _longest_examples(task)
         self._fit_replies(task, examples)
-        if isinstance(task, Placed) and examples[0].items:
+        if isinstance(task, GoldPositionTask) and examples[0].items:
             self._fit_items(examples)
         elif {"intervene", "evaluate"} & stages:
             self._need_spelt(examples)
@@ -177,7 +177,7 @@ class FitToModel:
         if self._is_fixed("task.max_new_tokens"):
             return
         examples = self.config.task.evaluation()
-        encoded = encode_whole(self.reader, examples[0])
+        encoded = encode_untruncated(self.reader, examples[0])
         answers = {example.answers[0] for example in examples}
         longest = max(
             len(self.reader.continuation_ids(encoded, answer)) for answer in answers
@@ -186,7 +186,7 @@ class FitToModel:
         self._change("task", {"max_new_tokens": longest}, reason)
 
     def _num_tokens(self, example: Example) -> int:
-        return len(encode_whole(self.reader, example).ids)
+        return len(encode_untruncated(self.reader, example).ids)
 
     # Items
 
@@ -222,7 +222,7 @@ class FitToModel:
                 # Prompts of that size vary in their own way.
                 self._fit_items(_longest_examples(now))
 
-    def _reduce_items(self, task: Placed, num_fitting: int) -> None:
+    def _reduce_items(self, task: GoldPositionTask, num_fitting: int) -> None:
         """Put at most so many items into a prompt."""
         if num_fitting < 2:
             name = self.reader.name
@@ -251,11 +251,15 @@ class FitToModel:
                 f"with {now.items} {evaluation_items}",
             )
 
-    def _num_fitting_items(self, task: Placed, examples: Sequence[Example]) -> int:
+    def _num_fitting_items(
+        self, task: GoldPositionTask, examples: Sequence[Example]
+    ) -> int:
         """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
-        prompts = [encode_whole(self.reader, example) for example in examples]
+        prompts = [encode_untruncated(self.reader, example) for example in examples]
         num_items = len(examples[0].items)
-        reply = max(room(self.reader, task, example) for example in examples)
+        reply = max(
+            generation_budget(self.reader, task, example) for example in examples
+        )
         budget = self.reader.context_window - reply
         beside_items = max(
             _tokens_beside_items(example, prompt, num_items)
@@ -296,7 +300,7 @@ class FitToModel:
 
 def _longest_examples(task: Task) -> list[Example]:
     """The longest prompts of a task, in characters, the longest last; of a few questions, where it draws them."""
-    if isinstance(task, Placed) and not task.files():
+    if isinstance(task, GoldPositionTask) and not task.files():
         limit = min(task.limit or QUESTIONS_TO_DRAW, QUESTIONS_TO_DRAW)
         task = replace(task, limit=limit)
     return sorted(task.evaluation(), key=lambda e: len(e.prompt))[-NUM_LONGEST:]

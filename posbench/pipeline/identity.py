@@ -17,12 +17,12 @@ from typing import Any
 from posbench import paths, versions
 from posbench.errors import UserError
 from posbench.files import sources
-from posbench.files.atomic import digest
-from posbench.files.digests import Content, contents, in_place, keys
-from posbench.files.hardware import hardware
+from posbench.files.atomic import short_hash
+from posbench.files.digests import Content, content_keys, hash_paths, read_contents
+from posbench.files.hardware import describe_hardware
 from posbench.late import torch
 from posbench.model.load import torch_device
-from posbench.pipeline.config import Config, data_of
+from posbench.pipeline.config import Config, task_sources
 
 NUMBERS = (
     "tasks",
@@ -62,7 +62,7 @@ DATA_DIGITS = 16
 SHOWN_DIGITS = 12
 
 
-def files(config: Config) -> list[sources.Source]:
+def input_sources(config: Config) -> list[sources.Source]:
     """Return the files that a run reads: checkpoint, data, and those of its method, search and study."""
     needed: list[sources.Source] = []
     if config.uses_model:
@@ -71,7 +71,7 @@ def files(config: Config) -> list[sources.Source]:
         for choice in config.all_methods.values():
             needed += choice.files()
     if config.uses_task:
-        needed += data_of(config.task)
+        needed += task_sources(config.task)
     if "search" in config.stages:
         needed += config.search.files()
     if config.study:
@@ -87,13 +87,13 @@ def files(config: Config) -> list[sources.Source]:
     return needed
 
 
-def reads(config: Config) -> list[Content]:
+def run_contents(config: Config) -> list[Content]:
     """Return what the files of a run hold.
 
     Raises:
         UserError: One is missing, or cannot be read or downloaded.
     """
-    return contents(files(config))
+    return read_contents(input_sources(config))
 
 
 def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
@@ -103,13 +103,13 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
 
     Args:
         config: The run.
-        read: What its files hold, by :func:`reads`.
+        read: What its files hold, by :func:`run_contents`.
     """
     model = config.model
     runtime = config.runtime
     facts: dict[str, Any] = {
         "code": source_digest(_class_files(config)),
-        "data": digest(keys(read, "task"), DATA_DIGITS),
+        "data": short_hash(content_keys(read, "task"), DATA_DIGITS),
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
@@ -157,15 +157,15 @@ def run_name(
     Args:
         config: The run.
         run_identity: Its identity, by :func:`identity`.
-        read: What its files hold, by :func:`reads`.
+        read: What its files hold, by :func:`run_contents`.
     """
     runtime = config.runtime
-    raw = in_place(config.raw, read)
+    raw = hash_paths(config.raw, read)
     settings: dict[str, Any] = {
         "identity": run_identity,
         "measured": [runtime.intervene_examples, runtime.resamples],
         "typed": config.raw["typed"],
-        "files": keys(read, "method", "search", "study"),
+        "files": content_keys(read, "method", "search", "study"),
     }
     for group in ("task", "method", "study", "search"):
         if group in raw:
@@ -177,7 +177,7 @@ def run_name(
     parts = [config.study_name]
     if config.uses_model:
         parts = [config.model.name, config.study_name, config.choice.name]
-    return "__".join([*filter(None, parts), digest(settings)])
+    return "__".join([*filter(None, parts), short_hash(settings)])
 
 
 def fingerprint(read: Sequence[Content]) -> str:
@@ -186,7 +186,7 @@ def fingerprint(read: Sequence[Content]) -> str:
     for content in checkpoint:
         if content.file is None:
             return f"{content.source.id}@{content.held}"
-    return digest(keys(checkpoint, "model"), DATA_DIGITS)
+    return short_hash(content_keys(checkpoint, "model"), DATA_DIGITS)
 
 
 def _class_files(config: Config) -> set[Path]:
@@ -257,7 +257,7 @@ def provenance(
         config: The run.
         command: The command line.
         run_identity: Its identity, by :func:`identity`.
-        read: What its files hold, by :func:`reads`.
+        read: What its files hold, by :func:`run_contents`.
     """
     facts: dict[str, Any] = {
         "command": command,
@@ -265,8 +265,8 @@ def provenance(
         "posbench": versions.__version__,
         "git": _git_commit(),
         "python": platform.python_version(),
-        "packages": versions.installed(),
-        "hardware": hardware(),
+        "packages": versions.installed_versions(),
+        "hardware": describe_hardware(),
         "identity": dict(run_identity),
         "files": [content.fact for content in read],
     }
@@ -285,7 +285,9 @@ def provenance(
     return facts
 
 
-def need_same(needed: Sequence[sources.Source], facts: Mapping[str, Any]) -> None:
+def need_same_contents(
+    needed: Sequence[sources.Source], facts: Mapping[str, Any]
+) -> None:
     """Refuse files of a task or a checkpoint that do not hold what a run read.
 
     Args:
@@ -303,7 +305,7 @@ def need_same(needed: Sequence[sources.Source], facts: Mapping[str, Any]) -> Non
         (entry["field"], entry["name"]): entry.get("sha256", entry.get("commit"))
         for entry in entries
     }
-    for content in contents(needed):
+    for content in read_contents(needed):
         before = recorded.get(content.key[:2], "not read")
         if before != content.held:
             allowed = (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from posbench.errors import UserError
 from posbench.files.atomic import write_text
-from posbench.run.folder import CONFIG, RunDir, opened, runs_in
-from posbench.run.lease import in_use, runs
+from posbench.run.folder import CONFIG, RunDir, open_run_dir, runs_in
+from posbench.run.lease import in_use, is_alive
 from posbench.run.shards import is_running, missing_shards
 
 SUBMITTED = ".submitted.json"
@@ -78,13 +78,13 @@ def submissions(folder: Path) -> list[Submission]:
     return entries
 
 
-def record(folder: Path, submission: Submission) -> None:
+def record_submission(folder: Path, submission: Submission) -> None:
     """Add a submission to those of a run; one of the same id is replaced."""
     remaining = [entry for entry in submissions(folder) if entry.id != submission.id]
     _write(folder, [*remaining, submission])
 
 
-def forget(folder: Path, name: str) -> None:
+def forget_submission(folder: Path, name: str) -> None:
     """Take back that jobs of a name were to make a run: none was sent."""
     remaining = [entry for entry in submissions(folder) if entry.jobs != name]
     if remaining:
@@ -98,7 +98,7 @@ def _write(folder: Path, entries: Sequence[Submission]) -> None:
     write_text(folder / SUBMITTED, text)
 
 
-def submitted(root: Path) -> list[Path]:
+def submitted_runs(root: Path) -> list[Path]:
     """Return the submitted runs of an outputs folder, or the one run that ``root`` is.
 
     Raises:
@@ -123,7 +123,7 @@ Queue = set[tuple[str, int]] | None
 """Jobs in a queue: their names and numbers; None where it cannot be read."""
 
 
-def queue() -> Queue:
+def queued_jobs() -> Queue:
     """Return this user's jobs that Slurm has: waiting, running, or ending."""
     if not shutil.which("squeue"):
         return None
@@ -150,7 +150,7 @@ def queue() -> Queue:
     return jobs
 
 
-def state(folder: Path, queued: Queue) -> tuple[str, str]:
+def run_state(folder: Path, queued: Queue) -> tuple[str, str]:
     """Return how a submitted run stands, and a note on it.
 
     Args:
@@ -162,7 +162,7 @@ def state(folder: Path, queued: Queue) -> tuple[str, str]:
         ``failed``, ``lost`` (no job of it is left) or ``unknown`` (not done, and the queue cannot be read);
         and the note, which may be empty.
     """
-    run = opened(folder)
+    run = open_run_dir(folder)
     if run.done:
         damaged = run.damaged()
         return ("damaged", ", ".join(damaged)) if damaged else ("done", "")
@@ -191,7 +191,7 @@ def state(folder: Path, queued: Queue) -> tuple[str, str]:
 def _has_jobs(submission: Submission, queued: Queue) -> bool | None:
     """Whether a job of a submission runs or waits; None where that cannot be known."""
     if submission.kind == "local":
-        return any(runs(pid, start) for pid, start in submission.pids)
+        return any(is_alive(pid, start) for pid, start in submission.pids)
     if queued is None:
         return None
     if submission.first is None:
@@ -231,7 +231,9 @@ def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> st
     return last
 
 
-def grouped(folders: Sequence[Path]) -> dict[str, list[tuple[Submission, Path]]]:
+def runs_by_submission(
+    folders: Sequence[Path],
+) -> dict[str, list[tuple[Submission, Path]]]:
     """Return the runs of each submission, in their order, by its id."""
     by_id = dict[str, list[tuple[Submission, Path]]]()
     for folder in folders:

@@ -35,13 +35,13 @@ BASIC = {
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
 }
-"""What a config chooses of Hydra's own unless it says so; see :func:`directly`."""
+"""What a config chooses of Hydra's own unless it says so; see :func:`compose_directly`."""
 SWEEP = "POSBENCH_SWEEP"
 """Environment variable with a sweep's folder, Hydra's ``sweep.dir``: a launcher keeps its files there."""
 MAX_ERROR_LENGTH = 300
 
 
-def directly(flags: Any, request: Request) -> list[DictConfig] | None:
+def compose_directly(flags: Any, request: Request) -> list[DictConfig] | None:
     """Compose the configs of all jobs by Hydra's Compose API.
 
     That takes a third of the time of ``hydra.main``, which composes every job twice.
@@ -125,7 +125,7 @@ def search_path(folders: Sequence[Path]) -> list[str]:
     return [f"hydra.searchpath=[{listed}]"]
 
 
-def leave(records: Path, number: int, record: Mapping[str, Any]) -> None:
+def write_record(records: Path, number: int, record: Mapping[str, Any]) -> None:
     """Leave the record of a job for the caller of :func:`posbench.pipeline.compose.compose`.
 
     Args:
@@ -149,7 +149,7 @@ def hydra_at(folder: str) -> Iterator[None]:
             sys.argv = argv
 
 
-def launched(request: Request, run: Callable[[Path], None]) -> list[dict[str, Any]]:
+def launch(request: Request, run: Callable[[Path], None]) -> list[dict[str, Any]]:
     """Let a launcher run the jobs of a sweep, and return their records.
 
     These and the launcher's logs lie under the outputs, as jobs may run on other machines, and are removed
@@ -182,7 +182,7 @@ def launched(request: Request, run: Callable[[Path], None]) -> list[dict[str, An
         reason = reason or type(error).__name__
         for number, job in enumerate(jobs):
             _record_lost_job(folder, number, spelled(request, job), reason)
-    job_records = records(folder)
+    job_records = read_records(folder)
     if not any(record["status"] for record in job_records):
         shutil.rmtree(folder)
         with suppress(OSError):  # another sweep's records are there
@@ -207,7 +207,7 @@ def _record_lost_job(
         "status": 1,
         "error": fault,
     }
-    leave(folder, number, record)
+    write_record(folder, number, record)
 
 
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
@@ -219,7 +219,7 @@ def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(as_typed)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def read_records(folder: Path) -> list[dict[str, Any]]:
     """Return the records that jobs left in a folder, in order."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("job-*.json"))]
 

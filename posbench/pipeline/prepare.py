@@ -10,17 +10,17 @@ from rich.console import Console
 
 from posbench import paths
 from posbench.errors import Faults, UserError
-from posbench.files.digests import Content, in_place
-from posbench.files.sources import cached, listing
+from posbench.files.digests import Content, hash_paths
+from posbench.files.sources import cached_path, list_files
 from posbench.late import transformers
 from posbench.measure import served
 from posbench.measure.replies import encode_longest
 from posbench.model.endpoint import text_encoder
-from posbench.model.load import Reader, outline, reader
-from posbench.pipeline.compose import Composed
-from posbench.pipeline.config import Config, check
+from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
+from posbench.pipeline.compose import ComposedConfig
+from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.fit import Adjustment, FitToModel
-from posbench.pipeline.identity import files
+from posbench.pipeline.identity import input_sources
 from posbench.run.base import Run
 from posbench.tasks.base import EvaluationOnly
 
@@ -37,10 +37,10 @@ class PreparedRun:
 
     config: Config
     warnings: tuple[str, ...] = ()
-    reader: Reader | None = None
+    reader: CheckpointReader | None = None
 
 
-def prepare(composed: Composed, download: bool = True) -> PreparedRun:
+def prepare(composed: ComposedConfig, download: bool = True) -> PreparedRun:
     """Check a composed config, look for all that it reads, and fit its defaults to the model.
 
     Args:
@@ -53,7 +53,7 @@ def prepare(composed: Composed, download: bool = True) -> PreparedRun:
     faults = Faults()
     config = None
     with faults.collecting():
-        config = check(composed.raw, composed.typed, composed.folders, faults)
+        config = check_config(composed.raw, composed.typed, composed.folders, faults)
     if config is None:
         faults.raise_any()
     assert config is not None, "check returns a config or raises a fault"
@@ -69,7 +69,9 @@ def prepare(composed: Composed, download: bool = True) -> PreparedRun:
     silence_transformers()
     is_served = bool(config.model.base_url)
     # A served model's tokenizer stands in for a checkpoint.
-    encoder: Any = text_encoder(config.model) if is_served else reader(config.model)
+    encoder: Any = (
+        text_encoder(config.model) if is_served else read_checkpoint(config.model)
+    )
     fit = FitToModel(config, encoder)
     _note_method_left_out(fit, composed.raw["method"]["name"])
     if encoder.tokenizer:
@@ -84,13 +86,13 @@ def prepare(composed: Composed, download: bool = True) -> PreparedRun:
         _check_parts(fit.config, encoder, faults)
     server_warnings = tuple[str, ...]()
     with faults.collecting():
-        server_warnings = served.check(config.model, fit.config.task, encoder)
+        server_warnings = served.check_server(config.model, fit.config.task, encoder)
     faults.raise_any()
     warnings = [
         f"{key}: {adjustment.old} -> {adjustment.new}, {adjustment.reason}"
         for key, adjustment in fit.adjustments.items()
     ]
-    checkpoint = encoder if isinstance(encoder, Reader) else None
+    checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
     return PreparedRun(fit.config, (*warnings, *server_warnings), checkpoint)
 
 
@@ -113,17 +115,17 @@ def need_text_model(config: Config) -> None:
 
 
 def _need_remote_sources(
-    config: Config, composed: Composed, download: bool, faults: Faults
+    config: Config, composed: ComposedConfig, download: bool, faults: Faults
 ) -> None:
     """Collect which checkpoints and data sets are neither on this machine nor can be downloaded."""
     faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}
-    for source in files(config):
+    for source in input_sources(config):
         group = source.field.partition(".")[0]
-        if source.kind == "path" or group in faulty_groups or cached(source):
+        if source.kind == "path" or group in faulty_groups or cached_path(source):
             continue
         with faults.collecting():
             if download:
-                listing(source)  # raises where it cannot be downloaded
+                list_files(source)  # raises where it cannot be downloaded
             else:
                 about = f" ({source.about})" if source.about else ""
                 allowed = f"what is on this machine; this is not{about}"
@@ -169,7 +171,7 @@ def build_run(
         task=config.task,
         method=config.method_under_test(),
         runtime=config.runtime,
-        raw=in_place(config.raw, contents),
+        raw=hash_paths(config.raw, contents),
         stages=config.stages,
         reference=config.reference()[0],
         console=console,
@@ -178,7 +180,9 @@ def build_run(
     )
 
 
-def _check_parts(config: Config, checkpoint: Reader | None, faults: Faults) -> None:
+def _check_parts(
+    config: Config, checkpoint: CheckpointReader | None, faults: Faults
+) -> None:
     """Check that method, study, search and prompts fit the model.
 
     Args:
@@ -194,9 +198,13 @@ def _check_parts(config: Config, checkpoint: Reader | None, faults: Faults) -> N
     if checkpoint:
         has_outline = False
         with faults.collecting():
-            run.lm = outline(config.model, checkpoint, config.runtime.device)
+            run.lm = load_without_weights(
+                config.model, checkpoint, config.runtime.device
+            )
             has_outline = True
             run.method.trial().check(run.lm)
+            if "task" not in faulty_groups:
+                _check_prompts_of_method(run, config)
         if not has_outline:
             faults.raise_any()  # what follows would load the weights
     if config.study and "task" not in faulty_groups:
@@ -210,6 +218,29 @@ def _check_parts(config: Config, checkpoint: Reader | None, faults: Faults) -> N
         with faults.collecting():
             list(longest_prompts(run, config.stages))
     faults.raise_any()
+
+
+def _check_prompts_of_method(run: Run, config: Config) -> None:
+    """Refuse a method that reads or rewrites prompts where what runs gives it none to read or rewrite.
+
+    Raises:
+        UserError: The task's prompts have no items, or a study or search looks at them as they are.
+    """
+    method = run.method.trial()
+    name = run.method.choice.name
+    asks_prompts = bool(
+        {"study", "search", "intervene", "evaluate"} & set(config.stages)
+    )
+    if not asks_prompts:
+        return
+    if run.reads_items and not any(example.items for example in run.evaluation):
+        allowed = f"a task whose prompts have items, which {name} reads"
+        hint = "task=kv_retrieval or task=nq_multidoc; docs/own_data.md says how to mark yours"
+        raise UserError("task", run.task.name, allowed, hint)
+    for stage in ("study", "search"):
+        if method.rewrites and stage in config.stages:
+            allowed = f"no {stage} stage: it looks at prompts as the task gives them, and {name} rewrites them"
+            raise UserError("stages", stage, allowed, "set stages=[intervene,evaluate]")
 
 
 def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:

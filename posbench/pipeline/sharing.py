@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
-from posbench.files.atomic import digest
-from posbench.files.hardware import hardware
+from posbench.files.atomic import short_hash
+from posbench.files.hardware import describe_hardware
 from posbench.model.lm import LM
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import (
@@ -19,16 +19,16 @@ from posbench.pipeline.execute import (
     RunLocation,
     claim_run,
     execute,
-    finished,
+    find_finished_run,
     need_unchanged,
     set_threads,
 )
-from posbench.pipeline.identity import identity, reads
+from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.prepare import build_run, silence_transformers
 from posbench.pipeline.stages import search
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.folder import STATUS, RunDir
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 from posbench.run.shards import (
     HARDWARE,
     Shard,
@@ -114,8 +114,10 @@ def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
         }
         with suppress(UserError):  # its own run reports it
             shares_prefill = config.method_under_test().trial().prefill()
-            if shares_prefill and not finished(config):
-                groups.setdefault(digest([common, config.stages]), []).append(config)
+            if shares_prefill and not find_finished_run(config):
+                groups.setdefault(short_hash([common, config.stages]), []).append(
+                    config
+                )
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -141,7 +143,7 @@ def make_shard(
         UserError: Another process makes this shard, or a file changed.
         IncompleteRun: Some rows failed.
     """
-    contents = reads(config)
+    contents = run_contents(config)
     run_identity = identity(config, contents)
     silence_transformers()
     set_threads(config)
@@ -152,10 +154,10 @@ def make_shard(
     run.out = shard.folder(main_out)
     run.shard = shard
     run.out.path.mkdir(parents=True, exist_ok=True)
-    with owned(run.out.path):
+    with owning(run.out.path):
         run.method.use(read_found_parameters(main_out))
         status = run.out.status()
-        machines = [*status.get(HARDWARE, []), hardware()]
+        machines = [*status.get(HARDWARE, []), describe_hardware()]
         run.out.write_facts(STATUS, {**status, HARDWARE: list(dict.fromkeys(machines))})
         for stage, module in ROW_STAGES.items():
             if stage in config.stages and not run.out.stage(module.FILE).get("done"):
@@ -192,7 +194,7 @@ def make_shard_and_finish(
                 run.out.resume(config.stages, config.raw, facts)
                 _search(config, run)
                 write_found_parameters(run.out, run.method.found_parameters)
-    if finished(config):
+    if find_finished_run(config):
         return
     main_out, lm = make_shard(config, shard, console)
     if not missing_shards(main_out, shard.count):

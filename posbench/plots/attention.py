@@ -30,7 +30,7 @@ def attention_by_position(
         UserError: A column is missing, no row has item = gold_position, or several models or tasks are mixed.
     """
     gold = frames.gold_attention(attention)
-    frames.need_one(gold, "attention", "model", "task")
+    frames.need_single_value(gold, "attention", "model", "task")
     maps = {
         str(method): rows.pivot_table(
             index="layer", columns="depth", values="attention"
@@ -46,12 +46,12 @@ def attention_by_position(
     left, *map_panels = panels[0]
     averaged = [frames.strongest_layer(gold)] if layers is None else list(layers)
     rows = gold[gold["layer"].isin(averaged)]
-    frames.need(rows, f"attention (layers {averaged})", "attention")
+    frames.need_columns(rows, f"attention (layers {averaged})", "attention")
     _draw_curves(left, rows)
     plot.attention_axes(left, plot.layer_title(averaged, layers is None))
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
     for axes, (method, attention_map) in zip(map_panels, maps.items(), strict=True):
-        _draw_map(figure, axes, attention_map, base, frames.shown(method))
+        _draw_map(figure, axes, attention_map, base, frames.display_name(method))
     return figure
 
 
@@ -65,7 +65,7 @@ def _draw_curves(axes: Axes, rows: pd.DataFrame) -> None:
             style = plot.line_style(num_modified)
             num_modified += 1
         curve = of_method.groupby("depth")["attention"].mean()
-        label = frames.shown(method)
+        label = frames.display_name(method)
         axes.plot(100 * curve.index, curve.to_numpy(), label=label, **style)
 
 
@@ -124,7 +124,7 @@ def _draw_map(
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
 
 
-def over_positions(
+def draw_over_positions(
     attention: Axes,
     score: Axes,
     table: pd.DataFrame,
@@ -145,5 +145,5 @@ def over_positions(
     plot.bands(attention, table, by, labels, name="attention", scale=1, ordered=ordered)
     plot.bands(score, table, by, labels, name="score", ordered=ordered)
     attention.set(xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL)
-    plot.from_zero(attention)
+    plot.start_at_zero(attention)
     plot.percent_axes(score, "score (%)")

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 from posbench.files.atomic import write_bytes
-from posbench.late import Axes, Figure, matplotlib, pd, within
-from posbench.stats.findings import columns
+from posbench.late import Axes, Figure, matplotlib, pd, run_inside
+from posbench.stats.findings import estimate_columns
 
 BLACK = "#000000"
 """The unmodified model."""
 BLUE = "#0072B2"
 """The method, or what a study changes."""
-GOLD = "#E69F00"
+GOLD_COLOUR = "#E69F00"
 """The gold item."""
-CONTROL = "#CC79A7"
+CONTROL_COLOUR = "#CC79A7"
 """Controls."""
-PAPER = "#882255"
+PAPER_COLOUR = "#882255"
 """The paper's values."""
 COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
@@ -38,18 +38,18 @@ SHADE = "0.9"
 GUIDE = "0.5"
 """Lines that help to read (chance, zero)."""
 DASHED = (0, (4, 2))
-LEVEL: dict[str, Any] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
+UNMODIFIED_LINE: dict[str, Any] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
 """Style of a straight line that stands for the unmodified model."""
-ON_TOP: dict[str, Any] = {
-    "color": CONTROL,
+CONTROL_STYLE: dict[str, Any] = {
+    "color": CONTROL_COLOUR,
     "linestyle": ":",
     "marker": "x",
     "linewidth": 1.5,
     "zorder": 4,
 }
 """Style of a control, which often lies on the unmodified model's dashes."""
-OPEN_DIAMOND: dict[str, Any] = {
-    "color": PAPER,
+PAPER_MARKER: dict[str, Any] = {
+    "color": PAPER_COLOUR,
     "marker": "D",
     "linestyle": "none",
     "markerfacecolor": "white",
@@ -78,8 +78,8 @@ STYLE: dict[str, Any] = {
     "pdf.fonttype": 42,
 }
 MARKERS = "os^vPp*h"
-ITEM = "item (0 is the first)"
-TOKEN = "token\n(0 is the first)"
+ITEM_LABEL = "item (0 is the first)"
+TOKEN_LABEL = "token\n(0 is the first)"
 """Axes that count as every table does; tokens of a formula are counted from 1, and their axes say so."""
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
@@ -93,7 +93,7 @@ def _style() -> AbstractContextManager[None]:
     return context(["default", STYLE, {"axes.prop_cycle": cycle}])
 
 
-styled = within(_style)
+styled = run_inside(_style)
 """Decorator: draw under our style alone, whatever the user's matplotlibrc says."""
 
 
@@ -144,7 +144,7 @@ def new_panels(
     return figure, list(panels.flat[:count])
 
 
-def layers_across(layers: int) -> int:
+def layers_per_row(layers: int) -> int:
     """How many small axes of layers stand in a row."""
     return layers if layers <= 6 else 8
 
@@ -161,13 +161,13 @@ def count_label(n: Counts) -> str:
     return f"n = {lowest}" if lowest == highest else f"n = {lowest} to {highest}"
 
 
-def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:
+def line_style(index: int, unmodified: bool = False, steps: int = 0) -> dict[str, Any]:
     """The style of one line among several.
 
     Args:
         index: Number of the line.
         unmodified: Whether it is the unmodified model's.
-        of: Length of an ordered scale of which the line is a step; 0 for names.
+        steps: Length of an ordered scale of which the line is a step; 0 for names.
     """
     marker = MARKERS[index % len(MARKERS)]
     if unmodified:
@@ -178,8 +178,8 @@ def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, A
             "markerfacecolor": "white",
             "zorder": 3,
         }
-    if of:
-        colour = matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1))
+    if steps:
+        colour = matplotlib.colormaps["viridis"](0.88 * index / max(steps - 1, 1))
         return {"color": colour, "linestyle": "-", "marker": marker}
     return {
         "color": COLOURS[index % len(COLOURS)],
@@ -206,13 +206,15 @@ def band(
         rows: A row per point.
         style: The style of the line.
         x: Column of the x axis; a depth in 0..1 is drawn in %.
-        name: The estimate, see :func:`posbench.stats.findings.columns`.
+        name: The estimate, see :func:`posbench.stats.findings.estimate_columns`.
         scale: Factor of the estimate.
         label: Its text in a legend.
     """
     rows = rows.sort_values(x)
     x_values = rows[x] * (100 if x == "depth" else 1)
-    value, low, high = (scale * rows[column].astype(float) for column in columns(name))
+    value, low, high = (
+        scale * rows[column].astype(float) for column in estimate_columns(name)
+    )
     axes.plot(x_values, value, label=label, **style)
     axes.fill_between(
         x_values, low, high, color=style["color"], alpha=0.15, linewidth=0
@@ -232,7 +234,7 @@ def percent_bars(
         style: Options of :meth:`Axes.errorbar`.
     """
     value, low, high = (
-        100 * rows[column].to_numpy(dtype=float) for column in columns()
+        100 * rows[column].to_numpy(dtype=float) for column in estimate_columns()
     )
     error = np.clip([value - low, high - value], 0, None)
     if upright:
@@ -273,13 +275,13 @@ def bands(
             continue
         style = line_style(max(index - num_unmodified, 0), value == "none", num_steps)
         if "gold item" in label:
-            style["color"] = GOLD
+            style["color"] = GOLD_COLOUR
         elif "control" in label:
-            style |= ON_TOP
+            style |= CONTROL_STYLE
         band(axes, rows, style, x=x, name=name, scale=scale, label=label)
 
 
-def few_ticks(
+def set_few_ticks(
     set_ticks: Callable[..., Any], names: Sequence[Any], count: int = 8
 ) -> None:
     """Label some of the rows or columns of a map.
@@ -300,8 +302,8 @@ def percent_axes(
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(-3, 103), yticks=range(0, 101, 20))
 
 
-def layer_title(layers: Sequence[int], chosen: bool) -> str:
-    """Which layers a panel averages; ``chosen`` says that posbench selected them."""
+def layer_title(layers: Sequence[int], selected: bool) -> str:
+    """Which layers a panel averages; ``selected`` says that posbench selected them."""
     if len(layers) == 1:
         name = f"layer {layers[0]}"
     elif len(layers) > 7:
@@ -310,10 +312,10 @@ def layer_title(layers: Sequence[int], chosen: bool) -> str:
         )
     else:
         name = f"mean of layers {', '.join(map(str, layers))}"
-    return f"{name} (strongest when unmodified)" if chosen else name
+    return f"{name} (strongest when unmodified)" if selected else name
 
 
-def from_zero(axes: Axes) -> None:
+def start_at_zero(axes: Axes) -> None:
     """Let the y axis of weights start at 0 and end above the highest line."""
     top = max(float(np.nanmax(line.get_ydata())) for line in axes.lines)
     axes.set_ylim(0, 1.08 * top or 1.0)
@@ -323,10 +325,10 @@ def from_zero(axes: Axes) -> None:
 def attention_axes(axes: Axes, title: str) -> None:
     """Label axes of attention to the gold item over the gold position."""
     axes.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=title)
-    from_zero(axes)
+    start_at_zero(axes)
 
 
-def entries(figure: Figure) -> tuple[list[Any], list[str]]:
+def legend_entries(figure: Figure) -> tuple[list[Any], list[str]]:
     """Handles and labels of a legend of all panels, each label once."""
     handles = dict[str, Any]()
     for axes in figure.axes:
@@ -335,9 +337,9 @@ def entries(figure: Figure) -> tuple[list[Any], list[str]]:
     return list(handles.values()), list(handles)
 
 
-def legend_below(figure: Figure) -> None:
+def add_legend_below(figure: Figure) -> None:
     """Legend of all panels under them, in as many columns as the longest label allows."""
-    handles, labels = entries(figure)
+    handles, labels = legend_entries(figure)
     column_inches = 0.06 * max(map(len, labels)) + 0.45
     num_fitting = int(figure.get_figwidth() / column_inches)
     num_columns = max(1, min(5, len(labels), num_fitting))

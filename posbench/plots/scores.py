@@ -7,9 +7,16 @@ import numpy as np
 from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
-from posbench.stats.findings import columns
+from posbench.stats.findings import estimate_columns
 
-CURVE_COLUMNS = ("model", "method", "gold_position", "depth", "metric", *columns())
+CURVE_COLUMNS = (
+    "model",
+    "method",
+    "gold_position",
+    "depth",
+    "metric",
+    *estimate_columns(),
+)
 """Columns that a figure of scores over the gold position needs."""
 PANELS_PER_ROW = 3
 
@@ -27,9 +34,9 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     Raises:
         UserError: A column or every score per position is missing.
     """
-    frames.need(metrics, "metrics", *CURVE_COLUMNS)
-    rows = frames.at_positions(metrics)
-    frames.need(rows, "metrics (score per position)", "value")
+    frames.need_columns(metrics, "metrics", *CURVE_COLUMNS)
+    rows = frames.rows_at_positions(metrics)
+    frames.need_columns(rows, "metrics (score per position)", "value")
     varied = [
         column
         for column in ("model", "task", "seed")
@@ -40,7 +47,7 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     for (method, *values), line in rows.groupby(["method", *varied], sort=False):
         unmodified = method == frames.UNMODIFIED
         names = [f"{key} {value}" for key, value in zip(varied, values, strict=True)]
-        label = ", ".join([frames.shown(method), *names])
+        label = ", ".join([frames.display_name(method), *names])
         style = plot.line_style(num_lines[unmodified], unmodified)
         plot.band(axes, line, style, label=label)
         num_lines[unmodified] += 1
@@ -49,7 +56,7 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
             100 * chance, color=plot.GUIDE, linestyle=":", linewidth=1, label="chance"
         )
     plot.percent_axes(axes, f"{frames.metric_name(metrics)} (%)")
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -65,9 +72,9 @@ def accuracy_by_model(summary: pd.DataFrame) -> Figure:
     Raises:
         UserError: A column or every score per position is missing.
     """
-    frames.need(summary, "summary", *CURVE_COLUMNS)
-    rows = frames.at_positions(summary)
-    frames.need(rows, "summary (score per position)", "value")
+    frames.need_columns(summary, "summary", *CURVE_COLUMNS)
+    rows = frames.rows_at_positions(summary)
+    frames.need_columns(rows, "summary (score per position)", "value")
     models = list(rows["model"].unique())
     methods = [name for name in rows["method"].unique() if name != frames.UNMODIFIED]
     styles = {name: plot.line_style(index) for index, name in enumerate(methods)}
@@ -81,12 +88,12 @@ def accuracy_by_model(summary: pd.DataFrame) -> Figure:
         for method, style in styles.items():
             line = of_model[of_model["method"] == method]
             if len(line):
-                plot.band(axes, line, style, label=frames.shown(method))
+                plot.band(axes, line, style, label=frames.display_name(method))
         axes.set_title(model)
         is_first_in_row = index % PANELS_PER_ROW == 0
         label = f"{frames.metric_name(summary)} (%)" if is_first_in_row else ""
         plot.percent_axes(axes, label)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -103,9 +110,9 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
         UserError: A column is missing, or several models or tasks are mixed.
     """
     names = ("model", "method", "task", "subset", "kind", "metric")
-    frames.need(subsets, "subsets", *names, *columns())
-    frames.need_one(subsets, "subsets", "model", "task")
-    rows = frames.of_metric(subsets)
+    frames.need_columns(subsets, "subsets", *names, *estimate_columns())
+    frames.need_single_value(subsets, "subsets", "model", "task")
+    rows = frames.rows_of_metric(subsets)
     lines = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
     methods = sorted(rows["method"].unique(), key=lambda m: m != frames.UNMODIFIED)
     figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(lines), n=rows["n"])
@@ -119,7 +126,7 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
         else:
             style = plot.line_style(index - (frames.UNMODIFIED in methods))
         style["linestyle"] = "none"
-        label = frames.shown(method)
+        label = frames.display_name(method)
         plot.percent_bars(axes, y, points, upright=False, label=label, **style)
     num_subsets = sum(kind == "subset" for kind, _ in lines)
     if num_subsets < len(lines):
@@ -130,5 +137,5 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
         ylim=(len(lines) - 0.5, -0.5),
         xlim=(-3, 103),
     )
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

@@ -10,13 +10,13 @@ import numpy as np
 
 from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
-from posbench.stats.frames import need
+from posbench.stats.frames import need_columns
 
 POSITIONS = ("beginning", "middle", "end")
 
 
 @plot.styled
-def convergence(generations: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
+def convergence_figure(generations: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
     """Best and mean fitness of the parents per generation, in %.
 
     Args:
@@ -24,7 +24,7 @@ def convergence(generations: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
             ``search`` names several searches, only the best fitness of each is drawn.
         n: Prompts behind a fitness.
     """
-    need(generations, "generations", "generation", "best", "mean", "unmodified")
+    need_columns(generations, "generations", "generation", "best", "mean", "unmodified")
     figure, axes = plot.new_figure(plot.COLUMN, 2.7, n=n)
     rows = generations.set_index("generation")
     if "search" in rows:
@@ -35,10 +35,10 @@ def convergence(generations: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
     for index, (label, line) in enumerate(lines.items()):
         axes.plot(line.index, 100 * line, label=label, **plot.line_style(index))
     for value in generations["unmodified"].dropna().unique():
-        axes.axhline(100 * value, label="unmodified", **plot.LEVEL)
+        axes.axhline(100 * value, label="unmodified", **plot.UNMODIFIED_LINE)
     plot.percent_axes(axes, "fitness (%)", "generation")
     axes.locator_params("x", integer=True)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -53,8 +53,8 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
         search: Rows of search.csv: beginning, middle, end, fitness (0..1), unmodified,
             selected.
     """
-    need(parts, "curve", "part", "x", "y")
-    need(search, "search", *POSITIONS, "fitness", "unmodified", "selected")
+    need_columns(parts, "curve", "part", "x", "y")
+    need_columns(search, "search", *POSITIONS, "fitness", "unmodified", "selected")
     points = parts[parts["part"] == "point"]
     curve = parts[parts["part"] == "curve"]
     layers = parts[parts["part"] == "layer"]
@@ -72,7 +72,7 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
         axes.set(xlabel="x (layers)", ylabel="y (scale)")
     scales, accuracy = panels[-2:]
     scales.plot(layers["x"], layers["y"], color=plot.BLUE, marker="o", label="found")
-    scales.axhline(1, label="unmodified", **plot.LEVEL)
+    scales.axhline(1, label="unmodified", **plot.UNMODIFIED_LINE)
     scales.set(xlabel="layer", ylabel="scale")
     scales.locator_params("x", integer=True)
     columns = [*POSITIONS, "fitness"]
@@ -83,7 +83,7 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     accuracy.bar(x + 0.5 * width, _percent(selected, columns), width, color=plot.BLUE)
     plot.percent_axes(accuracy, "calibration accuracy (%)", "")
     accuracy.set_xticks(x, columns)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -93,7 +93,7 @@ def _percent(rows: pd.DataFrame, columns: list[str]) -> pd.Series:
 
 
 @plot.styled
-def channel_curves(
+def channel_figure(
     channels: pd.DataFrame, channel: int | str, n: Iterable[float] = ()
 ) -> Figure:
     """Value of one channel over the token position, a panel for each site and layer.
@@ -108,14 +108,14 @@ def channel_curves(
         n: Number of random strings.
     """
     columns = ("channel", "site", "layer", "token", "value", "sliding_mean")
-    need(channels, "channels", *columns)
+    need_columns(channels, "channels", *columns)
     rows = channels[channels["channel"].astype(str) == str(channel)]
-    need(rows, f"channels (channel {channel})", "value")
+    need_columns(rows, f"channels (channel {channel})", "value")
     layers_of = {
         str(site): list(of_site.groupby("layer"))
         for site, of_site in rows.groupby("site", sort=False)
     }
-    across = plot.layers_across(max(map(len, layers_of.values())))
+    across = plot.layers_per_row(max(map(len, layers_of.values())))
     rows_of = {site: math.ceil(len(ls) / across) for site, ls in layers_of.items()}
     num_panels = across * sum(rows_of.values())
     figure, panels = plot.new_panels(num_panels, across, 1.15, n=n)
@@ -132,8 +132,8 @@ def channel_curves(
             axes.set_ylabel(f"channel {channel},\n{site.replace('_', ' ')}")
     # The last site is at the bottom of the figure.
     for axes in of_site[-across:]:
-        axes.set_xlabel(plot.TOKEN)
-    plot.legend_below(figure)
+        axes.set_xlabel(plot.TOKEN_LABEL)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -173,7 +173,7 @@ def candidate_losses_figure(search: pd.DataFrame, max_drawn: int = 30) -> Figure
         max_drawn: Most candidates that are drawn; a selected one is always among them.
     """
     names = ("channel", "factor", "layer_first", "layer_last")
-    need(search, "search", *names, "loss", "loss_unmodified", "selected")
+    need_columns(search, "search", *names, "loss", "loss_unmodified", "selected")
     search = search.sort_values("loss")
     candidates = search[(np.arange(len(search)) < max_drawn) | search["selected"]]
     height = 0.9 + 0.125 * max(len(candidates), 4)
@@ -183,7 +183,7 @@ def candidate_losses_figure(search: pd.DataFrame, max_drawn: int = 30) -> Figure
     _draw_losses(axes, candidates["loss"], y, ~is_selected, "white", "candidate")
     _draw_losses(axes, candidates["loss"], y, is_selected, plot.BLUE, "selected")
     for value in candidates["loss_unmodified"].unique():
-        axes.axvline(value, label="unmodified", **plot.LEVEL)
+        axes.axvline(value, label="unmodified", **plot.UNMODIFIED_LINE)
     axes.set_yticks(y, [candidate_label(row) for _, row in candidates.iterrows()])
     axes.set(ylim=(len(candidates) - 0.4, -0.6), xlabel="loss (nats per answer token)")
     num_best = min(max_drawn, len(search))
@@ -193,7 +193,7 @@ def candidate_losses_figure(search: pd.DataFrame, max_drawn: int = 30) -> Figure
     figure.suptitle(title, fontsize=plot.STYLE["axes.titlesize"])
     axes.grid(axis="y", color=plot.SHADE, linewidth=0.5)
     axes.set_axisbelow(True)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 

@@ -12,7 +12,7 @@ from posbench.errors import UserError
 from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
-from posbench.stats.findings import columns
+from posbench.stats.findings import estimate_columns
 
 CENTRE = "centre of attention"
 HALVES = "score of the first minus the second half of the gold positions"
@@ -45,7 +45,7 @@ def with_setting(
         are any); a label for the axis.
     """
     swept = [axis] if isinstance(axis, str) else list(axis)
-    frames.need(summary, "summary", *swept, "method")
+    frames.need_columns(summary, "summary", *swept, "method")
     setting = pd.Series("", index=summary.index)
     for column in swept:
         values = summary[column]
@@ -93,7 +93,7 @@ def _as_numbers(settings: list[str]) -> np.ndarray | None:
 def _setting_styles(settings: list[str]) -> list[dict[str, Any]]:
     """A style for each setting: steps of a scale for numbers, else separate colours."""
     num_steps = 0 if _as_numbers(settings) is None else len(settings)
-    return [plot.line_style(index, of=num_steps) for index in range(len(settings))]
+    return [plot.line_style(index, steps=num_steps) for index in range(len(settings))]
 
 
 def modified_of(rows: pd.DataFrame) -> pd.DataFrame:
@@ -168,10 +168,17 @@ def factor_sweep(
         UserError: A column or all scores are missing, or a setting has several overall
             rows.
     """
-    needed = ("model", "method", "gold_position", "depth", "metric", *columns())
-    frames.need(summary, "summary", *needed)
-    rows, settings, label = with_setting(frames.of_metric(summary), axis)
-    at_positions = frames.at_positions(rows)
+    needed = (
+        "model",
+        "method",
+        "gold_position",
+        "depth",
+        "metric",
+        *estimate_columns(),
+    )
+    frames.need_columns(summary, "summary", *needed)
+    rows, settings, label = with_setting(frames.rows_of_metric(summary), axis)
+    at_positions = frames.rows_at_positions(rows)
     counts = (at_positions if len(at_positions) else rows).get("n", ())
     height = max(2.6, 0.8 + 0.16 * len(settings))
     figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=counts)
@@ -209,7 +216,7 @@ def _draw_overall(
         label: What the settings are called, for an error.
     """
     modified = modified_of(rows)
-    points = frames.overall(modified).set_index("setting")
+    points = frames.rows_over_all_positions(modified).set_index("setting")
     repeated = points.index[points.index.duplicated()]
     if len(repeated):
         raise UserError(
@@ -221,11 +228,13 @@ def _draw_overall(
     levels = points.iloc[:0]
     if len(modified) < len(rows):
         first_rows = [
-            frames.overall(unmodified_of(rows, setting)).head(1).assign(setting=setting)
+            frames.rows_over_all_positions(unmodified_of(rows, setting))
+            .head(1)
+            .assign(setting=setting)
             for setting in settings
         ]
         levels = pd.concat(first_rows).set_index("setting").reindex(settings)
-    distinct = levels[columns()].dropna(how="all").drop_duplicates()
+    distinct = levels[estimate_columns()].dropna(how="all").drop_duplicates()
     numbers = _as_numbers(settings)
     offset = 0.0
     if numbers is None:
@@ -245,7 +254,7 @@ def _draw_overall(
             plot.percent_bars(axes, [x_value], levels.loc[[setting]], **style)
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
-        axes.axhline(value, **plot.LEVEL)
+        axes.axhline(value, **plot.UNMODIFIED_LINE)
         axes.axhspan(low, high, color=plot.BLACK, alpha=0.1, linewidth=0)
 
 
@@ -293,7 +302,7 @@ def attention_sweep(
         plot.attention_axes(axes, f"{model}, {title}" if len(models) > 1 else title)
         if axes is not panels[0]:
             axes.set_ylabel("")
-    figure.legend(*plot.entries(figure), loc="outside right center", title=label)
+    figure.legend(*plot.legend_entries(figure), loc="outside right center", title=label)
     return figure
 
 
@@ -305,7 +314,9 @@ def trend(rows: pd.DataFrame) -> Figure:
         rows: Rows of trend.csv of one swept key: group, axis, statistic (of
             :data:`PANELS`), number, value, ci_low, ci_high.
     """
-    frames.need(rows, "trend", "group", "axis", "statistic", "number", *columns())
+    frames.need_columns(
+        rows, "trend", "group", "axis", "statistic", "number", *estimate_columns()
+    )
     statistics = [name for name in PANELS if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
     width = plot.PAGE if len(statistics) > 1 else plot.COLUMN
@@ -329,7 +340,7 @@ def trend(rows: pd.DataFrame) -> Figure:
             style = plot.line_style(index)
             label = str(group)
             plot.band(axes, modified, style, x="number", scale=scale, label=label)
-            level = dict(plot.LEVEL)
+            level = dict(plot.UNMODIFIED_LINE)
             if len(groups) > 1:
                 level["color"] = style["color"]
             if index == 0:
@@ -337,5 +348,5 @@ def trend(rows: pd.DataFrame) -> Figure:
             for value in of_group.loc[is_unmodified, "value"]:
                 axes.axhline(scale * value, **level)
         axes.set(xlabel=rows["axis"].iloc[0], ylabel=y_label)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

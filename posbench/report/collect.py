@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 import yaml
 
 from posbench import paths
-from posbench.late import pd
+from posbench.late import DataFrame, pd
 from posbench.report import tables
-from posbench.report.folder import CAPTIONS, read_csv, read_json, runs_of
+from posbench.report.folder import CAPTIONS, read_csv, read_json, sweep_runs
 from posbench.report.page import describe_measurements
-from posbench.report.paper import cells, count_agreement, paper_table, with_subsets
-from posbench.report.sweep import axes_of, sweep_table
+from posbench.report.paper import (
+    count_agreement,
+    paper_cells,
+    paper_table,
+    with_subsets,
+)
+from posbench.report.sweep import setting_columns, sweep_table
 from posbench.report.tables import Table
 from posbench.report.text import headline, list_decided_claims
 from posbench.run.folder import (
@@ -27,7 +32,7 @@ from posbench.run.folder import (
     MANIFEST,
     PROVENANCE,
     RunDir,
-    opened,
+    open_run_dir,
     runs_in,
 )
 
@@ -81,7 +86,7 @@ class Result:
         if metrics is None:
             return None
         if self.is_sweep:
-            header, rows, sentence = sweep_table(metrics, axes_of(metrics))
+            header, rows, sentence = sweep_table(metrics, setting_columns(metrics))
             table = pd.DataFrame(rows, columns=header)
             return Scores(table.drop(columns="run", errors="ignore"), sentence)
         header, rows = tables.position_table(metrics)
@@ -92,7 +97,7 @@ class Result:
 class Scores(NamedTuple):
     """Scores as a table of text, and the result in a sentence."""
 
-    table: pd.DataFrame
+    table: DataFrame
     sentence: str
 
 
@@ -115,8 +120,10 @@ class Entry:
         """The single runs behind the results."""
         folders: list[Path] = []
         for result in self.results:
-            folders += runs_of(result.folder) if result.is_sweep else [result.folder]
-        return [opened(folder) for folder in folders if (folder / CONFIG).is_file()]
+            folders += sweep_runs(result.folder) if result.is_sweep else [result.folder]
+        return [
+            open_run_dir(folder) for folder in folders if (folder / CONFIG).is_file()
+        ]
 
     @cached_property
     def experiment(self) -> Mapping[str, Any]:
@@ -133,7 +140,7 @@ class Entry:
     @property
     def command(self) -> str:
         """The command that makes the first result."""
-        return _command(opened(self.results[0].folder)) if self.results else ""
+        return _command(open_run_dir(self.results[0].folder)) if self.results else ""
 
     @property
     def seconds(self) -> float | None:
@@ -171,7 +178,7 @@ class Entry:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The paper's cells that were measured, as :func:`posbench.report.paper.cells` has them."""
+        """The paper's cells that were measured, as :func:`posbench.report.paper.paper_cells` has them."""
         frames = []
         for result in self.results:
             reference = read_json(result.folder / "reference.json") or []
@@ -179,7 +186,7 @@ class Entry:
                 continue
             name = "subsets_summary" if result.is_sweep else "subsets"
             metrics = with_subsets(result.metrics, result.read_table(name))
-            frames.append(cells(metrics, reference)[0])
+            frames.append(paper_cells(metrics, reference)[0])
         return _concat(frames)
 
     @cached_property
@@ -243,7 +250,7 @@ def _concat(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
-def collect(folder: Path) -> list[Entry]:
+def collect_entries(folder: Path) -> list[Entry]:
     """The newest runs of each experiment in an outputs folder, an experiment's, or one version's.
 
     Of each experiment: the newest version with an intact run; there the newest sweep if
@@ -267,7 +274,7 @@ def _newest_version(name: str, folders: Sequence[Path]) -> Entry:
     """The entry of the newest version with something to show, with all newer faults."""
     versions = {folder: int(folder.parent.name[1:]) for folder in folders}
     sweeps = {
-        folder: runs_of(folder) for folder in folders if (folder / JOBS).is_file()
+        folder: sweep_runs(folder) for folder in folders if (folder / JOBS).is_file()
     }
     results: list[Result] = []
     faults: list[str] = []
@@ -333,7 +340,7 @@ def _entry(
 
 def _started(folder: Path) -> str:
     """When a run started, in ISO format."""
-    return str(opened(folder).facts(PROVENANCE).get("started", ""))
+    return str(open_run_dir(folder).facts(PROVENANCE).get("started", ""))
 
 
 def _is_intact(folder: Path, faults: dict[Path, str]) -> bool:
@@ -349,7 +356,7 @@ def _fault(folder: Path, files: Sequence[str] | None = None) -> str:
         folder: A run or a sweep.
         files: The files to check; None checks all.
     """
-    run = opened(folder)
+    run = open_run_dir(folder)
     name = f"{folder.parent.name}/{folder.name}"
     command = _command(run) or "the command that made it"
     if not run.done:

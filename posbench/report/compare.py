@@ -13,19 +13,24 @@ from typing import Any
 import numpy as np
 
 from posbench.errors import UserError, renamed
-from posbench.files.atomic import Row, digest, new_folder, write_csv
-from posbench.late import Figure, pd
+from posbench.files.atomic import Row, new_folder, short_hash, write_csv
+from posbench.late import DataFrame, Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
 from posbench.report.failures import FILE
-from posbench.report.folder import need_place, read_csv
+from posbench.report.folder import need_destination, read_csv
 from posbench.report.index import RunSummary, differing_settings, estimate_cell
-from posbench.run.folder import RunDir, checked
+from posbench.run.folder import RunDir, open_undamaged
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
-from posbench.stats.findings import columns, ends
-from posbench.stats.frames import UNMODIFIED, at_positions, overall, shown
+from posbench.stats.findings import estimate_columns, estimate_row
+from posbench.stats.frames import (
+    UNMODIFIED,
+    display_name,
+    rows_at_positions,
+    rows_over_all_positions,
+)
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Task
 
@@ -39,7 +44,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """A finished run with scores, under its name in a comparison.
 
     Attributes:
@@ -53,19 +58,19 @@ class Compared:
 
     run: RunDir
     summary: RunSummary
-    metrics: pd.DataFrame
-    unmodified: pd.DataFrame
+    metrics: DataFrame
+    unmodified: DataFrame
     label: str = ""
 
     @classmethod
-    def of(cls, folder: Path) -> Compared:
+    def of(cls, folder: Path) -> ComparedRun:
         """Open a run.
 
         Raises:
             UserError: It is damaged, unfinished or has no scores.
         """
         with renamed("DIR", "RUN"):
-            run = checked(folder)
+            run = open_undamaged(folder)
         metrics = read_csv(run.path / "metrics.csv")
         if not run.done or metrics is None:
             hint = "choose another: posbench ls runs state=done"
@@ -87,8 +92,8 @@ class Compared:
 
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
-        """Scored rows of its method, by example, gold position and digest of the prompt."""
-        # Rows of an older version hold no digest of their prompt: that of all prompts
+        """Scored rows of its method, by example, gold position and short_hash of the prompt."""
+        # Rows of an older version hold no short_hash of their prompt: that of all prompts
         # of the run stands in.
         all_prompts = self.run.read_json("prompts.json").get("questions")
         if not all_prompts:
@@ -121,11 +126,11 @@ def write_comparison(
         value = " ".join(map(str, folders))
         hint = "posbench ls runs lists them"
         raise UserError("RUN", value, "two runs or more, each once", hint)
-    runs = labelled([Compared.of(folder) for folder in folders])
+    runs = label_runs([ComparedRun.of(folder) for folder in folders])
     first = runs[0]
     _need_one_task(runs)
     out = (out or _default_folder(runs)).absolute()
-    need_place(out, (out / TABLE).is_file(), "comparison")
+    need_destination(out, (out / TABLE).is_file(), "comparison")
     figure = _score_figure(runs)
     rows: list[Record] = [_row(first, {})]
     notes = []
@@ -144,7 +149,7 @@ def write_comparison(
     return files, rows, notes
 
 
-def _need_one_task(runs: Sequence[Compared]) -> None:
+def _need_one_task(runs: Sequence[ComparedRun]) -> None:
     """Raise `UserError` if a run has another task than the first."""
     task = runs[0].summary.name("task")
     for run in runs:
@@ -155,7 +160,7 @@ def _need_one_task(runs: Sequence[Compared]) -> None:
             raise UserError("RUN", value, f"runs of one task, {task}", hint)
 
 
-def _default_folder(runs: Sequence[Compared]) -> Path:
+def _default_folder(runs: Sequence[ComparedRun]) -> Path:
     """A folder for a comparison, the same for the same runs."""
     first_folder = runs[0].run.path.resolve()
     outputs = first_folder.parent
@@ -164,11 +169,11 @@ def _default_folder(runs: Sequence[Compared]) -> Path:
     hashes = [run.summary.hash for run in runs]
     name = "_".join(hashes)
     if len(hashes) > 4:
-        name = f"{hashes[0]}_and_{len(hashes) - 1}_{digest(hashes)}"
+        name = f"{hashes[0]}_and_{len(hashes) - 1}_{short_hash(hashes)}"
     return outputs / "compare" / name
 
 
-def labelled(runs: Sequence[Compared]) -> list[Compared]:
+def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """The runs with labels: model, method and settings if they differ, else the hash."""
     several_models = len({run.model for run in runs}) > 1
     several_methods = len({run.method for run in runs}) > 1
@@ -177,9 +182,9 @@ def labelled(runs: Sequence[Compared]) -> list[Compared]:
     for run, settings in zip(runs, settings_of_runs, strict=True):
         names = []
         if several_models:
-            names.append(shown(run.model))
+            names.append(display_name(run.model))
         if several_methods:
-            names.append(shown(run.method))
+            names.append(display_name(run.method))
             # The method's name tells a served model from its twin in process.
             settings.pop("model.base_url", None)
             settings.pop("model.served", None)
@@ -199,13 +204,13 @@ def labelled(runs: Sequence[Compared]) -> list[Compared]:
 
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
     """A metric over all gold positions; None where there is none."""
-    rows = overall(metrics, metric).dropna(subset="value")
+    rows = rows_over_all_positions(metrics, metric).dropna(subset="value")
     for row in rows.itertuples():
         return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
     return None
 
 
-def differences(first: Compared, second: Compared) -> dict[str, Any]:
+def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
     """Score and position bias of a run minus those of the first.
 
     They are paired where one run asked all prompts of the other. Else they are
@@ -241,7 +246,7 @@ def differences(first: Compared, second: Compared) -> dict[str, Any]:
 
 
 def _unpaired_difference(
-    first: Compared, second: Compared, metric: str
+    first: ComparedRun, second: ComparedRun, metric: str
 ) -> Estimate | None:
     """A metric of a run minus that of the first, as of independent samples."""
     minuend = _estimate(second.metrics, metric)
@@ -252,7 +257,7 @@ def _unpaired_difference(
     return combined((minuend, subtrahend), (1, -1), n)
 
 
-def pairing_note(first: Compared, run: Compared, difference: Row) -> str:
+def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
     """Which prompts the differences of a run rest on; empty if all are paired."""
     common = len(first.prompts.keys() & run.prompts.keys())
     if not difference["pairs"]:
@@ -265,7 +270,7 @@ def pairing_note(first: Compared, run: Compared, difference: Row) -> str:
     return f"{run.label}: the differences are over the {common} prompts that both runs asked."
 
 
-def _row(run: Compared, difference: Row) -> Row:
+def _row(run: ComparedRun, difference: Row) -> Row:
     """A run's row of the file; the first run has no difference."""
     row: Row = {
         "run": run.summary.hash,
@@ -285,11 +290,11 @@ def _row(run: Compared, difference: Row) -> Row:
 def _estimate_columns(name: str, estimate: Estimate | None) -> Row:
     """The columns of an estimate, None in each where it is missing."""
     if estimate is None:
-        return dict.fromkeys(columns(name))
-    return {**ends(estimate, name)}
+        return dict.fromkeys(estimate_columns(name))
+    return {**estimate_row(estimate, name)}
 
 
-def look(rows: Sequence[Record]) -> list[dict[str, str]]:
+def terminal_rows(rows: Sequence[Record]) -> list[dict[str, str]]:
     """The table as a terminal shows it: scores in %, all else in points."""
     return [_terminal_row(row) for row in rows]
 
@@ -309,7 +314,7 @@ def _terminal_row(row: Record) -> dict[str, str]:
     return cells
 
 
-def _score_figure(runs: Sequence[Compared]) -> Figure | None:
+def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     """Scores over the gold position, or over subsets where prompts have none.
 
     One line per run, and one for the unmodified model if it is the same in all runs.
@@ -317,15 +322,15 @@ def _score_figure(runs: Sequence[Compared]) -> Figure | None:
     frames = []
     for run in runs:
         # The name of the unmodified model gives it its line style.
-        name = UNMODIFIED if run.label == shown(UNMODIFIED) else run.label
+        name = UNMODIFIED if run.label == display_name(UNMODIFIED) else run.label
         frames.append(run.metrics.assign(method=name, model="", seed=0))
-    has_unmodified = any(run.label == shown(UNMODIFIED) for run in runs)
+    has_unmodified = any(run.label == display_name(UNMODIFIED) for run in runs)
     baselines = [_curve(run.unmodified) for run in runs]
     is_common = all(baseline == baselines[0] for baseline in baselines)
     if not has_unmodified and baselines[0] and is_common:
         frames.append(runs[0].unmodified.assign(method=UNMODIFIED, model="", seed=0))
     rows = pd.concat(frames, ignore_index=True)
-    if len(at_positions(rows)):
+    if len(rows_at_positions(rows)):
         figure = accuracy_by_position(rows)
         _widen_hidden_lines(figure)
     else:
@@ -339,7 +344,7 @@ def _score_figure(runs: Sequence[Compared]) -> Figure | None:
 
 def _curve(metrics: pd.DataFrame) -> list[list[float]]:
     """Gold position and score of each row at a gold position."""
-    rows = at_positions(metrics)[["gold_position", "value"]]
+    rows = rows_at_positions(metrics)[["gold_position", "value"]]
     return rows.to_numpy().tolist()
 
 
@@ -350,7 +355,7 @@ def _widen_hidden_lines(figure: Figure) -> None:
             lower.set(linewidth=3, markersize=6.5)
 
 
-def _subset_figure(runs: Sequence[Compared]) -> Figure | None:
+def _subset_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     """Scores over subsets; None if a run has no scores of subsets."""
     frames = []
     for run in runs:

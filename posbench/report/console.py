@@ -17,7 +17,7 @@ NARROW_CHARACTERS = 16
 """Width up to which the lines of a column are not broken, if there is room for that."""
 
 
-def terminal(width: int | None = None) -> Console:
+def make_console(width: int | None = None) -> Console:
     """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
     return _Terminal(markup=False, emoji=False, width=width)
 
@@ -32,7 +32,8 @@ class _Terminal(Console):
 def show_lists(
     lists: Mapping[str, Sequence[Record]],
     as_json: bool = False,
-    look: Callable[[Sequence[Record]], Sequence[Mapping[str, str]]] | None = None,
+    terminal_rows: Callable[[Sequence[Record]], Sequence[Mapping[str, str]]]
+    | None = None,
 ) -> None:
     """Print lists of records.
 
@@ -44,9 +45,9 @@ def show_lists(
         lists: Records by the title of their list; those of one list have the same
             columns.
         as_json: Print the records of the one list, or of several by title.
-        look: Makes the cells that a terminal shows; None prints the records' values.
+        terminal_rows: Makes the cells that a terminal shows; None prints the records' values.
     """
-    console = terminal()
+    console = make_console()
     if as_json:
         data: Any = {title: list(map(dict, lists[title])) for title in lists}
         if len(data) == 1:
@@ -54,7 +55,9 @@ def show_lists(
         print(json.dumps(data, indent=2, default=str))
     elif console.is_terminal:
         for title, records in lists.items():
-            rows = look(records) if look else list(map(_cells, records))
+            rows = (
+                terminal_rows(records) if terminal_rows else list(map(_cells, records))
+            )
             console.print(_table(title, rows, console.width))
     else:
         texts = []

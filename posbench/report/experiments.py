@@ -13,9 +13,9 @@ from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.files.markdown import markdown
 from posbench.late import pd
-from posbench.report.collect import Entry, collect
+from posbench.report.collect import Entry, collect_entries
 from posbench.report.paper import AGREEMENT
-from posbench.report.text import tally
+from posbench.report.text import tally_verdicts
 
 PAPERS = {
     "yu2025": "Yu et al. 2025: Mitigate Position Bias in LLMs via Scaling a Single Hidden States Channel",
@@ -28,14 +28,14 @@ HEADER = ("item", "what it shows", "command", "minutes", "status")
 TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
 
 
-def captions() -> pd.DataFrame:
+def read_captions() -> pd.DataFrame:
     """Every table and figure of the papers: paper, item, what it shows, and why there is no experiment."""
     return pd.read_csv(
         paths.EXPERIMENTS / "captions.csv", keep_default_na=False, dtype=str
     )
 
 
-def experiments() -> dict[str, Mapping[str, Any]]:
+def read_experiments() -> dict[str, Mapping[str, Any]]:
     """The configs of posbench's experiments, by name."""
     configs = {}
     for name in choices(paths.EXPERIMENTS):
@@ -44,7 +44,7 @@ def experiments() -> dict[str, Mapping[str, Any]]:
     return configs
 
 
-def experiments_covering(
+def find_experiments(
     configs: Mapping[str, Mapping[str, Any]], paper: str, item: str
 ) -> list[str]:
     """Names of the experiments that regenerate a table or figure of a paper."""
@@ -56,7 +56,7 @@ def experiments_covering(
     return names
 
 
-def page(folder: Path) -> str:
+def experiments_page(folder: Path) -> str:
     """Every table and figure of the papers as Markdown, with the newest runs in an outputs folder.
 
     Raises:
@@ -69,9 +69,9 @@ def page(folder: Path) -> str:
             "an outputs folder, with runs or empty",
             "posbench experiment=NAME",
         )
-    configs = experiments()
-    entries = {entry.name: entry for entry in collect(folder)}
-    items = captions()
+    configs = read_experiments()
+    entries = {entry.name: entry for entry in collect_entries(folder)}
+    items = read_captions()
     parts = list[str]()
     for paper, title in PAPERS.items():
         of_paper = items[items["paper"] == paper]
@@ -86,7 +86,7 @@ def page(folder: Path) -> str:
     return "\n\n".join(parts)
 
 
-def trains(data: Mapping[str, Any]) -> bool:
+def trains_networks(data: Mapping[str, Any]) -> bool:
     """Whether a config of an experiment trains networks, which takes hours."""
     return {"override study": "synthetic_training"} in data["defaults"]
 
@@ -103,9 +103,9 @@ def _row(
         configs: Config of each experiment by name.
         entries: The newest runs of each experiment by name.
         paper: Short name of the paper.
-        item: A row of :func:`captions`.
+        item: A row of :func:`read_captions`.
     """
-    names = experiments_covering(configs, paper, item["item"])
+    names = find_experiments(configs, paper, item["item"])
     if not names:
         return [item["item"], item["shows"], "none", "", item["reason"]]
     cells = [_cells(name, configs[name], entries.get(name)) for name in names]
@@ -127,7 +127,7 @@ def _cells(
     minutes = ""
     if config["experiment"].get("needs_weights"):
         status = "needs weights"
-    elif trains(config):
+    elif trains_networks(config):
         status = TRAINING_STATUS
     else:
         status = "not run"
@@ -145,9 +145,9 @@ def _status(entry: Entry) -> str:
     """How the paper's claims fared, else its cells, else what was measured."""
     findings = entry.findings
     if len(findings):
-        claims = tally(findings.loc[findings["kind"] == "paper", "verdict"])
+        claims = tally_verdicts(findings.loc[findings["kind"] == "paper", "verdict"])
         if claims:
             return claims
     if len(entry.cells):
-        return f"cells: {tally(entry.cells['verdict'], AGREEMENT)}"
+        return f"cells: {tally_verdicts(entry.cells['verdict'], AGREEMENT)}"
     return entry.summary or "measured"

@@ -11,9 +11,9 @@ from posbench.files import sources
 from posbench.files.atomic import Row
 from posbench.run.folder import RunDir
 from posbench.run.replies import prompt_digest
-from posbench.stats.frames import shown
+from posbench.stats.frames import display_name
 from posbench.tasks import Example, Task
-from posbench.tasks.base import recorded
+from posbench.tasks.base import read_recorded_task
 
 FILE = "predictions.jsonl"
 MAX_EXAMPLES = 5
@@ -27,7 +27,7 @@ MIN_GAP_CHARACTERS = EDGE_CHARACTERS / 5
 
 
 @dataclass(frozen=True)
-class Examples:
+class RunExamples:
     """The evaluated examples of a run.
 
     Prompts are built again from the task; rows do not hold them.
@@ -45,15 +45,15 @@ class Examples:
     lost: str
 
     @classmethod
-    def of(cls, run: RunDir, config: Mapping[str, Any]) -> Examples:
+    def of(cls, run: RunDir, config: Mapping[str, Any]) -> RunExamples:
         """The examples of a run with this config, without network access."""
-        task = recorded(config["task"])
+        task = read_recorded_task(config["task"])
         rows: dict[str, list[Row]] = {}
         for row in run.rows(FILE):
             rows.setdefault(row["id"], []).append(row)
         try:
             for source in task.files():
-                if sources.cached(source) is None:
+                if sources.cached_path(source) is None:
                     lost = f"{source.id} is not on this machine"
                     return cls(task, rows, {}, lost)
             prompts = {example.id: example for example in task.evaluation()}
@@ -120,7 +120,7 @@ class Examples:
 
     def _reply(self, row: Row, example: Example | None) -> str:
         """One method's score, reply and the answer that was read in it."""
-        method = shown(row["method"])
+        method = display_name(row["method"])
         if "error" in row:
             return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
@@ -134,7 +134,7 @@ class Examples:
         return "\n".join(lines)
 
 
-def few(names: Sequence[str], count: int = MAX_EXAMPLES) -> list[str]:
+def spread_sample(names: Sequence[str], count: int = MAX_EXAMPLES) -> list[str]:
     """At most so many of the names, spread evenly over them."""
     if len(names) <= count:
         return list(names)
@@ -198,11 +198,11 @@ def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
         of them.
     """
     try:
-        examples = Examples.of(run, config)
+        examples = RunExamples.of(run, config)
     except UserError as error:
         return {"summary": f"They cannot be shown: {error}", "examples": []}
     wrong = examples.wrong()
-    names = few(wrong)
+    names = spread_sample(wrong)
     summary = f"{len(wrong)} of {len(examples.rows)} examples are scored below 1 under some method"
     if wrong:
         summary += (

@@ -13,8 +13,8 @@ import yaml
 from posbench.errors import UserError
 from posbench.late import pd
 from posbench.run.folder import JOBS
-from posbench.stats.findings import COLUMNS as FINDINGS
-from posbench.stats.scores import COLUMNS as METRICS
+from posbench.stats.findings import FINDING_COLUMNS as FINDINGS
+from posbench.stats.scores import METRIC_COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
 CAPTIONS = "captions.json"
@@ -63,7 +63,7 @@ def read_csv(path: Path) -> pd.DataFrame | None:
     allowed = "a CSV as posbench writes it"
     if required:
         allowed = f"a CSV with {', '.join(required)}"
-    frame = read(path, _parse_csv, allowed)
+    frame = read_file(path, _parse_csv, allowed)
     return None if frame is None or frame.empty else frame
 
 
@@ -107,7 +107,9 @@ def _column_names(path: Path) -> list[str]:
 def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
     """The tables of a study as its files hold them; text such as ``none`` stays text."""
     return {
-        name: read(folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it")
+        name: read_file(
+            folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it"
+        )
         for name in names
     }
 
@@ -116,7 +118,7 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
     return pd.read_csv(path, keep_default_na=False, na_values=["", "nan"], **options)
 
 
-def runs_of(sweep: Path) -> list[Path]:
+def sweep_runs(sweep: Path) -> list[Path]:
     """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
     jobs = read_json(sweep / JOBS) or []
     recorded = [Path(job["folder"]) for job in jobs if job["folder"]]
@@ -133,19 +135,19 @@ def runs_of(sweep: Path) -> list[Path]:
 
 def read_text(path: Path) -> str:
     """A text file's content; empty where there is none."""
-    return read(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text") or ""
+    return read_file(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text") or ""
 
 
 def read_json(path: Path) -> Any:
     """A JSON file's content; None where there is none."""
-    return read(
+    return read_file(
         path,
         lambda p: json.loads(p.read_text(encoding="utf-8")),
         "JSON as posbench writes it",
     )
 
 
-def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
+def read_file(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
     """A file's parsed content; None where there is no file.
 
     Raises:
@@ -155,29 +157,29 @@ def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
         return parse(path) if path.is_file() else None
     # Errors of pandas, json and Unicode are ValueErrors.
     except (ValueError, csv.Error, yaml.YAMLError) as error:
-        raise unreadable(path, error, allowed) from error
+        raise unreadable_file_error(path, error, allowed) from error
 
 
-def unreadable(path: Path, error: Exception, allowed: str) -> UserError:
+def unreadable_file_error(path: Path, error: Exception, allowed: str) -> UserError:
     """The error of a file that cannot be read."""
     hint = f"repeat the run that wrote it ({error})"
     return UserError(path.name, str(path), allowed, hint)
 
 
-def need_place(out: Path, ours: bool, kind: str) -> None:
+def need_destination(out: Path, is_ours: bool, kind: str) -> None:
     """Raise `UserError` if a new folder would replace something that is not ours.
 
     Args:
         out: Place of the new folder.
-        ours: Whether a folder of the same kind stands there.
+        is_ours: Whether a folder of the same kind stands there.
         kind: The kind of folder, in words.
     """
-    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         allowed = f"a new folder, or a {kind} to replace"
         raise UserError("--out", str(out), allowed, "name another folder")
 
 
-def need_folder(folder: Path, allowed: str, *names: str) -> None:
+def need_files(folder: Path, allowed: str, *names: str) -> None:
     """Raise `UserError` for a folder that holds none of these files."""
     if any((folder / name).is_file() for name in names):
         return

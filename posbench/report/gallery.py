@@ -16,12 +16,12 @@ from posbench import paths
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
-from posbench.report.collect import Entry, Result, collect
+from posbench.report.collect import Entry, Result, collect_entries
 from posbench.report.experiments import PAPERS
-from posbench.report.folder import need_place
+from posbench.report.folder import need_destination
 from posbench.report.page import figure_size
 from posbench.report.tables import latex
-from posbench.report.text import tally
+from posbench.report.text import tally_verdicts
 
 GROUPS = PAPERS | {"": "Other runs"}
 """Headings of the page in their order: title of each paper, and that of other runs."""
@@ -32,7 +32,7 @@ PNG_HEADER_BYTES = 24
 
 
 def write_gallery(folder: Path, out: Path | None = None) -> Path:
-    """Write the gallery of a folder's newest runs, see :func:`posbench.report.collect.collect`.
+    """Write the gallery of a folder's newest runs, see :func:`posbench.report.collect.collect_entries`.
 
     Args:
         folder: An outputs folder, an experiment's, or one version's.
@@ -50,8 +50,8 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     is_gallery = page.is_file() and GENERATOR in page.read_text(
         encoding="utf-8", errors="replace"
     )
-    need_place(out, is_gallery, "gallery")
-    entries = collect(folder)
+    need_destination(out, is_gallery, "gallery")
+    entries = collect_entries(folder)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -79,7 +79,7 @@ def _sentence(entries: Sequence[Entry]) -> str:
         findings = entry.findings
         if len(findings):
             verdicts.append(findings.loc[findings["kind"] == "paper", "verdict"])
-    counts = tally(pd.concat(verdicts)) if verdicts else ""
+    counts = tally_verdicts(pd.concat(verdicts)) if verdicts else ""
     if counts:
         text += f" Claims of the papers, each on each model: {counts}."
     return text
@@ -180,7 +180,7 @@ def _copy_file(file: Path, root: Path, entry: Entry, stem: str) -> str:
     return copy.relative_to(root).as_posix()
 
 
-def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
+def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
     """The gallery in short, with one to three figures of each entry.
 
     Args:
@@ -224,7 +224,7 @@ def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
     return [(result, name) for result in results for name in result.figures][:3]
 
 
-def shrink(file: Path, max_bytes: int = 100_000) -> bytes:
+def shrink_png(file: Path, max_bytes: int = 100_000) -> bytes:
     """A figure as a smaller PNG, with fewer colours, then fewer pixels.
 
     It has at most so many bytes if one of the sizes tried has, else the smallest size.

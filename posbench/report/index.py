@@ -14,25 +14,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from posbench.errors import UserError, near
-from posbench.files.atomic import canonical
+from posbench.files.atomic import to_canonical
 from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
-from posbench.report.text import tally
+from posbench.report.text import tally_verdicts
 from posbench.run.folder import (
     CONFIG,
     MANIFEST,
     PROVENANCE,
     STATUS,
     RunDir,
-    opened,
+    open_run_dir,
     runs_in,
 )
 from posbench.run.lease import in_use
 from posbench.run.progress import duration
 from posbench.run.shards import is_running
-from posbench.stats.findings import columns
-from posbench.stats.frames import UNMODIFIED, overall, shown
+from posbench.stats.findings import estimate_columns
+from posbench.stats.frames import UNMODIFIED, display_name, rows_over_all_positions
 
 METRICS = "metrics.csv"
 FINDINGS = "findings.csv"
@@ -55,7 +55,7 @@ LIST_COLUMNS = {
     "difference": "difference",
     "position_bias": "position_bias",
 }
-"""Column of the list by metric, as :func:`posbench.stats.frames.of_metric` names it."""
+"""Column of the list by metric, as :func:`posbench.stats.frames.rows_of_metric` names it."""
 RAN = "method / study"
 SETTINGS = "settings"
 MAX_SETTING_CHARACTERS = 24
@@ -86,7 +86,7 @@ class RunSummary:
     @classmethod
     def read(cls, folder: Path) -> RunSummary:
         """Read a run folder; numbers are taken only from intact, finished runs."""
-        run = opened(folder)
+        run = open_run_dir(folder)
         config = dict[str, Any]()
         try:
             is_intact = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD))
@@ -168,7 +168,7 @@ def _tally_verdicts(folder: Path) -> str:
     claims = findings[findings["kind"] == "paper"]
     if claims.empty:
         claims = findings
-    return tally(claims["verdict"])
+    return tally_verdicts(claims["verdict"])
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
@@ -191,7 +191,7 @@ def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def override_text(value: Any) -> str:
     """A value as an override spells it; 1.0 as 1."""
-    text = json.dumps(canonical(value), separators=(",", ":"), default=str)
+    text = json.dumps(to_canonical(value), separators=(",", ":"), default=str)
     return text.replace('"', "")
 
 
@@ -257,7 +257,7 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
     return rows
 
 
-def nearest(filters: Sequence[str], runs: Sequence[Record]) -> str:
+def suggest_filter(filters: Sequence[str], runs: Sequence[Record]) -> str:
     """`; did you mean tiny?` for the first filter close to a name; else empty."""
     names = {str(run.get(name) or "") for run in runs for name in NAMED_GROUPS}
     states = {str(run.get("state") or "") for run in runs}
@@ -313,7 +313,9 @@ def _estimates(runs: Sequence[RunSummary]) -> dict[str, dict[str, Any]]:
     Of a run that applied no method they are the unmodified model's. None stands where a
     run did not measure a number.
     """
-    numbers = [column for name in LIST_COLUMNS.values() for column in columns(name)]
+    numbers = [
+        column for name in LIST_COLUMNS.values() for column in estimate_columns(name)
+    ]
     empty: dict[str, Any] = {**dict.fromkeys(numbers), "n": None, "note": ""}
     estimates = {str(run.folder): dict(empty) for run in runs}
     rows = pd.DataFrame(
@@ -321,14 +323,20 @@ def _estimates(runs: Sequence[RunSummary]) -> dict[str, dict[str, Any]]:
     )
     if rows.empty:
         return estimates
-    rows[columns()] = rows[columns()].apply(pd.to_numeric)
+    rows[estimate_columns()] = rows[estimate_columns()].apply(pd.to_numeric)
     is_unmodified = rows["method"] == UNMODIFIED
     runs_with_method = rows.loc[~is_unmodified, "run"]
     rows = rows[~is_unmodified | ~rows["run"].isin(runs_with_method)]
     for metric, name in LIST_COLUMNS.items():
-        for row in overall(rows, metric).drop_duplicates("run").to_dict("records"):
+        for row in (
+            rows_over_all_positions(rows, metric)
+            .drop_duplicates("run")
+            .to_dict("records")
+        ):
             estimate = estimates[row["run"]]
-            for target, source in zip(columns(name), columns(), strict=True):
+            for target, source in zip(
+                estimate_columns(name), estimate_columns(), strict=True
+            ):
                 estimate[target] = None if pd.isna(row[source]) else row[source]
             if name != "difference":
                 estimate["n"] = int(row["n"])
@@ -336,8 +344,8 @@ def _estimates(runs: Sequence[RunSummary]) -> dict[str, dict[str, Any]]:
     return estimates
 
 
-def look(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The list as a terminal shows it, without what :func:`title` says of all runs.
+def terminal_rows(records: Sequence[Record]) -> list[dict[str, str]]:
+    """The list as a terminal shows it, without what :func:`list_title` says of all runs.
 
     Settings stand below the method or study, if that has a column.
     """
@@ -351,7 +359,7 @@ def look(records: Sequence[Record]) -> list[dict[str, str]]:
     ]
 
 
-def title(records: Sequence[Record]) -> str:
+def list_title(records: Sequence[Record]) -> str:
     """How many runs there are, and what they have in common."""
     count = f"{len(records)} run" if len(records) == 1 else f"{len(records)} runs"
     common = ", ".join(
@@ -393,7 +401,7 @@ def _terminal_row(record: Record) -> dict[str, str]:
         "in": version if is_named else f"{suite}/{version}",
         "model": record["model"],
         "task": record["task"],
-        RAN: ", ".join(map(shown, names)),
+        RAN: ", ".join(map(display_name, names)),
         SETTINGS: "\n".join(settings),
         "score": verdicts or estimate_cell(record, "score"),
         "difference": estimate_cell(record, "difference", signed=True),
@@ -415,7 +423,7 @@ def estimate_cell(record: Record, name: str, signed: bool = False) -> str:
     """
     value, low, high = (
         float("nan") if record[column] is None else record[column]
-        for column in columns(name)
+        for column in estimate_columns(name)
     )
     note = record.get("note", "") if name == "position_bias" else ""
     estimate = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
@@ -433,7 +441,7 @@ def age(started: str, now: datetime | None = None) -> str:
         return ""
 
 
-def run_named(name: str, outputs: Path) -> Path:
+def find_run(name: str, outputs: Path) -> Path:
     """The folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
 
     Raises:

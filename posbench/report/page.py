@@ -23,7 +23,7 @@ from posbench.plots.section import Section
 from posbench.report import failures, tables
 from posbench.report.folder import (
     CAPTIONS,
-    need_folder,
+    need_files,
     read_csv,
     read_json,
     read_text,
@@ -33,18 +33,18 @@ from posbench.report.paper import paper_sections, reference_text
 from posbench.report.text import (
     MAX_LISTED,
     describe_costs,
+    describe_cut_prompts,
     describe_method,
     describe_server,
     headline,
     run_title,
-    shortened,
     study_answer,
 )
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import Search
-from posbench.stats.frames import at_positions, metric_name, shown
+from posbench.stats.frames import display_name, metric_name, rows_at_positions
 from posbench.studies.base import Study
 
 VERDICT_RULE = (
@@ -73,7 +73,7 @@ def render_run(folder: Path) -> Path:
         UserError: See :func:`read_run`.
     """
     sentence, sections = read_run(folder)
-    run = opened(folder)
+    run = open_run_dir(folder)
     config = run.config()
     model = config.get("model")
     if isinstance(model, dict) and "name" in model:
@@ -109,11 +109,11 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
     """
     names = ("config.yaml", "study.json", "metrics.csv", "search.csv", "attention.csv")
-    need_folder(folder, "a run folder (it holds config.yaml)", *names)
+    need_files(folder, "a run folder (it holds config.yaml)", *names)
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
     findings = read_csv(folder / "findings.csv")
-    config = opened(folder).config()
+    config = open_run_dir(folder).config()
     sections = _study_sections(folder, config)
     if metrics is not None:
         sections += _score_sections(folder, metrics, subsets)
@@ -132,7 +132,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         sections.append(_attention_section(attention))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
-        sections += held_back.sections(read_csv(folder / held_back.TABLE))
+        sections += held_back.sections(read_csv(folder / held_back.TABLE_FILE))
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
     if (folder / "found.yaml").is_file():
         constants = read_text(folder / "found.yaml")
@@ -150,9 +150,9 @@ def describe_measurements(folder: Path) -> str:
     That is the gain of a search and the times of a study; empty where it has neither.
     """
     texts = []
-    gains = read_csv(folder / held_back.TABLE)
+    gains = read_csv(folder / held_back.TABLE_FILE)
     if gains is not None:
-        texts.append(held_back.told(gains.iloc[0]))
+        texts.append(held_back.summary_sentence(gains.iloc[0]))
     study = read_json(folder / "study.json") or {}
     times = list[str]()
     for table in study_tables(folder, study.get("tables", ())).values():
@@ -182,16 +182,18 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
         low = row[f"{column}_min"]
         high = row[f"{column}_max"]
         spread = f"{row['work']}; {low:.2f} to {high:.2f} over rounds"
-        texts.append(f"{row['way']} {verb} {shown(row['base'])} ({spread})")
+        texts.append(f"{row['way']} {verb} {display_name(row['base'])} ({spread})")
     return texts
 
 
-def cut_prompts(folder: Path) -> str:
+def describe_prompts(folder: Path) -> str:
     """How many prompts were cut, and what a server did with them; often empty."""
     rows = [
-        row for row in opened(folder).rows("predictions.jsonl") if "error" not in row
+        row
+        for row in open_run_dir(folder).rows("predictions.jsonl")
+        if "error" not in row
     ]
-    return " ".join(filter(None, [shortened(rows), describe_server(rows)]))
+    return " ".join(filter(None, [describe_cut_prompts(rows), describe_server(rows)]))
 
 
 def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
@@ -240,9 +242,9 @@ def _score_sections(
     positions = tables.describe_positions(metrics)
     if positions:
         text = f"{text}; {positions}"
-    text = f"{text}. {cut_prompts(folder)}".strip()
+    text = f"{text}. {describe_prompts(folder)}".strip()
     scores = Section(name, text, *tables.position_table(metrics))
-    if len(at_positions(metrics)):
+    if len(rows_at_positions(metrics)):
         scores.title = f"{name} by gold position"
         caption = f"{name} over the position of the answer. Bands: 95 % intervals."
         scores.figures = {"accuracy": (accuracy_by_position(metrics), caption)}

@@ -12,12 +12,12 @@ from posbench.files.atomic import Row
 from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
-from posbench.report.folder import read_json, unreadable
+from posbench.report.folder import read_json, unreadable_file_error
 from posbench.report.tables import Table, cell, points
-from posbench.report.text import tally
+from posbench.report.text import tally_verdicts
 from posbench.stats.bootstrap import Estimate, wilson
-from posbench.stats.findings import columns
-from posbench.stats.reference import MARGIN, agreement
+from posbench.stats.findings import estimate_columns
+from posbench.stats.reference import SHARE_MARGIN, agreement
 
 OTHER_MODEL = "other model, not comparable"
 MIXED = "different in different settings"
@@ -46,14 +46,16 @@ def paper_sections(
     if not facts and not reference:
         return []
     try:
-        table, label = cells(with_subsets(metrics, subsets), list(reference))
+        table, label = paper_cells(with_subsets(metrics, subsets), list(reference))
         header, rows = reference_table(table, label)
         text = reference_text(facts, list(reference), table)
     except (KeyError, TypeError, ValueError) as error:
         allowed = (
             "a list of rows with model, method, task, gold_position, metric, value"
         )
-        raise unreadable(folder / "reference.json", error, allowed) from error
+        raise unreadable_file_error(
+            folder / "reference.json", error, allowed
+        ) from error
     title = str(facts.get("title", "Beside the paper's numbers"))
     return [Section(title, text, header, rows)]
 
@@ -66,7 +68,7 @@ def reference_text(
     Args:
         facts: Content of experiment.json.
         reference: The paper's rows.
-        table: Its :func:`cells` that were measured.
+        table: Its :func:`paper_cells` that were measured.
     """
     texts = []
     if facts.get("note"):
@@ -116,13 +118,13 @@ def count_agreement(table: pd.DataFrame) -> str:
     groups = table.groupby(CELL, sort=False)
     verdicts = groups["verdict"].agg(_common_verdict)
     near_zero = groups["near_zero"].first()
-    clear = tally(verdicts[~near_zero], AGREEMENT) or "none away from zero"
+    clear = tally_verdicts(verdicts[~near_zero], AGREEMENT) or "none away from zero"
     text = f"Cells of the paper: {clear}."
     if near_zero.any():
         count = near_zero.sum()
         text += (
             f" Apart from these {count} within the margin of zero, where a model that "
-            f"always fails agrees, too: {tally(verdicts[near_zero], AGREEMENT)}."
+            f"always fails agrees, too: {tally_verdicts(verdicts[near_zero], AGREEMENT)}."
         )
     return text
 
@@ -131,7 +133,9 @@ def _common_verdict(verdicts: pd.Series) -> str:
     return verdicts.iloc[0] if verdicts.nunique() == 1 else MIXED
 
 
-def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:
+def paper_cells(
+    metrics: pd.DataFrame, reference: Sequence[Row]
+) -> tuple[pd.DataFrame, str]:
     """A paper's cells whose model ran here, beside ours.
 
     Args:
@@ -151,7 +155,7 @@ def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame
 
 
 def reference_table(table: pd.DataFrame, label: str = "") -> Table:
-    """A paper's :func:`cells` beside ours as text.
+    """A paper's :func:`paper_cells` beside ours as text.
 
     Args:
         table: The cells.
@@ -201,7 +205,7 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
 
 
 def paper_table(table: pd.DataFrame) -> Table:
-    """A paper's :func:`cells` in its own layout, a column for each gold position.
+    """A paper's :func:`paper_cells` in its own layout, a column for each gold position.
 
     Each model and method has four lines: the paper's number, ours with its 95 %
     interval, the difference in points, and the verdict.
@@ -299,12 +303,12 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
 
 def _margin(row: Row) -> float:
     """The margin of a paper's row; older folders hold none."""
-    return float(row.get("margin", MARGIN))
+    return float(row.get("margin", SHARE_MARGIN))
 
 
 def _matches(metrics: pd.DataFrame, row: Row) -> pd.DataFrame:
     """Our rows that measure what a paper's row does."""
-    not_compared = {"gold_position", "n", "depth", *columns()}
+    not_compared = {"gold_position", "n", "depth", *estimate_columns()}
     for column in set(row) & set(metrics) - not_compared:
         is_equal = metrics[column].map(_comparable) == _comparable(str(row[column]))
         metrics = metrics[is_equal]

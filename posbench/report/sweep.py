@@ -12,21 +12,34 @@ from typing import Any
 from rich.console import Console
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, digest, write_csv, write_text
+from posbench.files.atomic import Row, short_hash, write_csv, write_text
 from posbench.late import Figure, pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
-from posbench.report.folder import need_folder, read_csv, read_json, runs_of
+from posbench.report.folder import need_files, read_csv, read_json, sweep_runs
 from posbench.report.page import VERDICT_RULE, write_page
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.text import study_answer, title, verdict_table
 from posbench.report.trend import MAX_SETTINGS, trends
-from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
-from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
-from posbench.stats.scores import COLUMNS
+from posbench.run.folder import (
+    CONFIG,
+    JOBS,
+    PROVENANCE,
+    RunDir,
+    open_run_dir,
+    open_undamaged,
+)
+from posbench.stats.frames import (
+    UNMODIFIED,
+    display_name,
+    metric_name,
+    rows_at_positions,
+    rows_over_all_positions,
+)
+from posbench.stats.scores import METRIC_COLUMNS
 
 TABLES = {
     "metrics": "summary",
@@ -61,7 +74,7 @@ def summarise(
     """
     settings, varied = _parse_overrides([job["overrides"] for job in jobs])
     # Model, method and task are columns of every table already.
-    axes = [key for key in varied if key not in COLUMNS]
+    axes = [key for key in varied if key not in METRIC_COLUMNS]
     runs = []
     for setting, job in zip(settings, jobs, strict=True):
         if job["folder"]:
@@ -76,7 +89,9 @@ def summarise(
         folder = _sweep_folder(varied, run_folders)
     folder.mkdir(parents=True, exist_ok=True)
     for run_folder in run_folders:
-        checked(run_folder, only=FILES_READ)  # the first may have finished days ago
+        open_undamaged(
+            run_folder, only=FILES_READ
+        )  # the first may have finished days ago
     for run_table, sweep_table_name in TABLES.items():
         files = [
             (setting, run_folder / f"{run_table}.csv")
@@ -97,7 +112,9 @@ def summarise(
     return folder
 
 
-def finished(overrides: Sequence[Sequence[str]], runs: Sequence[Path]) -> Path | None:
+def find_finished_sweep(
+    overrides: Sequence[Sequence[str]], runs: Sequence[Path]
+) -> Path | None:
     """The folder that :func:`summarise` made of these runs; None unless it is intact.
 
     Args:
@@ -127,7 +144,7 @@ def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
     """Where a sweep over these keys and runs is written, beside its first run."""
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
     run_names = ["/".join(run.parts[-3:]) for run in runs]
-    return runs[0].parent / f"sweep__{name}__{digest(run_names)}"
+    return runs[0].parent / f"sweep__{name}__{short_hash(run_names)}"
 
 
 def _show(folder: Path, console: Console) -> None:
@@ -222,12 +239,12 @@ def _csv_record(values: Sequence[str]) -> str:
     return stream.getvalue().removesuffix("\n")
 
 
-def again(folder: Path, console: Console) -> None:
+def summarise_again(folder: Path, console: Console) -> None:
     """Collect a sweep again whose runs have changed since."""
-    checked(folder, only=[JOBS])
+    open_undamaged(folder, only=[JOBS])
     jobs = read_json(folder / JOBS)
     # The outputs may have moved: the runs are where they lie now.
-    runs = iter(runs_of(folder))
+    runs = iter(sweep_runs(folder))
     for job in jobs:
         if job["folder"]:
             job["folder"] = str(next(runs))
@@ -240,7 +257,7 @@ def render_sweep(folder: Path) -> Path:
     Raises:
         UserError: It has neither scores nor verdicts, or a file cannot be read.
     """
-    need_folder(
+    need_files(
         folder,
         "a sweep folder (it holds summary.csv)",
         "summary.csv",
@@ -253,7 +270,7 @@ def render_sweep(folder: Path) -> Path:
     findings = read_csv(folder / "findings.csv")
     if summary is None:
         return _render_verdicts(folder)
-    axes = axes_of(summary)
+    axes = setting_columns(summary)
     drawn_runs = _spread_runs(summary, axes)
     num_drawn = drawn_runs.nunique()
     num_runs = summary["run"].nunique()
@@ -279,10 +296,10 @@ def render_sweep(folder: Path) -> Path:
     models = list(dict.fromkeys(summary["model"]))
     modified = plots.modified_of(summary)
     page_title = title(
-        map(shown, modified["method"]),
+        map(display_name, modified["method"]),
         models,
         modified["task"],
-        [axis for axis in axes if axis not in COLUMNS and axis != "run"],
+        [axis for axis in axes if axis not in METRIC_COLUMNS and axis != "run"],
     )
     return write_page(
         folder, page_title, sentence, sections, models, provenance=_command(folder)
@@ -304,7 +321,7 @@ def _score_figure(
         drawn_note: How many these are, for its caption.
     """
     compares_models = "model" in axes and set(axes) <= {"model", "method"}
-    if compares_models and len(at_positions(summary)):
+    if compares_models and len(rows_at_positions(summary)):
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
         return accuracy_by_model(summary), caption
     figure = plots.factor_sweep(summary[summary["run"].isin(drawn_runs)], axes)
@@ -333,8 +350,8 @@ def _render_verdicts(folder: Path) -> Path:
         ),
     ]
     studies = []
-    for run in runs_of(folder):
-        study = opened(run).config().get("study") or {}
+    for run in sweep_runs(folder):
+        study = open_run_dir(run).config().get("study") or {}
         studies.append(f"study {study.get('name', '')}")
     swept_keys = [column for column in findings if "." in column]
     page_title = title(studies, findings["model"].dropna(), (), swept_keys)
@@ -349,8 +366,8 @@ def _render_verdicts(folder: Path) -> Path:
 
 def _command(folder: Path) -> dict[str, str]:
     """The command that made a sweep, from the provenance of its runs."""
-    for run in runs_of(folder):
-        provenance = opened(run).facts(PROVENANCE)
+    for run in sweep_runs(folder):
+        provenance = open_run_dir(run).facts(PROVENANCE)
         if "command" in provenance:
             return {"command": str(provenance["command"])}
     return {}
@@ -374,10 +391,10 @@ def _spread_runs(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
     return rows.loc[rows["setting"].isin(drawn_settings), "run"]
 
 
-def axes_of(summary: pd.DataFrame) -> list[str]:
+def setting_columns(summary: pd.DataFrame) -> list[str]:
     """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
     axes = swept_columns(summary)
-    averages = overall(plots.modified_of(summary))
+    averages = rows_over_all_positions(plots.modified_of(summary))
     rows, _, _ = plots.with_setting(averages, axes)
     return [*axes, "run"] if rows["setting"].duplicated().any() else axes
 
@@ -431,11 +448,13 @@ def sweep_table(
     is_unmodified = rows["method"] == UNMODIFIED
     settings_with_method = rows.loc[~is_unmodified, "setting"]
     modified = rows[~is_unmodified | ~rows["setting"].isin(settings_with_method)]
-    averages = _by_key(overall(modified), "setting")
-    differences = overall(modified, "difference").dropna(subset="ci_low")
+    averages = _by_key(rows_over_all_positions(modified), "setting")
+    differences = rows_over_all_positions(modified, "difference").dropna(
+        subset="ci_low"
+    )
     differences_of = _by_key(differences, "setting")
-    biases = _by_key(overall(modified, "position_bias"), "setting")
-    unmodified = _by_key(overall(rows[is_unmodified]), run_column)
+    biases = _by_key(rows_over_all_positions(modified, "position_bias"), "setting")
+    unmodified = _by_key(rows_over_all_positions(rows[is_unmodified]), run_column)
     if not averages.keys() & set(settings):
         return [], [], "Nothing was scored in this sweep."
 

@@ -7,7 +7,13 @@ from typing import Any
 
 from posbench.late import pd
 from posbench.stats.bootstrap import with_interval
-from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
+from posbench.stats.frames import (
+    UNMODIFIED,
+    display_name,
+    metric_of_task,
+    rows_at_positions,
+    rows_of_metric,
+)
 from posbench.stats.position_bias import STATISTICS
 
 LATEX_PARAGRAPH_CHARACTERS = 24
@@ -151,7 +157,7 @@ class _MethodColumns:
         titles = [f"{method}: difference" for method in self.compared]
         if len(titles) == 1:
             titles = ["difference"]
-        self.header = [*map(shown, self.methods), *titles]
+        self.header = [*map(display_name, self.methods), *titles]
 
     def cells(self, rows: pd.DataFrame, metric: str, scale: float = 100) -> list[str]:
         """The cells of one metric, from rows that hold it once for each method."""
@@ -173,11 +179,13 @@ def position_table(metrics: pd.DataFrame) -> Table:
     Columns: depth of the gold position, score of each method in %, difference of each
     modified method in points (both with 95 % intervals), n.
     """
-    scores = of_metric(metrics).assign(metric="score")
-    differences = of_metric(metrics, "difference").assign(metric="score_difference")
+    scores = rows_of_metric(metrics).assign(metric="score")
+    differences = rows_of_metric(metrics, "difference").assign(
+        metric="score_difference"
+    )
     rows = pd.concat([scores, differences])
     columns = _MethodColumns(rows)
-    by_depth = at_positions(rows).sort_values("depth")
+    by_depth = rows_at_positions(rows).sort_values("depth")
     labels = {
         str(row.gold_position): f"{round(100 * row.depth, 1):g} %"
         for row in by_depth.itertuples()
@@ -233,7 +241,7 @@ def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    is_other = (metric != own_metric(metrics)) & ~metric.isin(STATISTICS)
+    is_other = (metric != metric_of_task(metrics)) & ~metric.isin(STATISTICS)
     is_overall = metrics["gold_position"].astype(str) == "all"
     return metrics[is_other & is_overall].assign(subset="all", kind="average")
 
@@ -255,7 +263,7 @@ def subset_table(
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     if task_metric is None:
-        task_metric = own_metric(subsets).iloc[0]
+        task_metric = metric_of_task(subsets).iloc[0]
     columns = _MethodColumns(rows)
     values = rows[~rows["metric"].str.endswith("_difference")]
     keys = dict.fromkeys(zip(values["subset"], values["metric"], strict=True))

@@ -14,10 +14,15 @@ from rich.text import Text
 from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import read_csv, read_json
-from posbench.report.page import cut_prompts
+from posbench.report.page import describe_prompts
 from posbench.report.paper import paper_sections
-from posbench.report.text import describe_costs, describe_method, headline, verdicts
-from posbench.run.folder import opened
+from posbench.report.text import (
+    count_verdicts,
+    describe_costs,
+    describe_method,
+    headline,
+)
+from posbench.run.folder import open_run_dir
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
@@ -27,23 +32,23 @@ MAX_SUBSETS = 24
 """Subsets and averages up to which the terminal shows them all, as the report does."""
 
 
-def show(folder: Path, console: Console) -> None:
+def show_run(folder: Path, console: Console) -> None:
     """Print the result of a run: tables, sentences, and where the page is."""
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
     if metrics is not None:
         _show_scores(folder, metrics, subsets, console)
     show_findings(folder, console)
-    costs = describe_costs(opened(folder).status())
+    costs = describe_costs(open_run_dir(folder).status())
     if costs:
         text = "; ".join(f"{name}: {cost}" for name, cost in costs.items())
         console.print(text, soft_wrap=True)
     page = folder / "report.html"
     location = f"report: {page}" if page.is_file() else f"run: {folder}"
     console.print(location, soft_wrap=True)
-    gains = read_csv(folder / held_back.TABLE)
-    if gains is not None and held_back.noise(gains.iloc[0]):
-        console.print(held_back.words(gains.iloc[0]), soft_wrap=True)
+    gains = read_csv(folder / held_back.TABLE_FILE)
+    if gains is not None and held_back.shows_no_gain(gains.iloc[0]):
+        console.print(held_back.summary_line(gains.iloc[0]), soft_wrap=True)
 
 
 def _show_scores(
@@ -63,7 +68,7 @@ def _show_scores(
     method = read_json(folder / "method.json") or {}
     if len(method) > 1:
         console.print(f"as applied: {describe_method(method)}")
-    prompts_text = cut_prompts(folder)
+    prompts_text = describe_prompts(folder)
     if prompts_text:
         console.print(prompts_text)
     show_reference(folder, metrics, subsets, console)
@@ -102,7 +107,7 @@ def show_findings(folder: Path, console: Console) -> None:
         for verdict, claim, value, statistic, p, *_ in cells
     ]
     console.print(text_table(header, rows, console.width))
-    console.print(verdicts(findings))
+    console.print(count_verdicts(findings))
 
 
 def show_reference(

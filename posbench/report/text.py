@@ -25,10 +25,10 @@ from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
-    at_positions,
+    display_name,
     metric_name,
-    overall,
-    shown,
+    rows_at_positions,
+    rows_over_all_positions,
 )
 
 MAX_LISTED = 4
@@ -116,7 +116,7 @@ def run_title(config: Mapping[str, Any]) -> str:
     elif "search" in stages and "evaluate" not in stages:
         text = f"search {_group_name(config, 'search')} for {method}"
     else:
-        text = shown(method) if method else "run"
+        text = display_name(method) if method else "run"
     return title([text], [_group_name(config, "model")], [_group_name(config, "task")])
 
 
@@ -135,9 +135,11 @@ def headline(metrics: pd.DataFrame | None) -> str:
     Args:
         metrics: Rows of metrics.csv; None when nothing was scored.
     """
-    if metrics is None or overall(metrics).empty:
+    if metrics is None or rows_over_all_positions(metrics).empty:
         return "Nothing was scored in this run."
-    averages: Any = overall(metrics).drop_duplicates("method").set_index("method")
+    averages: Any = (
+        rows_over_all_positions(metrics).drop_duplicates("method").set_index("method")
+    )
     verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
     reasons = unmeasurable_bias(metrics)
     warnings = [
@@ -170,7 +172,9 @@ def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
         note: A reason, as `problem: why`; older versions left out the why.
         reasons: The reason of each such method.
     """
-    methods = " and ".join(shown(name) for name in reasons if reasons[name] == note)
+    methods = " and ".join(
+        display_name(name) for name in reasons if reasons[name] == note
+    )
     problem, _, why = note.partition(": ")
     text = f"{problem.capitalize()}: position bias of {methods} cannot be measured"
     return f"{text} ({why})" if why else text
@@ -189,7 +193,7 @@ def _base_result(
         has_curve: Whether scores by position tell anything; else, and where it ran
             alone, the average is reported.
     """
-    rows = at_positions(metrics)
+    rows = rows_at_positions(metrics)
     curve = rows[rows["method"] == name].sort_values("depth")["value"]
     average = pct(averages.at[name, "value"])
     result = f"{average} on average (n = {averages.at[name, 'n']})"
@@ -198,13 +202,13 @@ def _base_result(
         worst = pct(curve.iloc[1:-1].min())
         curve_text = f"{at_ends} at the ends and {worst} at its worst inner position"
         result = f"{curve_text}, {result}" if len(averages) == 1 else curve_text
-    return f"The {shown(name)} model {verb} {result}"
+    return f"The {display_name(name)} model {verb} {result}"
 
 
 def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str) -> str:
     """Whether a method raises or lowers the average, or cannot be told to do either."""
     after = pct(averages.at[method, "value"])
-    differences = overall(metrics, "difference").dropna(subset="ci_low")
+    differences = rows_over_all_positions(metrics, "difference").dropna(subset="ci_low")
     differences = differences[differences["method"] == method]
     if UNMODIFIED not in averages.index or differences.empty:
         n = averages.at[method, "n"]
@@ -225,7 +229,7 @@ def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str)
     return f"{text}: {before} before, {after} after ({facts})"
 
 
-def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
+def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:
     """How many prompts were cut to the context window; empty where none was.
 
     Args:
@@ -299,7 +303,7 @@ def describe_method(method: Mapping[str, Any]) -> str:
     return text
 
 
-def verdicts(findings: pd.DataFrame) -> str:
+def count_verdicts(findings: pd.DataFrame) -> str:
     """How a study's claims fared: those of the paper, and our controls."""
     sentences = []
     kinds = {"paper": "Claims of the paper", "control": "Our controls"}
@@ -307,7 +311,7 @@ def verdicts(findings: pd.DataFrame) -> str:
         claims = findings[findings["kind"] == kind]
         if not len(claims):
             continue
-        text = f"{heading}: {tally(claims['verdict'])}"
+        text = f"{heading}: {tally_verdicts(claims['verdict'])}"
         if claims["p_holm"].notna().sum() > 1:
             text += " (Holm-corrected within the study)"
         sentences.append(f"{text}.")
@@ -320,7 +324,7 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
     Claims are the paper's, or our controls where the paper makes none.
     """
     sentences = _list_claims(findings, VERDICTS[:2], MAX_LISTED)
-    undecided = tally(_main_claims(findings)["verdict"], VERDICTS[2:])
+    undecided = tally_verdicts(_main_claims(findings)["verdict"], VERDICTS[2:])
     if undecided and sentences:
         sentences.append(f"Beside these: {undecided}.")
     elif undecided:
@@ -336,7 +340,7 @@ def study_answer(findings: pd.DataFrame) -> str:
     claims = _list_claims(findings, VERDICTS[:2], 2, numbers=True)
     if not claims:
         claims = _list_claims(findings, ("inconclusive",), 1, numbers=True)
-    return " ".join([verdicts(findings), *claims])
+    return " ".join([count_verdicts(findings), *claims])
 
 
 def _main_claims(findings: pd.DataFrame) -> pd.DataFrame:
@@ -397,7 +401,7 @@ def _on_models(models: Sequence[str], num_models: int) -> str:
     return " (both models)" if num_models == 2 else f" (all {num_models} models)"
 
 
-def tally(verdicts: pd.Series, order: Sequence[str] = VERDICTS) -> str:
+def tally_verdicts(verdicts: pd.Series, order: Sequence[str] = VERDICTS) -> str:
     """`3 hold, 1 inconclusive`: how often each verdict occurs, in this order."""
     counts = verdicts.value_counts()
     plural = {"holds": "hold", "agrees": "agree", "differs": "differ"}

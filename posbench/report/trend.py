@@ -14,18 +14,22 @@ from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
-from posbench.run.folder import RunDir, checked
-from posbench.schema import target
+from posbench.run.folder import RunDir, open_undamaged
+from posbench.schema import resolve_target
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, ends, frame
+from posbench.stats.findings import Finding, estimate_row, findings_table
 from posbench.stats.frames import (
     UNMODIFIED,
     gold_attention,
-    own_metric,
+    metric_of_task,
     strongest_layer,
 )
-from posbench.stats.position_bias import curves, limit, position_bias
+from posbench.stats.position_bias import (
+    position_bias,
+    position_curves,
+    score_limit_note,
+)
 
 MAX_SETTINGS = 24
 """Most values of a swept number that are read, and settings that a figure draws."""
@@ -63,9 +67,9 @@ def trends(
             trend = _Trend(folders, axis)
             trend.measure()
             rows += [{"group": name, "axis": axis, **row} for row in trend.rows]
-            findings.append(frame(trend.findings, name))
+            findings.append(findings_table(trend.findings, name))
     if not findings:
-        findings = [frame([], "")]
+        findings = [findings_table([], "")]
     table = pd.DataFrame(rows, columns=list(TREND))
     return table, pd.concat(findings, ignore_index=True)
 
@@ -131,11 +135,11 @@ class _Trend:
             self.subset_note = f", at {count} of {len(numbers)} values"
         self.folders = {float(number): folders[number] for number in self.numbers}
         for folder in self.folders.values():
-            checked(folder, only=(ATTENTION, PREDICTIONS))
+            open_undamaged(folder, only=(ATTENTION, PREDICTIONS))
         self.first_folder = folders[numbers[0]]
         config = RunDir(next(iter(folders.values()))).config()
         self.resamples = config["runtime"]["resamples"]
-        cls, _ = target(config["method"], Method, "method")  # type: ignore[type-abstract]
+        cls, _ = resolve_target(config["method"], Method, "method")  # type: ignore[type-abstract]
         parameter = axis.removeprefix("method.")
         self.claims: SweepClaims | None = cls.sweep_claims.get(parameter)
 
@@ -208,12 +212,17 @@ class _Trend:
         """Add a statistic's row at every number and for the unmodified model."""
         for number, value in values.items():
             estimate = percentile(value[0], value[1:], n)
-            row = {"statistic": statistic, "number": number, **ends(estimate), "n": n}
+            row = {
+                "statistic": statistic,
+                "number": number,
+                **estimate_row(estimate),
+                "n": n,
+            }
             self.rows.append(row)
 
     def _curves(self, table: pd.DataFrame, column: str) -> dict[Any, Array]:
         """Curves over the K gold positions by number, [1 + R, K] each."""
-        by_number = curves(table, column, "number", self.resamples)
+        by_number = position_curves(table, column, "number", self.resamples)
         return {
             number: np.vstack([curve, draws])
             for number, (curve, draws) in by_number.items()
@@ -335,7 +344,7 @@ class _Trend:
         metrics = read_csv(self.first_folder / "metrics.csv")
         if metrics is None:
             return None
-        metric = own_metric(metrics).iloc[0]
+        metric = metric_of_task(metrics).iloc[0]
         rows = []
         for number, row in self._rows_by_number(PREDICTIONS):
             if row["scores"] and row["gold_position"] is not None:
@@ -364,7 +373,7 @@ def _hides_bias(rows: pd.DataFrame) -> bool:
         mean(at_position["score"].to_numpy(), list(at_position["cluster"]))
         for _, at_position in rows.groupby("gold_position")
     ]
-    return bool(limit(positions, 0.0, rows["cluster"].nunique()))
+    return bool(score_limit_note(positions, 0.0, rows["cluster"].nunique()))
 
 
 def _halves(curve: Array) -> Array:

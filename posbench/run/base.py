@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from posbench.files.atomic import Row, digest
+from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
@@ -31,6 +31,23 @@ from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
 __all__ = ["IncompleteRun", "Run"]
+
+RENAMED = {
+    "batches": "prompts.batches_by_length",
+    "choice": "method.choice",
+    "complete": "rows.complete",
+    "complete_each": "rows.complete_each",
+    "encode": "prompts.encode",
+    "every": "all_methods",
+    "found": "method.found_parameters",
+    "missing": "method.hint",
+    "origin": "method.origin",
+    "plan": "prompts.batches",
+    "target": "method.target",
+    "trial": "method.trial",
+    "whole": "method.with_target",
+}
+"""Attributes of a run before 0.1.0, and what they are called now."""
 
 
 @dataclass
@@ -68,6 +85,12 @@ class Run:
     shard: Shard = field(default_factory=Shard)
     main_out: RunDir | None = None
     workers: WorkerPool | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer a name of an earlier release with its name now."""
+        if name in RENAMED:
+            raise AttributeError(f"run.{name} is run.{RENAMED[name]} now")
+        raise AttributeError(f"'Run' object has no attribute {name!r}")
 
     # Model
 
@@ -117,8 +140,18 @@ class Run:
     def prompts(self) -> PromptBatcher:
         """What encodes examples and groups them into batches."""
         return PromptBatcher(
-            self.encoder, self.task, self.runtime.batch_size, self.runtime.batch_tokens
+            self.encoder,
+            self.task,
+            self.runtime.batch_size,
+            self.runtime.batch_tokens,
+            self.reads_items,
         )
+
+    @property
+    def reads_items(self) -> bool:
+        """Whether a method of the run reads where the items of prompts stand."""
+        choices = [self.method.choice, *self.all_methods.values()]
+        return any(cls.needs.items for choice in choices for cls in choice.classes)
 
     def methods(self) -> dict[str, Method]:
         """Record the method under test in ``method.json`` and return the methods that are compared.
@@ -176,7 +209,7 @@ class Run:
             "task": self.raw["task"],
             "settings": settings,
         }
-        key = digest(settings_key)
+        key = short_hash(settings_key)
         if any(row["method"] == UNMODIFIED for row in self.out.rows(file)):
             return key
         sibling = self.out.sibling_with(file, key)

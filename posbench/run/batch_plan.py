@@ -14,18 +14,18 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import torch
-from posbench.measure.replies import room
+from posbench.measure.replies import generation_budget
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.model.store import (
-    Store,
-    batches,
-    fed,
-    grouped,
-    layout,
-    obstacle,
+    PrefixStore,
+    build_prefix_trie,
+    computed_spans,
+    group_by_prefix,
+    reason_not_shareable,
+    segment_batches,
     token_bytes,
 )
 from posbench.run.base import Run
@@ -39,8 +39,12 @@ from posbench.tasks import Example
 
 log = logging.getLogger(__name__)
 
-MakeBatches = Callable[[Sequence[Example], int | None], list[list[Example]]]
-"""Groups examples into batches of at most so many tokens (None: as the runtime wants them)."""
+Prompts = Mapping[str, Encoded]
+"""Prompts by the id of their example."""
+
+MakeBatches = Callable[[Sequence[Example], Prompts, int | None], list[list[Example]]]
+"""Groups examples, given their prompts, into batches of at most so many tokens (None: as the runtime wants
+them)."""
 
 Compute = Callable[[Sequence["Request"]], list[Row]]
 """The rows of a batch, without what identifies them."""
@@ -94,6 +98,13 @@ def _request_key(request: Request) -> dict[str, str]:
     return request.key
 
 
+class AskedPrompt(NamedTuple):
+    """An example as it is asked under a method, which may have rewritten its prompt."""
+
+    example: Example
+    encoded: Encoded
+
+
 class PrefillGroup(NamedTuple):
     """Examples that share a prefill.
 
@@ -132,9 +143,11 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         self._groups: list[PrefillGroup] = []
+        # Of a subject whose method rewrites prompts, what it asks, by the id of the example.
+        self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
         # The group that is prefilled, and the prefix of the batch that is run.
         self._stored_group: int | None = None
-        self._store: Store | None = None
+        self._store: PrefixStore | None = None
         self._prefix_ids: list[str] = []
         self._prefix: Prefix | None = None
 
@@ -160,19 +173,26 @@ class BatchPlan:
         run = subjects[0].run
         plan = cls(run.lm, run.runtime, encoded)
         groups, batch_tokens = plan._shareable_groups(examples)
-        single_batches = make_batches(examples, None)
-        for subject in subjects:
-            for batch in single_batches:
-                plan.order += [Request(subject, example) for example in batch]
+        single_batches = make_batches(examples, encoded, None)
         by_prefill = dict[str, list[Subject]]()
         for number, subject in enumerate(subjects):
-            prefill_method = subject.method.prefill() if groups else None
-            by_prefill.setdefault(repr(prefill_method or number), []).append(subject)
+            batches_of_subject = single_batches
+            if subject.method.rewrites and plan.lm.device.type != "meta":
+                prompts = plan._rewrite(subject, examples)
+                batches_of_subject = make_batches(examples, prompts, None)
+                for batch in batches_of_subject:
+                    plan._add_group(batch, None, [subject], [batch])
+            else:
+                prefill_method = subject.method.prefill() if groups else None
+                members = by_prefill.setdefault(repr(prefill_method or number), [])
+                members.append(subject)
+            for batch in batches_of_subject:
+                plan.order += [Request(subject, example) for example in batch]
         for members in by_prefill.values():
             prefill_method = members[0].method.prefill() if groups else None
             if prefill_method:
                 for group in groups:
-                    group_batches = make_batches(group, batch_tokens)
+                    group_batches = make_batches(group, encoded, batch_tokens)
                     plan._add_group(group, prefill_method, members, group_batches)
                 continue
             if groups:
@@ -182,6 +202,27 @@ class BatchPlan:
             for batch in single_batches:
                 plan._add_group(batch, None, members, [batch])
         return plan
+
+    def _rewrite(
+        self, subject: Subject, examples: Sequence[Example]
+    ) -> dict[str, Encoded]:
+        """Rewrite the prompts of examples for a method; return them by the id of their example."""
+        batcher = subject.run.prompts
+        asked = batcher.rewrite(examples, subject.method)
+        encoded = batcher.encode(asked)
+        prompts = {e.id: AskedPrompt(e, encoded[e.id]) for e in asked}
+        self._rewritten[id(subject)] = prompts
+        return encoded
+
+    def asked(self, request: Request) -> AskedPrompt:
+        """Return the example of a request as its method asks it."""
+        rewritten = self._rewritten.get(id(request.subject))
+        if rewritten:
+            return rewritten[request.example.id]
+        return AskedPrompt(request.example, self.encoded[request.example.id])
+
+    def _num_tokens(self, request: Request) -> int:
+        return len(self.asked(request).encoded.ids)
 
     def _add_group(
         self,
@@ -205,7 +246,7 @@ class BatchPlan:
         share = self.runtime.share
         if not share or not examples:
             return [], None
-        reason = obstacle(self.lm.model)
+        reason = reason_not_shareable(self.lm.model)
         if reason:
             self.notes.append(f"{self.lm.name} shares no prefill: {reason}")
             return [], None
@@ -225,7 +266,7 @@ class BatchPlan:
         group_tokens = min(capacity - batch_tokens, BATCHES_PER_GROUP * max_tokens)
         groups = [
             [examples[index] for index in group]
-            for group in grouped(prompts, group_tokens)
+            for group in group_by_prefix(prompts, group_tokens)
         ]
         return groups, batch_tokens
 
@@ -249,12 +290,12 @@ class BatchPlan:
         for group in self._groups:
             shared = group.examples if group.prefill_method else ()
             prompts = self._prefill_prompts(shared)
-            trie = layout(prompts)
+            trie = build_prefix_trie(prompts)
             prefix_tokens.append(trie.size)
-            for batch in batches(
+            for batch in segment_batches(
                 prompts, trie.stretches, runtime.batch_size, runtime.batch_tokens
             ):
-                spans += fed(prompts, batch)
+                spans += computed_spans(prompts, batch)
         # Of each prompt, its length, and the tokens of its reply that are read again.
         decodings = list[tuple[int, int]]()
         # Of each batch, its tokens, and those of the prefill that it goes on from.
@@ -262,7 +303,7 @@ class BatchPlan:
         decode_steps = 0
         for requests in self.batches:
             prefix = prefix_tokens[requests[0].group]
-            lengths = [len(self.encoded[r.example.id].ids) for r in requests]
+            lengths = [self._num_tokens(request) for request in requests]
             replies = [self._reply_tokens(r) if answered else 0 for r in requests]
             spans += [(length - 1 if prefix else 0, length) for length in lengths]
             decodings += [
@@ -294,13 +335,13 @@ class BatchPlan:
         """Tokens that a reply may have; none where a choice is scored."""
         if request.example.choices:
             return 0
-        return room(self.lm, request.subject.run.task, request.example)
+        return generation_budget(self.lm, request.subject.run.task, request.example)
 
     @contextmanager
     def applied(self, batch: Sequence[Request]) -> Iterator[Prefix | None]:
         """Apply the method of a batch to the model; yield the prefill that the batch goes on from."""
         prefix = self._prefix_of(batch)
-        self.requested_tokens += sum(len(self.encoded[r.example.id].ids) for r in batch)
+        self.requested_tokens += sum(self._num_tokens(request) for request in batch)
         with batch[0].subject.method.applied(self.lm):
             yield prefix
 
@@ -327,7 +368,7 @@ class BatchPlan:
             self._prefix_ids = ids
         return self._prefix
 
-    def _prefill(self, group: PrefillGroup, method: Method) -> Store | None:
+    def _prefill(self, group: PrefillGroup, method: Method) -> PrefixStore | None:
         """The prefill of a group; None where the memory is too small for it."""
         channels = set[int]()
         layers = set[int]()
@@ -336,7 +377,7 @@ class BatchPlan:
             channels.update(method_channels)
             layers.update(method_layers)
         prompts = self._prefill_prompts(group.examples)
-        store = Store(prompts, sorted(channels), sorted(layers))
+        store = PrefixStore(prompts, sorted(channels), sorted(layers))
         runtime = self.runtime
         try:
             with method.applied(self.lm):

@@ -17,12 +17,12 @@ from typing import Any
 
 from posbench.errors import MachineError, UserError, is_machine_fault
 from posbench.files.atomic import write_text
-from posbench.run.folder import PROVENANCE, RunDir, ids, plain, run_id
-from posbench.run.lease import LEASE, Lease, owned
+from posbench.run.folder import PROVENANCE, RunDir, as_json, recorded_run_ids, run_id
+from posbench.run.lease import LEASE_SECONDS, Lease, owning
 
 log = logging.getLogger(__name__)
 
-WAIT = LEASE + 30
+WAIT_SECONDS = LEASE_SECONDS + 30
 """Seconds to wait for another process that is making a version folder: it may have died elsewhere."""
 SECONDS_BEFORE_WARNING = 1.0
 VERSION_FILE = "version.json"
@@ -99,7 +99,7 @@ def claim(
                 folder = (
                     _find_or_make_version(outputs / suite, version_key, name) / name
                 )
-            stack.enter_context(owned(folder))
+            stack.enter_context(owning(folder))
             if not folder.is_dir():
                 new = RunDir(_empty_folder(folder.parent / f".new-{name}"), own_id)
                 (new.path / "figures").mkdir()
@@ -126,12 +126,12 @@ def _holding(lock: Path) -> Iterator[None]:
     warned = False
     while not lease.take():
         waited = time.monotonic() - started
-        if waited > min(SECONDS_BEFORE_WARNING, WAIT) and not warned:
+        if waited > min(SECONDS_BEFORE_WARNING, WAIT_SECONDS) and not warned:
             message = "waiting up to %d seconds for another process that holds %s"
-            log.warning(message, WAIT, lock)
+            log.warning(message, WAIT_SECONDS, lock)
             warned = True
-        if waited > WAIT:
-            allowed = f"free within {WAIT:g} seconds"
+        if waited > WAIT_SECONDS:
+            allowed = f"free within {WAIT_SECONDS:g} seconds"
             hint = "look for a posbench that hangs, and stop it"
             raise MachineError("lock", str(lock), allowed, hint)
         time.sleep(random.uniform(0.02, 0.1))
@@ -163,11 +163,11 @@ def _find_version(
     highest = max(versions, default=0)
     own_id = run_id(version_key, name)
     for version in newest_first:
-        if own_id in ids(version / name):
+        if own_id in recorded_run_ids(version / name):
             return version, highest
     for version in newest_first:
-        same_key = _read_version_key(version) == plain(version_key)
-        if same_key and set(ids(version / name)) <= {own_id}:
+        same_key = _read_version_key(version) == as_json(version_key)
+        if same_key and set(recorded_run_ids(version / name)) <= {own_id}:
             return version, highest
     return None, highest
 
@@ -189,9 +189,9 @@ def _find_or_make_version(
 ) -> Path:
     """The version folder of a run; its key is written again where it is damaged."""
     version, highest = _find_version(suite, version_key, name)
-    text = json.dumps(plain(version_key), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(as_json(version_key), indent=2, sort_keys=True) + "\n"
     if version:
-        if _read_version_key(version) != plain(version_key):
+        if _read_version_key(version) != as_json(version_key):
             write_text(version / VERSION_FILE, text)
         return version
     folder = suite / f"v{highest + 1:03d}"

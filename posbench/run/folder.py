@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, digest, write_text
+from posbench.files.atomic import Row, short_hash, write_text
 from posbench.run.jsonl import checksum, read_rows, to_lines
 from posbench.run.lease import need_owned
 
@@ -32,9 +32,9 @@ OTHER_HARDWARE = "other_hardware"
 JOBS = "jobs.json"
 """What a sweep ran: it marks the folder of a sweep, as :data:`CONFIG` marks that of a run."""
 ROWS = ".jsonl"
-READ = (ROWS, ".csv", ".json", ".yaml")
+NUMBER_FILES = (ROWS, ".csv", ".json", ".yaml")
 """Kinds of files that numbers are read from: an added one damages a finished run too."""
-DRAWN = ("figures/", "report.html")
+REDRAWN_FILES = ("figures/", "report.html")
 """What ``posbench report`` makes again from the other files."""
 MAX_LISTED_RUNS = 8
 MAX_LISTED_FILES = 4
@@ -103,7 +103,7 @@ class RunDir:
 
     def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write a bookkeeping file, which carries its run and a checksum as rows do."""
-        stamped = {**plain(facts), "run": self.id}
+        stamped = {**as_json(facts), "run": self.id}
         self.write_json(name, {**stamped, "sum": checksum(stamped)})
 
     def facts(self, name: str) -> Row:
@@ -192,7 +192,7 @@ class RunDir:
     def hardware(self) -> list[str]:
         """Return the machines that made rows of this run, the first one first.
 
-        They are described as :func:`posbench.files.hardware.hardware` does.
+        They are described as :func:`posbench.files.hardware.describe_hardware` does.
         """
         facts = self.facts(PROVENANCE)
         first = [facts["hardware"]] if facts.get("hardware") else []
@@ -297,7 +297,7 @@ class RunDir:
         added = [
             name
             for name in self._file_stamps()
-            if name not in checksums and name.endswith(READ)
+            if name not in checksums and name.endswith(NUMBER_FILES)
         ]
         return [*self._differing(checksums), *added]
 
@@ -322,7 +322,7 @@ class RunDir:
         status = self.status()
         recorded_stages = status["stages"]
 
-        text = yaml.safe_dump(plain(config), sort_keys=False)
+        text = yaml.safe_dump(as_json(config), sort_keys=False)
         stage_records = self._records_to_keep(stages, recorded_stages, damaged)
         config_checksum = hashlib.sha256(text.encode()).hexdigest()
         stage_records["config"] = {"files": {CONFIG: config_checksum}}
@@ -472,7 +472,7 @@ class RunDir:
         )
         for folder in sorted(siblings):
             try:
-                sibling = opened(folder)
+                sibling = open_run_dir(folder)
                 facts = sibling.stage(stage)
                 finished = facts.get("key") == key and facts.get("done")
                 if finished and not sibling.damaged():
@@ -484,19 +484,19 @@ class RunDir:
 
 def run_id(version_key: Mapping[str, Any], name: str) -> str:
     """Return the id that a run's rows and bookkeeping carry; it does not depend on where the folder is."""
-    return digest([plain(version_key), name], 12)
+    return short_hash([as_json(version_key), name], 12)
 
 
-def ids(folder: Path) -> list[str]:
+def recorded_run_ids(folder: Path) -> list[str]:
     """Return the run ids that a folder's bookkeeping files carry: all the same, if none is damaged."""
     files = (STATUS, PROVENANCE, MANIFEST)
     run_ids = (RunDir(folder).facts(name).get("run") for name in files)
     return [str(run_id) for run_id in run_ids if run_id]
 
 
-def opened(folder: Path) -> RunDir:
+def open_run_dir(folder: Path) -> RunDir:
     """Return a folder with the id that most of its bookkeeping files carry."""
-    candidates = [*ids(folder), ""]
+    candidates = [*recorded_run_ids(folder), ""]
     return RunDir(folder, max(candidates, key=candidates.count))
 
 
@@ -528,7 +528,7 @@ def open_run(folder: Path) -> RunDir:
         UserError: It is no run folder; the hint names the runs in it.
     """
     if is_run(folder):
-        return opened(folder)
+        return open_run_dir(folder)
     hint = "posbench ls runs lists them"
     if not folder.is_dir():
         hint = f"no such folder; check the path: {hint}"
@@ -540,7 +540,7 @@ def open_run(folder: Path) -> RunDir:
     raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
 
 
-def checked(
+def open_undamaged(
     folder: Path, made_again: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> RunDir:
     """Open a run or a sweep whose files are as it left them.
@@ -573,6 +573,6 @@ def checked(
     return run
 
 
-def plain(data: Any) -> Any:
+def as_json(data: Any) -> Any:
     """Return data as JSON gives it back."""
     return json.loads(json.dumps(data, default=str))

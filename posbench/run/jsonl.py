@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from posbench.files.atomic import Row, digest
+from posbench.files.atomic import Row, short_hash
 
 
 def checksum(row: Mapping[str, object]) -> str:
     """Return a short hash of a row without its field ``sum``."""
-    return digest({name: value for name, value in row.items() if name != "sum"})
+    return short_hash({name: value for name, value in row.items() if name != "sum"})
 
 
 def to_lines(rows: Iterable[Mapping[str, object]], run_id: str) -> str:

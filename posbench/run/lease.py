@@ -4,7 +4,7 @@ A lock is a folder of numbered files, of which the highest says who holds it: it
 its ending, that it is free. It is taken by making the next number, which a file system lets one process do
 (``O_EXCL``), so of those that find the same dead holder one alone follows it. The holder renews the time of
 its file. A dead one is known at once on its own machine, by the process table, and on another when its file
-is older than :data:`LEASE` by the clock of the file system itself. (The soft locks of filelock never take
+is older than :data:`LEASE_SECONDS` by the clock of the file system itself. (The soft locks of filelock never take
 over from a dead holder where a file system cannot exchange two names, as NFS cannot.)
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from posbench.errors import MachineError, UserError
 
-LEASE = 120.0
+LEASE_SECONDS = 120.0
 """Seconds of silence after which a process of another machine may take a lock over: longer than a client of
 NFS believes its cache (60 seconds), and a renewal."""
 RENEWALS_PER_LEASE = 6
@@ -53,7 +53,7 @@ class Lease:
         if newest and _is_held(newest):
             return False
         self.file = self.folder / f"lock.{number + 1}"
-        holder = [_machine_id(), os.getpid(), started(os.getpid())]
+        holder = [_machine_id(), os.getpid(), process_start(os.getpid())]
         try:
             with open(self.file, "x") as stream:
                 stream.write(f"{json.dumps(holder)}\n")
@@ -88,7 +88,7 @@ class Lease:
             lost = True
         if lost:
             allowed = "held by this process until it ends; another one took it, or it was removed"
-            hint = f"silent for {LEASE:g} seconds (asleep, or cut off), this one stops; nothing is lost"
+            hint = f"silent for {LEASE_SECONDS:g} seconds (asleep, or cut off), this one stops; nothing is lost"
             raise MachineError("lock", str(self.file), allowed, hint)
 
     def free(self) -> None:
@@ -98,13 +98,13 @@ class Lease:
             self.file.rename(f"{self.file}{FREE}")
 
     def _renew(self) -> None:
-        while not self._released.wait(LEASE / RENEWALS_PER_LEASE):
+        while not self._released.wait(LEASE_SECONDS / RENEWALS_PER_LEASE):
             # A file system that does not answer may do so the next time; writes check for themselves.
             with suppress(OSError):
                 os.utime(self.file)
 
 
-def held(folder: Path) -> bool:
+def is_held(folder: Path) -> bool:
     """Return whether a process holds the lock in a folder; true where that cannot be read."""
     try:
         _, newest = _newest_file(folder)
@@ -114,7 +114,7 @@ def held(folder: Path) -> bool:
 
 
 @contextmanager
-def owned(folder: Path) -> Iterator[None]:
+def owning(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run folder.
 
     Raises:
@@ -137,7 +137,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 def in_use(folder: Path) -> bool:
     """Return whether a process owns a run folder; true where that cannot be read."""
-    return held(_lock_folder(folder.absolute()))
+    return is_held(_lock_folder(folder.absolute()))
 
 
 def need_owned(folder: Path) -> None:
@@ -185,9 +185,9 @@ def _is_held(file: Path) -> bool:
     except ValueError:
         pass  # it is being written, or its process died over that
     if machine is not None and machine == _machine_id() and os.name == "posix":
-        return runs(pid, start)
+        return is_alive(pid, start)
     with tempfile.TemporaryFile(dir=file.parent) as probe:
-        return os.fstat(probe.fileno()).st_mtime - renewed < LEASE
+        return os.fstat(probe.fileno()).st_mtime - renewed < LEASE_SECONDS
 
 
 def _machine_id() -> str:
@@ -198,12 +198,12 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def runs(pid: int, start: str) -> bool:
+def is_alive(pid: int, start: str) -> bool:
     """Return whether a process of this machine still runs.
 
     Args:
         pid: Its number, which another process may have by now.
-        start: When it began, by :func:`started`.
+        start: When it began, by :func:`process_start`.
     """
     try:
         os.kill(pid, 0)
@@ -211,11 +211,11 @@ def runs(pid: int, start: str) -> bool:
         return False
     except PermissionError:
         # Another user's process, whose start we may not be allowed to read.
-        return started(pid) in ("", start)
-    return started(pid) == start
+        return process_start(pid) in ("", start)
+    return process_start(pid) == start
 
 
-def started(pid: int) -> str:
+def process_start(pid: int) -> str:
     """Return when a process began, in ticks since this machine's start.
 
     Empty where that is not known, and for a process that has ended but was not waited for.

@@ -129,7 +129,7 @@ def progress(
         if done:
             print_line()
         try:
-            with repeated(print_line, interval):
+            with repeating(print_line, interval):
                 yield work
         finally:
             print_line()
@@ -138,7 +138,7 @@ def progress(
 
 
 @contextmanager
-def repeated(call: Callable[[], None], interval: float) -> Iterator[None]:
+def repeating(call: Callable[[], None], interval: float) -> Iterator[None]:
     """Call a function every so many seconds while the block runs.
 
     A thread of its own does so: one batch of the block may take longer than that.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from posbench.measure.replies import encode, plan
+from posbench.errors import UserError
+from posbench.measure.items import item_tokens
+from posbench.measure.replies import encode_prompt, plan_batches
+from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.lm import batches
+from posbench.model.items import ItemPrompt
+from posbench.model.lm import LM, length_batches
 from posbench.tasks import Example, Task
 
 
@@ -21,12 +25,14 @@ class PromptBatcher:
         task: Asks the prompts.
         batch_size: Prompts of a batch at most.
         batch_tokens: Tokens of a batch at most, padding and reply counted; None: no limit.
+        reads_items: Whether a method reads where the items of prompts stand.
     """
 
     encoder: Encoder
     task: Task
     batch_size: int
     batch_tokens: int | None
+    reads_items: bool = False
 
     def encode(
         self, examples: Sequence[Example], task: Task | None = None
@@ -38,7 +44,38 @@ class PromptBatcher:
             task: The task that asks them; None: the run's.
         """
         task = task or self.task
-        return {e.id: encode(self.encoder, task, e) for e in examples}
+        encoded = {e.id: encode_prompt(self.encoder, task, e) for e in examples}
+        if self.reads_items and isinstance(self.encoder, LM):
+            for example in examples:
+                prompt = encoded[example.id]
+                self.encoder.items.add(prompt.ids, item_tokens(prompt, example))
+        return encoded
+
+    def rewrite(self, examples: Sequence[Example], method: Method) -> list[Example]:
+        """Return the examples as a method asks them: with another prompt, and the same answers.
+
+        Args:
+            examples: The examples.
+            method: The method.
+
+        Raises:
+            UserError: The task cuts long documents, and the method moves what would be cut.
+        """
+        rewritten = []
+        for example in examples:
+            if example.document:
+                allowed = "a method that leaves prompts as they are: this task cuts its documents"
+                raise UserError(
+                    "method", method.short_name(), allowed, "take another task"
+                )
+            prompt = ItemPrompt(example.prompt, example.items)
+            prompt = method.rewrite(self.encoder, prompt)
+            if len(prompt.items) != len(example.items):
+                allowed = f"{len(example.items)} items, as before"
+                hint = "correct the method: every item keeps its number"
+                raise UserError("method.rewrite", len(prompt.items), allowed, hint)
+            rewritten.append(replace(example, prompt=prompt.text, items=prompt.items))
+        return rewritten
 
     def batches(
         self,
@@ -47,7 +84,7 @@ class PromptBatcher:
         task: Task | None = None,
         max_tokens: int | None = None,
     ) -> list[list[Example]]:
-        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan`.
+        """Group examples into batches with room for replies; see :func:`posbench.measure.replies.plan_batches`.
 
         Args:
             examples: The examples.
@@ -56,7 +93,9 @@ class PromptBatcher:
             max_tokens: Tokens of a batch at most; None: as many as the runtime allows.
         """
         tokens = max_tokens or self.batch_tokens
-        return plan(task or self.task, examples, encoded, self.batch_size, tokens)
+        return plan_batches(
+            task or self.task, examples, encoded, self.batch_size, tokens
+        )
 
     def batches_by_length(
         self,
@@ -73,5 +112,5 @@ class PromptBatcher:
         """
         lengths = [length(item) for item in items]
         tokens = max_tokens or self.batch_tokens
-        groups = batches(lengths, self.batch_size, tokens)
+        groups = length_batches(lengths, self.batch_size, tokens)
         return [[items[index] for index in group] for group in groups]

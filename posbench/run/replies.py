@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from posbench.files.atomic import Row, digest
+from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
 from posbench.measure import served
-from posbench.measure.replies import replies
+from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Compute, Request, Subject
+from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
 from posbench.tasks import Example
 
 STAGE = "evaluate"
@@ -19,7 +19,7 @@ STAGE = "evaluate"
 
 def prompt_digest(example: Example) -> str:
     """Return a checksum by which a prompt that is built again is recognised."""
-    return digest([example.system, example.prompt, example.prefill])
+    return short_hash([example.system, example.prompt, example.prefill])
 
 
 def scored_replies(
@@ -60,18 +60,20 @@ def plan_replies(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
-        examples = [request.example for request in batch]
+        asked = [plan.asked(request) for request in batch]
+        examples = [prompt.example for prompt in asked]
+        prompts = {prompt.example.id: prompt.encoded for prompt in asked}
         with plan.applied(batch) as prefix:
-            texts = replies(run.lm, run.task, examples, encoded, prefix)
+            texts = reply_to_batch(run.lm, run.task, examples, prompts, prefix)
         return [
-            _row(run, example, encoded[example.id], reply)
-            for example, reply in zip(examples, texts, strict=True)
+            _row(run, request.example, prompts[request.example.id], reply)
+            for request, reply in zip(batch, texts, strict=True)
         ]
 
     def make_batches(
-        examples: Sequence[Example], max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
     ) -> list[list[Example]]:
-        return run.prompts.batches(examples, encoded, max_tokens=max_tokens)
+        return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
 
     plan = BatchPlan.of(subjects, run.evaluation, encoded, make_batches)
     return plan, compute
@@ -89,7 +91,7 @@ def _served_replies(
         endpoint.check(has_choices)
         example = request.example
         prompt = encoded[example.id]
-        reply = served.reply(endpoint, encoder, run.task, example, prompt)
+        reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
         return _row(run, example, prompt, reply)
 
     requests = [

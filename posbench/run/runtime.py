@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from posbench.errors import UserError
-from posbench.schema import MOST, Count, Positive, Tokens, Whole
+from posbench.schema import MAX_COUNT, Count, Positive, Tokens, Whole
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])(i?)B")
 """A size as ``4GiB``, or with powers of 1000 as ``4GB``: number, prefix, and ``i`` for powers of 1024."""
@@ -84,7 +84,7 @@ class Runtime:
     # examples per gold position whose attention is measured
     intervene_examples: Count = 20
     # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
-    resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
+    resamples: Annotated[int, Ge(100), Le(MAX_COUNT)] = 2000
 
     # processes that share out the prompts of intervene and evaluate, each with a GPU of its own where there
     # are GPUs, and with ``threads`` CPU threads, or its share of torch's

@@ -14,8 +14,8 @@ import yaml
 
 from posbench import versions
 from posbench.errors import UserError
-from posbench.files.atomic import Row, digest, write_bytes, write_csv, write_text
-from posbench.files.digests import contents
+from posbench.files.atomic import Row, short_hash, write_bytes, write_csv, write_text
+from posbench.files.digests import read_contents
 from posbench.files.sources import Source
 from posbench.late import pd, torch
 from posbench.methods import Method
@@ -32,9 +32,9 @@ from posbench.tasks import Example, Task
 
 log = logging.getLogger(__name__)
 
-FOUND = "found.yaml"
-ROWS = "search.jsonl"
-STATE = "search_state.pt"
+FOUND_FILE = "found.yaml"
+ROWS_FILE = "search.jsonl"
+STATE_FILE = "search_state.pt"
 CHECKSUM_BYTES = 32
 Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
 """A table of the run folder by its name, None where it has none."""
@@ -59,7 +59,7 @@ class Search(ABC):
     place: ClassVar[str] = "alone or in a list of methods"
     finds: ClassVar[Mapping[str, Any]]
     results: ClassVar[Sequence[str]] = ("search.csv",)
-    rows: ClassVar[Sequence[str]] = (ROWS, held_back.ROWS)
+    rows: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
     measure: ClassVar[str] = "loss"
 
     held_back: Count | None = None
@@ -159,14 +159,14 @@ class Search(ABC):
             sibling = run.out.sibling_with("search", key)
             if sibling is None:
                 self.search(run)
-                (run.out.path / STATE).unlink(missing_ok=True)
+                (run.out.path / STATE_FILE).unlink(missing_ok=True)
             else:
                 self._copy(sibling, run.out)
             copied_from = sibling.path.name if sibling else None
             # The search will not append to its rows again: their checksums can be recorded.
             checksums = run.out.sums(self.rows)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
-        text = (run.out.path / FOUND).read_text()
+        text = (run.out.path / FOUND_FILE).read_text()
         block = yaml.safe_load(text)[run.method.target.name]
         run.method.use(self.found(block))
         self._report(run, block, text)
@@ -191,10 +191,10 @@ class Search(ABC):
             "search": run.raw["search"],
             "task": run.raw["task"],
             "parts": parts,
-            "files": [content.key for content in contents(sources)],
+            "files": [content.key for content in read_contents(sources)],
             "method": settings,
         }
-        return digest(facts | dict(self.depends(run)))
+        return short_hash(facts | dict(self.depends(run)))
 
     def _copy(self, sibling: RunDir, folder: RunDir) -> None:
         """Copy the files of another run's search."""
@@ -231,8 +231,8 @@ class Search(ABC):
             run.console.print(line, soft_wrap=True)
         for line in self.remarks(block):
             run.console.print(line, soft_wrap=True)
-        line = held_back.words(block["held_back"])
-        if held_back.noise(block["held_back"]):
+        line = held_back.summary_line(block["held_back"])
+        if held_back.shows_no_gain(block["held_back"]):
             if not {"intervene", "evaluate"} & set(run.stages):
                 return  # the run ends with that line
             line += "; the stages that follow run with what it found all the same"
@@ -274,7 +274,7 @@ class Search(ABC):
         method = target.build(self.found(block), target, run.method.hint)
         unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
         searched = self._measure_under(run, "found", method, batches)
-        return held_back.gain(
+        return held_back.gain_facts(
             self.measure,
             [searched[example.id] for example in examples],
             [unmodified[example.id] for example in examples],
@@ -304,7 +304,7 @@ class Search(ABC):
 
         label = f"search: check, {name}"
         with run.method.with_target(method).applied(run.lm):
-            rows = run.rows.complete(held_back.ROWS, label, batches, key, compute)
+            rows = run.rows.complete(held_back.ROWS_FILE, label, batches, key, compute)
         return {row["id"]: row["value"] for row in rows}
 
     def write_found(self, run: Run, block: Mapping[str, Any], description: str) -> None:
@@ -317,15 +317,15 @@ class Search(ABC):
         """
         assert run.method.target is not None
         facts = self._check_gain(run, block)
-        table = pd.DataFrame([facts], columns=list(held_back.HEADER))
-        write_csv(run.out.path / held_back.TABLE, table)
+        table = pd.DataFrame([facts], columns=list(held_back.TABLE_COLUMNS))
+        write_csv(run.out.path / held_back.TABLE_FILE, table)
         source = f"posbench {versions.__version__} {description}"
         if run.method.choice.parts:
             source += f" in the list {run.method.choice.name}"
         source += f"; run {run.out.path.name}"
         data = {run.method.target.name: {**block, "held_back": facts, "source": source}}
         text = yaml.safe_dump(data, sort_keys=False, width=1000)
-        write_text(run.out.path / FOUND, text)
+        write_text(run.out.path / FOUND_FILE, text)
 
 
 def save_state(run: Run, state: dict[str, Any]) -> None:
@@ -333,12 +333,12 @@ def save_state(run: Run, state: dict[str, Any]) -> None:
     buffer = BytesIO()
     torch.save(state, buffer)
     data = buffer.getvalue()
-    write_bytes(run.out.path / STATE, _checksum(run, data) + data)
+    write_bytes(run.out.path / STATE_FILE, _checksum(run, data) + data)
 
 
 def load_state(run: Run) -> dict[str, Any]:
     """What :func:`save_state` wrote, on the CPU; empty where there is no intact state of this run."""
-    file = run.out.path / STATE
+    file = run.out.path / STATE_FILE
     if not file.is_file():
         return {}
     content = file.read_bytes()

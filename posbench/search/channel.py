@@ -12,25 +12,25 @@ from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
-from posbench.files.digests import contents
+from posbench.files.digests import read_contents
 from posbench.late import pd
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice
 from posbench.methods.composed import Composed
-from posbench.methods.scale_channel import ScaleChannel, check_layers, share
-from posbench.model.lm import batches
+from posbench.methods.scale_channel import ScaleChannel, check_layers, scale_layer_range
+from posbench.model.lm import length_batches
 from posbench.plots.search import (
     candidate_label,
     candidate_losses_figure,
-    channel_curves,
+    channel_figure,
 )
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
-from posbench.search.base import ROWS, Read, load_state, save_state
+from posbench.search.base import ROWS_FILE, Read, load_state, save_state
 from posbench.search.deploy import DeploySearch
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
@@ -176,7 +176,7 @@ class ChannelSearch(DeploySearch):
         values = (
             run.method.target.values if run.method.target and self.num_rescored else {}
         )
-        files = [content.key for content in contents(self.files())]
+        files = [content.key for content in read_contents(self.files())]
         return {
             "layers": self.ranges(run),
             "channel": self._pinned(run).get("channel"),
@@ -207,7 +207,7 @@ class ChannelSearch(DeploySearch):
                 (start, end - 1) for i, start in enumerate(starts) for end in ends[i:]
             ]
         # The paper's own 32-layer models use 10-25; other depths take the same share of the model.
-        first, last = self.layers or published or share((10, 25), count)
+        first, last = self.layers or published or scale_layer_range((10, 25), count)
         return [(first, last)]
 
     def statistics(
@@ -216,10 +216,10 @@ class ChannelSearch(DeploySearch):
         """The filter's statistics of averaged states, by site, shape (layers, tokens, channels) each."""
         curves = averages[self.site]
         if self.variant == "official":
-            return statistics.official(curves)
+            return statistics.official_filter(curves)
         if self.site == "residual":
             curves = curves[1:]  # without the embedding
-        return statistics.paper(
+        return statistics.paper_filter(
             curves,
             window=self.window,
             skip=self.skip,
@@ -281,7 +281,7 @@ class ChannelSearch(DeploySearch):
             measured, pool = self._filter(run, averages)
             pinned_channel = self._pinned(run).get("channel")
             candidates = self.ask(measured, self.ranges(run), pinned_channel)
-            all_losses = self.losses(run, ROWS, candidates)
+            all_losses = self.losses(run, ROWS_FILE, candidates)
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
@@ -375,7 +375,7 @@ class ChannelSearch(DeploySearch):
         examples = run.examples("calibration")
         pairs = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
         lengths = [len(pairs[e.id][0]) for e in examples]
-        groups = batches(lengths, self.batch_size)
+        groups = length_batches(lengths, self.batch_size)
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             batch_pairs = [pairs[e.id] for e in batch]
@@ -449,7 +449,7 @@ class ChannelSearch(DeploySearch):
         if channels is not None:
             figures = {}
             for channel in channels["channel"].unique():
-                figure = channel_curves(channels, channel, n=[self.strings])
+                figure = channel_figure(channels, channel, n=[self.strings])
                 figures[f"channel_{channel}"] = figure, f"Channel {channel}. {CURVES}"
             sections.append(Section("Positional channel", figures=figures))
         return sections

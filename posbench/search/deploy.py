@@ -12,7 +12,7 @@ from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row
 from posbench.files.sources import Source
 from posbench.late import pd
-from posbench.measure.replies import encode
+from posbench.measure.replies import encode_prompt
 from posbench.methods import Method
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel
@@ -21,11 +21,11 @@ from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, NonNegative
 from posbench.search import held_back
-from posbench.search.base import ROWS, Read, Search
+from posbench.search.base import ROWS_FILE, Read, Search
 from posbench.search.statistics import Array
 from posbench.stats.bootstrap import paired
-from posbench.stats.findings import columns, ends, estimate
-from posbench.stats.frames import UNMODIFIED, shown
+from posbench.stats.findings import estimate, estimate_columns, estimate_row
+from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.tasks import Example, Task
 from posbench.tasks.base import EvaluationOnly
 
@@ -57,7 +57,7 @@ class DeploySearch(Search):
         side_prompts: Prompts of it at most, spread over all.
     """
 
-    rows: ClassVar[Sequence[str]] = (ROWS, DEPLOY_ROWS, held_back.ROWS)
+    rows: ClassVar[Sequence[str]] = (ROWS_FILE, DEPLOY_ROWS, held_back.ROWS_FILE)
 
     top_k: Count = 10
     deploy: Format | None = None
@@ -181,13 +181,15 @@ class DeploySearch(Search):
         best_row = 0 if best is None else 1
         ranks = [0, *(order.index(i) + 1 for i in shortlist)]
         table = pd.DataFrame({"rank": ranks})
-        table["candidate"] = [shown(UNMODIFIED), *map(_label, methods)]
+        table["candidate"] = [display_name(UNMODIFIED), *map(_label, methods)]
         table["loss_last_1"] = losses_last_1.mean(1)
         table["loss"] = shipped_losses.mean(1)
         table["best_last_1"] = table.index == best_row
         lowest = losses_last_1[best_row]
         prices = [paired(row, lowest, clusters) for row in shipped_losses]
-        table = table.join(pd.DataFrame([ends(price, "price") for price in prices]))
+        table = table.join(
+            pd.DataFrame([estimate_row(price, "price") for price in prices])
+        )
         table["n"] = len(examples)
         table["candidates"] = len(candidates)
         table["allowed"] = True
@@ -198,7 +200,7 @@ class DeploySearch(Search):
             side_losses = self._method_losses(run, "side", side_pairs, all_methods)
             rises = [paired(row, side_losses[0], clusters) for row in side_losses]
             table = table.join(
-                pd.DataFrame([ends(rise, "side_rise") for rise in rises])
+                pd.DataFrame([estimate_row(rise, "side_rise") for rise in rises])
             )
             table["side_loss"] = side_losses.mean(1)
             table["side_n"] = len(clusters)
@@ -231,7 +233,7 @@ class DeploySearch(Search):
             answer_length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
             with renamed("task.", "search.side_task."):
                 sized = replace(example, max_new_tokens=answer_length)
-                encoded = encode(run.lm, task, sized)
+                encoded = encode_prompt(run.lm, task, sized)
             answer_ids = run.lm.continuation_ids(encoded, text)
             pairs[example.id] = encoded.ids, answer_ids
         return pairs
@@ -284,7 +286,7 @@ class DeploySearch(Search):
         )
 
     def facts(self, table: pd.DataFrame) -> dict[str, Any]:
-        """What ``deploy.csv`` says, for ``found.yaml`` and :func:`words`."""
+        """What ``deploy.csv`` says, for ``found.yaml`` and :func:`summary_lines`."""
         selected = table[table["selected"]].iloc[0]
         best_last_1 = table[table["best_last_1"]].iloc[0]
         facts: dict[str, Any] = {
@@ -294,20 +296,20 @@ class DeploySearch(Search):
             "last_1": best_last_1["candidate"],
             "loss_last_1": best_last_1["loss_last_1"],
         }
-        for name in (*columns("price"), "n", "candidates"):
+        for name in (*estimate_columns("price"), "n", "candidates"):
             facts[name] = selected[name]
         facts["tried"] = len(table) - 1
         facts["exceed"] = (~table["allowed"]).sum()
         if self.side_task:
             facts["side_task"] = self.side_task.name
-            for name in (*columns("side_rise"), "side_n"):
+            for name in (*estimate_columns("side_rise"), "side_n"):
                 facts[name] = selected[name]
             facts["side_limit"] = self.side_rise
         return {name: _plain_number(value) for name, value in facts.items()}
 
     def remarks(self, block: Mapping[str, Any]) -> list[str]:
         """What is shipped; see :meth:`Search.remarks`."""
-        return words(block["deploy"]) if "deploy" in block else []
+        return summary_lines(block["deploy"]) if "deploy" in block else []
 
     def shipped_sections(self, read: Read) -> list[Section]:
         """What is shipped, with its price and its side effect, then the shortlist; none without such."""
@@ -331,17 +333,17 @@ class DeploySearch(Search):
             elif not row["allowed"]:
                 mark = "exceeds"
             rows.append([row["candidate"], *cells, mark])
-        text = told(self.facts(table))
+        text = summary_sentences(self.facts(table))
         text += (
             " Price: loss as shipped, less that of the best with the last token alone."
         )
         return [Section("What is shipped", text, [*header, "selected"], rows)]
 
 
-def words(facts: Mapping[str, Any]) -> list[str]:
+def summary_lines(facts: Mapping[str, Any]) -> list[str]:
     """What is shipped, its price and its side effect, a line each."""
     lines = []
-    unmodified_wins = facts["found"] == shown(UNMODIFIED)
+    unmodified_wins = facts["found"] == display_name(UNMODIFIED)
     if facts["format"] in FOLDING:
         price = estimate(facts, "price")
         shipped = facts["found"]
@@ -368,9 +370,9 @@ def words(facts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def told(facts: Mapping[str, Any]) -> str:
-    """The lines of :func:`words` as sentences."""
-    return " ".join(f"{line[0].upper()}{line[1:]}." for line in words(facts))
+def summary_sentences(facts: Mapping[str, Any]) -> str:
+    """The lines of :func:`summary_lines` as sentences."""
+    return " ".join(f"{line[0].upper()}{line[1:]}." for line in summary_lines(facts))
 
 
 def _plain_number(value: Any) -> Any:

@@ -16,20 +16,20 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
 from posbench.late import pd
 from posbench.methods import curves
-from posbench.plots.search import convergence, curve_figure
+from posbench.plots.search import convergence_figure, curve_figure
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
-from posbench.search.base import ROWS, Read
+from posbench.search.base import ROWS_FILE, Read
 from posbench.search.scales import (
     NO_SCALES,
     POSITIONS,
     Scales,
     ScaleSearch,
     Scores,
-    answering,
-    calibration,
+    calibration_questions,
+    make_evaluator,
 )
 
 DRAWN_POINTS = 101  # points of a curve in its figure
@@ -221,11 +221,11 @@ class GeneticSearch(ScaleSearch):
         """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``."""
         folder = run.out
         unmodified = (1.0,) * run.lm.layers
-        examples, positions = calibration(run.task, self.calibration_seed)
-        evaluate = answering(run.lm, run.task, examples, run.method.with_target)
+        examples, positions = calibration_questions(run.task, self.calibration_seed)
+        evaluate = make_evaluator(run.lm, run.task, examples, run.method.with_target)
 
-        folder.repair(ROWS)
-        recorded = {_batch_key(row): row["scores"] for row in folder.rows(ROWS)}
+        folder.repair(ROWS_FILE)
+        recorded = {_batch_key(row): row["scores"] for row in folder.rows(ROWS_FILE)}
         row_order: dict[BatchKey, int] = {}
 
         # A killed search starts again and scores the same batches; those that are recorded cost nothing.
@@ -236,7 +236,7 @@ class GeneticSearch(ScaleSearch):
                 scores = evaluate(scales, indices)
                 recorded[key] = scores
                 row = {"scales": scales, "examples": indices, "scores": scores}
-                folder.append(ROWS, [row])
+                folder.append(ROWS_FILE, [row])
             return recorded[key]
 
         scores = Scores(self, np.array(positions), evaluate_once)
@@ -252,7 +252,9 @@ class GeneticSearch(ScaleSearch):
                 write_csv(folder.path / "generations.csv", history)
                 run.console.print(_generation_line(evolution, fitness_unmodified))
                 advance(1, before=num_recorded == len(recorded))
-        folder.sort(ROWS, lambda row: row_order.get(_batch_key(row), len(row_order)))
+        folder.sort(
+            ROWS_FILE, lambda row: row_order.get(_batch_key(row), len(row_order))
+        )
 
         best = evolution.population[0]
         scales = evolution.scales(best)
@@ -290,8 +292,8 @@ class GeneticSearch(ScaleSearch):
         point_ys = [y for _, y in points]
         if self.curve == "bezier":
             t = np.linspace(0, 1, DRAWN_POINTS)
-            xs = curves.bernstein(point_xs, t).tolist()
-            ys = curves.bernstein(point_ys, t).tolist()
+            xs = curves.bezier_coordinate(point_xs, t).tolist()
+            ys = curves.bezier_coordinate(point_ys, t).tolist()
         else:
             xs = np.linspace(point_xs[0], point_xs[-1], DRAWN_POINTS).tolist()
             ys = curves.layer_scales(self.curve, points, DRAWN_POINTS)
@@ -319,7 +321,7 @@ class GeneticSearch(ScaleSearch):
         if generations is not None:
             caption = "Fitness of the best candidate and of the parents on average, generation by generation."
             prompts = table.loc[table["complete"], "scored"]
-            figures["convergence"] = convergence(generations, prompts), caption
+            figures["convergence"] = convergence_figure(generations, prompts), caption
         if curve is not None:
             caption = "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "
             caption += "calibration questions by the place of the answer, and their weighted mean, the fitness."

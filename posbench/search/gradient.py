@@ -25,8 +25,8 @@ from posbench.search.scales import (
     POSITIONS,
     ScaleSearch,
     Scores,
-    answering,
-    calibration,
+    calibration_questions,
+    make_evaluator,
 )
 
 
@@ -73,7 +73,7 @@ class GradientSearch(ScaleSearch):
     def search(self, run: Run) -> None:
         """Train the scales, and write ``search.csv``, a row per epoch; the last epoch's scales are the result."""
         lm = run.lm
-        examples, positions = calibration(run.task, self.calibration_seed)
+        examples, positions = calibration_questions(run.task, self.calibration_seed)
         pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
         # Indices of the examples, by gold position.
         pools: list[list[int]] = [[] for _ in POSITIONS]
@@ -111,7 +111,9 @@ class GradientSearch(ScaleSearch):
 
         unmodified = (1.0,) * lm.layers
         trained = tuple(scales.tolist())
-        scores = Scores(self, np.array(positions), answering(lm, run.task, examples))
+        scores = Scores(
+            self, np.array(positions), make_evaluator(lm, run.task, examples)
+        )
         scores.score_all(unmodified)
         scores.score_all(trained)
         parameters = {**NO_SCALES, "scales": list(trained)}
@@ -158,21 +160,21 @@ def answer_loss(
     return lm.answer_nats(output.logits, targets).mean()
 
 
-def _position_divider(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
+def _position_divider(scale: Tensor) -> Callable[[rope.RotaryCall], rope.RotaryCall]:
     """A change of rotary calls that divides positions by ``scale``, a scalar."""
 
-    def divide(call: rope.Call) -> rope.Call:
+    def divide(call: rope.RotaryCall) -> rope.RotaryCall:
         scaled = call.positions.float() / scale.to(call.positions.device)
         return replace(call, positions=scaled)
 
     return divide
 
 
-def _table_with_gradients(call: rope.Call) -> rope.Table:
+def _table_with_gradients(call: rope.RotaryCall) -> rope.Table:
     """Cosines and sines of a rotary call, differentiable by its positions."""
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
     # As accelerate's hooks would do, which this call bypasses, too.
     positions = call.positions.to(call.hidden.device)
-    with rope.steady(call.module):
+    with rope.fixed_frequencies(call.module):
         return forward(call.module, call.hidden, positions, **call.options)

@@ -9,16 +9,16 @@ from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired, with_interval
 
-ROWS = "held_back.jsonl"
-TABLE = "held_back.csv"
+ROWS_FILE = "held_back.jsonl"
+TABLE_FILE = "held_back.csv"
 MIN_QUESTIONS = 6
 """Questions that a check needs: of fewer, gains of one sign are no rarer than one in twenty by chance."""
 
-HEADER = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
+TABLE_COLUMNS = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
 """Columns of ``held_back.csv``, a single row; ``n`` counts prompts."""
 
 
-def gain(
+def gain_facts(
     measure: str,
     searched: Sequence[float],
     unmodified: Sequence[float],
@@ -52,7 +52,7 @@ def gain(
     return {"measure": measure, **rounded, "n": estimate.n}
 
 
-def noise(facts: Mapping[str, Any]) -> bool:
+def shows_no_gain(facts: Mapping[str, Any]) -> bool:
     """Whether there was a check, and it shows no gain: the interval does not lie above zero."""
     return was_checked(facts) and not facts["ci_low"] > 0
 
@@ -62,13 +62,13 @@ def was_checked(facts: Mapping[str, Any]) -> bool:
     return bool(pd.notna(facts.get("gain")))
 
 
-def words(facts: Mapping[str, Any]) -> str:
+def summary_line(facts: Mapping[str, Any]) -> str:
     """The check in one line."""
     if not was_checked(facts):
         reason = f"{facts['n']} are left, and {MIN_QUESTIONS} questions are needed"
         return f"what was found is not checked on held-back prompts: {reason}"
     verdict = "the search gains"
-    if noise(facts):
+    if shows_no_gain(facts):
         verdict += " nothing beyond noise"
     means = f"{facts['measure']} {facts['found']:.4g}"
     means += f", unmodified {facts['unmodified']:.4g}"
@@ -76,9 +76,9 @@ def words(facts: Mapping[str, Any]) -> str:
     return f"{verdict}: {means} on {facts['n']} held-back prompts, gain {interval}"
 
 
-def told(facts: Mapping[str, Any]) -> str:
+def summary_sentence(facts: Mapping[str, Any]) -> str:
     """The check as the beginning of a sentence."""
-    text = words(facts)
+    text = summary_line(facts)
     return text[0].upper() + text[1:]
 
 
@@ -87,7 +87,7 @@ def sections(table: pd.DataFrame | None) -> list[Section]:
     if table is None:
         return []
     facts = {str(name): value for name, value in table.iloc[0].items()}
-    text = f"{told(facts)}."
+    text = f"{summary_sentence(facts)}."
     if was_checked(facts):
         text += " Prompts that neither the search nor the evaluation asks; gain: paired, with its 95 % interval."
     return [Section("Held-back prompts", text)]

@@ -15,19 +15,19 @@ from posbench.late import F, inference_mode, pd, torch
 from posbench.methods.moice import (
     MoICE,
     auxiliary_loss,
-    mixing,
-    mixture,
+    mixed_attention,
+    mixture_weights,
     new_routers,
     save_routers,
 )
-from posbench.model.guard import finite, guarded
+from posbench.model.guard import check_finite, guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive, Seed, Several
 from posbench.search.base import Read, Search, epoch_section
 from posbench.tasks import Example
-from posbench.tasks.reading import rows
+from posbench.tasks.reading import read_data_rows
 
 if TYPE_CHECKING:
     from posbench.methods.router import Router
@@ -135,7 +135,7 @@ class RouterSearch(Search):
         lm.model.requires_grad_(False)
         try:
             listen = router_logits.__setitem__
-            with mixing(lm.model, routers, method.bases, top_k, listen):
+            with mixed_attention(lm.model, routers, method.bases, top_k, listen):
                 for step in range(1, self.steps + 1):
                     row = {"step": step, "loss": 0.0, "aux": 0.0, "largest_weight": 0.0}
                     for _ in range(self.batch):
@@ -151,7 +151,9 @@ class RouterSearch(Search):
                         )
                         aux = auxiliary_loss(logits, top_k)
                         ((loss + self.aux * aux) / self.batch).backward()
-                        largest_weight = mixture(logits.detach(), top_k).amax(-1).mean()
+                        largest_weight = (
+                            mixture_weights(logits.detach(), top_k).amax(-1).mean()
+                        )
                         row["loss"] += loss.item() / self.batch
                         row["aux"] += aux.item() / self.batch
                         row["largest_weight"] += largest_weight.item() / self.batch
@@ -184,9 +186,9 @@ class RouterSearch(Search):
             Nats per token of each text, by the name of the mixture.
         """
         losses = {"unmodified": [text_loss(lm, text).item() for text in texts]}
-        with mixing(lm.model, None, method.bases, len(method.bases)):
+        with mixed_attention(lm.model, None, method.bases, len(method.bases)):
             losses["even mixture"] = [text_loss(lm, text).item() for text in texts]
-        with mixing(lm.model, routers, method.bases, method.top_k):
+        with mixed_attention(lm.model, routers, method.bases, method.top_k):
             losses["trained router"] = [text_loss(lm, text).item() for text in texts]
         return losses
 
@@ -231,7 +233,7 @@ class RouterSearch(Search):
         if self.data is None:
             return [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
         with renamed("task.", "search."):
-            lines = [line for _, line in rows("data", Path(self.data))]
+            lines = [line for _, line in read_data_rows("data", Path(self.data))]
             return [(line.take("prompt"), line.take("answer")) for line in lines]
 
     def told(self, block: Mapping[str, Any]) -> str:
@@ -254,5 +256,5 @@ def _held_out_count(texts: Sequence[Any]) -> int:
 def text_loss(lm: LM, ids: Sequence[int]) -> torch.Tensor:
     """Mean cross-entropy of all tokens of a text but the first, in nats, a scalar."""
     tokens = torch.tensor([ids], device=lm.device)
-    logits = finite(lm.model(input_ids=tokens, use_cache=False).logits[0, :-1])
+    logits = check_finite(lm.model(input_ids=tokens, use_cache=False).logits[0, :-1])
     return F.cross_entropy(logits.float(), tokens[0, 1:])

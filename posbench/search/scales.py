@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.late import torch
-from posbench.measure.replies import encode, replies
+from posbench.measure.replies import encode_prompt, reply_to_batch
 from posbench.methods import Method
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
@@ -59,17 +59,19 @@ class ScaleSearch(Search):
     def check(self, run: Run) -> None:
         """Refuse typed scales, and a task without gold positions."""
         super().check(run)
-        calibration(run.task, self.calibration_seed)
+        calibration_questions(run.task, self.calibration_seed)
 
     def further(self, run: Run, count: int | None) -> list[Example]:
         """Held-back questions, each with the answer at the beginning, in the middle and at the end."""
         questions = count or len(run.examples("calibration"))
-        examples, _ = calibration(run.task, self.calibration_seed, questions)
+        examples, _ = calibration_questions(run.task, self.calibration_seed, questions)
         return examples
 
     def tokens(self, run: Run, example: Example) -> int:
         """Tokens of the prompt and of the longest reply; see :meth:`Search.tokens`."""
-        return len(encode(run.lm, run.task, example).ids) + run.task.max_new_tokens
+        return (
+            len(encode_prompt(run.lm, run.task, example).ids) + run.task.max_new_tokens
+        )
 
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
@@ -83,8 +85,8 @@ class ScaleSearch(Search):
         return [weight * value for weight, value in zip(weights, values, strict=True)]
 
     def _task_scores(self, run: Run, batch: Sequence[Example]) -> list[float]:
-        encoded = {e.id: encode(run.lm, run.task, e) for e in batch}
-        rows = replies(run.lm, run.task, batch, encoded)
+        encoded = {e.id: encode_prompt(run.lm, run.task, e) for e in batch}
+        rows = reply_to_batch(run.lm, run.task, batch, encoded)
         return [
             run.task.score(example, str(row["output"]))[run.task.metric]
             for example, row in zip(batch, rows, strict=True)
@@ -206,7 +208,7 @@ class Scores:
         return self._batches(np.argsort(-losses, kind="stable").tolist())
 
 
-def calibration(
+def calibration_questions(
     task: Task, seed: int | None = None, held_back: int | None = None
 ) -> tuple[list[Example], list[int]]:
     """Calibration questions, each asked three times: answer at the beginning, in the middle and at the end.
@@ -252,7 +254,7 @@ def calibration(
     return examples, position_indices
 
 
-def answering(
+def make_evaluator(
     lm: LM,
     task: Task,
     examples: Sequence[Example],
@@ -269,7 +271,7 @@ def answering(
     Returns:
         A function of scales and indices of examples that returns one score per index.
     """
-    encoded = [encode(lm, task, example) for example in examples]
+    encoded = [encode_prompt(lm, task, example) for example in examples]
 
     def evaluate(scales: Scales, indices: list[int]) -> list[float]:
         texts: list[str] | None = None

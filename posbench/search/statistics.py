@@ -36,7 +36,7 @@ class ChannelStatistics:
     ranking: list[int]
 
 
-def paper(
+def paper_filter(
     curves: Array,
     *,
     window: int = 100,
@@ -97,7 +97,7 @@ def sliding_mean(curves: Array, window: int) -> Array:
     return (sums[:, window:] - sums[:, :-window]) / window
 
 
-def official(hidden: Array) -> ChannelStatistics:
+def official_filter(hidden: Array) -> ChannelStatistics:
     """The filter as the authors released it (PositionalHidden, commit f3bcd55), over the rows that it keeps.
 
     Differs from the paper: residual stream instead of the tensor that is scaled; the embedding row is dropped

@@ -186,7 +186,7 @@ def resampled_means(
     return np.concatenate(chunks)
 
 
-def tail_probability(num_clusters: int) -> float:
+def tail(num_clusters: int) -> float:
     """Share of the draws to leave out beyond each end of a percentile interval.
 
     2.5 %, and less for few clusters, whose draws vary too little (Hesterberg 2015, "expanded percentile
@@ -201,8 +201,8 @@ def quantiles(draws: Array, num_clusters: int) -> tuple[float, float]:
     """Ends of the percentile interval of draws [R] of so many clusters; NaN for a single cluster."""
     if num_clusters < 2:
         return np.nan, np.nan
-    tail = tail_probability(num_clusters)
-    low, high = np.nanquantile(draws, [tail, 1 - tail])
+    share_beyond = tail(num_clusters)
+    low, high = np.nanquantile(draws, [share_beyond, 1 - share_beyond])
     return float(low), float(high)
 
 

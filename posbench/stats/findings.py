@@ -16,7 +16,7 @@ from posbench.stats.bootstrap import Z95, Array, Estimate
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Kind = Literal["paper", "control"]
-COLUMNS = (
+FINDING_COLUMNS = (
     "model",
     "kind",
     "verdict",
@@ -55,7 +55,7 @@ class Finding:
         ci_high: Upper end.
         n: Observations behind it.
         p: Two-sided p of the claim's bound; NaN for an exact claim.
-        p_holm: ``p`` adjusted within its family, see :func:`corrected`.
+        p_holm: ``p`` adjusted within its family, see :func:`correct_findings`.
         note: What a reader must know to judge it.
     """
 
@@ -249,7 +249,9 @@ def _bound_p(value: float, estimate: Estimate, bound: float) -> float:
     return float(2 * scipy.stats.norm.sf(Z95 * distance / half))
 
 
-def joint(parts: Sequence[Finding], shown: Finding | None = None) -> Finding:
+def join_findings(
+    parts: Sequence[Finding], numbers_of: Finding | None = None
+) -> Finding:
     """Join the findings on the parts of one claim, with the numbers of the part that decides.
 
     The claim holds where all parts do, with the largest p (intersection-union test), and is contradicted where
@@ -257,7 +259,7 @@ def joint(parts: Sequence[Finding], shown: Finding | None = None) -> Finding:
 
     Args:
         parts: A finding for each part.
-        shown: The part whose numbers to take instead.
+        numbers_of: The part whose numbers to take instead.
     """
     contradicted = [part for part in parts if part.verdict == "contradicted"]
     if contradicted:
@@ -269,7 +271,7 @@ def joint(parts: Sequence[Finding], shown: Finding | None = None) -> Finding:
         decisive = min(parts, key=lambda part: (order.index(part.verdict), -part.p))
         p = decisive.p
         verdict = decisive.verdict
-    return replace(shown or decisive, verdict=verdict, p=p)
+    return replace(numbers_of or decisive, verdict=verdict, p=p)
 
 
 def holm(p: Sequence[float]) -> Array:
@@ -290,7 +292,7 @@ def holm(p: Sequence[float]) -> Array:
     return adjusted
 
 
-def corrected(findings: Sequence[Finding]) -> list[Finding]:
+def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Rest the verdicts of one study on one model on adjusted p values.
 
     A family is the paper's claims there, or our controls. In it the chance that any true bound is taken for
@@ -307,7 +309,7 @@ def corrected(findings: Sequence[Finding]) -> list[Finding]:
     return result
 
 
-def columns(name: str = "") -> list[str]:
+def estimate_columns(name: str = "") -> list[str]:
     """Columns of an estimate: ``value``, ``ci_low``, ``ci_high``, or ``name``, ``<name>_ci_low``, ..."""
     if not name:
         return ["value", "ci_low", "ci_high"]
@@ -317,17 +319,19 @@ def columns(name: str = "") -> list[str]:
 def estimate(
     row: Mapping[str, Any] | pd.Series, name: str = "", scale: float = 1.0
 ) -> Estimate:
-    """Read an estimate from a table's row: its :func:`columns` times ``scale``, and ``n``."""
-    value, low, high = (scale * float(row[column]) for column in columns(name))
+    """Read an estimate from a table's row: its :func:`estimate_columns` times ``scale``, and ``n``."""
+    value, low, high = (scale * float(row[column]) for column in estimate_columns(name))
     return Estimate(value, low, high, int(row["n"]))
 
 
-def ends(estimate: Estimate, name: str = "") -> dict[str, float]:
+def estimate_row(estimate: Estimate, name: str = "") -> dict[str, float]:
     """A row's columns for an estimate, without n: the inverse of :func:`estimate`."""
-    return dict(zip(columns(name), estimate[:3], strict=True))
+    return dict(zip(estimate_columns(name), estimate[:3], strict=True))
 
 
-def frame(findings: Sequence[Finding], model: str) -> pd.DataFrame:
-    """``findings.csv`` of one study on one model, :func:`corrected`."""
-    rows = [{"model": model, **asdict(finding)} for finding in corrected(findings)]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+def findings_table(findings: Sequence[Finding], model: str) -> pd.DataFrame:
+    """``findings.csv`` of one study on one model, :func:`correct_findings`."""
+    rows = [
+        {"model": model, **asdict(finding)} for finding in correct_findings(findings)
+    ]
+    return pd.DataFrame(rows, columns=list(FINDING_COLUMNS))

@@ -12,14 +12,14 @@ SERVED = "served"
 """Name of a model behind a server, of which it is not known how it is modified."""
 
 
-def shown(method: object) -> str:
+def display_name(method: object) -> str:
     """A method's name for readers."""
     if method == UNMODIFIED:
         return "unmodified"
     return str(method)
 
 
-def need(frame: pd.DataFrame, name: str, *columns: str) -> None:
+def need_columns(frame: pd.DataFrame, name: str, *columns: str) -> None:
     """Raise `UserError` if a column is missing or the frame has no row."""
     missing = [column for column in columns if column not in frame]
     if missing:
@@ -32,7 +32,7 @@ def need(frame: pd.DataFrame, name: str, *columns: str) -> None:
     raise UserError(name, problem, f"rows with {', '.join(columns)}", hint)
 
 
-def need_one(frame: pd.DataFrame, name: str, *columns: str) -> None:
+def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
     """Raise `UserError` if a column holds several values, which a single panel would mix up."""
     for column in columns:
         if column not in frame:
@@ -44,7 +44,7 @@ def need_one(frame: pd.DataFrame, name: str, *columns: str) -> None:
             raise UserError(f"{name} {column}", listed, "one", hint)
 
 
-def own_metric(metrics: pd.DataFrame) -> pd.Series:
+def metric_of_task(metrics: pd.DataFrame) -> pd.Series:
     """For each row the metric that its task is judged by: the first one in the task's table."""
     task = pd.Series("", index=metrics.index)
     if "task" in metrics:
@@ -57,47 +57,47 @@ def own_metric(metrics: pd.DataFrame) -> pd.Series:
 
 def metric_name(metrics: pd.DataFrame) -> str:
     """The task's own metric in words; `score` where several tasks have different ones."""
-    names = own_metric(metrics).unique()
+    names = metric_of_task(metrics).unique()
     if len(names) > 1:
         return "score"
     return str(names[0]).replace("_", " ")
 
 
-def of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
+def rows_of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
     """Rows of one metric: the task's own (empty), its paired ``difference``, or one by its name."""
     name: pd.Series | str = metric
     if metric == "":
-        name = own_metric(metrics)
+        name = metric_of_task(metrics)
     elif metric == "difference":
-        name = own_metric(metrics) + "_difference"
+        name = metric_of_task(metrics) + "_difference"
     return metrics[metrics["metric"] == name]
 
 
-def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of :func:`of_metric` at a gold position (not `all`), with `depth` as a number in 0..1.
+def rows_at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
+    """Rows of :func:`rows_of_metric` at a gold position (not `all`), with `depth` as a number in 0..1.
 
     Where the task does not say how many items its prompts hold, the last position counts as 1.
     """
-    rows = of_metric(metrics, metric)
+    rows = rows_of_metric(metrics, metric)
     rows = rows[rows["gold_position"].astype(str) != "all"]
     index = pd.to_numeric(rows["gold_position"])
     relative_index = index / max(index.max(), 1)
     return rows.assign(depth=pd.to_numeric(rows["depth"]).fillna(relative_index))
 
 
-def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of :func:`of_metric` over all gold positions (position `all`)."""
-    rows = of_metric(metrics, metric)
+def rows_over_all_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
+    """Rows of :func:`rows_of_metric` over all gold positions (position `all`)."""
+    rows = rows_of_metric(metrics, metric)
     return rows[rows["gold_position"].astype(str) == "all"]
 
 
 def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
     """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
     columns = ("method", "gold_position", "layer", "item", "attention")
-    need(attention, "attention", *columns)
+    need_columns(attention, "attention", *columns)
     items = int(attention["item"].max()) + 1
     rows = attention[attention["item"] == attention["gold_position"]]
-    need(rows, "attention (rows with item = gold_position)", "attention")
+    need_columns(rows, "attention (rows with item = gold_position)", "attention")
     return rows.assign(depth=rows["gold_position"] / max(items - 1, 1))
 
 

@@ -19,7 +19,7 @@ from posbench.stats.bootstrap import (
     percentile,
     quantiles,
     resampled,
-    tail_probability,
+    tail,
 )
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
@@ -27,34 +27,44 @@ STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_
 what that is where positions do not matter, and the others of :func:`curve_statistics`."""
 
 NEGLIGIBLE_SHARE = 0.05
-"""A score that exceeds guessing, or falls short of 1, by no more than this shows no bias; see :func:`limit`."""
+"""A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
+
+See :func:`score_limit_note`.
+"""
 
 
-def curves(
-    frame: pd.DataFrame, name: str, by: str, resamples: int, seed: int = 0
+def position_curves(
+    frame: pd.DataFrame,
+    score_column: str,
+    group_column: str,
+    resamples: int,
+    seed: int = 0,
 ) -> dict[Any, tuple[Array, Array]]:
     """Mean score at K gold positions, with bootstrap draws of questions that all curves share.
 
     Args:
-        frame: Rows with gold_position, cluster, and the columns ``name`` and ``by``.
-        name: Column of the score.
-        by: Column with a curve for each of its values.
+        frame: Rows with gold_position, cluster, and the columns ``score_column`` and ``group_column``.
+        score_column: Column of the score.
+        group_column: Column with a curve for each of its values.
         resamples: Number of draws R.
         seed: Of the random generator.
 
     Returns:
-        For each value of ``by`` the curve [K] and its draws [R, K], NaN at a position without a row.
+        For each value of ``group_column`` the curve [K] and its draws [R, K], NaN at a position without a row.
     """
-    frame = frame.dropna(subset=[name])
+    frame = frame.dropna(subset=[score_column])
     positions = sorted(frame["gold_position"].unique())
-    keys = list(dict.fromkeys(frame[by]))
-    cells = dict(iter(frame.groupby([by, "gold_position"], sort=False)))
+    keys = list(dict.fromkeys(frame[group_column]))
+    cells = dict(iter(frame.groupby([group_column, "gold_position"], sort=False)))
     groups = {}
     for key in keys:
         for position in positions:
             cell = cells.get((key, position))
             if cell is not None:
-                groups[key, position] = (cell[name].to_numpy(), list(cell["cluster"]))
+                groups[key, position] = (
+                    cell[score_column].to_numpy(),
+                    list(cell["cluster"]),
+                )
     means = resampled(groups, stratified=True, resamples=resamples, seed=seed)
     missing = (np.nan, np.full(resamples, np.nan))
     result = {}
@@ -90,8 +100,10 @@ def curve_statistics(means: Array) -> dict[str, Array]:
     }
 
 
-def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[Estimate, Array]:
-    """Estimate the :func:`dip` of a column: 1 - its mean in the middle / its mean at the lower end.
+def dip_from_rows(
+    frame: pd.DataFrame, name: str, resamples: int
+) -> tuple[Estimate, Array]:
+    """Estimate the :func:`dip_from_curve` of a column: 1 - its mean in the middle / its mean at the lower end.
 
     The middle is every gold position at a depth of 25 to 75 % of the prompt, give or take 5 for rounded
     positions.
@@ -104,15 +116,17 @@ def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[Estimate, Arra
     Returns:
         The estimate and its draws, [R].
     """
-    ((curve, draws),) = curves(frame, name, "items", resamples).values()
+    ((curve, draws),) = position_curves(frame, name, "items", resamples).values()
     depth = np.sort(frame["depth"].unique())
     middle = (depth >= 0.2) & (depth <= 0.8)
     middle[[0, -1]] = False
-    estimate = dip(curve, draws, middle, len(frame), frame["cluster"].nunique())
+    estimate = dip_from_curve(
+        curve, draws, middle, len(frame), frame["cluster"].nunique()
+    )
     return estimate, _dips_from_ends(draws, middle).min(1)
 
 
-def dip(
+def dip_from_curve(
     curve: Array, draws: Array, middle: NDArray[np.bool_], n: int, questions: int
 ) -> Estimate:
     """Estimate 1 - mean of a curve in the middle / its lower end.
@@ -172,7 +186,9 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     return bias, np.where(excess > 0, deviations, 0.0)
 
 
-def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
+def score_limit_note(
+    positions: Iterable[Estimate], chance: float, questions: int
+) -> str:
     """Explain why the scores at the gold positions can show no bias, by their 95 % intervals.
 
     Args:
@@ -203,7 +219,7 @@ def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
     return f"at the {note}"
 
 
-def rows(
+def statistic_rows(
     frame: pd.DataFrame,
     name: str,
     unmodified: str,
@@ -225,13 +241,13 @@ def rows(
         chance: Score of a guess, 0..1.
 
     Yields:
-        Method, statistic (or ``<statistic>_difference``), estimate, and a note: the :func:`limit` at which the
-        method or, of a difference, the unmodified model stands; the estimate is then NaN.
+        Method, statistic (or ``<statistic>_difference``), estimate, and a note: the :func:`score_limit_note` at
+        which the method or, of a difference, the unmodified model stands; the estimate is then NaN.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
         return
-    all_curves = curves(placed, name, "method", resamples, seed)
+    all_curves = position_curves(placed, name, "method", resamples, seed)
     complete = [
         method for method, (curve, _) in all_curves.items() if not np.isnan(curve).any()
     ]
@@ -255,7 +271,7 @@ def rows(
             seed=(seed, index),
         )
         positions = (mean(values, clusters) for values, clusters in groups)
-        note = limit(positions, chance, questions)
+        note = score_limit_note(positions, chance, questions)
         gaps = _shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))
@@ -328,17 +344,17 @@ class CurveEstimates:
             return
         # The largest of several contrasts has an interval of its own.
         unit = np.eye(len(curve))
-        tail = tail_probability(questions)
+        share_beyond = tail(questions)
         drops = (unit[0] + unit[-1]) / 2 - unit[1:-1]
         low, high = _largest_interval(
-            drops, curve, draws, self.draws["middle_drop"], tail
+            drops, curve, draws, self.draws["middle_drop"], share_beyond
         )
         self.by_statistic["middle_drop"] = Estimate(
             values["middle_drop"], low, high, self.n
         )
         differences = (unit[:, None] - unit)[~unit.astype(bool)]
         low, high = _largest_interval(
-            differences, curve, draws, self.draws["gap"], tail
+            differences, curve, draws, self.draws["gap"], share_beyond
         )
         self.by_statistic["gap"] = Estimate(
             values["gap"], max(low, 0.0), min(high, 1.0), self.n
@@ -379,7 +395,7 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
 
 
 def _largest_interval(
-    contrasts: Array, curve: Array, draws: Array, maxima: Array, tail: float
+    contrasts: Array, curve: Array, draws: Array, maxima: Array, share_beyond: float
 ) -> tuple[float, float]:
     """Compute the interval of the largest of P contrasts of a curve.
 
@@ -392,7 +408,7 @@ def _largest_interval(
         curve: Means at the gold positions, [K].
         draws: Its bootstrap draws, [R, K].
         maxima: The largest contrast in each draw, [R].
-        tail: Share of the draws beyond each end.
+        share_beyond: Share of the draws beyond each end.
 
     Returns:
         Lower and upper end.
@@ -405,9 +421,9 @@ def _largest_interval(
     candidates = contrasts[values >= values.max() - margins]
     errors = (draws - curve) @ candidates.T
     scale = np.maximum(errors.std(0), 1e-12)
-    reach = np.quantile((errors / scale).max(1), 1 - tail)
+    reach = np.quantile((errors / scale).max(1), 1 - share_beyond)
     low = (candidates @ curve - reach * scale).max()
-    high = 2 * values.max() - np.quantile(maxima, tail)
+    high = 2 * values.max() - np.quantile(maxima, share_beyond)
     return float(low), float(high)
 
 

@@ -15,14 +15,16 @@ from posbench.schema import Count, Positive
 from posbench.stats.bootstrap import Z95, Estimate
 from posbench.stats.findings import MIN_OBSERVATIONS
 from posbench.tasks import Task
-from posbench.tasks.items import Placed, at_percent
+from posbench.tasks.items import GoldPositionTask, index_at_percent
 
 Z90 = 1.6448536269514722
-MARGIN = 0.05  # of a share: the largest distance that still counts as the same number
+SHARE_MARGIN = (
+    0.05  # of a share: the largest distance that still counts as the same number
+)
 BLANKS = ("—", "-", "/", "")  # cells that the papers leave empty
 
 
-def table(file: str, *columns: str) -> pd.DataFrame:
+def read_table(file: str, *columns: str) -> pd.DataFrame:
     """Read a table of ``experiments/reference`` or of the user's own path, every cell as printed.
 
     Raises:
@@ -79,7 +81,7 @@ class Reference:
     setting: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     percent: bool = False
-    margin: Positive = MARGIN
+    margin: Positive = SHARE_MARGIN
     n: dict[str, Count] = field(default_factory=dict)
 
     def beside(self, task: Task, model: str) -> tuple[list[dict[str, Any]], str]:
@@ -143,7 +145,7 @@ class Reference:
             UserError: The file, the task, a mapped name or a number is missing.
         """
         columns = ("model", "method", "task", "position", "metric", "value")
-        printed = table(self.file, *columns)
+        printed = read_table(self.file, *columns)
         tasks = {self.paper_task: self.task, **self.further_tasks}
         methods = {**self.methods, **self.variants.get(self.variant, {})}
         printed = printed[printed["task"].isin(list(tasks))]
@@ -216,9 +218,9 @@ def _at_gold_positions(
     labels = {
         row["gold_position"] for row in rows if row["gold_position"].endswith("%")
     }
-    if not labels or not isinstance(task, Placed):
+    if not labels or not isinstance(task, GoldPositionTask):
         return rows, ""
-    positions = {label: at_percent(label, task.items) for label in labels}
+    positions = {label: index_at_percent(label, task.items) for label in labels}
     run_positions = set(task.gold_positions)
     result = []
     for row in rows:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import DataFrame, pd
 from posbench.stats import position_bias
 from posbench.stats.bootstrap import (
     Array,
@@ -24,7 +24,7 @@ from posbench.stats.bootstrap import (
 from posbench.tasks.base import Task
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
-COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE, "note")
+METRIC_COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE, "note")
 """Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; gold_position is a 0-based index
 or ``all``; depth is index / (items - 1); n counts prompts; the interval is 95 %, over whole questions, paired
 for a difference (docs/metrics.md). :data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up
@@ -42,13 +42,13 @@ class ScoreGroup(NamedTuple):
         metric: Column of the metric.
         label: The metric's name in tables: the same, or ``<metric>_difference`` of rows that also hold the
             unmodified model's value on the same prompt, in ``<metric>_base``.
-        rows: Rows of prompts, from :func:`scored`.
+        rows: Rows of prompts, from :func:`score_frame`.
     """
 
     method: str
     metric: str
     label: str
-    rows: pd.DataFrame
+    rows: DataFrame
 
     def mean(self, rows: pd.DataFrame) -> Estimate:
         """Estimate the mean, or that of the paired differences, over some of the rows."""
@@ -92,12 +92,12 @@ class Tabulator:
         """Tabulate the scores at every gold position and over all prompts.
 
         Args:
-            rows: Prediction rows, see :func:`scored`.
+            rows: Prediction rows, see :func:`score_frame`.
 
         Returns:
-            ``metrics.csv`` with :data:`COLUMNS`.
+            ``metrics.csv`` with :data:`METRIC_COLUMNS`.
         """
-        frame, metrics = scored(rows, self.task)
+        frame, metrics = score_frame(rows, self.task)
         task_metric = self.task.metric
         items = self.task.items or 0
         totals = self._totals(frame, metrics)
@@ -122,7 +122,7 @@ class Tabulator:
                 line = self._line(group.method, group.label, total)
                 lines.append({**line, **over_all, "note": ""})
 
-        statistics = position_bias.rows(
+        statistics = position_bias.statistic_rows(
             frame,
             task_metric,
             self.unmodified,
@@ -133,18 +133,18 @@ class Tabulator:
         for method, statistic, estimate, note in statistics:
             line = self._line(method, statistic, estimate)
             lines.append({**line, **over_all, "note": note})
-        return pd.DataFrame(lines, columns=list(COLUMNS))
+        return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         """Tabulate every subset with all metrics, and every named average with the task's own.
 
         Args:
-            rows: Prediction rows, see :func:`scored`.
+            rows: Prediction rows, see :func:`score_frame`.
 
         Returns:
             ``subsets.csv`` with :data:`SUBSET_COLUMNS`; no row where the task has one subset.
         """
-        frame, metrics = scored(rows, self.task)
+        frame, metrics = score_frame(rows, self.task)
         lines = []
         if frame["subset"].nunique() > 1:
             for method, subset, kind, label, estimate in self._subset_estimates(
@@ -293,7 +293,7 @@ class Tabulator:
                 yield method, f"{metric}_difference", change
 
 
-def scored(
+def score_frame(
     rows: Sequence[Mapping[str, Any]], task: Task
 ) -> tuple[pd.DataFrame, list[str]]:
     """Put the scored replies of a run into a frame.

@@ -19,7 +19,7 @@ from posbench.studies.base import Study, Tables
 YU = "Yu et al. 2025"
 LPES = "LPES"
 # Tables by the questions behind each cell; 0: not stated, or no share of right answers.
-FILES = {
+TABLES_BY_QUESTIONS = {
     500: "yu2025_table1_nq_kv lpes_table1_mdqa_kv lpes_table6_curve_types lpes_table8_runs "
     "lpes_table11_gradient lpes_table15_lambda lpes_table16_curve_13b",
     0: "yu2025_table2_longbench yu2025_table5_latency lpes_table2_zeroscrolls lpes_table3_leval "
@@ -27,9 +27,9 @@ FILES = {
 }
 # Questions in L-Eval's files, one right answer each.
 EXAMS = {"QuALITY": 202, "TOEFL": 269}
-HOLDS = "follows"
-ROUNDED = "within the rounding of its cells"
-NOT = "does not follow"
+FOLLOWS = "follows"
+WITHIN_ROUNDING = "within the rounding of its cells"
+DOES_NOT_FOLLOW = "does not follow"
 FLOAT_ERROR = 1e-9  # decimals are not exact in floats
 
 
@@ -99,7 +99,7 @@ class PrintedTables(Study):
             number = (row.cells, row.n)
             findings.append(
                 Finding.that(
-                    row.verdict == HOLDS,
+                    row.verdict == FOLLOWS,
                     claim,
                     "by the cells",
                     number,
@@ -112,7 +112,7 @@ class PrintedTables(Study):
 def _cell_findings(rows: pd.DataFrame, claim: str) -> Iterator[Finding]:
     """A finding for each table of the papers: whether a claim holds for all of its rows."""
     for table, table_rows in rows.groupby("table", sort=False):
-        wrong = table_rows[table_rows["verdict"] == NOT]
+        wrong = table_rows[table_rows["verdict"] == DOES_NOT_FOLLOW]
         note = "; ".join(
             f"{row.model} {row.method} {row.cell} {row.printed}: {row.expected:.2f}"
             for row in wrong.itertuples()
@@ -132,11 +132,11 @@ def printed_cells() -> pd.DataFrame:
     """
     columns = ("model", "method", "task", "position", "metric", "value")
     parts = []
-    for n, files in FILES.items():
+    for n, files in TABLES_BY_QUESTIONS.items():
         for file in files.split():
             paper, number = re.findall(r"^(.+)_table(\d+)", file)[0]
             paper_name = YU if paper == "yu2025" else LPES
-            part = reference.table(f"{file}.csv", *columns)
+            part = reference.read_table(f"{file}.csv", *columns)
             part = part.rename(columns={"value": "printed"})
             parts.append(part.assign(table=f"{paper_name}, Table {number}", n=n))
     data = pd.concat(parts, ignore_index=True)
@@ -174,11 +174,11 @@ def averages(data: pd.DataFrame) -> pd.DataFrame:
             tolerance = average.half + FLOAT_ERROR
             distance = abs(average.value - mean)
             if distance <= tolerance:
-                verdict = HOLDS
+                verdict = FOLLOWS
             elif distance <= tolerance + cell_rounding:
-                verdict = ROUNDED
+                verdict = WITHIN_ROUNDING
             else:
-                verdict = NOT
+                verdict = DOES_NOT_FOLLOW
             rows.append(
                 {
                     "table": table,
@@ -209,7 +209,7 @@ def shares(data: pd.DataFrame) -> pd.DataFrame:
     rows["expected"] = 100 * right_answers / rows["n"]
     distance = (rows["expected"] - rows["value"]).abs()
     follows = distance <= rows["half"] + FLOAT_ERROR
-    rows["verdict"] = np.where(follows, HOLDS, NOT)
+    rows["verdict"] = np.where(follows, FOLLOWS, DOES_NOT_FOLLOW)
     return rows[
         ["table", "model", "method", "cell", "printed", "expected", "n", "verdict"]
     ]
@@ -265,7 +265,7 @@ def statements(data: pd.DataFrame) -> pd.DataFrame:
     )
     distance = (table["cells"] - table["printed"]).abs()
     follows = distance <= table["within"] + FLOAT_ERROR
-    return table.assign(verdict=np.where(follows, HOLDS, NOT))
+    return table.assign(verdict=np.where(follows, FOLLOWS, DOES_NOT_FOLLOW))
 
 
 def _yu_statements(data: pd.DataFrame) -> Iterator[Statement]:

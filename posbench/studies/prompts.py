@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row, round_values
 from posbench.late import pd
 from posbench.measure.items import attention_to_items, item_tokens
-from posbench.measure.replies import encode_longest, replies
-from posbench.methods.scale_channel import check_channels, share
+from posbench.measure.replies import encode_longest, reply_to_batch
+from posbench.methods.scale_channel import check_channels, scale_layer_range
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.encode import Encoded
@@ -25,21 +25,21 @@ from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Request, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
-from posbench.stats.findings import Finding, ends, estimate, joint
+from posbench.stats.findings import Finding, estimate, estimate_row, join_findings
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
-from posbench.tasks.items import placed
+from posbench.tasks.items import sort_by_gold_position
 
-Range = tuple[int, int]
-Block = Callable[[Sequence[Example]], AbstractContextManager[object]]
-Compute = Callable[[Sequence[Example]], list[Row]]
-OnPrefix = Callable[[Sequence[Example], Prefix | None], list[Row]]
-Measured = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
-CROP = (1, 7)
-RETRIEVAL = (15, 20)
+LayerRange = tuple[int, int]
+VariantContext = Callable[[Sequence[Example]], AbstractContextManager[object]]
+ComputeRows = Callable[[Sequence[Example]], list[Row]]
+ComputeRowsOnPrefix = Callable[[Sequence[Example], Prefix | None], list[Row]]
+RowsByVariant = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
+CROP_LAYERS = (1, 7)
+RETRIEVAL_LAYERS = (15, 20)
 """Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
 MIN_LAYERS_FOR_SHARE = 16  # of fewer layers a share of the paper's says little
-NO_ROPE = "the model has no rotary embedding in attention that runs through the library's functions"
+NO_ROPE_NOTE = "the model has no rotary embedding in attention that runs through the library's functions"
 
 
 def need_items(task: Task) -> list[Example]:
@@ -50,7 +50,7 @@ def need_items(task: Task) -> list[Example]:
     """
     examples: list[Example] = []
     if task.items:  # a task without items would first have to be downloaded
-        examples = placed(task.evaluation())
+        examples = sort_by_gold_position(task.evaluation())
     has_choices = any(example.choices for example in examples)
     if not examples or has_choices or any(len(e.items) < 2 for e in examples):
         allowed = "a task with a gold item among others, with generated replies"
@@ -86,8 +86,8 @@ def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
 
 
 def retrieval_layers(
-    layers: Range | None, unmodified: Sequence[float] | Array
-) -> Range:
+    layers: LayerRange | None, unmodified: Sequence[float] | Array
+) -> LayerRange:
     """First and last layer to look at.
 
     Args:
@@ -100,17 +100,19 @@ def retrieval_layers(
     if len(unmodified) < MIN_LAYERS_FOR_SHARE:
         strongest = int(np.argmax(unmodified))
         return (strongest, strongest)
-    return share(RETRIEVAL, len(unmodified))
+    return scale_layer_range(RETRIEVAL_LAYERS, len(unmodified))
 
 
-def named(first: int, last: int) -> str:
+def layers_label(first: int, last: int) -> str:
     """``layer 1`` or ``layers 1-3``."""
     if first == last:
         return f"layer {first}"
     return f"layers {first}-{last}"
 
 
-def channels(run: Run, channel: int | None, controls: int, seed: int) -> list[int]:
+def study_channels(
+    run: Run, channel: int | None, controls: int, seed: int
+) -> list[int]:
     """A channel to study, then random channels as controls, in order.
 
     Args:
@@ -141,18 +143,18 @@ def channels(run: Run, channel: int | None, controls: int, seed: int) -> list[in
     return [int(channel), *sorted(rng.sample(candidates, controls))]
 
 
-def other_item(example: Example, name: str, seed: int) -> int:
+def random_distractor(example: Example, name: str, seed: int) -> int:
     """Index of a random item of the prompt that is not the gold one, drawn by example."""
     candidates = [i for i in range(len(example.items)) if i != example.gold_position]
     return random.Random(f"posbench {name} {seed} {example.id}").choice(candidates)
 
 
-def gold(example: Example) -> int:
+def gold_index(example: Example) -> int:
     """Index of the gold item."""
     return int(example.gold_position or 0)
 
 
-def gold_attention(batch: Sequence[Example], attention: Array) -> list[Row]:
+def gold_attention_rows(batch: Sequence[Example], attention: Array) -> list[Row]:
     """Attention to the gold item of each prompt, by layer, as :meth:`Prompts.under` takes it.
 
     Args:
@@ -161,7 +163,7 @@ def gold_attention(batch: Sequence[Example], attention: Array) -> list[Row]:
     """
     rows = []
     for example, layers in zip(batch, attention, strict=True):
-        rows.append({"attention": rounded(layers[:, gold(example)])})
+        rows.append({"attention": round_values(layers[:, gold_index(example)])})
     return rows
 
 
@@ -202,7 +204,7 @@ class Prompts:
             task: The task; None for the run's.
         """
         task = task or run.task
-        examples = placed(examples or need_items(task), max_per_position)
+        examples = sort_by_gold_position(examples or need_items(task), max_per_position)
         encoded = run.prompts.encode(examples, task)
         tokens = {
             example.id: item_tokens(encoded[example.id], example)
@@ -237,7 +239,7 @@ class Prompts:
         return frame.assign(depth=frame["gold_position"] / max(items - 1, 1))
 
     def results(
-        self, rows: Mapping[str, Row], layers: Range | None = None
+        self, rows: Mapping[str, Row], layers: LayerRange | None = None
     ) -> pd.DataFrame:
         """Add columns attention and score to :meth:`frame`.
 
@@ -258,7 +260,7 @@ class Prompts:
         return self.frame().assign(attention=attention, score=scores)
 
     def complete(
-        self, file: str, label: str, key: Mapping[str, object], compute: Compute
+        self, file: str, label: str, key: Mapping[str, object], compute: ComputeRows
     ) -> dict[str, Row]:
         """Compute a row for each example, resumed from a JSON-lines file.
 
@@ -277,7 +279,11 @@ class Prompts:
         return {row["id"]: row for row in rows}
 
     def as_read(
-        self, file: str, label: str, key: Mapping[str, object], compute: OnPrefix
+        self,
+        file: str,
+        label: str,
+        key: Mapping[str, object],
+        compute: ComputeRowsOnPrefix,
     ) -> dict[str, Row]:
         """As :meth:`complete`, for prompts that nothing changes but the run's method.
 
@@ -289,8 +295,12 @@ class Prompts:
         if method.prefill() != method:
             return self.complete(file, label, key, lambda batch: compute(batch, None))
 
-        def plan(examples: Sequence[Example], size: int | None) -> list[list[Example]]:
-            return run.prompts.batches(examples, self.encoded, self.task, size)
+        def plan(
+            examples: Sequence[Example],
+            prompts: Mapping[str, Encoded],
+            size: int | None,
+        ) -> list[list[Example]]:
+            return run.prompts.batches(examples, prompts, self.task, size)
 
         subject = Subject(run, "", Unmodified())
         asks = BatchPlan.of([subject], self.examples, self.encoded, plan)
@@ -326,7 +336,9 @@ class Prompts:
     ) -> list[Row]:
         """``output`` and ``score`` (the task's metric) of each example of a batch."""
         rows = []
-        batch_replies = replies(self.run.lm, self.task, batch, self.encoded, prefix)
+        batch_replies = reply_to_batch(
+            self.run.lm, self.task, batch, self.encoded, prefix
+        )
         for example, reply in zip(batch, batch_replies, strict=True):
             output = str(reply["output"])
             score = self.task.score(example, output)[self.task.metric]
@@ -336,7 +348,7 @@ class Prompts:
     def under(
         self,
         variant: str,
-        block: Block,
+        block: VariantContext,
         keep: Callable[[Sequence[Example], Array], list[Row]],
     ) -> dict[str, Row]:
         """Measure every prompt under a variant, resumed from ``rows.jsonl``.
@@ -384,12 +396,14 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
         }
         clusters = list(part["cluster"])
         for column in columns:
-            row |= ends(bootstrap.mean(part[column].to_numpy(), clusters), column)
+            row |= estimate_row(
+                bootstrap.mean(part[column].to_numpy(), clusters), column
+            )
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
+def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
     """Compare the scores of a method with those of others on the same prompts.
 
     Args:
@@ -412,10 +426,10 @@ def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
     difference = bootstrap.paired(after, wide[base].to_numpy(), clusters)
     gain = bootstrap.paired(after, wide[UNMODIFIED].to_numpy(), clusters)
     return {
-        **ends(value),
+        **estimate_row(value),
         "n": value.n,
-        **ends(difference, "difference"),
-        **ends(gain, "gain"),
+        **estimate_row(difference, "difference"),
+        **estimate_row(gain, "gain"),
     }
 
 
@@ -428,12 +442,14 @@ def effects_table(effects: Mapping[str, Estimate]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["effect", *Estimate._fields])
 
 
-def group(rows: pd.DataFrame, column: str) -> Group:
+def values_and_clusters(rows: pd.DataFrame, column: str) -> Group:
     """A column's values with their clusters, for a bootstrap."""
     return list(rows[column]), list(rows["cluster"])
 
 
-def minus(groups: Mapping[K, Group], after: K, before: K, resamples: int) -> Estimate:
+def difference_of_means(
+    groups: Mapping[K, Group], after: K, before: K, resamples: int
+) -> Estimate:
     """Estimate the mean of one group minus that of another.
 
     It is :func:`posbench.stats.bootstrap.paired` where both have the same prompts, else
@@ -448,13 +464,13 @@ def minus(groups: Mapping[K, Group], after: K, before: K, resamples: int) -> Est
     )
 
 
-def judged(
+def judge_claims(
     table: pd.DataFrame,
     study: str,
     note: str = "",
     *,
-    missing: str = NO_ROPE,
-    **words: str,
+    missing_note: str = NO_ROPE_NOTE,
+    **placeholders: str,
 ) -> list[Finding]:
     """Judge a study's claims of ``yu2025_claims.csv`` by a table of effects.
 
@@ -465,19 +481,19 @@ def judged(
         table: Effects, see :func:`effects_table`.
         study: Name of the study in the claims.
         note: Start of the notes.
-        missing: Why an effect may be missing.
+        missing_note: Why an effect may be missing.
         **words: Values of the placeholders in the statistics' names.
     """
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     columns = ("study", "kind", "effects", "claim", "statistic", "bound", "also")
-    claims = reference.table("yu2025_claims.csv", *columns)
+    claims = reference.read_table("yu2025_claims.csv", *columns)
     findings = []
     for claim in claims[claims["study"] == study].itertuples():
-        statistic = claim.statistic.format(**words)
+        statistic = claim.statistic.format(**placeholders)
         if claim.effects.split()[0] in effects:
             finding = _judged_claim(claim, statistic, effects, note)
         else:
-            finding = Finding.untestable(claim.claim, statistic, missing)
+            finding = Finding.untestable(claim.claim, statistic, missing_note)
         findings.append(replace(finding, kind=claim.kind))
     return findings
 
@@ -499,4 +515,4 @@ def _judged_claim(
     if claim.also and claim.also != name:
         also = effects[claim.also]
         parts.append(Finding.above(claim.claim, statistic, also, bound, text))
-    return joint(parts, shown=finding)
+    return join_findings(parts, numbers_of=finding)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.sources import Source, local, there
-from posbench.schema import Count, Positive, Several, Truncation, build, target
+from posbench.files.sources import Source, exists, local
+from posbench.schema import Count, Positive, Several, Truncation, build, resolve_target
 
 Split = Literal["evaluation", "calibration"]
 
@@ -127,7 +127,7 @@ class Task(ABC):
         source = self.files()[0]
         if source.kind == "path":
             path = Path(source.id).expanduser()
-            if not there(path):
+            if not exists(path):
                 allowed = (
                     f"a file or folder on this machine; there is no {path.absolute()}"
                 )
@@ -160,10 +160,10 @@ class Task(ABC):
         return first_examples(examples, self.limit)
 
 
-def recorded(data: Mapping[str, Any]) -> Task:
+def read_recorded_task(data: Mapping[str, Any]) -> Task:
     """The task that a run folder's config holds, maybe under keys of an earlier release; UserError as for
     any config."""
-    cls, values = target(data, Task, "task")  # type: ignore[type-abstract]
+    cls, values = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
     for old_key in cls.renamed.keys() & values.keys():
         key = cls.renamed[old_key]
         value = values.pop(old_key)

@@ -11,7 +11,7 @@ from annotated_types import Le
 from posbench.files.sources import Source
 from posbench.schema import Whole
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, find_file, refuse, rows
+from posbench.tasks.reading import Line, check_names, find_file, read_data_rows, refuse
 
 LETTERS = ("A", "B", "C", "D")
 PARQUET = "{}/{}-00000-of-00001.parquet"
@@ -187,7 +187,9 @@ class Exam(EvaluationOnly):
         file, member = find_file(folder, names, hint)
         # The hub's dev files have five demonstrations each.
         count = 5 if part == "dev" and not self.path else 0
-        lines = rows("path", file, member, names=self.columns, unique="id", count=count)
+        lines = read_data_rows(
+            "path", file, member, names=self.columns, unique="id", count=count
+        )
         return [
             self._question(line, number, part) for number, (_, line) in enumerate(lines)
         ]

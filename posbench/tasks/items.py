@@ -18,7 +18,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed(Task):
+class GoldPositionTask(Task):
     """A task whose gold item is moved over positions among others."""
 
     renamed: ClassVar[Mapping[str, str]] = {"examples_per_position": "limit"}
@@ -71,14 +71,14 @@ class Placed(Task):
 
 
 def joined(
-    head: str, items: Iterable[str], between: str, tail: str
+    head: str, items: Iterable[str], separator: str, tail: str
 ) -> tuple[str, Spans]:
     """Join the parts of a prompt.
 
     Args:
         head: Text before the items.
         items: The items.
-        between: Text between two items.
+        separator: Text between two items.
         tail: Text after the items.
 
     Returns:
@@ -90,18 +90,18 @@ def joined(
     for item in items:
         end = start + len(item)
         spans.append((start, end))
-        start = end + len(between)
-    return head + between.join(items) + tail, tuple(spans)
+        start = end + len(separator)
+    return head + separator.join(items) + tail, tuple(spans)
 
 
-def at_share(share: Fraction, size: int) -> int:
+def index_at_share(share: Fraction, size: int) -> int:
     """The index floor(share * (size - 1)); exact (floats put 0.7 * 90 at 62); -1 for a share outside 0..1."""
     return int(share * (size - 1)) if 0 <= share <= 1 else -1
 
 
-def at_percent(label: str, size: int) -> int:
+def index_at_percent(label: str, size: int) -> int:
     """The index of a label as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
-    return at_share(Fraction(label.removesuffix("%")) / 100, size)
+    return index_at_share(Fraction(label.removesuffix("%")) / 100, size)
 
 
 def gold_indices(
@@ -124,7 +124,7 @@ def gold_indices(
     for position in positions:
         is_share = str(position).endswith("%")
         try:
-            index = at_percent(str(position), size) if is_share else int(position)
+            index = index_at_percent(str(position), size) if is_share else int(position)
         except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:
@@ -142,8 +142,10 @@ def gold_indices(
     return list(dict.fromkeys(indices))
 
 
-def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:
-    """The examples with a gold item among items, sorted by gold position; at most ``most`` of each."""
+def sort_by_gold_position(
+    examples: Sequence[Example], per_position: int | None = None
+) -> list[Example]:
+    """The examples with a gold item among items, sorted by gold position; at most ``per_position`` of each."""
     with_gold = [e for e in examples if e.gold_position is not None and e.items]
     with_gold.sort(key=lambda example: example.gold_position or 0)
-    return first_examples(with_gold, most)
+    return first_examples(with_gold, per_position)

@@ -13,8 +13,8 @@ from posbench.errors import Faults
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
-from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, parse_rows, refuse, rows
+from posbench.tasks.items import GoldPositionTask, Spans, joined
+from posbench.tasks.reading import Line, parse_rows, read_data_rows, refuse
 from posbench.tasks.scorers import contains_answer
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
@@ -48,7 +48,7 @@ PROMPTS = {"official": official_prompt, "compact": compact_prompt}
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVRetrieval(Placed):
+class KVRetrieval(GoldPositionTask):
     """Key-value retrieval over gold positions.
 
     Args:
@@ -197,7 +197,7 @@ class KVRetrieval(Placed):
         path = self.place()
         faults = Faults()
         count = QUESTIONS if self.path == "official" else 0
-        lines = list(rows("path", path, count=count, faults=faults))
+        lines = list(read_data_rows("path", path, count=count, faults=faults))
         questions = parse_rows(lines[: self.limit], _pairs_and_gold, faults)
         for number, (pairs, gold) in enumerate(questions):
             distractors = [pair for pair in pairs if pair != gold]
@@ -227,7 +227,9 @@ class KVRetrieval(Placed):
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
         """At most ``count`` calibration prompts of the user's file, after the first ``start`` ones."""
-        lines = list(rows("calibration_path", Path(str(self.calibration_path))))
+        lines = list(
+            read_data_rows("calibration_path", Path(str(self.calibration_path)))
+        )
         evaluated_keys = set()
         if self.path:
             evaluated_keys = {

@@ -11,7 +11,14 @@ from typing import Any, ClassVar, Literal
 from posbench.files.sources import Source, local
 from posbench.schema import Count, Truncation
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, Row, check_names, find_file, json_beside, rows
+from posbench.tasks.reading import (
+    Line,
+    Row,
+    check_names,
+    find_file,
+    json_beside,
+    read_data_rows,
+)
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
@@ -73,7 +80,7 @@ def letter_score(predicted: str, gold: str) -> float:
     return 0.25 if set(predicted) <= set(gold) else 0.0
 
 
-def truth(reply: str) -> str:
+def true_or_false(reply: str) -> str:
     """``true`` or ``false``, whichever the first word with one holds (``true`` with both); else empty."""
     for word in reply.lower().split():
         for value in ("true", "false"):
@@ -141,18 +148,18 @@ class LEvalClosed(EvaluationOnly):
     def extracted(self, example: Example, text: str) -> str:
         """The letters, or true or false."""
         if example.subset.startswith("sci_fi"):
-            return truth(text)
+            return true_or_false(text)
         return letters(text, several=example.subset == "coursera")
 
     def _lines(self, subset: Benchmark) -> Iterator[Row]:
         """The documents of one benchmark."""
         if not self.path:
             count = FILES[subset]["documents"]
-            return rows("path", local(_official(subset)), count=count)
+            return read_data_rows("path", local(_official(subset)), count=count)
         hint = f"take it from {self.source}, or set task.path=null to download it"
         folder = Path(self.path).expanduser()
         file, member = find_file(folder, (f"{subset}.jsonl",), hint)
-        return rows("path", file, member)
+        return read_data_rows("path", file, member)
 
 
 def _official(name: Benchmark) -> Source:

@@ -13,7 +13,13 @@ from posbench.files.sources import Source
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, find_file, json_beside, rows
+from posbench.tasks.reading import (
+    Line,
+    check_names,
+    find_file,
+    json_beside,
+    read_data_rows,
+)
 
 PROMPTS: dict[str, Any] = json_beside(__file__)["tasks"]
 """Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
@@ -61,7 +67,7 @@ SCORERS: dict[str, Scorer] = {
     **dict.fromkeys(("dureader", "vcsum"), scorers.rouge_l_zh),
     **dict.fromkeys(("lcc", "repobench-p"), scorers.code_similarity),
     "multifieldqa_zh": scorers.qa_f1_zh,
-    "passage_count": scorers.count,
+    "passage_count": scorers.number_share,
     **dict.fromkeys(
         ("passage_retrieval_en", "passage_retrieval_zh"), scorers.retrieval
     ),
@@ -176,7 +182,7 @@ class LongBench(EvaluationOnly):
         names = (name, f"data/{name}")
         file, member = find_file(folder, names, hint, archive="data.zip")
         count = 0 if self.path or self.extended else COUNTS.get(task, 200)
-        for _, line in rows("path", file, member, unique="_id", count=count):
+        for _, line in read_data_rows("path", file, member, unique="_id", count=count):
             yield self._example(line, task)
 
     def _example(self, line: Line, task: str) -> Example:

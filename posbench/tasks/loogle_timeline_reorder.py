@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from posbench.files.sources import Source
 from posbench.schema import Count, Truncation
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, refuse, rows
+from posbench.tasks.reading import Line, read_data_rows, refuse
 
 COMMIT = "bdc356116a09a6a3d552e28a9f330878915b1696"
 """The last commit whose rows are documents with ``qa_pairs``, as in the paper's repository."""
@@ -138,7 +138,7 @@ class LooGLETimelineReorder(EvaluationOnly):
             file = file / HUB.files[0]
         member = self.member if file.suffix == ".zip" else ""
         examples: list[Example] = []
-        for _, line in rows("path", file, member):
+        for _, line in read_data_rows("path", file, member):
             examples += self._document(line)
         if not examples:
             allowed = f'questions with "type": "{TYPE}"'

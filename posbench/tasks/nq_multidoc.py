@@ -11,8 +11,8 @@ from posbench.errors import Faults
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
-from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, Row, parse_rows, refuse, rows
+from posbench.tasks.items import GoldPositionTask, Spans, joined
+from posbench.tasks.reading import Line, Row, parse_rows, read_data_rows, refuse
 from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
@@ -76,7 +76,7 @@ def render(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NQMultiDoc(Placed):
+class NQMultiDoc(GoldPositionTask):
     """Multi-document question answering over gold positions.
 
     Args:
@@ -186,7 +186,7 @@ class NQMultiDoc(Placed):
         """The file and its lines."""
         file = self.place()
         count = 0 if self.path else QUESTIONS
-        return file, list(rows("path", file, count=count))
+        return file, list(read_data_rows("path", file, count=count))
 
     def _calibration(self, lines: list[Row], start: int, count: int) -> list[Example]:
         """At most ``count`` questions that the evaluation does not ask, after the first ``start`` of these."""

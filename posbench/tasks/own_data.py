@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, Strict, ValidationError
 
 from posbench.errors import Faults
 from posbench.files.sources import Source
-from posbench.schema import Count, Several, words
+from posbench.schema import Count, Several, describe_type
 from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.items import Positions, gold_indices, joined
 from posbench.tasks.nq_multidoc import INSTRUCTION
@@ -24,8 +24,8 @@ from posbench.tasks.reading import (
     check_names,
     parse_rows,
     raise_faults,
+    read_data_rows,
     refuse,
-    rows,
 )
 from posbench.tasks.scorers import contains_answer
 
@@ -156,14 +156,14 @@ def schema(kind: type[Record]) -> list[tuple[str, str, str]]:
     hints = get_type_hints(kind, include_extras=True)
     table = []
     for name, field in kind.model_fields.items():
-        form = words(hints[name])
+        form = describe_type(hints[name])
         if not field.is_required():
             form += ", or left out"
         table.append((name, form, str(field.description)))
     return table
 
 
-class Own(NamedTuple):
+class ParsedFile(NamedTuple):
     """What a file holds.
 
     Attributes:
@@ -187,7 +187,7 @@ class Own(NamedTuple):
         return [len(record.parts()) for record in self.records]
 
 
-def read(file: Path) -> Own:
+def parse_file(file: Path) -> ParsedFile:
     """The records of a file, all of one kind.
 
     Raises:
@@ -208,14 +208,14 @@ def read(file: Path) -> Own:
             raise line.fault(wrong, "an id that occurs once")
         return record.model_copy(update={"id": name})
 
-    records = parse_rows(rows("path", file, faults=faults), parse, faults)
-    return Own(kind, records, sorted(names - kind.model_fields.keys()))
+    records = parse_rows(read_data_rows("path", file, faults=faults), parse, faults)
+    return ParsedFile(kind, records, sorted(names - kind.model_fields.keys()))
 
 
 def _kind_of(file: Path) -> type[Record]:
     """The kind of a file, by the first field that tells; UserError where none does."""
     faults = Faults()
-    lines = [line for _, line in rows("path", file, faults=faults)]
+    lines = [line for _, line in read_data_rows("path", file, faults=faults)]
     if not lines:
         raise_faults(faults)
     for line in lines:
@@ -261,7 +261,7 @@ def _field_faults(kind: type[Record], line: Line, error: ValidationError) -> Fau
         state = f"is {reprlib.repr(details['input'])}"
         if details["type"] == "missing":
             state = "is missing"
-        allowed = words(hints[name])
+        allowed = describe_type(hints[name])
         if details["type"] == "string_pattern_mismatch":
             allowed += ", not blank"
         faults.found.append(line.fault(f'field "{name}{path}" {state}', allowed))
@@ -313,9 +313,9 @@ class OwnData(EvaluationOnly):
         return ()
 
     @cached_property
-    def own(self) -> Own:
-        """What the file holds; see :func:`read`."""
-        return read(self.place())
+    def own(self) -> ParsedFile:
+        """What the file holds; see :func:`parse_file`."""
+        return parse_file(self.place())
 
     @property
     def items(self) -> int | None:  # type: ignore[override]

@@ -157,7 +157,7 @@ def find_file(
     refuse("path", str(folder), f"a folder or .zip with {names[0]}", hint)
 
 
-def rows(
+def read_data_rows(
     field: str,
     path: Path,
     member: str = "",
@@ -215,7 +215,10 @@ def _rows(
     names: Sequence[str],
     faults: Faults | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and fields of every row; the arguments are those of :func:`rows`, ``file_label`` as in :class:`Line`."""
+    """Number and fields of every row.
+
+    The arguments are those of :func:`read_data_rows`, ``file_label`` as in :class:`Line`.
+    """
     kind = Path(member or file).suffix
     number = 0
     try:

@@ -138,14 +138,14 @@ def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
 
 
 def retrieval(reply: str, gold: str) -> float:
-    """:func:`count` of the paragraph's number in the gold text, which must have one (LongBench)."""
+    """:func:`number_share` of the paragraph's number in the gold text, which must have one (LongBench)."""
     number = re.search(r"(?:Paragraph |段落)(\d+)", gold)
     if not number:
         raise ValueError(f"no Paragraph with a number in {gold!r}")
-    return count(reply, number[1])
+    return number_share(reply, number[1])
 
 
-def count(reply: str, gold: str) -> float:
+def number_share(reply: str, gold: str) -> float:
     """Share of the numbers in the reply that are the gold one; 0 without any (LongBench)."""
     numbers = re.findall(r"\d+", reply)
     if not numbers:
@@ -212,7 +212,7 @@ def exponential_similarity(reply: str, gold: str) -> float:
     return float(2 ** (-10 * abs(reply_share - gold_share)))
 
 
-def order(text: str) -> list[int]:
+def parse_order(text: str) -> list[int]:
     """The whole numbers of a list such as ``2, 1, 3``, whatever else stands around them."""
     digits = re.sub(r"[^0-9, ]", "", text)
     return [int(number) for number in re.findall(r"[0-9]+", digits)]
@@ -220,8 +220,8 @@ def order(text: str) -> list[int]:
 
 def concordance_index(reply: str, gold: str) -> float:
     """Share of the pairs that the reply has in the gold order; 0 for no permutation of them (ZeroSCROLLS)."""
-    reply_order = order(reply)
-    gold_order = order(gold)
+    reply_order = parse_order(reply)
+    gold_order = parse_order(gold)
     if sorted(reply_order) != sorted(gold_order) or len(gold_order) < 2:
         return 0.0
     # Of an item that occurs several times, the last index.

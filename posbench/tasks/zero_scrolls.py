@@ -15,7 +15,7 @@ from posbench.late import pd
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, check_names, find_file, rows
+from posbench.tasks.reading import Line, check_names, find_file, read_data_rows
 
 SUMMARIES = ("gov_report", "summ_screen_fd", "qmsum", "squality")
 NEW_TOKENS = {
@@ -147,7 +147,7 @@ class ZeroSCROLLS(EvaluationOnly):
         name = f"{subset}/{self.split}.jsonl"
         file, member = find_file(folder, (name,), hint, archive=f"{subset}.zip")
         examples: dict[str, Example] = {}
-        for _, line in rows("path", file, member):
+        for _, line in read_data_rows("path", file, member):
             example = self._example(line, subset)
             earlier = examples.get(example.id)
             if earlier is None:
@@ -207,7 +207,7 @@ def _gold(line: Line, subset: str) -> str:
     if subset == "space_digest" and scorers.percentage(gold) is None:
         line.refuse('a field "output" with a percentage')
     if subset == "book_sum_sort":
-        numbers = scorers.order(gold)
+        numbers = scorers.parse_order(gold)
         if len(numbers) < 2 or len(set(numbers)) < len(numbers):
             line.refuse('a field "output" with different numbers, such as 2, 1, 3')
     return gold

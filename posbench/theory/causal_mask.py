@@ -68,7 +68,7 @@ def h_prime_step(i: ArrayLike, alpha: float, *, printed: bool = False) -> Array:
     return (alpha - 1) * a * numerator / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
 
 
-def scores_2(n: int, alpha: float) -> Array:
+def second_layer_scores(n: int, alpha: float) -> Array:
     """Score map of layer 2 in closed form, [n, n]: g(i) / (h(i) h(j)) (Equation 4), NaN above the diagonal."""
     i = np.arange(1, n + 1)
     scores = np.outer(g(i, alpha) / h(i, alpha), 1 / h(i, alpha))
@@ -83,14 +83,14 @@ def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
     return np.cos(distance[..., None] * theta).mean(-1)
 
 
-def limit(
+def limit_scores(
     n: int,
     layers: int,
     alpha: float,
     *,
     mask: bool = True,
     kernel: Array | None = None,
-    stream: bool = True,
+    residual: bool = True,
 ) -> list[Array]:
     """Compute the score maps in the limit of infinitely many dimensions, exactly.
 
@@ -103,7 +103,7 @@ def limit(
         alpha: Cosine of any two inputs, 0 <= alpha < 1.
         mask: Whether attention is causal.
         kernel: Factors on the scores, [n, n], such as :func:`rope_kernel`.
-        stream: Whether the residual stream C is added.
+        residual: Whether the residual stream C is added.
 
     Returns:
         Scores before the softmax, [n, n] for each layer, layer 1 first.
@@ -120,7 +120,7 @@ def limit(
         maps.append(scores)
         weights = np.exp(np.where(visible, scores, -np.inf))
         update = weights / weights.sum(1, keepdims=True) @ unit
-        state = update + state if stream else update
+        state = update + state if residual else update
     return maps
 
 

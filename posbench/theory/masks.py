@@ -16,8 +16,8 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 # Thresholds of the sink metrics.
-HEAD = 0.3  # of a token's mean weight in a head (Gu et al. 2024)
-ENTRY = 0.2  # of single weights (Wu et al. 2025)
+MEAN_WEIGHT_THRESHOLD = 0.3  # of a token's mean weight in a head (Gu et al. 2024)
+SINGLE_WEIGHT_THRESHOLD = 0.2  # of single weights (Wu et al. 2025)
 
 
 def causal(n: int) -> Mask:
@@ -126,7 +126,9 @@ def window_half_time(n: int, width: int) -> float:
     return 2 * (n - 1) / (width - 1)
 
 
-def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
+def sink_share_by_head(
+    weights: Array, threshold: float = MEAN_WEIGHT_THRESHOLD
+) -> Array:
     """Share of heads in which each token is a sink (Gu et al. 2024).
 
     Args:
@@ -141,7 +143,9 @@ def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
     return (importance > threshold).reshape(-1, n).mean(0)
 
 
-def sink_by_entry(weights: Array, mask: Mask, threshold: float = ENTRY) -> Array:
+def sink_share_by_entry(
+    weights: Array, mask: Mask, threshold: float = SINGLE_WEIGHT_THRESHOLD
+) -> Array:
     """Share of single weights on each token that mark it as a sink (Wu et al. 2025, Appendix K.4).
 
     Args:

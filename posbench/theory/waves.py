@@ -14,7 +14,7 @@ Extrema = Sequence[NDArray[np.int64]]
 """Positions of peaks, and of troughs."""
 
 
-def wave(
+def rope_wave(
     distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0
 ) -> Array:
     """Score of two equal unit vectors as RoPE alone makes it.
@@ -35,12 +35,12 @@ def wave(
     return 2 / np.sqrt(dim) * np.cos(np.outer(distance / scale, frequencies)).sum(1)
 
 
-def decay(
+def rope_decay_bound(
     distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0
 ) -> Array:
     """Upper bound of a score's size at a distance: the mean size of partial sums of e^(i m theta_k).
 
-    Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay. Arguments as of :func:`wave`.
+    Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay. Arguments as of :func:`rope_wave`.
 
     Returns:
         Bounds, [n].
@@ -49,8 +49,8 @@ def decay(
     return np.abs(np.cumsum(np.exp(1j * angles), axis=1)).mean(1)
 
 
-class Step(NamedTuple):
-    """One base that :func:`choose` has chosen.
+class ChosenBase(NamedTuple):
+    """One base that :func:`choose_bases` has chosen.
 
     Attributes:
         base: Base (theta) of the rotary embedding.
@@ -71,9 +71,12 @@ def extrema(scores: Array, reach: int) -> Extrema:
     return peaks, troughs
 
 
-def choose(
-    found: Mapping[float, Extrema], first: float, count: int, tolerance: int = 3
-) -> list[Step]:
+def choose_bases(
+    extrema_by_base: Mapping[float, Extrema],
+    first: float,
+    count: int,
+    tolerance: int = 3,
+) -> list[ChosenBase]:
     """Choose greedily bases whose peaks stand where the chosen ones have troughs, and the other way round.
 
     A peak and a trough within the tolerance cancel: neither counts for later bases. Ties go to the smaller
@@ -82,7 +85,7 @@ def choose(
     Source: Attention Buckets (Chen et al. 2023), base search, after its released program.
 
     Args:
-        found: Peaks and troughs of each candidate base, in tokens.
+        extrema_by_base: Peaks and troughs of each candidate base, in tokens.
         first: The base to start from; it has no coincidences.
         count: Bases to choose at most, the first included.
         tolerance: Largest distance in tokens at which a peak and a trough cancel.
@@ -90,14 +93,14 @@ def choose(
     Returns:
         The chosen bases in their order.
     """
-    steps = [Step(first, 0, float("nan"))]
-    first_peaks, first_troughs = found[first]
+    steps = [ChosenBase(first, 0, float("nan"))]
+    first_peaks, first_troughs = extrema_by_base[first]
     open_peaks = set(first_peaks.tolist())
     open_troughs = set(first_troughs.tolist())
-    while len(steps) < min(count, len(found)):
+    while len(steps) < min(count, len(extrema_by_base)):
         candidates = []
-        for base in sorted(set(found) - {step.base for step in steps}):
-            peaks, troughs = found[base]
+        for base in sorted(set(extrema_by_base) - {step.base for step in steps}):
+            peaks, troughs = extrema_by_base[base]
             filled = _pairs(peaks, open_troughs, tolerance)
             emptied = _pairs(troughs, open_peaks, tolerance)
             pairs = filled + emptied
@@ -106,10 +109,10 @@ def choose(
                 offset = float(np.mean([(a - b) ** 2 for a, b in pairs]))
             # Without any pair all candidates rank alike, and the smallest base wins.
             rank = (-len(pairs), np.nan_to_num(offset), base)
-            step = Step(base, len(pairs), offset)
+            step = ChosenBase(base, len(pairs), offset)
             candidates.append((rank, step, filled, emptied))
         _, best, filled, emptied = min(candidates, key=lambda candidate: candidate[0])
-        peaks, troughs = found[best.base]
+        peaks, troughs = extrema_by_base[best.base]
         # A pair is a new extremum and an open one; both are cancelled.
         open_troughs -= {old for _, old in filled}
         open_peaks -= {old for _, old in emptied}

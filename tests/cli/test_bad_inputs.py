@@ -442,7 +442,8 @@ BARE = [
     (
         "an experiment's name too long",
         [f"experiment={'x' * 300}"],
-        ["file = ", "shorten it"],
+        # Python below 3.14 fails to look for such a file; later ones find none.
+        ["x" * 30],
     ),
     (
         "a key of the model's block",

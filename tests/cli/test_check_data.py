@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from posbench import paths
 from posbench.cli import docs
 from posbench.cli.main import main
-from posbench.pipeline.compose import composed
+from posbench.pipeline.compose import compose_one
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
 from tests.conftest import Result, run_folders
@@ -30,7 +30,7 @@ def check(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, list[Exa
     command = (
         out.rstrip().splitlines()[-1].replace("model=DIR_OR_HUB_ID", "model=mistral7b")
     )
-    raw = composed(*shlex.split(command)[1:]).raw
+    raw = compose_one(*shlex.split(command)[1:]).raw
     return out, instantiate(raw["task"], Task, "task").evaluation()  # type: ignore[type-abstract]
 
 

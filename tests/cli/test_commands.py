@@ -17,7 +17,7 @@ from posbench.cli.verbs import KINDS
 from posbench.errors import choices
 from posbench.report import paper, sweep, text
 from posbench.report.folder import read_csv
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from posbench.schema import build
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
@@ -205,7 +205,7 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     (swept,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
     summary = read_csv(swept / "summary.csv")
     reference = json.loads((swept / "reference.json").read_text())
-    _, rows = paper.reference_table(*paper.cells(summary, reference))
+    _, rows = paper.reference_table(*paper.paper_cells(summary, reference))
     ran = [row for row in rows if row[0] != "not measured"]
     assert len(ran) == 2 * 6, "two methods, five positions and the average, of one run"
     assert {row[2] for row in rows if row not in ran} == {"ms_poe"}, (
@@ -271,10 +271,10 @@ def test_shortened_prompts_are_counted(
         for method in "ab"
         for name, n in (("x", 0), ("y", 10), ("z", 20))
     ]
-    assert text.shortened(rows).startswith(
+    assert text.describe_cut_prompts(rows).startswith(
         "2 of 3 prompts were shortened to the context window (mean 15 tokens"
     )
-    assert text.shortened(rows[:1]) == ""
+    assert text.describe_cut_prompts(rows[:1]) == ""
 
 
 def test_a_typed_channel_is_the_only_one_searched(
@@ -411,7 +411,8 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
     assert posbench("-m", *small, *FIXED, "method.factor=1,0").status == 1
     assert (
         len(seen) == 2
-        and [opened(folder).done for folder in run_folders(outputs)].count(True) == 1
+        and [open_run_dir(folder).done for folder in run_folders(outputs)].count(True)
+        == 1
     )
     # A defect of what jobs share stops none of them.
     seen.append(None)

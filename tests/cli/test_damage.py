@@ -11,8 +11,8 @@ import pytest
 
 from posbench.cli.main import main
 from posbench.errors import UserError
-from posbench.run.folder import DRAWN, RunDir, checked, opened
-from posbench.run.lease import owned
+from posbench.run.folder import REDRAWN_FILES, RunDir, open_run_dir, open_undamaged
+from posbench.run.lease import owning
 from tests.conftest import Result, run_folders
 
 WAYS = ("deleted", "emptied", "halved", "flipped", "swapped")
@@ -152,17 +152,19 @@ def test_damage_to_a_finished_run_is_named(
         for how in WAYS:
             if damage(folder / name, how, tree.other / name):
                 if (name, how) == ("DONE", "deleted"):
-                    assert not checked(folder).done
-                elif name.startswith(DRAWN):
-                    assert RunDir(folder).damaged() == [name] and checked(folder, DRAWN)
+                    assert not open_undamaged(folder).done
+                elif name.startswith(REDRAWN_FILES):
+                    assert RunDir(folder).damaged() == [name] and open_undamaged(
+                        folder, REDRAWN_FILES
+                    )
                 else:
                     with pytest.raises(UserError) as told:
-                        checked(folder, DRAWN)
+                        open_undamaged(folder, REDRAWN_FILES)
                     assert name in str(told.value) and str(told.value.hint).startswith(
                         "make it again: posbench "
                     )
             (folder / name).write_bytes(kept)
-    assert checked(folder).done
+    assert open_undamaged(folder).done
     (folder / "subsets.csv").write_text("added\n")
     assert RunDir(folder).damaged() == ["subsets.csv"]
 
@@ -173,7 +175,7 @@ def rebuilt(tree: Tree, folder: Path, note: str) -> None:
     found = results(folder)
     assert found.keys() == tree.whole.keys(), note
     assert [name for name in found if found[name] != tree.whole[name]] == [], note
-    assert checked(folder).done, note
+    assert open_undamaged(folder).done, note
 
 
 def said(
@@ -230,7 +232,7 @@ def test_damage_matrix(
         folder = hit(tree, tmp_path / str(number), name, how)
         if folder:
             rebuilt(tree, folder, f"{name} {how}")
-            stages = opened(tree.root / tree.run).status()["stages"].values()
+            stages = open_run_dir(tree.root / tree.run).status()["stages"].values()
             # A file whose stage is not done is made again without a word.
             early = (
                 not finished
@@ -285,11 +287,13 @@ def test_what_verbs_make_again_may_be_damaged(
     assert posbench("rescore", str(folder), verb=True).status == 0
     assert (folder / "metrics.csv").read_bytes() == tree.whole[
         "metrics.csv"
-    ] and checked(folder).done
+    ] and open_undamaged(folder).done
     (folder / "report.html").write_text("")
     (folder / "figures" / "accuracy.png").unlink()
-    with owned(folder):
+    with owning(folder):
         held = posbench("report", str(folder), verb=True)
     assert held.status == 2 and "one process at a time" in held.err
     assert posbench("report", str(folder), verb=True).status == 0
-    assert checked(folder).done and (folder / "report.html").stat().st_size > 1000
+    assert (
+        open_undamaged(folder).done and (folder / "report.html").stat().st_size > 1000
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posbench.pipeline import execute
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import Result, run_folders
 
@@ -116,7 +116,7 @@ def test_rescore_refuses_data_that_is_not_the_runs(
     assert refused.status == 2 and refused.err.count("\n") == 1
     assert str(data) in refused.err and "bring that file back" in refused.err
     # Without a record of the files, the prompts themselves tell.
-    run = opened(folder)
+    run = open_run_dir(folder)
     facts = run.facts("provenance.json")
     run.write_facts(
         "provenance.json",

@@ -13,7 +13,7 @@ from posbench.cli import docs
 from posbench.cli.main import main
 from posbench.files.atomic import write_csv
 from posbench.model.families import FAMILIES
-from posbench.stats.findings import COLUMNS
+from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result, run_folders
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
         }
         for claim, value, verdict in rows
     ]
-    return pd.DataFrame(made, columns=list(COLUMNS))
+    return pd.DataFrame(made, columns=list(FINDING_COLUMNS))
 
 
 def write(folder: Path, runs: dict[str, pd.DataFrame]) -> None:
@@ -197,7 +197,7 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
     ],
 )
 def test_verdicts_of_several_statistics(verdicts: list[str], word: str) -> None:
-    assert docs._verdict(pd.Series(verdicts, dtype=object)) == word
+    assert docs.combined_verdict(pd.Series(verdicts, dtype=object)) == word
 
 
 def test_a_run_as_markdown_has_the_numbers_of_its_tables(

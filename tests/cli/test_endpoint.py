@@ -18,14 +18,14 @@ from posbench import paths
 from posbench.cli.main import main
 from posbench.errors import UserError
 from posbench.model.lm import LM
-from posbench.pipeline.compose import composed
+from posbench.pipeline.compose import compose_one
 from posbench.pipeline.execute import execute
 from posbench.pipeline.identity import identity
 from posbench.pipeline.prepare import prepare
 from posbench.pipeline.stages import evaluate
-from posbench.report.compare import Compared, differences, labelled
-from posbench.report.page import cut_prompts
-from posbench.run.folder import opened
+from posbench.report.compare import ComparedRun, differences, label_runs
+from posbench.report.page import describe_prompts
+from posbench.run.folder import open_run_dir
 from tests.conftest import Result, config_of, run_folders
 from tests.kills import Kills
 from tests.server import KEY, serving, value
@@ -185,13 +185,16 @@ def test_prompts_that_were_not_read_have_no_score(
         examples[3].id,
         examples[13].id,
     ]
-    assert said in cut_prompts(folder)  # as on its page
+    assert said in describe_prompts(folder)  # as on its page
     metrics = pd.read_csv(folder / "metrics.csv").query(
         "gold_position == 'all' and metric == 'accuracy'"
     )
     assert metrics["n"].item() == PROMPTS - 2
     assert (
-        evaluate.rescore(config_of(*served(URL)).task, "fake", 100, opened(folder)) == 0
+        evaluate.rescore(
+            config_of(*served(URL)).task, "fake", 100, open_run_dir(folder)
+        )
+        == 0
     )
 
 
@@ -310,7 +313,7 @@ def test_a_served_twin_stands_beside_the_model_in_process(
     assert "The server counted other tokens" in " ".join(
         result.out.split()
     )  # the fake one counts characters
-    runs = labelled([Compared.of(folder) for folder in run_folders(outputs)])
+    runs = label_runs([ComparedRun.of(folder) for folder in run_folders(outputs)])
     assert {run.label for run in runs} == {"unmodified", "served"}
     found = differences(*runs)
     assert (found["pairs"], found["score"].value) == (12, 0)
@@ -370,8 +373,8 @@ def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
         ("task.repetition_penalty=2", "1.0:"),
     ):
         with pytest.raises(UserError, match=said):
-            prepare(composed(*served(URL)[:3], *long, typed))
-    (line,) = prepare(composed(*served(URL)[:3], *long)).warnings
+            prepare(compose_one(*served(URL)[:3], *long, typed))
+    (line,) = prepare(compose_one(*served(URL)[:3], *long)).warnings
     assert line.startswith("prompts are sent as plain text")
 
 

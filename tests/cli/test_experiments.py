@@ -11,7 +11,7 @@ import pytest
 from posbench import paths
 from posbench.errors import choices
 from posbench.pipeline.arguments import _spell
-from posbench.report.experiments import experiments
+from posbench.report.experiments import read_experiments
 from tests.cli import test_kills, test_tasks
 from tests.cli.task_files import TASKS
 from tests.conftest import Result, run_folders
@@ -23,7 +23,7 @@ OWN = (
     "study.methods=",
     "study.items=",
 )  # of an experiment, whatever the size
-EVERY = experiments()
+EVERY = read_experiments()
 
 
 def _search(settings: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 import posbench as package
 from posbench.errors import UserError
 from posbench.files import sources
-from posbench.files.digests import contents
+from posbench.files.digests import read_contents
 from posbench.files.sources import Source
 from posbench.model import load as load_module
 from posbench.pipeline import identity
@@ -156,7 +156,7 @@ def _expect_refusal(result: Result, *words: str) -> None:
 
 def fingerprint(config: Any) -> str:
     return identity.fingerprint(
-        contents([sources.checkpoint(config.path, config.revision)])
+        read_contents([sources.checkpoint_source(config.path, config.revision)])
     )
 
 
@@ -262,15 +262,20 @@ def test_a_snapshot_without_a_shard_is_not_complete(hub: Hub) -> None:
     (hub.folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": shards})
     )
-    source = sources.checkpoint(REPO)
+    source = sources.checkpoint_source(REPO)
     folder = sources.local(source)
-    assert sources.lacking(folder) == shards["b"] and sources.cached(source) is None
+    assert (
+        sources.missing_file(folder) == shards["b"]
+        and sources.cached_path(source) is None
+    )
     (hub.folder / shards["b"]).write_bytes(b"weights")
-    assert sources.local(source) == folder == sources.cached(source)
+    assert sources.local(source) == folder == sources.cached_path(source)
     for name in ("config.json", "tokenizer.json", shards["a"]):
         (folder / name).rename(folder / "away")
         # Any file whose name starts with tokenizer counts; the loader names what else it wants.
-        assert (sources.lacking(folder) == name) is (name != "tokenizer.json"), name
+        assert (sources.missing_file(folder) == name) is (name != "tokenizer.json"), (
+            name
+        )
         (folder / "away").rename(folder / name)
 
 
@@ -401,8 +406,11 @@ def test_files_of_a_data_set(hub: Hub) -> None:
     source = Source(
         kind="dataset", id="some/set", field="task.source", files=("data/qa.jsonl",)
     )
-    assert sources.listing(source) == (OLD, [sources.File("data/qa.jsonl", 3, False)])
-    assert sources.cached(source) is None
+    assert sources.list_files(source) == (
+        OLD,
+        [sources.File("data/qa.jsonl", 3, False)],
+    )
+    assert sources.cached_path(source) is None
     assert (
         sources.local(source) / "data" / "qa.jsonl"
     ).read_text() == "{}\n" and hub.downloads == ["data/qa.jsonl"]
@@ -439,14 +447,14 @@ def test_a_url_is_downloaded_once(
         root = f"http://127.0.0.1:{server.server_port}"
         source = Source(kind="url", id=f"{root}/data.jsonl", field="task.url")
         assert (
-            sources.listing(source) == ("", [sources.File("data.jsonl", 5, False)])
-            and sources.cached(source) is None
+            sources.list_files(source) == ("", [sources.File("data.jsonl", 5, False)])
+            and sources.cached_path(source) is None
         )
         assert sources.local(source).read_bytes() == b"12345"
         before = list(asked)
         assert (
             sources.local(source).name == "data.jsonl"
-            and sources.listing(source)[1][0].here
+            and sources.list_files(source)[1][0].here
             and asked == before
         )
         with pytest.raises(UserError, match=r"task\.url = .*nothing.*404"):

@@ -92,7 +92,7 @@ def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], No
 
     def put(script: str) -> None:
         monkeypatch.setattr(figures, "COMMAND", [sys.executable, "-c", CHILD + script])
-        monkeypatch.setattr(figures, "finished", finished)
+        monkeypatch.setattr(figures, "find_finished_run", finished)
 
     return put
 

@@ -24,8 +24,8 @@ import posbench.run.base as base
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.pipeline import compose, multirun
-from posbench.pipeline.arguments import GROUPS, requested
-from posbench.pipeline.compose import composed
+from posbench.pipeline.arguments import GROUPS, parse_request
+from posbench.pipeline.compose import compose_one
 from tests.conftest import Result
 
 BAD = {
@@ -124,7 +124,7 @@ def tried(
         if "." not in key:
             return whole(args, each)
         config, chosen, typed, _, folders, *_ = first(tuple(args[:-1]))
-        request = requested(args, folders, False)
+        request = parse_request(args, folders, False)
         text = next(o for o in request.overrides if o.lstrip("+").startswith(f"{key}="))
         value = OverridesParser.create().parse_override(text).value()
         config = deepcopy(config)
@@ -135,7 +135,7 @@ def tried(
         with TemporaryDirectory() as folder:
             made = filled(config, chosen, [*typed, text], request, folders, 0, False)
             each(replace(made, records=Path(folder)))
-            return multirun.records(Path(folder))
+            return multirun.read_records(Path(folder))
 
     def late(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
@@ -151,7 +151,9 @@ def tried(
 
     def call(*args: str) -> str:
         own = args[-1].startswith("experiment.")
-        monkeypatch.setattr(execute, "probe_model", (lambda *_: None) if own else looked)
+        monkeypatch.setattr(
+            execute, "probe_model", (lambda *_: None) if own else looked
+        )
         signal.alarm(LONGEST)
         try:
             # The argument under test is the last one: a key that names where runs go wins.
@@ -184,7 +186,7 @@ def pairs(name: str) -> tuple[tuple[str, str], ...]:
 
     An experiment composes groups that have a turn of their own: its own keys and the choices remain.
     """
-    raw = composed(*configs()[name]).raw
+    raw = compose_one(*configs()[name]).raw
     group = name.split("=")[0]
     there = [group, *GROUPS, "stages"] if group == "experiment" else [group]
     found = [

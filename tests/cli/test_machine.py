@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posbench.run import claim
-from posbench.run.folder import RunDir, checked, opened
+from posbench.run.folder import RunDir, open_run_dir, open_undamaged
 from tests.conftest import Result, config_of, run_folders
 
 ROLLOUT = [
@@ -66,13 +66,13 @@ def test_it_is_one_line_and_the_same_command_resumes(
         told.err
     )
     (folder,) = run_folders(outputs)
-    assert opened(folder).status()["state"] == "failed" and not list(
+    assert open_run_dir(folder).status()["state"] == "failed" and not list(
         scratch.glob("posbench-*")
     )
     if stop == "SIGTERM":
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert posbench(*ROLLOUT).status == 0
-        assert checked(folder).done
+        assert open_undamaged(folder).done
 
 
 def test_a_finished_run_is_shown_where_nothing_can_be_written(
@@ -130,15 +130,17 @@ def test_a_run_that_goes_on_on_another_processor_says_so(
 ) -> None:
     assert posbench(*SMALL, "stages=[intervene]").status == 0
     (folder,) = run_folders(outputs)
-    (first,) = opened(folder).hardware()
+    (first,) = open_run_dir(folder).hardware()
     with monkeypatch.context() as patch:
-        patch.setattr("posbench.pipeline.identity.hardware", lambda: "another machine")
+        patch.setattr(
+            "posbench.pipeline.identity.describe_hardware", lambda: "another machine"
+        )
         again = posbench(*SMALL, "stages=[intervene]")
-        assert again.status == 0 and opened(folder).hardware() == [first], (
+        assert again.status == 0 and open_run_dir(folder).hardware() == [first], (
             "nothing was computed there"
         )
         drawn = posbench(*SMALL, "stages=[intervene,report]")
-        assert drawn.status == 0 and opened(folder).hardware() == [first], (
+        assert drawn.status == 0 and open_run_dir(folder).hardware() == [first], (
             "a page is no row"
         )
         more = posbench(*SMALL, "stages=[intervene,evaluate,report]")
@@ -146,10 +148,10 @@ def test_a_run_that_goes_on_on_another_processor_says_so(
         more.status == 0
         and f"begun on {first}, continued on another machine" in more.out
     )
-    assert opened(folder).facts("provenance.json")["other_hardware"] == [
+    assert open_run_dir(folder).facts("provenance.json")["other_hardware"] == [
         "another machine"
     ]
-    assert checked(folder).done
+    assert open_undamaged(folder).done
     page = (folder / "report.html").read_text()
     assert (
         "another machine" in page
@@ -164,15 +166,16 @@ def test_shards_of_several_machines_are_named(
 
     command = [*SMALL, "stages=[evaluate]", f"runtime.outputs={outputs}"]
     folder = make_run_folder(config_of(*command), "posbench")
-    assert opened(folder).hardware() == [], "who prepares a folder makes no row"
+    assert open_run_dir(folder).hardware() == [], "who prepares a folder makes no row"
     for number, machine in enumerate(("one", "other")):
         with monkeypatch.context() as patch:
             patch.setattr(
-                "posbench.pipeline.sharing.hardware", lambda machine=machine: machine
+                "posbench.pipeline.sharing.describe_hardware",
+                lambda machine=machine: machine,
             )
             part = posbench("resume", str(folder), f"--part={number}/2", verb=True)
             assert part.status == 0, part.err
     with monkeypatch.context() as patch:
-        patch.setattr("posbench.pipeline.identity.hardware", lambda: "one")
+        patch.setattr("posbench.pipeline.identity.describe_hardware", lambda: "one")
         assert posbench(*SMALL, "stages=[evaluate]").status == 0
-    assert opened(folder).hardware() == ["one", "other"]
+    assert open_run_dir(folder).hardware() == ["one", "other"]

@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 import posbench
 from posbench import paths
 from posbench.cli.main import main
-from posbench.methods.choice import every
+from posbench.methods.choice import all_choices
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.model.lm import LM
-from posbench.studies.cost.gpu_check import Checked, GpuCheck, setups
-from posbench.studies.cost.timing import applicable
+from posbench.studies.cost.gpu_check import GpuCheck, ModelCheck, setups
+from posbench.studies.cost.timing import applicable_methods
 from tests.cli.test_kills import JOBS
 from tests.conftest import run_folders
 from tests.models import BUILDERS, build
@@ -37,7 +37,7 @@ from tests.placed import halves, place, placing
 from tests.rounding import assert_same, family_noise
 
 PYTHON = "POSBENCH_CUDA_PYTHON"
-ALL = every([paths.CONF], {})
+ALL = all_choices([paths.CONF], {})
 TRAINED = (
     "gradient",
     "router",
@@ -92,7 +92,7 @@ def answers(lm: LM) -> dict[str, Any]:
     prompts = [[5, 6, 7, 8, 9, 10, 11] * 5, [3, 4, 5]]
     fixed: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     out = {}
-    for name, method in applicable(
+    for name, method in applicable_methods(
         lm, ALL, lambda choice: choice.cls.example(lm)
     ).items():
         with method.applied(lm), torch.inference_mode():
@@ -200,7 +200,7 @@ def test_the_check_of_gpus_passes() -> None:
             [
                 r
                 for m in ("tiny", "check_gemma2")
-                for r in Checked(m, run, study.asked()).rows(plan)
+                for r in ModelCheck(m, run, study.asked()).rows(plan)
             ]
         )
     assert set(rows["verdict"]) == {"passed"}, rows[

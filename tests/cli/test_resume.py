@@ -14,8 +14,8 @@ import torch
 from posbench.files.atomic import Row
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
-from posbench.run.folder import opened
-from posbench.run.lease import owned
+from posbench.run.folder import open_run_dir
+from posbench.run.lease import owning
 from tests.conftest import Result, run_folders
 from tests.kills import Kills, loaded_once
 
@@ -138,7 +138,7 @@ def test_damaged_rows_are_computed_again(
         assert ("evaluate 64/72 (88 %)" in result.out) is (damage == "torn")
         tokens = [json.loads(line)["tokens"] for line in lines]
         again = 8 if damage == "torn" else 0
-        spent = opened(finished).status()["spent"]["evaluate"]
+        spent = open_run_dir(finished).status()["spent"]["evaluate"]
         once = sum(tokens[:36]) - 36
         assert (
             spent["prompt_tokens"] == once * (2 if again else 1) + len(tokens) + again
@@ -235,7 +235,7 @@ def test_one_process_per_folder(
     finished: Path, posbench: Callable[..., Result], small: list[str]
 ) -> None:
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
-    with owned(finished):
+    with owning(finished):
         second = posbench(*small)
     assert second.status == 2 and second.err.count("\n") == 1
     assert (
@@ -277,7 +277,9 @@ def test_the_unmodified_model_is_evaluated_once(
 
     def unmodified(folder: Path) -> list[Row]:
         return [
-            row for row in opened(folder).rows(evaluate.FILE) if row["method"] == "none"
+            row
+            for row in open_run_dir(folder).rows(evaluate.FILE)
+            if row["method"] == "none"
         ]
 
     assert unmodified(other) == unmodified(finished) and len(unmodified(other)) == 36

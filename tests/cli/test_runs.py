@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from posbench.errors import UserError
-from posbench.report.console import terminal
-from posbench.report.sweep import again as again_of
-from posbench.run.folder import opened
+from posbench.report.console import make_console
+from posbench.report.sweep import summarise_again as again_of
+from posbench.run.folder import open_run_dir
 from tests.conftest import Result, run_folders
 
 FEW = ["task.limit=4", "method.channel=3", "method.layers=[1,2]", "stages=[evaluate]"]
@@ -53,15 +53,15 @@ def test_a_sweep_over_the_task_is_found_compared_and_scored_again(
         and "0 of 24 scores" in again.out
     )
     assert pd.read_csv(sweep / "summary.csv").equals(summary)
-    assert not opened(sweep).damaged() and not opened(runs[0]).damaged()
+    assert not open_run_dir(sweep).damaged() and not open_run_dir(runs[0]).damaged()
     (runs[1] / "metrics.csv").write_bytes((runs[0] / "metrics.csv").read_bytes())
     with pytest.raises(UserError, match=r"damaged: metrics\.csv"):
-        again_of(sweep, terminal())
+        again_of(sweep, make_console())
 
 
 def _another_score(folder: Path) -> None:
     """Let a run hold a score that the task would not give."""
-    run = opened(folder)
+    run = open_run_dir(folder)
     first, *rest = run.rows("predictions.jsonl")
     first["scores"] = {"accuracy": 1 - first["scores"]["accuracy"]}
     run.write_rows("predictions.jsonl", [first, *rest])

@@ -13,7 +13,7 @@ import pytest
 from posbench import paths
 from posbench.cli.main import VERBS
 from posbench.errors import choices
-from posbench.report.console import terminal
+from posbench.report.console import make_console
 from posbench.run.folder import RunDir
 from tests.conftest import PROCESS, Result, run_folders
 
@@ -143,4 +143,4 @@ def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
     assert call.wait() == 141 and call.stderr.read() == b""
     call.stderr.close()
     with pytest.raises(BrokenPipeError):
-        terminal().on_broken_pipe()
+        make_console().on_broken_pipe()

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from posbench.stats.findings import COLUMNS
+from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result, run_folders
 
 ROLLOUT = ["study=rollout", "study.prompts=6", "study.tokens=32", "study.parts=4"]
@@ -30,7 +30,7 @@ def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
         "every layer hands on all of its weight"
     )
     findings = pd.read_csv(folder / "findings.csv")
-    assert tuple(findings) == COLUMNS and set(findings["model"]) == {"tiny"}
+    assert tuple(findings) == FINDING_COLUMNS and set(findings["model"]) == {"tiny"}
     page = (folder / "report.html").read_text()
     assert "Theorem 4.1" in page and "data:image/png" in page and "rollout.csv" in page
     drawn = (folder / "figures" / "rollout.png").read_bytes()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from posbench.pipeline import jobs
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from posbench.run.lease import in_use
 from tests.cluster.slurm import Slurm, missing
 from tests.conftest import PROCESS, Result, run_folders
@@ -97,8 +97,8 @@ def need_same(outputs: Path, serial: Path) -> int:
         f.name for f in run_folders(serial)
     }
     for out in run_folders(outputs):
-        assert opened(out).done and not opened(out).damaged()
-        rows = opened(out).rows("predictions.jsonl")
+        assert open_run_dir(out).done and not open_run_dir(out).damaged()
+        rows = open_run_dir(out).rows("predictions.jsonl")
         assert len({(row["method"], row["id"]) for row in rows}) == len(rows), (
             "no row twice"
         )
@@ -237,7 +237,7 @@ def test_a_sharded_run_of_900_prompts_whatever_is_killed(
     told = posbench("collect", str(outputs), verb=True)
     assert told.status == 0 and "1 of 1 runs done" in told.err
     (folder,) = run_folders(outputs)
-    assert len(opened(folder).rows("predictions.jsonl")) == 2 * 900
+    assert len(open_run_dir(folder).rows("predictions.jsonl")) == 2 * 900
     files = need_same(outputs, tmp_path)
     with capsys.disabled():
         print(f"\n900 prompts in 6 shards: {'; '.join(shown)}; {files} files the same")

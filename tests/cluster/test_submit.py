@@ -14,8 +14,8 @@ import pytest
 from posbench.pipeline import jobs
 from posbench.pipeline.execute import make_run_folder, recorded_config
 from posbench.pipeline.jobs import Submission
-from posbench.run.folder import RunDir, opened
-from posbench.run.lease import owned, started
+from posbench.run.folder import RunDir, open_run_dir
+from posbench.run.lease import owning, process_start
 from tests.conftest import PROCESS, Result, config_of, run_folders
 
 LOCAL = "runtime/cluster=local"
@@ -115,8 +115,8 @@ def test_shards_one_after_another(
             == 0
         )
     assert (
-        opened(folder).done
-        and not opened(folder).damaged()
+        open_run_dir(folder).done
+        and not open_run_dir(folder).damaged()
         and not (folder / ".parts").exists()
     )
     (serial,) = run_folders(tmp_path / "serial")
@@ -141,16 +141,16 @@ def test_states_are_those_of_the_folders(
     one = Submission(
         "a", "slurm", ("task.limit=4",), True, None, jobs="a", first=1, shards=2
     )
-    jobs.record(folder, one)
+    jobs.record_submission(folder, one)
     assert jobs.submissions(folder) == [one]
-    assert jobs.state(folder, {("a", 2)}) == ("waiting", "0 of 2 shards are made")
-    assert jobs.state(folder, {("a", 0), ("a", 3), ("b", 1)})[0] == "lost"
-    assert jobs.state(folder, None)[0] == "unknown"
-    with owned(folder):
-        assert jobs.state(folder, set())[0] == "running"
-    with owned(folder / ".parts" / "0-of-2"):
+    assert jobs.run_state(folder, {("a", 2)}) == ("waiting", "0 of 2 shards are made")
+    assert jobs.run_state(folder, {("a", 0), ("a", 3), ("b", 1)})[0] == "lost"
+    assert jobs.run_state(folder, None)[0] == "unknown"
+    with owning(folder):
+        assert jobs.run_state(folder, set())[0] == "running"
+    with owning(folder / ".parts" / "0-of-2"):
         (folder / ".parts" / "0-of-2").mkdir()
-        assert jobs.state(folder, set())[0] == "running"
+        assert jobs.run_state(folder, set())[0] == "running"
     logs = one.logs(folder)
     logs.mkdir(parents=True)
     for number, text in {
@@ -160,8 +160,8 @@ def test_states_are_those_of_the_folders(
     }.items():
         (logs / f"77_{number}_0_log.err").write_text(text)
         os.utime(logs / f"77_{number}_0_log.err", (time.time() - number,) * 2)
-    RunDir(folder, opened(folder).id).finish("failed", "MachineError: no memory")
-    assert jobs.state(folder, set()) == (
+    RunDir(folder, open_run_dir(folder).id).finish("failed", "MachineError: no memory")
+    assert jobs.run_state(folder, set()) == (
         "failed",
         "0 of 2 shards are made; posbench: no memory",
     )
@@ -169,7 +169,7 @@ def test_states_are_those_of_the_folders(
     assert told.status == 1 and json.loads(told.out)[0]["said"].endswith(
         "made; posbench: no memory"
     )
-    jobs.record(
+    jobs.record_submission(
         folder,
         Submission(
             "b",
@@ -179,10 +179,10 @@ def test_states_are_those_of_the_folders(
             None,
             jobs="b",
             first=0,
-            pids=((os.getpid(), started(os.getpid())),),
+            pids=((os.getpid(), process_start(os.getpid())),),
         ),
     )
-    assert jobs.state(folder, set())[0] == "waiting" and [
+    assert jobs.run_state(folder, set())[0] == "waiting" and [
         s.id for s in jobs.submissions(folder)
     ] == [
         "a",

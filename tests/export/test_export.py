@@ -64,7 +64,7 @@ def test_the_price_is_that_of_a_plain_loop(
 ) -> None:
     import posbench as package
     from posbench.methods import ScaleChannel
-    from posbench.pipeline.compose import composed
+    from posbench.pipeline.compose import compose_one
     from posbench.schema import instantiate
     from posbench.tasks import Task
 
@@ -80,7 +80,7 @@ def test_the_price_is_that_of_a_plain_loop(
     assert posbench(*call, verb=True).status == 0
     told = json.loads((tmp_path / "fix" / RECORD).read_text())["price"]
     lm = package.load("tiny")
-    task = instantiate(composed("model=tiny", *SMALL).raw["task"], Task, "task")
+    task = instantiate(compose_one("model=tiny", *SMALL).raw["task"], Task, "task")
     means = {}
     for last in (1, "all"):
         losses = []

@@ -63,7 +63,7 @@ def fix_of(model: hf.PreTrainedModel, method: Method, folder: Path) -> base.Fix:
 
 
 def measured(to: str, fix: base.Fix, folder: Path) -> base.Comparison:
-    form = base.find(to)
+    form = base.find_format(to)
     form.check(fix)
     folder.mkdir()
     form.write(fix, folder)

@@ -161,7 +161,7 @@ def test_the_embedded_model_reads_texts(
         pairs=12, prompt="compact", records="words", limit=2, calibration_pairs=8
     )
     texts = [example.prompt for example in task.examples("evaluation")[:6]]
-    form = base.find("gguf")
+    form = base.find_format("gguf")
     form.check(fix)
     form.write(fix, tmp_path)
     found = base.measure(form, fix, tmp_path, [tiny.encode(text).ids for text in texts])

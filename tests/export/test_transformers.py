@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, difference, find, next_token
+from posbench.export.base import Fix, difference, find_format, next_token
 from posbench.export.transformers import CODE, Export, next_token_job, run_jobs
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
@@ -294,4 +294,4 @@ def test_refusals() -> None:
         bare = BUILDERS["llama"]()
     with pytest.raises(UserError, match="those of bare are offloaded"):
         Export().check(fix_of(LM(bare, None, "bare", 64), METHODS["layers"]))
-    assert isinstance(find("transformers"), Export)
+    assert isinstance(find_format("transformers"), Export)

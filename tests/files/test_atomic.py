@@ -9,7 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.files.atomic import digest, rounded, write_bytes, write_csv, write_text
+from posbench.files.atomic import (
+    round_values,
+    short_hash,
+    write_bytes,
+    write_csv,
+    write_text,
+)
 from posbench.files.markdown import markdown
 
 
@@ -47,12 +53,12 @@ def test_csv_bytes_do_not_depend_on_rounding_noise(tmp_path: Path) -> None:
 
 def test_equal_content_has_an_equal_digest() -> None:
     same = [{"a": 1, "b": [1, 2.5]}, {"b": (1.0, 2.5), "a": 1.0}]
-    assert digest(same[0]) == digest(same[1]) and len(digest(same[0])) == 8
-    assert digest({"a": 1}) != digest({"a": 1.5}) != digest({"a": "1.5"})
+    assert short_hash(same[0]) == short_hash(same[1]) and len(short_hash(same[0])) == 8
+    assert short_hash({"a": 1}) != short_hash({"a": 1.5}) != short_hash({"a": "1.5"})
 
 
 def test_rows_keep_six_significant_digits() -> None:
-    assert rounded(np.array([[1 / 3, 2e-9 / 3], [123456.7, 0]])) == [
+    assert round_values(np.array([[1 / 3, 2e-9 / 3], [123456.7, 0]])) == [
         [0.333333, 6.66667e-10],
         [123457.0, 0.0],
     ]

@@ -12,7 +12,13 @@ import pytest
 
 from posbench.errors import UserError
 from posbench.files import digests, sources
-from posbench.files.digests import changed, contents, in_place, keys, sha256
+from posbench.files.digests import (
+    content_keys,
+    file_sha256,
+    find_change,
+    hash_paths,
+    read_contents,
+)
 from posbench.files.sources import Source
 
 
@@ -32,39 +38,39 @@ def _true(file: Path) -> str:
 
 
 def test_a_hash_is_remembered_until_the_file_changes(big: Path, tmp_path: Path) -> None:
-    assert sha256(big) == _true(big)
+    assert file_sha256(big) == _true(big)
     (note,) = (tmp_path / "cache").rglob("*.json")
     note.write_text(
         json.dumps({**json.loads(note.read_text()), "sha256": "remembered"})
     )
-    assert sha256(big) == "remembered"
+    assert file_sha256(big) == "remembered"
     at = big.stat()
     with open(big, "r+b") as stream:
         stream.seek(2500)
         stream.write(b"?")
     os.utime(big, ns=(at.st_atime_ns, at.st_mtime_ns))
-    assert sha256(big) == _true(big), "same size and time, one byte in the middle"
+    assert file_sha256(big) == _true(big), "same size and time, one byte in the middle"
     shutil.copy2(big, other := tmp_path / "other")
     os.replace(other, big)
     note.write_text("{")
-    assert sha256(big) == _true(big), "a damaged note is no note"
+    assert file_sha256(big) == _true(big), "a damaged note is no note"
 
 
 def test_a_file_that_changed_just_now_is_not_remembered(
     big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "SETTLED_NANOSECONDS", 10**12)
-    assert sha256(big) == _true(big) and not (tmp_path / "cache").exists()
+    assert file_sha256(big) == _true(big) and not (tmp_path / "cache").exists()
 
 
 def test_without_a_cache_a_file_is_hashed_each_time(
     big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache").write_text("a file, where the folder would be")
-    assert sha256(big) == sha256(big) == _true(big)
+    assert file_sha256(big) == file_sha256(big) == _true(big)
     monkeypatch.delenv("POSBENCH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-by-that-name/cache")
-    assert sources.cache_folder() is None and sha256(big) == _true(big)
+    assert sources.cache_folder() is None and file_sha256(big) == _true(big)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert sources.cache_folder() == tmp_path / "xdg" / "posbench"
 
@@ -79,23 +85,23 @@ def test_content_counts_and_the_place_does_not(tmp_path: Path) -> None:
     one.write_text("{}\n")
     moved.parent.mkdir()
     shutil.copy(one, moved)
-    first = contents([_file(one)])
-    second = contents([_file(moved)])
-    assert keys(first, "task") == keys(second, "task") and first[0].fact[
-        "sha256"
-    ] == _true(one)
+    first = read_contents([_file(one)])
+    second = read_contents([_file(moved)])
+    assert content_keys(first, "task") == content_keys(second, "task") and first[
+        0
+    ].fact["sha256"] == _true(one)
     raws = [{"task": {"path": str(file), "seed": 0}} for file in (one, moved)]
-    assert in_place(raws[0], first) == in_place(raws[1], second) != raws[0]
+    assert hash_paths(raws[0], first) == hash_paths(raws[1], second) != raws[0]
     os.utime(one)
-    assert changed(first) is None
+    assert find_change(first) is None
     one.write_text("[]\n")
-    assert changed(first) == first[0] and keys(contents([_file(one)]), "task") != keys(
-        first, "task"
-    )
+    assert find_change(first) == first[0] and content_keys(
+        read_contents([_file(one)]), "task"
+    ) != content_keys(first, "task")
     one.unlink()
-    assert changed(first) == first[0]
+    assert find_change(first) == first[0]
     with pytest.raises(UserError, match=r"task\.path"):
-        contents([_file(one)])
+        read_contents([_file(one)])
 
 
 def test_a_folder_is_the_files_that_are_read(tmp_path: Path) -> None:
@@ -108,12 +114,12 @@ def test_a_folder_is_the_files_that_are_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name in ("a.jsonl", "data/b.jsonl"):
         (tmp_path / name).write_text(name)
-    first = keys(contents([folder]), "task")
+    first = content_keys(read_contents([folder]), "task")
     assert [name for _, name, _ in first] == ["a.jsonl", "data/b.jsonl"]
     (tmp_path / "README.md").write_text("read by nobody")
-    assert keys(contents([folder]), "task") == first
+    assert content_keys(read_contents([folder]), "task") == first
     (tmp_path / "data/b.jsonl").rename(tmp_path / "data/c.jsonl")
-    assert keys(contents([folder]), "task") != first
+    assert content_keys(read_contents([folder]), "task") != first
 
 
 def test_a_checkpoint_is_its_index_and_what_that_names(tmp_path: Path) -> None:
@@ -127,7 +133,10 @@ def test_a_checkpoint_is_its_index_and_what_that_names(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    found = [content.name for content in contents([sources.checkpoint(str(tmp_path))])]
+    found = [
+        content.name
+        for content in read_contents([sources.checkpoint_source(str(tmp_path))])
+    ]
     assert found == ["a.safetensors", "config.json", index.name, "tokenizer.json"]
 
 
@@ -159,4 +168,4 @@ def test_an_index_that_names_anything_else_is_refused(
     with pytest.raises(
         UserError, match="weight_map names safetensors files of its own folder"
     ):
-        sources.shards(tmp_path)
+        sources.weight_files(tmp_path)

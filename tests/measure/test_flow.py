@@ -73,10 +73,10 @@ def test_rollout_and_sinks_are_those_of_whole_maps(
                 "attention",
             )
     early = maps[:, :, :tokens, :tokens]
-    assert_same(found["by_head"], masks.sink_by_head(early), noise, "attention")
+    assert_same(found["by_head"], masks.sink_share_by_head(early), noise, "attention")
     assert_same(
         found["by_entry"],
-        masks.sink_by_entry(early, masks.causal(tokens)),
+        masks.sink_share_by_entry(early, masks.causal(tokens)),
         noise,
         "attention",
     )

@@ -15,7 +15,7 @@ import posbench
 from posbench import paths
 from posbench.errors import UserError
 from posbench.model.lm import LM
-from posbench.schema import build, target
+from posbench.schema import build, resolve_target
 from posbench.tasks import Task
 from tests.cli import task_files
 from tests.models import BUILDERS
@@ -226,7 +226,7 @@ def test_every_task_in_every_kind_of_template(
         o.removeprefix("task.").split("=", 1)
         for o in task_files.TASKS[name][0](tmp_path)
     )
-    cls, _ = target(
+    cls, _ = resolve_target(
         yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text()), Task, "task"
     )
     task = build(

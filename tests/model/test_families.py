@@ -88,7 +88,7 @@ def test_projected_keys_are_those_the_model_caches(name):
     )
     with torch.no_grad():
         cached = model(ids, use_cache=True).past_key_values.layers[1].keys
-        keys = families.finish_keys(
+        keys = families.keys_for_cache(
             model, 1, families.project_keys(model, 1, seen["h"]), None
         )
     handle.remove()

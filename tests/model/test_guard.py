@@ -20,7 +20,7 @@ from posbench.measure.scores import score_maps
 from posbench.measure.states import Strings, average_states, moments
 from posbench.methods import ScaleChannel
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.guard import finite, probe
+from posbench.model.guard import check_finite, probe
 from posbench.model.lm import LM
 from posbench.search.gradient import answer_loss
 from posbench.search.router import text_loss
@@ -118,7 +118,7 @@ def test_where_the_numbers_end(parameter: str, value: float, where: str) -> None
 
 def test_a_shut_token_is_legal_and_a_row_of_nothing_is_not() -> None:
     shut = torch.tensor([[0.0, 1.0, float("-inf")]])
-    assert finite(shut) is shut
+    assert check_finite(shut) is shut
     for row in (
         [float("nan"), 0.0],
         [float("inf"), 0.0],
@@ -127,8 +127,8 @@ def test_a_shut_token_is_legal_and_a_row_of_nothing_is_not() -> None:
     ):
         bad = torch.tensor([[0.0, 1.0], row])
         with pytest.raises(Exception, match=r"NaN|equal"):
-            finite(bad)
-        finite(bad, torch.tensor([True, False]))
+            check_finite(bad)
+        check_finite(bad, torch.tensor([True, False]))
 
 
 def test_a_kernel_that_swallows_nan_is_looked_into(tiny: LM) -> None:

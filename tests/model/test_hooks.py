@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posbench.model.hooks import appendable_cache, fork
+from posbench.model.hooks import appendable_cache, fork_cache
 
 
 def fresh(size: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def test_caches_that_share_memory_hold_what_their_own_would(
             ["fork", "fork", "grow", "grow", "grow", "end", "cut", "other keys"]
         ):
             case "fork":
-                live.append((fork(cache), (keys, values)))
+                live.append((fork_cache(cache), (keys, values)))
                 continue
             case "end":
                 if len(live) > 1:
@@ -69,15 +69,15 @@ def test_a_fork_after_another_copies_nothing() -> None:
     cache = appendable_cache([(fresh(50), fresh(50))])
     place = cache.layers[0].keys.data_ptr()
     for _ in range(3):
-        other = fork(cache)
+        other = fork_cache(cache)
         other.update(fresh(1), fresh(1), 0)
         assert (
             other.layers[0].keys.data_ptr() == place
             and cache.layers[0].keys.shape[2] == 50
         )
         del other
-    one = fork(cache)
-    two = fork(cache)
+    one = fork_cache(cache)
+    two = fork_cache(cache)
     for each in (one, two):
         each.update(fresh(1), fresh(1), 0)
     assert one.layers[0].keys.data_ptr() == place != two.layers[0].keys.data_ptr()

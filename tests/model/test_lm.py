@@ -6,8 +6,8 @@ import torch
 import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel, Unmodified
-from posbench.model.hooks import fork
-from posbench.model.lm import batches
+from posbench.model.hooks import fork_cache
+from posbench.model.lm import length_batches
 from posbench.tasks import KVRetrieval
 from tests.model.test_encode import reader
 from tests.models import BUILDERS, VOCABULARY, build
@@ -34,10 +34,10 @@ METHODS = {
 
 
 def test_batches_are_of_similar_length_longest_first_and_hold_a_budget_of_tokens():
-    assert batches([5, 9, 2, 9, 7], 2) == [[1, 3], [4, 0], [2]]
+    assert length_batches([5, 9, 2, 9, 7], 2) == [[1, 3], [4, 0], [2]]
     lengths = [10, 3, 3, 8, 2, 30, 9]
-    assert batches(lengths, 3) == [[5, 0, 6], [3, 1, 2], [4]]
-    plan = batches(lengths, 3, tokens=20)
+    assert length_batches(lengths, 3) == [[5, 0, 6], [3, 1, 2], [4]]
+    plan = length_batches(lengths, 3, batch_tokens=20)
     assert plan == [[5], [0, 6], [3, 1], [2, 4]]
     for group in plan:
         assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 20
@@ -211,7 +211,7 @@ def test_choices_on_one_prefill_equal_one_forward_each(family, method):
                     want += float(out.logits[0, -1].log_softmax(-1)[token])
                     best &= int(out.logits[0, -1].argmax()) == token
                     given = {
-                        "past_key_values": fork(out.past_key_values),
+                        "past_key_values": fork_cache(out.past_key_values),
                         "use_cache": True,
                     }
                     out = lm.model(input_ids=torch.tensor([[token]]), **given)

@@ -19,7 +19,7 @@ from posbench.measure.items import attention_to_items
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Strings, average_states
 from posbench.methods import ScaleChannel
-from posbench.methods.choice import every
+from posbench.methods.choice import all_choices
 from posbench.model.guard import probe
 from posbench.model.lm import LM
 from posbench.model.load import load
@@ -218,7 +218,7 @@ def test_methods_on_a_model_whose_modules_accelerate_serves(name: str) -> None:
 
     def logits(model: Any) -> torch.Tensor:
         lm = load(model)
-        with every([paths.CONF], {})[name].cls.example(lm).applied(lm):
+        with all_choices([paths.CONF], {})[name].cls.example(lm).applied(lm):
             return lm.logits(torch.arange(5, 40)[None])
 
     assert logits(dispatch_model(build("llama"), {"": "cpu"}, force_hooks=True)).equal(

@@ -16,11 +16,11 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.store import (
     MIN_SEGMENT_TOKENS,
-    Store,
-    batches,
-    grouped,
-    layout,
-    obstacle,
+    PrefixStore,
+    build_prefix_trie,
+    group_by_prefix,
+    reason_not_shareable,
+    segment_batches,
 )
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
@@ -67,10 +67,10 @@ def test_a_layout_computes_each_token_behind_what_it_sees_and_little_twice(
     rows = []
     for parent, keep, own in tree:
         rows.append((rows[parent % len(rows)][:keep] if rows else []) + own)
-    found = layout(rows)
+    found = build_prefix_trie(rows)
     held = {}
     done = set()
-    for batch in batches(rows, found.stretches, size, most):
+    for batch in segment_batches(rows, found.stretches, size, most):
         assert len({each.level for each in batch}) == 1 and len(batch) <= size
         assert (
             most is None
@@ -105,10 +105,13 @@ def test_groups_hold_every_prompt_once_and_no_more_tokens_than_fit(tree, capacit
     rows = []
     for parent, keep, own in tree:
         rows.append((rows[parent % len(rows)][:keep] if rows else []) + own)
-    groups = grouped(rows, capacity)
+    groups = group_by_prefix(rows, capacity)
     assert sorted(i for group in groups for i in group) == [*range(len(rows))]
     for group in groups:
-        assert len(group) == 1 or layout([rows[i] for i in group]).size <= capacity
+        assert (
+            len(group) == 1
+            or build_prefix_trie([rows[i] for i in group]).size <= capacity
+        )
 
 
 def methods(lm):
@@ -172,11 +175,11 @@ def test_shared_prefills_give_what_plain_batches_and_prompts_read_alone_do(name)
     answer = [3, 5, 8]
     rows.sort(key=lambda row: -len(row))
     lm = posbench.load(build(name, dtype=torch.float32), name=name)
-    assert obstacle(lm.model) == ""
+    assert reason_not_shareable(lm.model) == ""
     noise = family_noise(name, log_probabilities, tokens=120)
     for method in methods(lm).values():
         channels, layers = method.records()
-        store = Store([row[:-1] for row in rows], channels, layers)
+        store = PrefixStore([row[:-1] for row in rows], channels, layers)
         with method.prefill().applied(lm):
             store.fill(lm, 4, 400)
         prefix = store.prefix(lm, range(len(rows)))

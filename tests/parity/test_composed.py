@@ -16,9 +16,9 @@ from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.hooks import replaced
-from posbench.pipeline.compose import composed
-from posbench.pipeline.config import check
+from posbench.model.hooks import replace_attribute
+from posbench.pipeline.compose import compose_one
+from posbench.pipeline.config import check_config
 from tests.conftest import config_of
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
@@ -51,7 +51,10 @@ def test_any_neutral_pair_changes_nothing(pair, family, models):
     before = lm.logits(ids, mask)
     parts = {name: METHODS[name].cls.example(lm) for name in pair}
     both = Composed(parts=parts).neutral()
-    if parts[pair[0]].needs.by_hand and parts[pair[1]].needs.rope:
+    for row, row_mask in zip(ids, mask.bool(), strict=True):
+        lm.items.add(row[row_mask].tolist(), [(2, 9), (9, 15)])
+    first, second = (parts[name].needs for name in pair)
+    if first.by_hand and first.rope and second.rope:
         with pytest.raises(UserError, match="put that one last"), both.applied(lm):
             pass
         assert torch.equal(lm.logits(ids, mask), before)
@@ -101,7 +104,7 @@ def two_attentions(model, ids, mask, *, scales, first_row):
                 *base[1:],
             )
 
-        return replaced(module, "forward", call)
+        return replace_attribute(module, "forward", call)
 
     with ExitStack() as stack:
         for number, (module, scale) in enumerate(
@@ -358,8 +361,8 @@ def test_a_search_serves_its_part_of_a_list():
     ids=lambda case: "-".join(case) if isinstance(case, list) else None,
 )
 def test_lists_that_no_search_serves(overrides, hint):
-    raw = composed(*overrides).raw
-    assert check(raw).stages == ("intervene", "evaluate", "report")
+    raw = compose_one(*overrides).raw
+    assert check_config(raw).stages == ("intervene", "evaluate", "report")
     with pytest.raises(UserError, match="no search for method") as error:
-        check(raw, ["stages"])
+        check_config(raw, ["stages"])
     assert hint in str(error.value) and "\n" not in str(error.value)

@@ -12,7 +12,7 @@ from torch import nn
 import posbench
 from posbench.methods import ScaleChannel
 from posbench.model import families
-from posbench.model.hooks import replaced
+from posbench.model.hooks import replace_attribute
 from tests.models import BUILDERS, VOCABULARY, attentions, build
 from tests.rounding import EPSILON, SLACK, assert_same, attention_noise, family_noise
 
@@ -97,7 +97,9 @@ def double_forward(
 
     with ExitStack() as stack:
         for module in attentions(model)[layers[0] : layers[1] + 1]:
-            stack.enter_context(replaced(module, "forward", twice(module.forward)))
+            stack.enter_context(
+                replace_attribute(module, "forward", twice(module.forward))
+            )
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         return model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False

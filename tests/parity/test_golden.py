@@ -130,7 +130,7 @@ def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, noise, case):
 def test_official_channel_filter():
     with np.load(GOLDEN / "channel_search.npz") as data:
         golden = {name.removeprefix("odd9/"): data[name] for name in data.files}
-    found = statistics.official(golden["hidden_f16"].astype(np.float32))
+    found = statistics.official_filter(golden["hidden_f16"].astype(np.float32))
     codes = np.where(found.direction == 1, 1, np.where(found.direction == -1, 2, 0)).T
     np.testing.assert_array_equal(codes, golden["mono_code"])
     np.testing.assert_array_equal(found.monotone_layers, golden["mono_count"])

@@ -19,8 +19,8 @@ from posbench.methods.moice import (
     MoICE,
     auxiliary_loss,
     load_routers,
-    mixing,
-    mixture,
+    mixed_attention,
+    mixture_weights,
 )
 from posbench.search.router import RouterSearch
 from posbench.tasks import KVRetrieval
@@ -223,7 +223,7 @@ def test_router_and_auxiliary_loss_of_the_released_program(golden, case):
         """What the routers of all layers say, [L, T, heads, bases]."""
         heard = {}
         routers = load_routers(lm, str(ROUTER), len(BASES))
-        with mixing(lm.model, routers, bases, case["topk"], heard.__setitem__):
+        with mixed_attention(lm.model, routers, bases, case["topk"], heard.__setitem__):
             lm.model(ids)
         return torch.stack(
             [heard[layer][0].transpose(0, 1) for layer in range(lm.layers)]
@@ -270,7 +270,7 @@ def test_the_router_of_the_embedded_model_helps_on_prompts_it_was_not_trained_on
 
 
 def test_mixture_keeps_the_largest():
-    weights = mixture(torch.tensor([[0.0, 1.0, 2.0]]).log1p(), 2)
+    weights = mixture_weights(torch.tensor([[0.0, 1.0, 2.0]]).log1p(), 2)
     assert_same(weights, [[0.0, 0.4, 0.6]], EPSILON, "probabilities")
 
 

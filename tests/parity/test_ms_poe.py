@@ -13,7 +13,7 @@ from posbench.errors import UserError
 from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.hooks import fork
+from posbench.model.hooks import fork_cache
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
 from tests.rounding import EPSILON, assert_same, family_noise, noise_floor
@@ -123,9 +123,9 @@ def test_a_cache_that_is_copied_reordered_or_cut_back_goes_on_as_it_should():
             ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1]
         )
         every = torch.arange(len(ids))
-        expected = step(fork(out.past_key_values), every)
-        assert torch.equal(step(fork(out.past_key_values), every), expected)
-        back = fork(out.past_key_values)
+        expected = step(fork_cache(out.past_key_values), every)
+        assert torch.equal(step(fork_cache(out.past_key_values), every), expected)
+        back = fork_cache(out.past_key_values)
         step(back, every)
         back.crop(-1)
         noise = family_noise("llama-gqa")
@@ -144,7 +144,7 @@ def test_a_cache_that_is_copied_reordered_or_cut_back_goes_on_as_it_should():
             "position_ids": positions[twice][:, -2:-1],
         }
         lm.model(tokens, past_key_values=cache, **now)
-        straight = step(fork(cache), twice)
+        straight = step(fork_cache(cache), twice)
         assert (straight[0] - straight[1]).abs().max() > 1e-2
         cache.reorder_cache(torch.tensor([1, 0]))
         assert_same(step(cache, twice), straight.flip(0), noise, "logits")

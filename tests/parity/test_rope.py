@@ -17,7 +17,7 @@ from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.hooks import replaced
+from posbench.model.hooks import replace_attribute
 from posbench.search.gradient import answer_loss
 from tests.models import LAYERS, LONGROPE, SHAPE, VOCABULARY, WIDTH, attentions, build
 from tests.rounding import (
@@ -144,7 +144,7 @@ def rotated_by_hand(model, ids, mask, scales, own=None, gain=1.0) -> Tensor:
                 )
             return forward(*args, **kwargs)
 
-        return replaced(module, "forward", call)
+        return replace_attribute(module, "forward", call)
 
     with ExitStack() as stack:
         for module, scale in zip(attentions(model), scales, strict=True):
@@ -347,7 +347,7 @@ def test_buckets_in_turn_hold_the_activations_of_one_and_the_cache_of_all():
         rows.append(len(tokens))
         return forward(tokens)
 
-    with replaced(embedding, "forward", counting):
+    with replace_attribute(embedding, "forward", counting):
         for batch_tokens, passes in ((None, [12]), (300, [9, 3]), (1, [3] * 4)):
             with AttentionBuckets(bases=BASES, batch_tokens=batch_tokens).applied(lm):
                 given = DynamicCache(config=model.config)

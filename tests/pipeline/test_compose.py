@@ -14,16 +14,16 @@ import yaml
 from posbench import paths
 from posbench.errors import UserError
 from posbench.model.load import ModelConfig
-from posbench.pipeline.compose import Composed, compose, composed
-from posbench.pipeline.multirun import leave
+from posbench.pipeline.compose import ComposedConfig, compose, compose_one
+from posbench.pipeline.multirun import write_record
 from posbench.run.runtime import Runtime
-from posbench.schema import defaults
+from posbench.schema import default_values
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
 
 
-def _jobs(*args: str) -> list[Composed]:
-    found: list[Composed] = []
+def _jobs(*args: str) -> list[ComposedConfig]:
+    found: list[ComposedConfig] = []
     compose(args, found.append)
     return found
 
@@ -58,7 +58,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_every_key_that_nobody_sets_has_its_classs_default() -> None:
-    raw = composed("model=phi4").raw
+    raw = compose_one("model=phi4").raw
     for group, cls in (
         ("task", KVRetrieval),
         ("search", ChannelSearch),
@@ -70,7 +70,7 @@ def test_every_key_that_nobody_sets_has_its_classs_default() -> None:
             if key not in ("_target_", "name")
         }
         assert node == {
-            key: value for key, value in defaults(cls).items() if key != "name"
+            key: value for key, value in default_values(cls).items() if key != "name"
         }, group
     assert raw["task"]["name"] == "kv_retrieval" and raw["search"]["name"] == "channel"
     assert raw["model"]["name"] == "phi4" and raw["model"]["dtype"] == "bfloat16"
@@ -91,7 +91,7 @@ def test_every_key_that_nobody_sets_has_its_classs_default() -> None:
 
 
 def test_a_models_block_stands_over_defaults_and_what_is_typed_over_the_block() -> None:
-    raw = composed(
+    raw = compose_one(
         "model=tiny", "task.pairs=16", "search.strings=9", "method.factor=0.25"
     ).raw
     assert (
@@ -106,35 +106,40 @@ def test_a_models_block_stands_over_defaults_and_what_is_typed_over_the_block() 
     )
     # A typed null is typed.
     assert (
-        composed("model=tiny", "method.channel=null").raw["method"]["channel"] is None
+        compose_one("model=tiny", "method.channel=null").raw["method"]["channel"]
+        is None
     )
     # A typed block is the model's block.
     assert (
-        composed("model=tiny", "model.scale_channel.channel=3").raw["method"]["channel"]
+        compose_one("model=tiny", "model.scale_channel.channel=3").raw["method"][
+            "channel"
+        ]
         == 3
     )
 
 
 def test_a_model_without_a_block_for_the_task_leaves_the_papers_settings() -> None:
-    raw = composed("model=tiny", "task=longbench").raw
+    raw = compose_one("model=tiny", "task=longbench").raw
     assert raw["task"]["max_prompt_tokens"] is None
     assert (
-        composed("model=mistral7b", "task=longbench").raw["task"]["max_prompt_tokens"]
+        compose_one("model=mistral7b", "task=longbench").raw["task"][
+            "max_prompt_tokens"
+        ]
         == 19500
     )
 
 
 def test_what_an_experiment_sets_stands_over_the_models_block() -> None:
     file = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table1_kv.yaml").read_text())
-    own = composed("experiment=yu2025_table1_kv", "model=tiny").raw["task"]
+    own = compose_one("experiment=yu2025_table1_kv", "model=tiny").raw["task"]
     assert "pairs" not in file["task"] or own["pairs"] == file["task"]["pairs"]
     set_by = {
         key: value for key, value in file["task"].items() if not isinstance(value, dict)
     }
     assert set_by and {key: own[key] for key in set_by} == set_by
-    typed = composed("experiment=yu2025_table1_kv", "model=tiny", "task.pairs=5").raw[
-        "task"
-    ]
+    typed = compose_one(
+        "experiment=yu2025_table1_kv", "model=tiny", "task.pairs=5"
+    ).raw["task"]
     assert typed["pairs"] == 5
 
 
@@ -161,7 +166,7 @@ def test_a_list_of_methods_takes_the_block_of_each() -> None:
         "method.parts.scale_channel.factor=0.5",
         "method.parts.layer_scaling.curve=linear",
     ]
-    made = composed("model=tiny", "method=[layer_scaling, scale_channel]", *typed)
+    made = compose_one("model=tiny", "method=[layer_scaling, scale_channel]", *typed)
     method = made.raw["method"]
     assert method["name"] == "layer_scaling-scale_channel"
     assert list(method["parts"]) == ["layer_scaling", "scale_channel"], (
@@ -182,10 +187,10 @@ def test_a_list_of_methods_takes_the_block_of_each() -> None:
 
 
 def test_references_are_resolved_against_the_model() -> None:
-    made = composed("model=tiny", "task.seed=${model.scale_channel.channel}")
+    made = compose_one("model=tiny", "task.seed=${model.scale_channel.channel}")
     assert made.raw["task"]["seed"] == 15
     with pytest.raises(UserError, match=r"task\.seed = '\?\?\?'.*set task\.seed="):
-        composed("task.seed=${model.nothing}")
+        compose_one("task.seed=${model.nothing}")
 
 
 # Sweeps
@@ -219,8 +224,8 @@ def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
 def test_stages_need_no_brackets_in_a_sweep_either(
     typed: str, stages: list[str] | None
 ) -> None:
-    assert composed(f"stages={typed}").raw["stages"] == stages
-    found: list[Composed] = []
+    assert compose_one(f"stages={typed}").raw["stages"] == stages
+    found: list[ComposedConfig] = []
     compose(["-m", "method.factor=0,1", f"stages={typed}"], found.append)
     assert [job.raw["stages"] for job in found] == [stages, stages]
 
@@ -239,11 +244,11 @@ def test_lists_stand_among_the_values_of_a_sweep() -> None:
 
 
 def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) -> None:
-    made: list[Composed] = []
+    made: list[ComposedConfig] = []
 
-    def each(job: Composed) -> None:
+    def each(job: ComposedConfig) -> None:
         made.append(job)
-        leave(
+        write_record(
             job.records,
             job.number,
             {"overrides": job.overrides, "multirun": True, "status": 0},
@@ -260,11 +265,11 @@ def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) 
 
 def test_nothing_outlives_composing() -> None:
     before = sys.argv, dict(os.environ), Path.cwd()
-    composed("model=tiny")
+    compose_one("model=tiny")
     with pytest.raises(UserError):
-        composed("model=nope")
+        compose_one("model=nope")
     with pytest.raises(UserError):
-        composed("task.seed=${model.nothing}")
+        compose_one("task.seed=${model.nothing}")
     assert (sys.argv, dict(os.environ), Path.cwd()) == before
 
 
@@ -342,7 +347,7 @@ def test_a_users_folder_adds_choices(
 )
 def test_what_names_nothing_is_refused(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        composed(*overrides)
+        compose_one(*overrides)
     text = str(caught.value)
     assert "\n" not in text and all(word in text for word in words), text
 

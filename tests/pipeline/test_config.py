@@ -13,9 +13,9 @@ from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.load import model_config
-from posbench.pipeline.compose import compose, composed
-from posbench.pipeline.config import check, needs
-from posbench.schema import defaults, required, target
+from posbench.pipeline.compose import compose, compose_one
+from posbench.pipeline.config import check_config, needs
+from posbench.schema import default_values, required_fields, resolve_target
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
 from tests.conftest import config_of
@@ -27,7 +27,7 @@ def _all(*args: str) -> dict[str, Any]:
     compose(
         args,
         lambda made: found.__setitem__(
-            " ".join(made.overrides), check(made.raw, made.typed)
+            " ".join(made.overrides), check_config(made.raw, made.typed)
         ),
     )
     return found
@@ -56,7 +56,9 @@ def test_every_method_composes_and_checks() -> None:
     )
     assert list(found) == names
     for choice in found.values():
-        missing = [key for key in required(choice.cls) if choice.values[key] is None]
+        missing = [
+            key for key in required_fields(choice.cls) if choice.values[key] is None
+        ]
         if missing:
             with pytest.raises(
                 UserError, match=rf"method\.({'|'.join(missing)}) = None"
@@ -84,8 +86,8 @@ def test_every_model_composes_and_checks() -> None:
 def test_the_blocks_of_a_model_name_fields(name: str) -> None:
     for block, values in model_config(name, path=".").blocks.items():
         (file,) = paths.CONF.glob(f"*/{block}.yaml")
-        cls, _ = target(yaml.safe_load(file.read_text()), object, block)
-        assert set(values) <= {*defaults(cls), "source"}, block
+        cls, _ = resolve_target(yaml.safe_load(file.read_text()), object, block)
+        assert set(values) <= {*default_values(cls), "source"}, block
 
 
 @pytest.mark.parametrize("study", choices(paths.CONF / "study"))
@@ -123,7 +125,7 @@ def test_a_file_holds_only_what_differs_from_the_defaults(group: str) -> None:
             name,
         )
         named = yaml.safe_load((paths.CONF / group / f"{base}.yaml").read_text())
-        own = defaults(target(named, object, group)[0])
+        own = default_values(resolve_target(named, object, group)[0])
         for key in set(data) - {"_target_", "defaults"}:
             assert key in own and data[key] != own[key], f"{group}/{name}.yaml: {key}"
 
@@ -224,7 +226,7 @@ def test_the_record_holds_the_groups_that_took_part(
 
 
 def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
-    good = composed("experiment=lpes_table3").raw
+    good = compose_one("experiment=lpes_table3").raw
     for key, value in (
         ("source", "a\udc80b"),
         ("models", {"LLaMA-2-7B-chat": "a\udc80b"}),
@@ -233,7 +235,7 @@ def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
         with pytest.raises(
             UserError, match=rf"^experiment\.reference\.{key}.* = .*UTF-8 text"
         ):
-            check(
+            check_config(
                 {**good, "experiment": {**good["experiment"], "reference": reference}}
             )
 
@@ -292,15 +294,15 @@ def test_all_mistakes_are_told_together() -> None:
     ],
 )
 def test_a_config_that_hydra_did_not_make(raw: dict[str, Any], words: str) -> None:
-    good = composed("model=mistral7b").raw
+    good = compose_one("model=mistral7b").raw
     with pytest.raises(UserError) as caught:
-        check(good | raw)
+        check_config(good | raw)
     assert words in str(caught.value)
 
 
 def test_a_config_needs_its_checkpoint_and_the_files_of_its_task() -> None:
     found = needs(
-        composed(
+        compose_one(
             "model=mistral7b", "task.path=/a.jsonl", "task.calibration_path=/b.jsonl"
         ).raw
     )

@@ -6,10 +6,10 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from posbench.methods import Unmodified
-from posbench.model.load import load, outline, reader
-from posbench.model.store import Store
+from posbench.model.load import load, load_without_weights, read_checkpoint
+from posbench.model.store import PrefixStore
 from posbench.pipeline import estimate
-from posbench.pipeline.compose import composed
+from posbench.pipeline.compose import compose_one
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import build_run, prepare
 from posbench.pipeline.stages.intervene import plan_attention
@@ -30,9 +30,9 @@ QUIET = Console(quiet=True)
 
 
 def told(*overrides):
-    config = prepare(composed(*FEW, *overrides)).config
+    config = prepare(compose_one(*FEW, *overrides)).config
     run = build_run(config, QUIET)
-    run.lm = outline(config.model, reader(config.model), "cpu")
+    run.lm = load_without_weights(config.model, read_checkpoint(config.model), "cpu")
     return config, estimate.estimate_run(config, run)
 
 
@@ -43,9 +43,9 @@ def test_tokens_are_those_that_the_model_reads(share, method, tiny, monkeypatch)
         f"runtime.share={share}", f"method={method}", "runtime.batch_size=4"
     )
     held = [0]
-    fill = Store.fill
+    fill = PrefixStore.fill
     monkeypatch.setattr(
-        Store,
+        PrefixStore,
         "fill",
         lambda self, *given: (held.append(self.layout.size), fill(self, *given)),
     )

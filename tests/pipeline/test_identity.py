@@ -12,8 +12,8 @@ import torch
 from huggingface_hub import constants
 
 from posbench import paths
-from posbench.files.digests import contents
-from posbench.files.sources import checkpoint as checkpoint_source
+from posbench.files.digests import read_contents
+from posbench.files.sources import checkpoint_source as checkpoint_source
 from posbench.pipeline import execute, identity
 from tests.conftest import config_of
 
@@ -118,7 +118,7 @@ def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(
 
 
 def _name(config: Any) -> str:
-    read = identity.reads(config)
+    read = identity.run_contents(config)
     return identity.run_name(config, identity.identity(config, read), read)
 
 
@@ -172,11 +172,11 @@ def test_a_checkpoint_is_known_by_every_byte_that_it_is_loaded_from(
     whole = (copy / "model.safetensors").read_bytes()
 
     def found() -> str:
-        return identity.fingerprint(contents([checkpoint_source(str(copy))]))
+        return identity.fingerprint(read_contents([checkpoint_source(str(copy))]))
 
     first = found()
     assert first == identity.fingerprint(
-        contents([checkpoint_source(str(checkpoint))])
+        read_contents([checkpoint_source(str(checkpoint))])
     ), "where it lies says nothing"
     (copy / "README.md").write_text("read me")
     assert found() == first
@@ -262,7 +262,7 @@ def test_libraries_are_part_of_a_run(
 
 
 def test_a_record_says_where_a_run_was_made(config: Any) -> None:
-    read = identity.reads(config)
+    read = identity.run_contents(config)
     facts = identity.provenance(
         config, "posbench model=tiny", identity.identity(config, read), read
     )

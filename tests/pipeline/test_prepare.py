@@ -14,9 +14,9 @@ import pytest
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.pipeline.arguments import model_name, requested
-from posbench.pipeline.compose import Composed, compose, composed
-from posbench.pipeline.identity import identity, reads, run_name
+from posbench.pipeline.arguments import model_name, parse_request
+from posbench.pipeline.compose import ComposedConfig, compose, compose_one
+from posbench.pipeline.identity import identity, run_contents, run_name
 from posbench.pipeline.prepare import PreparedRun, prepare
 from tests.cli import test_tasks
 from tests.conftest import Result
@@ -26,13 +26,13 @@ WORDS = {"task.records": "words", "task.prompt": "compact"}
 
 
 @pytest.fixture(scope="module")
-def plain() -> Composed:
+def plain() -> ComposedConfig:
     """The config of a checkpoint of which nothing is known; a test says which."""
-    return composed("model=some/where")
+    return compose_one("model=some/where")
 
 
 @pytest.fixture
-def made(plain: Composed) -> Callable[..., PreparedRun]:
+def made(plain: ComposedConfig) -> Callable[..., PreparedRun]:
     """What is ready to run on a checkpoint, with keys as typed."""
 
     def call(path: Path, **keys: Any) -> PreparedRun:
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
         "a/../mine",
     ):
         assert model_name(value) == "mine", value
-        assert requested([f"model={value}"], [paths.CONF], False).overrides == (
+        assert parse_request([f"model={value}"], [paths.CONF], False).overrides == (
             "model=mine",
         ), value
     assert model_name("ü, (1)") == "u-1" and model_name("a/step 9") == "step-9"
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
     with pytest.raises(
         UserError, match=r"'mistral7'.*a folder, or a hub id.*did you mean mistral7b"
     ):
-        requested(["model=mistral7"], [paths.CONF], False)
+        parse_request(["model=mistral7"], [paths.CONF], False)
     # A folder of the name of a YAML is another model, and so is one that another folder shares its name with.
     found: list[Any] = []
     every = "model=a/step 9,b/step 9,tiny,./tiny"
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_called_by_its_folder_or_repository(
         "posbench://tiny",
         "./tiny",
     ]
-    assert composed("model=hf", "model.path=~/mine").raw["model"]["name"] == "mine"
+    assert compose_one("model=hf", "model.path=~/mine").raw["model"]["name"] == "mine"
 
 
 def test_defaults_fit_a_window_and_say_so(
@@ -131,7 +131,7 @@ def test_defaults_fit_a_window_and_say_so(
         assert found.config.raw[group][name] == getattr(
             getattr(found.config, group), name
         )
-    assert prepare(composed("model=tiny")).warnings == ()
+    assert prepare(compose_one("model=tiny")).warnings == ()
 
 
 def test_the_most_pairs_that_fit_are_taken(
@@ -208,7 +208,7 @@ def test_a_genetic_search_fits_few_layers(checkpoint: Path) -> None:
         "search=genetic",
         "task.limit=2",
     )
-    found = prepare(composed(*chosen, "search.step_x=2"))
+    found = prepare(compose_one(*chosen, "search.step_x=2"))
     search: Any = found.config.search
     # Layers 0 to 3 in steps of two: places 0 and 2.
     assert search.points == 2 and any(
@@ -218,7 +218,7 @@ def test_a_genetic_search_fits_few_layers(checkpoint: Path) -> None:
     with pytest.raises(
         UserError, match=r"search\.points = 5: allowed: at most 4: random has 4 layers"
     ):
-        prepare(composed(*chosen, "search.points=5"))
+        prepare(compose_one(*chosen, "search.points=5"))
 
 
 def test_gold_positions_that_meet_are_told(
@@ -231,7 +231,7 @@ def test_gold_positions_that_meet_are_told(
 def test_an_experiment_keeps_its_sizes(checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"task\.pairs = 32: allowed: at most 15"):
         prepare(
-            composed(
+            compose_one(
                 "experiment=yu2025_fig6", "method.factor=0", "model.context_window=64"
             )
         )
@@ -270,7 +270,9 @@ def test_two_checkpoints_of_one_name_are_two_runs(
     names = []
     for place in (checkpoint, other):
         config = made(place).config
-        names.append(run_name(config, identity(config, read := reads(config)), read))
+        names.append(
+            run_name(config, identity(config, read := run_contents(config)), read)
+        )
         weights = bytearray((other / "model.safetensors").read_bytes())
         weights[-1] ^= 1
         (other / "model.safetensors").write_bytes(weights)

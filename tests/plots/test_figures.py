@@ -15,7 +15,7 @@ from posbench.errors import UserError
 from posbench.plots.attention import attention_by_position
 from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
-from posbench.plots.search import candidate_losses_figure, channel_curves
+from posbench.plots.search import candidate_losses_figure, channel_figure
 from posbench.plots.sweep import attention_sweep, factor_sweep, with_setting
 from posbench.stats.scores import SUBSET_COLUMNS
 from tests.frames import AFTER, BEFORE, attention, channels, metrics, search, sweep
@@ -102,7 +102,7 @@ def test_attention_of_one_method_alone_and_no_change():
 
 
 def test_channel_lines_have_a_panel_for_each_site_and_layer():
-    figure = channel_curves(channels(), 33, n=[7])
+    figure = channel_figure(channels(), 33, n=[7])
     assert [axes.get_title() for axes in figure.axes] == ["layer 0", "layer 1"] * 2
     assert ["input" in axes.get_ylabel() for axes in figure.axes[::2]] == [True, False]
     raw, mean = figure.axes[3].lines
@@ -113,10 +113,10 @@ def test_channel_lines_have_a_panel_for_each_site_and_layer():
         "the other layer, near 0, does not flatten this one"
     )
     huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
-    axes = channel_curves(huge, 33).axes[0]
+    axes = channel_figure(huge, 33).axes[0]
     assert "token 0: 500" in axes.get_title() and axes.get_ylim()[1] < 2
     with pytest.raises(UserError, match="34"):
-        channel_curves(channels(), 34)
+        channel_figure(channels(), 34)
 
 
 def test_candidates_are_the_best_and_the_winner():

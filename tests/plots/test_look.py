@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from posbench import paths
 from posbench.plots import attention, scores, search, sweep
 from posbench.plots import base as plot
-from posbench.stats.findings import columns
+from posbench.stats.findings import estimate_columns
 from posbench.studies.behind_rope.maps import maps_figure
 from posbench.studies.cost.timing import ratio_figure
-from posbench.studies.wu2025.rollout import KINDS, rollout_figure
+from posbench.studies.wu2025.rollout import RESIDUAL_SHARES, rollout_figure
 from posbench.studies.yu2025 import (
     ablations,
     attention_to_gold,
@@ -31,7 +31,13 @@ from posbench.studies.yu2025 import hidden_perturbation as perturbed
 from tests import frames
 from tests.plots.test_search import GENERATIONS, PARTS, SEARCH
 
-ROLES = (plot.BLACK, plot.GOLD, plot.CONTROL, plot.PAPER, *plot.COLOURS)
+ROLES = (
+    plot.BLACK,
+    plot.GOLD_COLOUR,
+    plot.CONTROL_COLOUR,
+    plot.PAPER_COLOUR,
+    *plot.COLOURS,
+)
 DEFICIENT = {  # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB
     "nobody": np.eye(3),
     "protan": [
@@ -95,7 +101,9 @@ def rows(name: str = "", n: int = 20, **each: Any) -> pd.DataFrame:
     """Every combination of some columns' values, with numbers, their intervals and n."""
     table = pd.DataFrame(list(itertools.product(*each.values())), columns=list(each))
     value = 0.3 + 0.4 * np.sin(np.arange(len(table))) ** 2
-    ends = dict(zip(columns(name), (value, value - 0.1, value + 0.1), strict=True))
+    ends = dict(
+        zip(estimate_columns(name), (value, value - 0.1, value + 0.1), strict=True)
+    )
     return table.assign(**ends, n=n)
 
 
@@ -166,7 +174,7 @@ def mapped() -> Figure:
 
 def rolled() -> Figure:
     return rollout_figure(
-        rows("weight", rollout=list(KINDS), layers=[1, 2], part=range(4))
+        rows("weight", rollout=list(RESIDUAL_SHARES), layers=[1, 2], part=range(4))
     )
 
 
@@ -202,9 +210,9 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     ),
     "attention": lambda: attention.attention_by_position(frames.attention()),
     "factors": lambda: sweep.factor_sweep(frames.sweep([-1.0, 0.5, 1.0])),
-    "channel": lambda: search.channel_curves(frames.channels(), 33, n=[7]),
+    "channel": lambda: search.channel_figure(frames.channels(), 33, n=[7]),
     "candidates": lambda: search.candidate_losses_figure(frames.search()),
-    "convergence": lambda: search.convergence(GENERATIONS, n=[360]),
+    "convergence": lambda: search.convergence_figure(GENERATIONS, n=[360]),
     "curve": lambda: search.curve_figure(PARTS, SEARCH.assign(scored=360)),
     "maps": lambda: maps_figure(
         [("alpha 0", {"layer 0": np.tril(np.ones((4, 4))), "layer 1": np.eye(4)})],
@@ -260,7 +268,7 @@ def test_every_name_stands_in_a_legend_and_every_colour_has_a_name(figure):
 
 def test_lines_are_drawn_in_colours_of_the_palette(figure):
     scale = {
-        to_hex(plot.line_style(step, of=of)["color"])
+        to_hex(plot.line_style(step, steps=of)["color"])
         for of in range(1, 9)
         for step in range(of)
     }
@@ -297,18 +305,18 @@ def test_a_role_has_its_colour_wherever_it_is_drawn():
         (cropped(), "crop another (control)"),
         (doubled(), "a random other item (control)"),
     ):
-        handles = dict(zip(*plot.entries(figure)[::-1], strict=True))
-        assert handles[control].get_color() == plot.CONTROL
+        handles = dict(zip(*plot.legend_entries(figure)[::-1], strict=True))
+        assert handles[control].get_color() == plot.CONTROL_COLOUR
         assert handles[control].get_zorder() > handles["unmodified"].get_zorder(), (
             "not hidden under its dashes"
         )
         assert handles["unmodified"].get_color() == plot.BLACK
-    assert handles["the gold item"].get_color() == plot.GOLD
-    gold = dict(zip(*plot.entries(subtracted())[::-1], strict=True))["gold item"]
-    assert gold.get_color() == plot.GOLD
+    assert handles["the gold item"].get_color() == plot.GOLD_COLOUR
+    gold = dict(zip(*plot.legend_entries(subtracted())[::-1], strict=True))["gold item"]
+    assert gold.get_color() == plot.GOLD_COLOUR
     assert (
-        dict(zip(*plot.entries(timed())[::-1], strict=True))["paper"].get_color()
-        == plot.PAPER
+        dict(zip(*plot.legend_entries(timed())[::-1], strict=True))["paper"].get_color()
+        == plot.PAPER_COLOUR
     )
 
 

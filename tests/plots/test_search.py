@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from posbench.errors import UserError
-from posbench.plots.search import convergence, curve_figure
+from posbench.plots.search import convergence_figure, curve_figure
 
 GENERATIONS = pd.DataFrame(
     {
@@ -39,7 +39,7 @@ SEARCH = pd.DataFrame(
 
 
 def test_convergence_draws_best_mean_and_the_unmodified_model():
-    (axes,) = convergence(GENERATIONS).axes
+    (axes,) = convergence_figure(GENERATIONS).axes
     drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
     np.testing.assert_allclose(drawn["best"], [50, 60, 75])
     np.testing.assert_allclose(drawn["mean of the parents"], [40, 50, 70])
@@ -50,7 +50,7 @@ def test_several_searches_are_averaged_per_setting():
     several = pd.concat(
         [GENERATIONS.assign(search="4", best=b, unmodified=np.nan) for b in (0.2, 0.4)]
     )
-    (axes,) = convergence(several).axes
+    (axes,) = convergence_figure(several).axes
     assert [line.get_label() for line in axes.lines] == ["4"]
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [30, 30, 30])
 
@@ -67,6 +67,6 @@ def test_curve_has_points_scales_and_accuracies():
 
 def test_missing_columns_are_named():
     with pytest.raises(UserError, match="columns missing: mean"):
-        convergence(GENERATIONS.drop(columns="mean"))
+        convergence_figure(GENERATIONS.drop(columns="mean"))
     with pytest.raises(UserError, match="columns missing: fitness"):
         curve_figure(PARTS, SEARCH.drop(columns="fitness"))

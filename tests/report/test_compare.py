@@ -14,11 +14,11 @@ import yaml
 from posbench.errors import UserError
 from posbench.pipeline.stages.evaluate import write_metrics
 from posbench.report.compare import (
-    Compared,
+    ComparedRun,
     differences,
-    labelled,
-    look,
+    label_runs,
     pairing_note,
+    terminal_rows,
     write_comparison,
 )
 from posbench.report.compare import _score_figure as drawn_of
@@ -113,7 +113,7 @@ def compared(
     runs: dict[str, Path], first: str, second: str
 ) -> tuple[dict[str, Any], str]:
     """How two runs differ, and what is said of it."""
-    a, b = labelled([Compared.of(runs[name]) for name in (first, second)])
+    a, b = label_runs([ComparedRun.of(runs[name]) for name in (first, second)])
     found = differences(a, b)
     return found, pairing_note(a, b, found)
 
@@ -142,7 +142,7 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     assert line["position_bias_difference"] < 0 and np.isnan(
         lines.loc["aaaa0001", "score_difference"]
     )
-    first, second = look(told)
+    first, second = terminal_rows(told)
     assert first["run"] == "aaaa0001\nx=aaaa0001" and first["score difference"] == ""
     low, high = (100 * line[f"score_difference_ci_{end}"] for end in ("low", "high"))
     assert (
@@ -150,7 +150,7 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
         == f"{100 * change.mean():+.1f}\n[{low:.1f}, {high:.1f}]"
     )
     figure = drawn_of(
-        labelled([Compared.of(runs[name]) for name in ("better", "best")])
+        label_runs([ComparedRun.of(runs[name]) for name in ("better", "best")])
     )
     assert (
         figure is not None
@@ -187,7 +187,9 @@ def test_fewer_prompts_are_paired_over_those_that_both_asked(
 
 
 def test_two_models_answer_the_same_prompts(runs: dict[str, Path]) -> None:
-    found = labelled([Compared.of(runs[name]) for name in ("plain", "best", "model")])
+    found = label_runs(
+        [ComparedRun.of(runs[name]) for name in ("plain", "best", "model")]
+    )
     told = ["tiny, unmodified", "tiny, scale_channel", "tiny_b, scale_channel"]
     assert [run.label.split(", x=")[0] for run in found] == told
     assert differences(found[0], found[2])["pairs"] == 90

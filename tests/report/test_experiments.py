@@ -12,9 +12,14 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.report import experiments
-from posbench.report.experiments import PAPERS, captions, experiments_covering, page
+from posbench.report.experiments import (
+    PAPERS,
+    experiments_page,
+    find_experiments,
+    read_captions,
+)
 from posbench.run.folder import RunDir
-from posbench.stats.findings import COLUMNS
+from posbench.stats.findings import FINDING_COLUMNS
 
 TABLES_AND_FIGURES = {
     "yu2025": (6, 14),
@@ -27,7 +32,7 @@ README = paths.EXPERIMENTS / "README.md"
 
 
 def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
-    listed = [tuple(row) for row in captions()[["paper", "item"]].to_numpy()]
+    listed = [tuple(row) for row in read_captions()[["paper", "item"]].to_numpy()]
     wanted = {
         (paper, f"{kind} {number}")
         for paper, counts in TABLES_AND_FIGURES.items()
@@ -35,14 +40,17 @@ def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
         for number in range(1, count + 1)
     }
     assert set(listed) == wanted and len(listed) == len(wanted) == 78
-    assert set(PAPERS) == set(TABLES_AND_FIGURES) and (captions()["shows"] != "").all()
+    assert (
+        set(PAPERS) == set(TABLES_AND_FIGURES)
+        and (read_captions()["shows"] != "").all()
+    )
 
 
 def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -> None:
-    every = experiments.experiments()
-    listed = captions()
+    every = experiments.read_experiments()
+    listed = read_captions()
     for row in listed.to_dict("records"):
-        names = experiments_covering(every, row["paper"], row["item"])
+        names = find_experiments(every, row["paper"], row["item"])
         assert bool(names) != bool(row["reason"]), (row["paper"], row["item"], names)
     known = set(zip(listed["paper"], listed["item"], strict=True))
     covers = {
@@ -69,7 +77,7 @@ def _told(text: str) -> list[list[str]]:
 def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
     """Made of runs that no test repeats, but its captions and experiments are those of today."""
     text = README.read_text(encoding="utf-8")
-    assert _told(text) == _told(page(tmp_path)), (
+    assert _told(text) == _told(experiments_page(tmp_path)), (
         "posbench docs experiments outputs --out experiments/README.md"
     )
 
@@ -86,7 +94,7 @@ def _run(
     )
     run.write_facts("status.json", facts)
     (folder / "config.yaml").write_text("{}")
-    one: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0) | {
+    one: dict[str, Any] = dict.fromkeys(FINDING_COLUMNS, 0.0) | {
         "model": model,
         "claim": "c",
         "statistic": "s",
@@ -102,7 +110,11 @@ def _run(
 
 def _line(folder: Path, name: str = "yu2025_fig7") -> list[str]:
     """Command, minutes and status of an experiment's line on the page."""
-    (line,) = (line for line in page(folder).splitlines() if f"({name}.yaml)" in line)
+    (line,) = (
+        line
+        for line in experiments_page(folder).splitlines()
+        if f"({name}.yaml)" in line
+    )
     command, *told = [cell.strip() for cell in line.split("|")[3:6]]
     return [command.removesuffix(f"]({name}.yaml)").removeprefix("["), *told]
 
@@ -138,9 +150,10 @@ def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None
 
 
 def test_the_page_shows_the_newest_version_of_an_experiment(tmp_path: Path) -> None:
-    assert _line(tmp_path)[1:] == ["", "not run"] and "training: hours" in page(
-        tmp_path
-    )
+    assert _line(tmp_path)[1:] == [
+        "",
+        "not run",
+    ] and "training: hours" in experiments_page(tmp_path)
     _run(tmp_path / "yu2025_fig7/v001/a", 30, "contradicted")
     _run(tmp_path / "yu2025_fig7/v002/a", 90, "holds", "holds")
     assert _line(tmp_path) == ["`posbench experiment=tiny`", "1.5", "2 hold"]
@@ -155,4 +168,4 @@ def test_damage_and_a_folder_that_is_none_are_told(tmp_path: Path) -> None:
     (folder / "findings.csv").write_text("model\n")
     assert _line(tmp_path)[1:] == ["", "not run; unfinished or damaged: 1"]
     with pytest.raises(UserError, match="DIR = "):
-        page(tmp_path / "none")
+        experiments_page(tmp_path / "none")

@@ -13,10 +13,10 @@ import yaml
 from posbench.report.failures import (
     CONTEXT_CHARACTERS,
     EDGE_CHARACTERS,
-    Examples,
+    RunExamples,
     excerpt,
-    few,
     full_prompt,
+    spread_sample,
 )
 from posbench.report.page import render_run
 from posbench.run.folder import RunDir
@@ -64,7 +64,9 @@ def folder_of(
 
 def test_an_example_in_words(tmp_path: Path) -> None:
     task = KVRetrieval(pairs=30, positions=(3, 15), limit=2)
-    examples = Examples.of(*folder_of(tmp_path, task, {"15-1": "no\nidea", "3-0": ""}))
+    examples = RunExamples.of(
+        *folder_of(tmp_path, task, {"15-1": "no\nidea", "3-0": ""})
+    )
     assert examples.wrong() == ["3-0", "15-1"] and examples.ids() == [
         "3-0",
         "3-1",
@@ -135,7 +137,9 @@ def test_an_excerpt_keeps_the_ends_and_the_gold_item() -> None:
         == full_prompt(brief)
         == f"Be brief.\n\n{text[: 2 * EDGE_CHARACTERS]}Answer:"
     )
-    assert few(list("abcdefghij"), 5) == list("acegi") and few(["a"]) == ["a"]
+    assert spread_sample(list("abcdefghij"), 5) == list("acegi") and spread_sample(
+        ["a"]
+    ) == ["a"]
 
 
 def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> None:
@@ -145,19 +149,19 @@ def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> Non
     data.write_bytes(gzip.compress(json.dumps(row).encode()))
     task = KVRetrieval(path=str(data), pairs=6, positions=(1,), limit=1)
     run, config = folder_of(tmp_path, task, {"1-0": "no"})
-    assert 'Key: "k2"' in Examples.of(run, config).text("1-0")
+    assert 'Key: "k2"' in RunExamples.of(run, config).text("1-0")
     # Another file under the same name: what was asked is not in it.
     data.write_bytes(
         gzip.compress(json.dumps({**row, "key": "k3", "value": "v3"}).encode())
     )
-    text = Examples.of(run, config).text("1-0")
+    text = RunExamples.of(run, config).text("1-0")
     assert (
         "no prompt of this row's checksum" in text
         and "k3" not in text
         and "expected: v2" in text
     )
     data.unlink()
-    text = Examples.of(run, config).text("1-0")
+    text = RunExamples.of(run, config).text("1-0")
     assert (
         f"cannot be built again: {data} is not on this machine" in text
         and "reply:  no" in text

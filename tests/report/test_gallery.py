@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 from posbench.cli.main import main
 from posbench.errors import UserError
 from posbench.plots.base import save, sign
-from posbench.report.collect import collect
-from posbench.report.gallery import shrink, write_gallery
-from posbench.report.paper import cells, paper_table
+from posbench.report.collect import collect_entries
+from posbench.report.gallery import shrink_png, write_gallery
+from posbench.report.paper import paper_cells, paper_table
 from posbench.report.tables import latex
 from posbench.report.text import list_decided_claims
-from posbench.run.folder import RunDir, opened
-from posbench.stats.findings import COLUMNS
+from posbench.run.folder import RunDir, open_run_dir
+from posbench.stats.findings import FINDING_COLUMNS
 from tests.browser import looks
 from tests.frames import metrics, sweep
 
@@ -57,7 +57,7 @@ def claims(*rows: tuple[str, str, str, float], kind: str = "paper") -> pd.DataFr
         dict(zip(("model", "verdict", "claim", "value"), row, strict=True), **told)
         for row in rows
     ]
-    return pd.DataFrame(found, columns=list(COLUMNS))
+    return pd.DataFrame(found, columns=list(FINDING_COLUMNS))
 
 
 def run(
@@ -246,7 +246,7 @@ def test_of_many_runs_the_newest_are_shown(
 ) -> None:
     for number in range(3):
         folder = run(tmp_path / f"fig3/v001/tiny__{number}", picture)
-        book = opened(folder)
+        book = open_run_dir(folder)
         facts = {k: v for k, v in book.facts("provenance.json").items() if k != "run"}
         book.write_facts(
             "provenance.json", facts | {"started": f"2026-01-0{3 - number}T00:00:00"}
@@ -254,7 +254,7 @@ def test_of_many_runs_the_newest_are_shown(
         book.seal("posbench")
     (tmp_path / "fig3/v001/tiny__0/figures/curve.png").write_bytes(b"")
     monkeypatch.setattr("posbench.report.collect.MAX_RUNS", 1)
-    (entry,) = collect(tmp_path)
+    (entry,) = collect_entries(tmp_path)
     assert [result.folder.name for result in entry.results] == ["tiny__1"], (
         "the newest whole one"
     )
@@ -286,7 +286,9 @@ def test_tables_hold_the_numbers_of_the_runs(many):
     ]
     found = pd.read_csv(tables / "fig3.csv")
     pd.testing.assert_frame_equal(
-        found[list(COLUMNS)], pd.concat(own, ignore_index=True), check_dtype=False
+        found[list(FINDING_COLUMNS)],
+        pd.concat(own, ignore_index=True),
+        check_dtype=False,
     )
     assert found["run"].tolist() == ["tiny", "tiny", "tiny_b"]
     told = (tables / "fig3.md").read_text()
@@ -365,7 +367,7 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     )
     # A damaged run of a newer version does not hide the whole ones of an older.
     shutil.copytree(many / "fig9/v001/tiny__bad", many / "fig3/v011/tiny__a")
-    (entry,) = (entry for entry in collect(many) if entry.name == "fig3")
+    (entry,) = (entry for entry in collect_entries(many) if entry.name == "fig3")
     assert [result.folder.parent.name for result in entry.results] == [
         "v010"
     ] * 2 and len(entry.faults) == 1
@@ -374,12 +376,12 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
 def test_a_sweep_that_is_drawn_again_stays_whole(many):
     folder = many / "fig6/v001/sweep__f__x"
     assert main(["report", str(folder)]) == 0
-    assert opened(folder).damaged() == [] and opened(folder).done
-    (entry,) = (entry for entry in collect(many) if entry.name == "fig6")
+    assert open_run_dir(folder).damaged() == [] and open_run_dir(folder).done
+    (entry,) = (entry for entry in collect_entries(many) if entry.name == "fig6")
     (result,) = entry.results
     assert result.figures["sweep"].startswith("Left: score over all positions")
     (folder / "figures" / "sweep.png").write_bytes(b"")
-    assert opened(folder).damaged() == ["figures/sweep.png"]
+    assert open_run_dir(folder).damaged() == ["figures/sweep.png"]
 
 
 def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(
@@ -427,7 +429,7 @@ def test_latex_has_no_special_character_left(many):
 def test_a_papers_cells_stand_in_its_layout():
     row = dict(model="tiny", method="none", task="kv", metric="accuracy")
     places = {"0": 0.97, "1": 0.2, "all": 0.7}
-    table, _ = cells(
+    table, _ = paper_cells(
         metrics(), [{**row, "gold_position": p, "value": v} for p, v in places.items()]
     )
     header, lines = paper_table(table)
@@ -500,7 +502,7 @@ def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
         json.dumps({"study": "latency", "tables": ["generation"]})
     )
     RunDir(folder, "r1").seal("")
-    found, slow = collect(tmp_path)
+    found, slow = collect_entries(tmp_path)
     told = (
         "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
     )
@@ -542,7 +544,7 @@ def test_figures_of_the_documentation_are_small(tmp_path):
 
     noise = tmp_path / "noise.png"
     Image.frombytes("RGB", (400, 300), os.urandom(400 * 300 * 3)).save(noise)
-    small = shrink(noise)
+    small = shrink_png(noise)
     assert len(small) <= 100_000 < noise.stat().st_size
     assert Image.open(io.BytesIO(small)).size == (280, 210)
 

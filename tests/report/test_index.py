@@ -15,10 +15,17 @@ import yaml
 
 from posbench.cli.main import main
 from posbench.errors import UserError
-from posbench.report.index import age, look, override_text, records, run_named, title
+from posbench.report.index import (
+    age,
+    find_run,
+    list_title,
+    override_text,
+    records,
+    terminal_rows,
+)
 from posbench.run.folder import RunDir, open_run, runs_in
-from posbench.run.lease import owned
-from posbench.stats.findings import COLUMNS
+from posbench.run.lease import owning
+from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result
 from tests.frames import metrics
 
@@ -77,7 +84,7 @@ def outputs(tmp_path: Path) -> Path:
     (study / "config.yaml").write_text(
         yaml.safe_dump({"model": {"name": "tiny"}, "study": {"name": "maps"}})
     )
-    row: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0)
+    row: dict[str, Any] = dict.fromkeys(FINDING_COLUMNS, 0.0)
     told = [
         ("paper", "holds"),
         ("paper", "holds"),
@@ -172,7 +179,7 @@ def test_states(outputs: Path) -> None:
         and states["bbbb0003"] == "failed"
         and states["aaaa0001"] == "done"
     )
-    with owned(outputs / "kv_retrieval/v002/tiny__none__bbbb0002"):
+    with owning(outputs / "kv_retrieval/v002/tiny__none__bbbb0002"):
         assert by_hash(outputs)["bbbb0002"]["state"] == "running"
     unfinished = by_hash(outputs)["bbbb0003"]
     assert unfinished["score"] is None, "its table may be half of it"
@@ -230,16 +237,16 @@ def test_filters(outputs: Path) -> None:
 def test_on_a_terminal(outputs: Path) -> None:
     found = records(outputs, ["scale_channel"])
     assert (
-        title(found)
+        list_title(found)
         == "2 runs, all: in v001, model tiny, task kv_retrieval, method / study scale_channel, state done"
     )
-    first, second = look(found)
+    first, second = terminal_rows(found)
     assert first["settings"] == "pairs=24\nfactor=-1" and second["run"] == "aaaa0001"
     assert (
         first["score"] == "92.7\n[89.7, 95.7]"
         and first["difference"] == "+8.7\n[4.7, 12.7]"
     )
-    assert look(records(outputs, ["maps"]))[0] | {"age": ""} == {
+    assert terminal_rows(records(outputs, ["maps"]))[0] | {"age": ""} == {
         **{
             "run": "cccc0001",
             "in": "fig9/v001",
@@ -306,11 +313,11 @@ def test_the_command_prints_tsv_and_json(
 
 def test_a_run_by_its_hash(outputs: Path) -> None:
     folder = outputs / "kv_retrieval/v001/tiny__none__bbbb0001"
-    assert run_named("bbbb0001", outputs) == folder == run_named(str(folder), outputs)
+    assert find_run("bbbb0001", outputs) == folder == find_run(str(folder), outputs)
     with pytest.raises(UserError, match=r"bbbb0001.*bbbb0002.*bbbb0003"):
-        run_named("bbbb", outputs)
+        find_run("bbbb", outputs)
     with pytest.raises(UserError, match="no such folder"):
-        open_run(run_named("dddd", outputs))
+        open_run(find_run("dddd", outputs))
 
 
 def test_runs_are_found_from_any_height(outputs: Path) -> None:

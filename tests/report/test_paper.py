@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import norm
 
 from posbench.report.paper import (
-    cells,
     compare_cells,
+    paper_cells,
     reference_table,
     reference_text,
     with_subsets,
@@ -64,7 +64,7 @@ def test_a_number_agrees_where_an_equivalence_test_says_so(
     assert found.ours == pytest.approx(ours) and found.difference == pytest.approx(
         ours - printed["value"]
     )
-    _, (texts,) = reference_table(*cells(metrics(), [printed]))
+    _, (texts,) = reference_table(*paper_cells(metrics(), [printed]))
     where = ["tiny", "none", printed["gold_position"], f"{100 * printed['value']:.1f}"]
     assert texts[:5] == [verdict, *where]
 
@@ -112,7 +112,7 @@ def test_each_cell_counts_once_and_those_near_zero_apart() -> None:
         row(0.02, method="fallen"),
         row(0.6, "80%"),
     ]
-    found, _ = cells(pd.concat([table, fallen]), printed)
+    found, _ = paper_cells(pd.concat([table, fallen]), printed)
     text = reference_text({}, printed, found)
     assert (
         "Cells of the paper: 2 agree, 1 differs, 1 not measured. Apart from these 1 within the margin"
@@ -125,7 +125,7 @@ def test_each_cell_counts_once_and_those_near_zero_apart() -> None:
     )
     known = [{**each, "n": 500} for each in printed]
     assert "(n = 500) is in it." in reference_text({}, known, found)
-    swept, _ = cells(sweep([1.0, 0.0]), [row(0.7, "1", method="scale_channel")])
+    swept, _ = paper_cells(sweep([1.0, 0.0]), [row(0.7, "1", method="scale_channel")])
     assert len(swept) == 2 and "Cells of the paper: 1 " in reference_text(
         {}, [row(0.7, "1")], swept
     )
@@ -186,7 +186,7 @@ def test_a_reader_is_told_what_cannot_be_compared() -> None:
         "The paper's reading: it helps. The paper's numbers are for gpt; none of these ran here, so nothing "
         "is compared. Source: Table 1."
     )
-    assert reference_table(*cells(metrics(), printed))[1] == []
+    assert reference_table(*paper_cells(metrics(), printed))[1] == []
 
 
 def test_a_row_of_a_sweep_names_the_settings_that_it_holds_for() -> None:
@@ -195,7 +195,7 @@ def test_a_row_of_a_sweep_names_the_settings_that_it_holds_for() -> None:
     printed = [row(0.6, run=run) for run in runs] + [
         row(0.7, method="scale_channel", run=run) for run in runs
     ]
-    header, rows = reference_table(*cells(summary, printed))
+    header, rows = reference_table(*paper_cells(summary, printed))
     assert header[-1] == "method.factor"
     own = summary[(summary["gold_position"] == "1") & (summary["metric"] == "accuracy")]
     ours = own[own["method"] == "scale_channel"].set_index("method.factor")["value"]
@@ -205,4 +205,6 @@ def test_a_row_of_a_sweep_names_the_settings_that_it_holds_for() -> None:
     assert [line[5].split()[0] for line in rows[1:]] == [
         f"{100 * ours[factor]:.1f}" for factor in (1.0, 0.0)
     ]
-    assert len(reference_table(*cells(metrics(), [row(0.6)]))[0]) == len(header) - 1
+    assert (
+        len(reference_table(*paper_cells(metrics(), [row(0.6)]))[0]) == len(header) - 1
+    )

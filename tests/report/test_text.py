@@ -19,20 +19,20 @@ from posbench.report.tables import (
 )
 from posbench.report.terminal import show_findings, summary_table, text_table
 from posbench.report.text import (
+    count_verdicts,
     describe_costs,
+    describe_cut_prompts,
     describe_method,
     headline,
     run_title,
-    shortened,
     study_answer,
     title,
     verdict_table,
-    verdicts,
 )
 from posbench.stats import findings
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
-from posbench.stats.reference import table
+from posbench.stats.reference import read_table
 from tests.frames import AFTER, BEFORE, metrics
 
 
@@ -134,7 +134,9 @@ def test_a_shortened_prompt_counts_once_and_the_mean_is_over_the_shortened() -> 
     sentence = (
         "2 of 3 prompts were shortened to the context window (mean 15 tokens removed)."
     )
-    assert shortened(rows) == sentence and shortened(rows[:1]) == ""
+    assert (
+        describe_cut_prompts(rows) == sentence and describe_cut_prompts(rows[:1]) == ""
+    )
 
 
 def test_a_method_is_told_with_every_parameter() -> None:
@@ -253,11 +255,11 @@ def _judged() -> pd.DataFrame:
         Finding.untestable("Another claim", "nothing", "too short"),
         Finding.that(True, "A sum", "of two", (2, 2)),
     ]
-    return findings.frame([found[0].control(), *found], "tiny")
+    return findings.findings_table([found[0].control(), *found], "tiny")
 
 
 def test_verdicts_are_counted_the_papers_and_ours_apart() -> None:
-    assert verdicts(_judged()) == (
+    assert count_verdicts(_judged()) == (
         "Claims of the paper: 2 hold, 1 contradicted, 1 inconclusive, 1 not testable "
         "(Holm-corrected within the study). Our controls: 1 holds."
     )
@@ -284,17 +286,17 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(
         assert f"{word} A claim: statistic of {word}" in told, (
             "equal claims are told apart"
         )
-    assert verdicts(_judged()) in told
+    assert count_verdicts(_judged()) in told
 
 
 def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
     assert study_answer(_judged()) == (
-        f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1.00 [0.50, 1.50]); A sum (of two: 2). "
+        f"{count_verdicts(_judged())} Holds: A claim (statistic of holds: 1.00 [0.50, 1.50]); A sum (of two: 2). "
         "Contradicted: A claim (statistic of contradicted: -1.00 [-1.50, -0.50])."
     )
     unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50))
     said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.10 [-1.00, 1.00])."
-    assert study_answer(findings.frame([unsure], "tiny")) == said
+    assert study_answer(findings.findings_table([unsure], "tiny")) == said
 
 
 def test_verdicts_stand_side_by_side() -> None:
@@ -306,7 +308,7 @@ def test_verdicts_stand_side_by_side() -> None:
     ]
     told += [("c", "C", "holds")]
     rows = [{"model": m, "claim": c, "verdict": v, "kind": "paper"} for m, c, v in told]
-    frame = pd.DataFrame(rows, columns=list(findings.COLUMNS)).assign(
+    frame = pd.DataFrame(rows, columns=list(findings.FINDING_COLUMNS)).assign(
         n=1, p_holm=float("nan"), note=""
     )
     both = [["contradicted", "C", "a"], ["holds", "C", "a; c"]]
@@ -342,7 +344,7 @@ def test_a_title_names_method_model_and_task() -> None:
 
 
 def test_whose_claim_it_is_stands_at_its_definition() -> None:
-    claims = table("yu2025_claims.csv", "kind", "claim")
+    claims = read_table("yu2025_claims.csv", "kind", "claim")
     assert set(claims["kind"]) == {"paper", "control"}
     assert (
         (claims["kind"] == "paper") == claims["claim"].str.contains("Yu et al. 2025")

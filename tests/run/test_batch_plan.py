@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 
 from posbench.methods import Unmodified
-from posbench.model.store import Store, token_bytes
+from posbench.model.store import PrefixStore, token_bytes
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import build_run, prepare
 from posbench.run.batch_plan import BatchPlan, Subject
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks.kv_retrieval import WORDS
@@ -68,9 +68,9 @@ def asked(tmp_path):
 
 
 def config(*overrides):
-    from posbench.pipeline.compose import composed
+    from posbench.pipeline.compose import compose_one
 
-    return prepare(composed(*overrides)).config
+    return prepare(compose_one(*overrides)).config
 
 
 def files(folder):
@@ -79,7 +79,7 @@ def files(folder):
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
         if name.endswith(".jsonl"):
-            found[name] = [json.dumps(row) for row in opened(folder).rows(name)]
+            found[name] = [json.dumps(row) for row in open_run_dir(folder).rows(name)]
         elif name not in TIMES:
             found[name] = path.read_bytes()
     return found
@@ -102,7 +102,9 @@ def test_all_files_are_the_same_whether_prefills_are_shared_or_not(
             config(*own, f"runtime.share={share}"), command="test", console=QUIET
         )
         found[share] = files(folder)
-        read[share] = opened(folder).status()["spent"]["evaluate"]["prompt_tokens"]
+        read[share] = open_run_dir(folder).status()["spent"]["evaluate"][
+            "prompt_tokens"
+        ]
     assert found["4GiB"] == found["null"] == found["1MiB"]
     assert 1.2 * read["4GiB"] < read["null"] and 1.1 * read["1MiB"] < read["null"]
     assert read["4GiB"] < read["1MiB"], "a small memory shares less"
@@ -158,14 +160,14 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     asks.lm.generate([[5, 6, 7]], max_new_tokens=1)
     before = live()
     peak = [0]
-    gathered = Store.prefix
+    gathered = PrefixStore.prefix
 
     def measured(self, lm, rows):
         prefix = gathered(self, lm, rows)
         peak[0] = max(peak[0], live() - before)
         return prefix
 
-    monkeypatch.setattr(Store, "prefix", measured)
+    monkeypatch.setattr(PrefixStore, "prefix", measured)
     for batch in asks.batches[:3]:
         compute(batch)
     budget = run.runtime.shared_bytes
@@ -208,9 +210,9 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
     factors = ("1", "-1")
     own = [*asked, "method.channel=15", "method.layers=[1,3]"]
     fills = []
-    real = Store.fill
+    real = PrefixStore.fill
     monkeypatch.setattr(
-        Store,
+        PrefixStore,
         "fill",
         lambda self, *args: (fills.append(self.layout.size), real(self, *args)),
     )

@@ -15,7 +15,7 @@ import pytest
 
 from posbench.errors import MachineError, UserError
 from posbench.run.folder import RunDir
-from posbench.run.lease import LEASE, Lease, held, in_use, owned
+from posbench.run.lease import LEASE_SECONDS, Lease, in_use, is_held, owning
 
 NODE = """
 set -e
@@ -58,13 +58,13 @@ def test_taken_free_and_taken_again(tmp_path: Path) -> None:
     one = Lease(tmp_path / "x")
     two = Lease(tmp_path / "x")
     assert (
-        not held(tmp_path / "x")
+        not is_held(tmp_path / "x")
         and one.take()
-        and held(tmp_path / "x")
+        and is_held(tmp_path / "x")
         and not two.take()
     )
     one.free()
-    assert not held(tmp_path / "x") and two.take()
+    assert not is_held(tmp_path / "x") and two.take()
     assert [file.name for file in (tmp_path / "x").iterdir()] == ["lock.2"]
     two.free()
 
@@ -79,16 +79,16 @@ def test_the_dead_of_this_machine_are_known_at_once(tmp_path: Path) -> None:
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
     began = stat[19]
     _marked(tmp_path / "runs", machine, child.pid, began)
-    assert held(tmp_path / "runs") and not Lease(tmp_path / "runs").take()
+    assert is_held(tmp_path / "runs") and not Lease(tmp_path / "runs").take()
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not held(tmp_path / "runs"), "it is not waited for yet"
+    assert not is_held(tmp_path / "runs"), "it is not waited for yet"
     child.wait()
     taken = Lease(tmp_path / "runs")
     assert taken.take() and taken.file.name == "lock.8"
     taken.free()
     _marked(tmp_path / "reused", machine, pid, str(int(start) - 1))
-    assert not held(tmp_path / "reused")
+    assert not is_held(tmp_path / "reused")
 
 
 @pytest.mark.parametrize("record", [("another machine", 1, "5"), ()])
@@ -96,21 +96,21 @@ def test_of_another_machine_only_silence_tells(
     record: tuple[object, ...], tmp_path: Path
 ) -> None:
     """Also of one that died as it wrote who it is."""
-    alive = _marked(tmp_path / "alive", *record, age=LEASE - 20)
-    silent = _marked(tmp_path / "silent", *record, age=LEASE + 20)
+    alive = _marked(tmp_path / "alive", *record, age=LEASE_SECONDS - 20)
+    silent = _marked(tmp_path / "silent", *record, age=LEASE_SECONDS + 20)
     if not record:
         alive.write_text("")
-        os.utime(alive, (time.time() - LEASE + 20,) * 2)
-    assert held(alive.parent) and not Lease(alive.parent).take()
+        os.utime(alive, (time.time() - LEASE_SECONDS + 20,) * 2)
+    assert is_held(alive.parent) and not Lease(alive.parent).take()
     lease = Lease(silent.parent)
-    assert not held(silent.parent) and lease.take()
+    assert not is_held(silent.parent) and lease.take()
     lease.free()
 
 
 def test_who_lost_the_lock_writes_no_more(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "v001" / "run")
     run.path.mkdir(parents=True)
-    with owned(run.path):
+    with owning(run.path):
         run.append("rows.jsonl", [{"row": 1}])
         lock = next((tmp_path / "v001/.locks/run.lock").glob("lock.*"))
         (lock.parent / "lock.2").write_text(json.dumps(["another machine", 1, "5"]))
@@ -125,14 +125,14 @@ def test_who_lost_the_lock_writes_no_more(tmp_path: Path) -> None:
         with pytest.raises(MachineError, match="another one took it"):
             run.write_json("x.json", {})
     assert in_use(run.path), "the other one's lock stays"
-    with pytest.raises(UserError, match="one process at a time"), owned(run.path):
+    with pytest.raises(UserError, match="one process at a time"), owning(run.path):
         pass
 
 
 def test_of_many_that_find_one_dead_holder_one_follows(tmp_path: Path) -> None:
     for number in range(4):
         place = tmp_path / str(number)
-        _marked(place, "another machine", 1, "5", age=2 * LEASE)
+        _marked(place, "another machine", 1, "5", age=2 * LEASE_SECONDS)
         (ready, go), children = os.pipe(), []
         for _ in range(4):
             if not (child := os.fork()):

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from posbench.run import progress as module
-from posbench.run.progress import progress, repeated
+from posbench.run.progress import progress, repeating
 
 
 class Clock:
@@ -45,7 +45,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(module, "clock", found)
-    monkeypatch.setattr(module, "repeated", found.repeated)
+    monkeypatch.setattr(module, "repeating", found.repeated)
     return found
 
 
@@ -160,7 +160,7 @@ def test_the_calls_come_again_and_again_and_end(ends: str) -> None:
             raise BrokenPipeError
 
     try:
-        with repeated(call, 0.001):
+        with repeating(call, 0.001):
             for _ in range(1 if ends == "with a closed pipe" else 3):
                 assert called.acquire(timeout=60)
             if ends == "with an error":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posbench.run.folder import opened
+from posbench.run.folder import open_run_dir
 from tests.conftest import PROCESS, Result, run_folders
 
 RUN = [
@@ -29,8 +29,8 @@ def left(outputs: Path) -> dict[str, bytes]:
     """The rows and tables of the one run; nothing else of the parts may stay."""
     (folder,) = run_folders(outputs)
     assert (
-        opened(folder).done
-        and not opened(folder).damaged()
+        open_run_dir(folder).done
+        and not open_run_dir(folder).damaged()
         and not (folder / ".parts").exists()
     )
     return {name: (folder / name).read_bytes() for name in FILES}
@@ -46,7 +46,8 @@ def test_two_workers_leave_the_bytes_of_one(
     assert made.status == 0 and "ended with status" not in made.out, made
     assert left(two) == left(one)
     spent = [
-        opened(run_folders(out)[0]).status()["spent"]["evaluate"] for out in (one, two)
+        open_run_dir(run_folders(out)[0]).status()["spent"]["evaluate"]
+        for out in (one, two)
     ]
     assert spent[0]["prompt_tokens"] == spent[1]["prompt_tokens"], (
         "no prompt was read by both"

@@ -38,7 +38,7 @@ def noisy_curves(seed: int = 0) -> np.ndarray:
 
 
 def test_planted_channels_are_found_smoothest_first():
-    found = statistics.paper(noisy_curves(), window=20, skip=5)
+    found = statistics.paper_filter(noisy_curves(), window=20, skip=5)
     assert found.ranking[0] == 3
     assert 7 in found.ranking[1:]
     assert 5 not in found.ranking
@@ -50,7 +50,9 @@ def test_filter_equals_a_plain_recomputation(aggregate):
     curves = noisy_curves(1)
     window = 15
     skip = 8
-    found = statistics.paper(curves, window=window, skip=skip, aggregate=aggregate)
+    found = statistics.paper_filter(
+        curves, window=window, skip=skip, aggregate=aggregate
+    )
     for channel in range(curves.shape[2]):
         rough = []
         count = 0
@@ -77,7 +79,9 @@ def test_filter_equals_a_plain_recomputation(aggregate):
 def test_a_rising_layer_and_a_falling_layer_both_count_in_the_paper_variant():
     rise = np.linspace(0, 1, POSITIONS)
     curves = np.stack([rise, -rise, 0 * rise, 0 * rise])[:, :, None]
-    assert statistics.paper(curves, window=5, skip=2).monotone_layers.tolist() == [2]
+    assert statistics.paper_filter(
+        curves, window=5, skip=2
+    ).monotone_layers.tolist() == [2]
 
 
 def test_channels_that_only_the_official_threshold_separates():
@@ -88,15 +92,15 @@ def test_channels_that_only_the_official_threshold_separates():
     hidden[4:6, :, 1] = -rise[
         None
     ]  # two against two: a tie, falling wins with two, not more than 8 // 4
-    found = statistics.official(hidden)
+    found = statistics.official_filter(hidden)
     assert found.monotone_layers.tolist() == [3, 2] and found.ranking == [0]
 
 
 def test_too_short_strings_are_refused():
     with pytest.raises(UserError, match=r"search.length = 120.*at least"):
-        statistics.paper(noisy_curves(), window=100, skip=30)
+        statistics.paper_filter(noisy_curves(), window=100, skip=30)
     with pytest.raises(UserError, match="300"):
-        statistics.official(np.zeros((9, 300, 4)))
+        statistics.official_filter(np.zeros((9, 300, 4)))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2"])
@@ -136,7 +140,7 @@ def test_choice():
 
 
 def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
-    found = statistics.paper(noisy_curves(), window=20, skip=5)
+    found = statistics.paper_filter(noisy_curves(), window=20, skip=5)
     everything = ChannelSearch(candidates="all").ask(found, [(1, 2)])
     assert {c.channel for c in everything} == set(range(10)) and len(everything) == 40
     few = ChannelSearch(top_k=1).ask(found, [(1, 2)])
@@ -146,7 +150,7 @@ def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
         -0.5,
         -1.0,
     ]
-    nothing = statistics.paper(np.zeros((4, POSITIONS, 3)), window=20, skip=5)
+    nothing = statistics.paper_filter(np.zeros((4, POSITIONS, 3)), window=20, skip=5)
     with pytest.raises(UserError, match="search=exhaustive"):
         ChannelSearch().ask(nothing, [(0, 1)])
 

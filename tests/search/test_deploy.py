@@ -245,7 +245,7 @@ def test_what_is_shipped_is_the_best_of_a_plain_loop(
         short + 1 - len(allowed),
         5,
     )
-    for line in deploy.words(facts):
+    for line in deploy.summary_lines(facts):
         assert line in words(result)
     assert ("nothing is left to ship" in words(result)) == (won is None)
 
@@ -282,7 +282,7 @@ def test_the_stages_that_follow_and_the_model_card_have_it(
         "export", str(folder), "--to", "lora", "--exact", "--out", str(out), verb=True
     )
     assert result.status == 0, result.err
-    line = deploy.told(facts)
+    line = deploy.summary_sentences(facts)
     assert line in (out / "README.md").read_text() and line in words(result)
 
 
@@ -377,7 +377,7 @@ def test_a_killed_one_goes_on_to_the_same_bytes(
 
 def test_formats_that_fold_are_those_of_export() -> None:
     for name in export.FORMATS:
-        form = export.find(name)
+        form = export.find_format(name)
         assert form.folds == (name in deploy.FOLDING), name
 
 

@@ -15,7 +15,7 @@ from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
 from posbench.search import held_back
-from posbench.search.scales import calibration
+from posbench.search.scales import calibration_questions
 from posbench.tasks import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
@@ -65,7 +65,7 @@ def test_a_gain_is_that_of_a_plain_loop_over_new_prompts(
         (low, high), abs=0.15 * (high - low)
     )
     assert ("paste into the model's YAML" in result.out) == (facts["ci_low"] > 0)
-    assert held_back.words(facts) in result.out
+    assert held_back.summary_line(facts) in result.out
 
 
 def test_a_gain_belongs_to_what_was_found_whatever_is_typed(
@@ -75,7 +75,7 @@ def test_a_gain_belongs_to_what_was_found_whatever_is_typed(
     for typed in (["method.factor=0.5"], [], ["method.last=all"], ["method.factor=0"]):
         assert posbench(*CHANNEL, *typed).status == 0
         (run,) = set(run_folders(outputs)) - set(gains)
-        gains[run] = pd.read_csv(run / held_back.TABLE).to_numpy().tolist()
+        gains[run] = pd.read_csv(run / held_back.TABLE_FILE).to_numpy().tolist()
     half, plain, everyone, zero = gains.values()
     assert half == plain == zero != everyone, (
         "found alone, and nothing copied from another method"
@@ -108,7 +108,7 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
         "the search gains nothing beyond noise: loss "
     )
     assert "on 24 held-back prompts, gain " in line and "paste" not in result.out
-    table = pd.read_csv(only(outputs) / held_back.TABLE)
+    table = pd.read_csv(only(outputs) / held_back.TABLE_FILE)
     noise = embedded_noise("tiny", log_probabilities)
     assert_same(table["found"][0], table["unmodified"][0], noise, "losses")
     assert table["n"][0] == 24
@@ -124,7 +124,7 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
 def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     """Of the genetic search: the gain is the difference of two fitnesses on new questions."""
     from posbench.search.genetic import GeneticSearch
-    from posbench.search.scales import Scores, answering
+    from posbench.search.scales import Scores, make_evaluator
 
     task = KVRetrieval(
         **WORDS,
@@ -133,17 +133,19 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
         calibration_examples=6,
         max_new_tokens=1,
     )
-    examples, places = calibration(task, held_back=6)
+    examples, places = calibration_questions(task, held_back=6)
     search = GeneticSearch()
     found = (1.2, 1.6, 1.7, 1.5)
-    scores = Scores(search, np.array(places), answering(tiny, task, examples))
+    scores = Scores(search, np.array(places), make_evaluator(tiny, task, examples))
     run = type("Run", (), {"lm": tiny, "task": task})()
     for scales in ((1.0,) * 4, found):
         scores.score_all(scales)
         with LayerScaling(scales=scales).applied(tiny):
             values = search.measured(run, examples)
         assert np.mean(values) == pytest.approx(scores.fitness_bound(scales))
-    assert not {e.prompt for e in examples} & {e.prompt for e in calibration(task)[0]}
+    assert not {e.prompt for e in examples} & {
+        e.prompt for e in calibration_questions(task)[0]
+    }
 
 
 @pytest.mark.parametrize(
@@ -151,19 +153,25 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
 )
 def test_verdicts(gains: list[float]) -> None:
     clusters = [str(number) for number in range(6)]
-    facts = held_back.gain("loss", [1 - gain for gain in gains], [1.0] * 6, clusters)
-    assert held_back.was_checked(facts) and held_back.noise(facts) == (min(gains) < 0)
-    raised = held_back.gain("fitness", gains, [0.0] * 6, clusters)
-    assert raised["gain"] == facts["gain"] and held_back.noise(
+    facts = held_back.gain_facts(
+        "loss", [1 - gain for gain in gains], [1.0] * 6, clusters
+    )
+    assert held_back.was_checked(facts) and held_back.shows_no_gain(facts) == (
+        min(gains) < 0
+    )
+    raised = held_back.gain_facts("fitness", gains, [0.0] * 6, clusters)
+    assert raised["gain"] == facts["gain"] and held_back.shows_no_gain(
         raised
-    ) == held_back.noise(facts)
-    few = held_back.gain("loss", [0.0] * 6, [1.0] * 6, ["one question"] * 6)
+    ) == held_back.shows_no_gain(facts)
+    few = held_back.gain_facts("loss", [0.0] * 6, [1.0] * 6, ["one question"] * 6)
     assert (
         not held_back.was_checked(few)
-        and not held_back.noise(few)
-        and "not checked" in held_back.words(few)
+        and not held_back.shows_no_gain(few)
+        and "not checked" in held_back.summary_line(few)
     )
-    (section,) = held_back.sections(pd.DataFrame([few], columns=held_back.HEADER))
+    (section,) = held_back.sections(
+        pd.DataFrame([few], columns=held_back.TABLE_COLUMNS)
+    )
     assert "not checked" in section.text and not section.rows
 
 

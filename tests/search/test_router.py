@@ -9,7 +9,7 @@ import yaml
 from safetensors import safe_open
 
 import posbench as package
-from posbench.methods.moice import MoICE, load_routers, mixing, new_routers
+from posbench.methods.moice import MoICE, load_routers, mixed_attention, new_routers
 from posbench.search.router import RouterSearch, text_loss
 from tests.conftest import run_folders
 from tests.models import build
@@ -32,7 +32,7 @@ def test_gradients_equal_finite_differences():
         parameter.data.normal_(std=0.7)
 
     def loss():
-        with mixing(lm.model, routers, APART, 3):
+        with mixed_attention(lm.model, routers, APART, 3):
             return text_loss(lm, ROWS[0])
 
     loss().backward()

@@ -20,7 +20,7 @@ from posbench.stats.bootstrap import (
     paired,
     resampled,
     statistic,
-    tail_probability,
+    tail,
     wilson,
     with_interval,
 )
@@ -113,7 +113,7 @@ def test_a_statistic_of_two_groups_keeps_questions_paired() -> None:
     }
     found = statistic(groups, lambda means: means["x"] / means["y"], resamples=40000)
     assert found[1:3] == pytest.approx(
-        tuple(np.quantile(exact, [tail_probability(4), 1 - tail_probability(4)])),
+        tuple(np.quantile(exact, [tail(4), 1 - tail(4)])),
         abs=0.03,
     )
     assert np.isnan(

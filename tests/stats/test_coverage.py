@@ -121,7 +121,9 @@ def curve_tally(
                 )
             )
             means = (mean(at, range(questions)) for at in right.T)
-            limited = limited or bool(position_bias.limit(means, 0, questions))
+            limited = limited or bool(
+                position_bias.score_limit_note(means, 0, questions)
+            )
             for key, at in told[-1].by_statistic.items() if not limited else ():
                 tally.add(key, at, float(true[number][key]))
         for key in told[0].by_statistic if not limited else ():
@@ -360,7 +362,7 @@ def test_ranks_and_dips(questions: int, positions: int, runs: int) -> None:
         }.items():
             seen = level * np.exp(luck)
             middle = np.abs(place) <= 0.6
-            at = position_bias.dip(
+            at = position_bias.dip_from_curve(
                 seen.mean(0), drawn(rng, seen), middle, seen.size, questions
             )
             tally.add(

@@ -14,11 +14,11 @@ from posbench.stats import findings
 from posbench.stats.bootstrap import Z95, Estimate, difference, normal
 from posbench.stats.findings import (
     ALPHA,
-    COLUMNS,
+    FINDING_COLUMNS,
     Finding,
-    corrected,
+    correct_findings,
     holm,
-    joint,
+    join_findings,
     p_value,
 )
 
@@ -57,9 +57,9 @@ def test_a_number_keeps_its_interval_or_has_none() -> None:
     assert (
         silent.verdict == "not testable" and math.isnan(silent.value) and silent.n == 0
     )
-    table = findings.frame([found, alone, silent], "tiny")
+    table = findings.findings_table([found, alone, silent], "tiny")
     assert (
-        tuple(table) == COLUMNS
+        tuple(table) == FINDING_COLUMNS
         and list(table["model"]) == ["tiny"] * 3
         and table["value"][0] == 0.3
     )
@@ -71,7 +71,7 @@ def test_a_number_keeps_its_interval_or_has_none() -> None:
 
 @pytest.mark.parametrize("name", ["", "change"])
 def test_an_estimate_survives_a_row(name: str) -> None:
-    row = findings.ends(AT, name) | {"n": AT.n}
+    row = findings.estimate_row(AT, name) | {"n": AT.n}
     wanted = (
         ["change", "change_ci_low", "change_ci_high"]
         if name
@@ -211,7 +211,7 @@ def test_a_verdict_rests_on_the_adjusted_p_and_controls_are_a_family_of_their_ow
         for i in range(3)
     ]
     clear = Finding.below("x", "s", Estimate(9, 8, 10, 50))
-    alone, *rest = corrected([barely[0].control(), *barely, clear])
+    alone, *rest = correct_findings([barely[0].control(), *barely, clear])
     assert alone.verdict == "holds" and alone.p_holm == alone.p
     assert [each.verdict for each in rest] == ["inconclusive"] * 3 + ["contradicted"]
 
@@ -227,7 +227,9 @@ def test_of_claims_that_are_all_at_their_bound_one_in_twenty_families_is_wrong()
         values = rng.normal(0, 1, (8, 60))
         family = [Finding.above("c", "s", normal(each)) for each in values]
         alone += any(each.verdict != "inconclusive" for each in family)
-        wrong += any(each.verdict != "inconclusive" for each in corrected(family))
+        wrong += any(
+            each.verdict != "inconclusive" for each in correct_findings(family)
+        )
     assert (
         wrong / families < 0.05 + 3 * (0.05 * 0.95 / families) ** 0.5
         and alone / families > 0.2
@@ -235,7 +237,7 @@ def test_of_claims_that_are_all_at_their_bound_one_in_twenty_families_is_wrong()
     clusters = [str(i) for i in range(40)]
     drawn = [rng.integers(-1, 2, 40) for _ in range(60)]
     family = [Finding.above("c", "s", difference(each, clusters)) for each in drawn]
-    assert sum(each.verdict == "holds" for each in corrected(family)) <= 1
+    assert sum(each.verdict == "holds" for each in correct_findings(family)) <= 1
 
 
 def test_a_claim_of_several_parts_holds_where_all_do() -> None:
@@ -244,20 +246,23 @@ def test_a_claim_of_several_parts_holds_where_all_do() -> None:
         for at in ((2, 1, 3), (-2, -3, -1), (0.5, -1, 2))
     )
     silent = Finding.untestable("c", "s", "no")
-    assert joint([high, high]).verdict == "holds" and joint([high, high]).p == high.p
-    # As text: since Python 3.13 a dataclass that holds a NaN does not equal itself.
-    assert str(joint([high, wide])) == str(wide)
-    assert joint([high, wide], shown=high).value == high.value
     assert (
-        joint([high, low, wide]).verdict == "contradicted"
-        and joint([high, low]).p == 2 * low.p
+        join_findings([high, high]).verdict == "holds"
+        and join_findings([high, high]).p == high.p
     )
-    assert joint([high, silent]).verdict == "not testable"
+    # As text: since Python 3.13 a dataclass that holds a NaN does not equal itself.
+    assert str(join_findings([high, wide])) == str(wide)
+    assert join_findings([high, wide], numbers_of=high).value == high.value
+    assert (
+        join_findings([high, low, wide]).verdict == "contradicted"
+        and join_findings([high, low]).p == 2 * low.p
+    )
+    assert join_findings([high, silent]).verdict == "not testable"
     # Of many parts one falls barely by chance.
     barely = Finding.above("c", "s", Estimate(-2, -2 - 1.96, -2 + 1.96, 50))
     assert (
         barely.verdict == "contradicted"
-        and joint([barely, *[high] * 5]).verdict == "inconclusive"
+        and join_findings([barely, *[high] * 5]).verdict == "inconclusive"
     )
 
 

@@ -12,7 +12,7 @@ from tests.frames import AFTER, BEFORE, attention, metrics
 
 
 def test_without_depth_the_largest_position_counts_as_one() -> None:
-    rows = frames.at_positions(metrics().assign(depth=np.nan))
+    rows = frames.rows_at_positions(metrics().assign(depth=np.nan))
     assert sorted(rows["depth"].unique()) == [0, 0.5, 1]
 
 
@@ -26,14 +26,18 @@ def test_the_tasks_own_metric_is_the_first_one_of_its_table() -> None:
         frames.metric_name(metrics()) == "accuracy"
         and frames.metric_name(table) == "score"
     )
-    means = frames.overall(table).groupby(["task", "method"])["value"].first()
+    means = (
+        frames.rows_over_all_positions(table)
+        .groupby(["task", "method"])["value"]
+        .first()
+    )
     for task in ("kv", "qa"):
         assert list(means[task]) == pytest.approx([np.mean(BEFORE), np.mean(AFTER)])
-    change = frames.overall(table, "difference")
+    change = frames.rows_over_all_positions(table, "difference")
     assert list(change["value"]) == pytest.approx(
         [np.mean(AFTER) - np.mean(BEFORE)] * 2
     )
-    assert len(frames.of_metric(table, "position_bias")) == 1
+    assert len(frames.rows_of_metric(table, "position_bias")) == 1
 
 
 def test_gold_attention_is_that_of_the_item_with_the_answer() -> None:
@@ -52,6 +56,6 @@ def test_what_is_missing_or_mixed_is_named() -> None:
     with pytest.raises(UserError, match="columns missing: item"):
         frames.gold_attention(attention().drop(columns="item"))
     with pytest.raises(UserError, match="metrics model = 'a, b': allowed: one"):
-        frames.need_one(
+        frames.need_single_value(
             pd.concat([metrics(model=m) for m in "ab"]), "metrics", "model", "task"
         )

@@ -10,7 +10,7 @@ from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.pipeline.compose import compose
 from posbench.schema import build
-from posbench.stats.reference import Reference, table
+from posbench.stats.reference import Reference, read_table
 from posbench.tasks import KVRetrieval
 from tests.conftest import config_of
 
@@ -215,7 +215,9 @@ def _cells_are_those_of_the_table(found):
 
 
 def test_the_ratios_of_time_follow_from_the_papers_tables():
-    yu, lpes = (table(f"{paper}_table5_latency.csv") for paper in ("yu2025", "lpes"))
+    yu, lpes = (
+        read_table(f"{paper}_table5_latency.csv") for paper in ("yu2025", "lpes")
+    )
     spent = {(row.method, row.task): float(row.value) for row in yu.itertuples()}
     base = {task: v for (m, task), v in spent.items() if m == "FlashAttention-2"}
     found = set()
@@ -234,7 +236,7 @@ def test_the_ratios_of_time_follow_from_the_papers_tables():
         for method, ours in names.items()
     }
     assert {
-        (row.method, row.ratio) for row in table("latency.csv").itertuples()
+        (row.method, row.ratio) for row in read_table("latency.csv").itertuples()
     } == found
 
 
@@ -295,9 +297,9 @@ def test_a_name_that_the_table_lacks_is_refused(reference, field, value, named):
 
 
 def test_a_table_is_read_as_printed_and_must_have_its_columns():
-    printed = table("yu2025_table4_parameters.csv", "model", "value")
+    printed = read_table("yu2025_table4_parameters.csv", "model", "value")
     assert "1,081" in set(printed["value"]) and printed.map(type).eq(str).all().all()
     with pytest.raises(UserError, match=r"absent\.csv.*columns model"):
-        table("absent.csv", "model")
+        read_table("absent.csv", "model")
     with pytest.raises(UserError, match="columns model, nonsense"):
-        table("yu2025_table4_parameters.csv", "model", "nonsense")
+        read_table("yu2025_table4_parameters.csv", "model", "nonsense")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from posbench.stats.bootstrap import mean, paired, tail_probability, wilson
-from posbench.stats.position_bias import STATISTICS, limit
-from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
+from posbench.stats.bootstrap import mean, paired, tail, wilson
+from posbench.stats.position_bias import STATISTICS, score_limit_note
+from posbench.stats.scores import METRIC_COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
 
 
@@ -46,7 +46,7 @@ def test_tidy_by_hand() -> None:
     before = _rows("none", {0: [1, 1, 1, 1], 5: [0, 0, 0, 1], 10: [1, 1, 1, 0]})
     after = _rows("scaled", {0: [1, 1, 1, 0], 5: [1, 1, 0, 1], 10: [1, 1, 1, 0]})
     table = _table(before + after)
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.columns) == METRIC_COLUMNS
     rows = {(r.method, r.gold_position, r.metric): r for r in table.itertuples()}
     places = ("0", "5", "10", "all")
     assert [rows["none", p, "accuracy"].depth for p in places[:3]] == [0, 0.5, 1]
@@ -179,7 +179,7 @@ def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
         ]
     )
     above = (seen >= variance).mean(1)
-    beyond = tail_probability(30)
+    beyond = tail(30)
     assert at.ci_low == pytest.approx(spreads[above >= beyond][0], abs=0.012)
     assert at.ci_high == pytest.approx(spreads[above <= 1 - beyond][-1], abs=0.012)
     gaps = [
@@ -253,7 +253,9 @@ def test_the_questions_asked_for_are_the_fewest_that_can_tell(
     right: int, chance: float, wanted: int
 ) -> None:
     def told(n: int) -> str:
-        return limit([mean([right] * n, [str(i) for i in range(n)])] * 3, chance, n)
+        return score_limit_note(
+            [mean([right] * n, [str(i) for i in range(n)])] * 3, chance, n
+        )
 
     name = f"at the {'ceiling' if right else 'floor'}"
     assert told(wanted).startswith(name) and told(wanted - 1) == (

@@ -61,7 +61,7 @@ def unit(text: str) -> Fraction:
 
 
 def wrong_averages() -> Iterator[tuple[str, str, str, str, str, float]]:
-    for n, names in study.FILES.items():
+    for n, names in study.TABLES_BY_QUESTIONS.items():
         for name in names.split():
             for key, (cells, average) in rows_of(name).items():
                 if not re.fullmatch(r"[\d.]+", average):
@@ -74,14 +74,14 @@ def wrong_averages() -> Iterator[tuple[str, str, str, str, str, float]]:
 
 def test_averages_are_those_of_exact_fractions(averages: pd.DataFrame) -> None:
     found = averages
-    off = found[found["verdict"] == study.NOT]
+    off = found[found["verdict"] == study.DOES_NOT_FOLLOW]
     expected = sorted((*row[1:5], round(row[5], 6)) for row in wrong_averages())
     got = [
         (r.model, r.method, r.cell, r.printed, round(r.expected, 6))
         for r in off.itertuples()
     ]
     assert sorted(got) == expected and len(got) == 17
-    assert len(found) == 150 and (found["verdict"] == study.ROUNDED).sum() == 1
+    assert len(found) == 150 and (found["verdict"] == study.WITHIN_ROUNDING).sum() == 1
 
 
 def test_the_headline_by_hand(statements: pd.DataFrame) -> None:
@@ -105,10 +105,14 @@ def test_the_headline_by_hand(statements: pd.DataFrame) -> None:
     row = table.loc[("LPES, Section 4.2", "gain of Vicuna on KV retrieval")]
     assert row["printed"] == 11.2 == pytest.approx(92.1 - 80.9)
     assert (
-        row["cells"] == pytest.approx(lpes - baseline) and row["verdict"] == study.NOT
+        row["cells"] == pytest.approx(lpes - baseline)
+        and row["verdict"] == study.DOES_NOT_FOLLOW
     )
     row = table.loc[("LPES, Abstract", "largest gain on KV retrieval")]
-    assert row["cells"] == pytest.approx(beluga) and row["verdict"] == study.NOT
+    assert (
+        row["cells"] == pytest.approx(beluga)
+        and row["verdict"] == study.DOES_NOT_FOLLOW
+    )
 
 
 def test_statements_by_hand(statements: pd.DataFrame) -> None:
@@ -120,13 +124,13 @@ def test_statements_by_hand(statements: pd.DataFrame) -> None:
     assert table.loc[(yu, last), "cells"] == pytest.approx(
         gemma
     ) and qwen == pytest.approx(16.8)
-    assert table.loc[(yu, last), "verdict"] == study.NOT
-    assert table.loc[(yu, "largest gain on KV retrieval"), "verdict"] == study.HOLDS
+    assert table.loc[(yu, last), "verdict"] == study.DOES_NOT_FOLLOW
+    assert table.loc[(yu, "largest gain on KV retrieval"), "verdict"] == study.FOLLOWS
     space = table.loc[("LPES, Appendix B", "powers of ten from 11^32 to 352^4")]
     assert space["cells"] == pytest.approx(math.log10(Fraction(11**32, 352**4)))
     hours = table.loc[("LPES, Section 1", "hours of 20 epochs (3 to 4)"), "cells"]
     assert hours == pytest.approx(20 * (5.2 + 4.5 + 2.3 + 1167.4) / 3600)
-    assert (table["verdict"] == study.HOLDS).sum() == 10 and len(table) == 21
+    assert (table["verdict"] == study.FOLLOWS).sum() == 10 and len(table) == 21
 
 
 def test_shares_are_counts_of_answers(data: pd.DataFrame) -> None:
@@ -138,8 +142,8 @@ def test_shares_are_counts_of_answers(data: pd.DataFrame) -> None:
             abs(Fraction(100 * k, row.n) - printed) <= HALF * unit(row.printed)
             for k in range(int(printed * row.n / 100), int(printed * row.n / 100) + 2)
         )
-        assert near == (row.verdict == study.HOLDS), row
-    off = found[found["verdict"] == study.NOT]
+        assert near == (row.verdict == study.FOLLOWS), row
+    off = found[found["verdict"] == study.DOES_NOT_FOLLOW]
     assert off.loc[off["n"] == 500, "printed"].tolist() == ["68.7"]
 
 
@@ -155,7 +159,7 @@ def test_the_four_cells_that_two_models_share(data: pd.DataFrame) -> None:
 
 
 def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = reference.table
+    read = reference.read_table
 
     def corrupted(file: str, *columns: str) -> pd.DataFrame:
         table = read(file, *columns)
@@ -167,13 +171,13 @@ def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             table.loc[at, "value"] = "62.3"
         return table
 
-    monkeypatch.setattr(reference, "table", corrupted)
+    monkeypatch.setattr(reference, "read_table", corrupted)
     data = study.printed_cells().query("table == 'LPES, Table 6'")
     row = study.averages(data).query("method == 'LPES (Bézier curve)'")
-    assert row["verdict"].item() == study.NOT and row[
+    assert row["verdict"].item() == study.DOES_NOT_FOLLOW and row[
         "expected"
     ].item() == pytest.approx(63.70)
-    off = study.shares(data).query("verdict == @study.NOT")
+    off = study.shares(data).query("verdict == @study.DOES_NOT_FOLLOW")
     assert off[["cell", "printed"]].values.tolist() == [["50%", "62.3"]]
 
 
@@ -205,12 +209,12 @@ def made(table: str, n: int, cells: list[str], average: str) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("n", "cells", "average", "verdict"),
     [
-        (500, ["50.0", "50.2"], "50.1", study.HOLDS),
-        (500, ["50.0", "50.2", "50.2", "50.4"], "50.2", study.HOLDS),
-        (500, ["50.0", "50.2", "50.2"], "50.2", study.NOT),
-        (0, ["50.0", "50.2", "50.2"], "50.2", study.ROUNDED),
-        (0, ["50.0", "50.2", "50.2"], "50.3", study.NOT),
-        (0, ["50.0", "50.5"], "50.3", study.HOLDS),
+        (500, ["50.0", "50.2"], "50.1", study.FOLLOWS),
+        (500, ["50.0", "50.2", "50.2", "50.4"], "50.2", study.FOLLOWS),
+        (500, ["50.0", "50.2", "50.2"], "50.2", study.DOES_NOT_FOLLOW),
+        (0, ["50.0", "50.2", "50.2"], "50.2", study.WITHIN_ROUNDING),
+        (0, ["50.0", "50.2", "50.2"], "50.3", study.DOES_NOT_FOLLOW),
+        (0, ["50.0", "50.5"], "50.3", study.FOLLOWS),
     ],
 )
 def test_rounding_is_granted(
@@ -247,7 +251,7 @@ def table_below(head: str) -> list[list[str]]:
 
 
 def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> None:
-    off = averages.query("verdict == @study.NOT")
+    off = averages.query("verdict == @study.DOES_NOT_FOLLOW")
     expected = {
         (
             r.table,
@@ -263,7 +267,7 @@ def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> No
 
 
 def test_the_page_prints_the_statements_of_the_study(statements: pd.DataFrame) -> None:
-    off = statements.query("verdict == @study.NOT")
+    off = statements.query("verdict == @study.DOES_NOT_FOLLOW")
     expected = [
         (r.place, r.statement, f"{r.printed:g}", f"{r.cells:.4g}")
         for r in off.itertuples()
@@ -279,13 +283,13 @@ def test_counts_on_the_page(
     text = PAGE.read_text()
     shares = study.shares(data)
     exams = shares[shares["n"] != 500]
-    off = (exams["verdict"] == study.NOT).sum()
+    off = (exams["verdict"] == study.DOES_NOT_FOLLOW).sum()
     assert f"{off} of {len(exams)} cells are no shares of the 202 and 269" in text
     assert (
-        f"(error; {(averages['verdict'] == study.NOT).sum()} of {len(averages)})"
+        f"(error; {(averages['verdict'] == study.DOES_NOT_FOLLOW).sum()} of {len(averages)})"
         in text
     )
-    holds = (statements["verdict"] == study.HOLDS).sum()
+    holds = (statements["verdict"] == study.FOLLOWS).sum()
     assert f"(the other {holds} of {len(statements)} do)" in text
 
 

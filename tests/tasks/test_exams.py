@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from posbench.errors import UserError
 from posbench.model.lm import LM
-from posbench.pipeline.compose import composed
+from posbench.pipeline.compose import compose_one
 from posbench.schema import build
 from posbench.tasks.ceval import SUBJECTS, CEval
 from posbench.tasks.exam import Exam
@@ -304,7 +304,7 @@ def test_the_mean_is_a_choice() -> None:
 
 @pytest.mark.parametrize("task", [MMLU, CEval])
 def test_the_yaml_has_the_defaults_of_the_class(task: type[Exam]) -> None:
-    values = composed(f"task={task.name}").raw["task"]
+    values = compose_one(f"task={task.name}").raw["task"]
     assert values.pop("_target_") == f"{task.__module__}.{task.__name__}"
     assert set(values) == {field.name for field in fields(task)}
     assert build(task, values, "task") == task()

@@ -22,7 +22,7 @@ from posbench.tasks.leval_closed import (
     gold_letters,
     letter_score,
     letters,
-    truth,
+    true_or_false,
 )
 
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "leval"
@@ -266,7 +266,7 @@ def test_partial_credit_by_hand() -> None:
         "maybe": "",
         "False/true": "true",
     }
-    assert {reply: truth(reply) for reply in told} == told
+    assert {reply: true_or_false(reply) for reply in told} == told
 
 
 @real

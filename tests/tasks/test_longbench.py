@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from posbench.errors import UserError
-from posbench.pipeline.compose import composed
+from posbench.pipeline.compose import compose_one
 from posbench.schema import build
 from posbench.tasks.base import Example
 from posbench.tasks.longbench import CHINESE, ENGLISH_AND_CODE, EXTENDED, LongBench
@@ -548,7 +548,7 @@ def test_there_is_nothing_to_calibrate_on() -> None:
 def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
     model: str, tokens: int | None
 ) -> None:
-    values = composed("task=longbench", f"model={model}").raw["task"]
+    values = compose_one("task=longbench", f"model={model}").raw["task"]
     assert values.pop("_target_") == "posbench.tasks.longbench.LongBench"
     assert build(LongBench, values, "task") == LongBench(max_prompt_tokens=tokens)
     assert set(values) == {field.name for field in fields(LongBench)}

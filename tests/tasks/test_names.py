@@ -9,7 +9,7 @@ import pytest
 
 from posbench.cli.main import main
 from posbench.tasks import KVRetrieval, Task
-from posbench.tasks.base import recorded
+from posbench.tasks.base import read_recorded_task
 from posbench.tasks.ceval import CEval
 from posbench.tasks.longbench import LongBench
 
@@ -39,7 +39,7 @@ from posbench.tasks.longbench import LongBench
 def test_a_run_folder_of_an_earlier_release_is_read(
     target: str, given: dict[str, Any], now: Task
 ) -> None:
-    assert recorded({"_target_": f"posbench.tasks.{target}", **given}) == now
+    assert read_recorded_task({"_target_": f"posbench.tasks.{target}", **given}) == now
 
 
 def test_a_model_file_with_an_earlier_name_is_refused(

@@ -14,7 +14,7 @@ import yaml
 from posbench.errors import UserError
 from posbench.schema import build
 from posbench.tasks.kv_retrieval import compact_prompt
-from posbench.tasks.own_data import KINDS, OwnData, read, schema
+from posbench.tasks.own_data import KINDS, OwnData, parse_file, schema
 
 DATA = Path(__file__).parents[1] / "data" / "own"
 ITEMS = {
@@ -292,7 +292,7 @@ def test_lists_of_different_lengths_are_cut_when_asked_and_keep_the_gold_item(
 
 
 def test_fields_that_nothing_reads_are_known(tmp_path: Path) -> None:
-    assert read(
+    assert parse_file(
         write(tmp_path / "a.jsonl", {**ITEMS, "url": "x", "anwsers": []})
     ).unread == [
         "anwsers",
@@ -312,7 +312,7 @@ def test_the_schema_is_what_the_reader_asks(tmp_path: Path) -> None:
             name for name, form, _ in schema(cls) if not form.endswith("left out")
         ]
         with pytest.raises(UserError) as told:
-            read(write(tmp_path / "a.jsonl", {cls.holds: None}))
+            parse_file(write(tmp_path / "a.jsonl", {cls.holds: None}))
         said = [
             str(fault).split('field "')[1].split('"')[0] for fault in told.value.faults
         ]

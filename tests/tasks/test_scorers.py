@@ -159,8 +159,8 @@ def test_numbers_of_paragraphs_and_counts() -> None:
     assert s.retrieval("Paragraph 3, or paragraph 30", "Paragraph 3") == 1 / 2
     assert s.retrieval("the third", "Paragraph 3") == 0.0
     assert s.retrieval("段落3", "段落3") == 1.0
-    assert s.count("17 of 17 and 4", "17") == pytest.approx(2 / 3)
-    assert s.count("seventeen", "17") == 0.0
+    assert s.number_share("17 of 17 and 4", "17") == pytest.approx(2 / 3)
+    assert s.number_share("seventeen", "17") == 0.0
     with pytest.raises(ValueError, match="Paragraph"):
         s.retrieval("3", "3")
 

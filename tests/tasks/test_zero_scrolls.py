@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from posbench.errors import UserError
-from posbench.pipeline.compose import composed
+from posbench.pipeline.compose import compose_one
 from posbench.schema import build
 from posbench.stats.scores import Tabulator
 from posbench.tasks.base import Example
@@ -397,7 +397,7 @@ def test_there_is_nothing_to_calibrate_on() -> None:
 def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
     model: str, tokens: int | None
 ) -> None:
-    values = composed("task=zero_scrolls", f"model={model}").raw["task"]
+    values = compose_one("task=zero_scrolls", f"model={model}").raw["task"]
     assert values.pop("_target_") == "posbench.tasks.zero_scrolls.ZeroSCROLLS"
     assert build(ZeroSCROLLS, values, "task") == ZeroSCROLLS(max_prompt_tokens=tokens)
     assert set(values) == {field.name for field in fields(ZeroSCROLLS)}

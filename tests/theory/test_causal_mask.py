@@ -12,8 +12,8 @@ from posbench.theory import causal_mask as theory
 def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
     n = 50
     lower = np.tril_indices(50, -1)
-    assert theory.scores_2(n, alpha)[lower] == pytest.approx(
-        theory.limit(n, 2, alpha)[1][lower], abs=1e-13
+    assert theory.second_layer_scores(n, alpha)[lower] == pytest.approx(
+        theory.limit_scores(n, 2, alpha)[1][lower], abs=1e-13
     )
     i = np.arange(1, n + 1)
     # The unnormalised score without residual stream, worked out by hand.
@@ -22,7 +22,7 @@ def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
     g_prime = (e * alpha + a * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
     plain = np.outer(g_prime / theory.h_prime(i, alpha), 1 / theory.h_prime(i, alpha))
     assert plain[lower] == pytest.approx(
-        theory.limit(n, 2, alpha, stream=False)[1][lower], abs=1e-13
+        theory.limit_scores(n, 2, alpha, residual=False)[1][lower], abs=1e-13
     )
     long = np.arange(1, 2001)
     assert (np.diff(theory.h(long, alpha)) < 0).all() and (
@@ -38,7 +38,8 @@ def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
 
 def test_printed_values() -> None:
     assert [
-        float(theory.scores_2(3, 0)[i, j]) for i, j in ((1, 0), (2, 0), (2, 1))
+        float(theory.second_layer_scores(3, 0)[i, j])
+        for i, j in ((1, 0), (2, 0), (2, 1))
     ] == pytest.approx([0.154, 0.132, 0.150], abs=1e-3)
     for alpha, g2, g50, h50 in (
         (0, 0.53788, 0.03867, 1.06123),
@@ -87,7 +88,7 @@ def test_printed_values() -> None:
         ),
     }
     for (alpha, rotated), wanted in rows.items():
-        found = theory.limit(
+        found = theory.limit_scores(
             50, 4, alpha, kernel=theory.rope_kernel(50) if rotated else None
         )
         assert [
@@ -97,7 +98,7 @@ def test_printed_values() -> None:
 
 def test_scores_rise_with_the_key_but_not_at_every_layer() -> None:
     def rising(alpha: float, layer: int) -> int:
-        rows = theory.limit(50, 4, alpha)[layer - 1]
+        rows = theory.limit_scores(50, 4, alpha)[layer - 1]
         return sum((np.diff(rows[i, :i]) > 0).all() for i in range(2, 50))
 
     assert [rising(0, layer) for layer in (2, 3, 4)] == [48, 24, 30], (
@@ -109,7 +110,7 @@ def test_scores_rise_with_the_key_but_not_at_every_layer() -> None:
 def test_the_simulation_meets_the_limit() -> None:
     lower = np.tril_indices(20, -1)
     mean, error = theory.simulate(20, 3, 0.2, dim=512, draws=3000, seed=1)
-    exact = theory.limit(20, 3, 0.2)
+    exact = theory.limit_scores(20, 3, 0.2)
     assert mean[0][lower] == pytest.approx(0.2, abs=0.01)
     # The bias at layer 2 is about -1/2 per dimension.
     away = mean[1][lower] - exact[1][lower]
@@ -176,7 +177,7 @@ def test_diagonal_normalisation() -> None:
 def test_what_rises_and_what_lies_beyond_distance_by_hand() -> None:
     assert theory.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3
     assert theory.rising_rows(np.zeros((5, 5))) == 0
-    free = theory.limit(50, 4, 0.0, mask=False, kernel=theory.rope_kernel(50))
+    free = theory.limit_scores(50, 4, 0.0, mask=False, kernel=theory.rope_kernel(50))
     assert [theory.beyond_distance(x) for x in free] == pytest.approx(
         [0, 0, 0, 0], abs=1e-6
     )

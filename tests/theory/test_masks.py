@@ -101,16 +101,19 @@ def test_sinks_by_hand() -> None:
     stack = np.stack([first, own])
     # The first head sees token 1 alone; the second sees itself: mean weights 1/4, 1/3, 1/2, 1 over the
     # queries that see a token.
-    assert masks.sink_by_head(stack).tolist() == [
+    assert masks.sink_share_by_head(stack).tolist() == [
         0.5,
         0.5,
         0.5,
         0.5,
-    ] and masks.sink_by_head(own[None]).tolist() == [0, 1, 1, 1]
-    assert masks.sink_by_entry(stack, masks.causal(4)) == pytest.approx(
+    ] and masks.sink_share_by_head(own[None]).tolist() == [0, 1, 1, 1]
+    assert masks.sink_share_by_entry(stack, masks.causal(4)) == pytest.approx(
         [(1 + 1 / 4) / 2, 1 / 6, 1 / 4, 1 / 2]
     )
     even = masks.uniform(masks.prefix(12, 4))
-    assert (masks.sink_by_entry(even, masks.prefix(12, 4), 0.08)[:4] == 1).all()
+    assert (masks.sink_share_by_entry(even, masks.prefix(12, 4), 0.08)[:4] == 1).all()
     deep = masks.rollout([masks.uniform(masks.causal(16))] * 10)[-1]
-    assert masks.sink_by_head(deep)[0] == 1 and masks.sink_by_head(deep)[1:].sum() == 0
+    assert (
+        masks.sink_share_by_head(deep)[0] == 1
+        and masks.sink_share_by_head(deep)[1:].sum() == 0
+    )

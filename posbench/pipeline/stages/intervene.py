@@ -6,16 +6,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from posbench.files.atomic import Row, rounded, write_csv
+from posbench.files.atomic import Row, round_values, write_csv
 from posbench.late import pd
 from posbench.measure.items import attention_to_items
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
-from posbench.report.text import shortened
+from posbench.report.text import describe_cut_prompts
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Compute, Request, Subject, subjects
+from posbench.run.batch_plan import (
+    BatchPlan,
+    Compute,
+    Prompts,
+    Request,
+    Subject,
+    subjects,
+)
 from posbench.tasks import Example
-from posbench.tasks.items import placed
+from posbench.tasks.items import sort_by_gold_position
 
 STAGE = "intervene"
 FILE = "attention.jsonl"
@@ -34,14 +41,14 @@ COLUMNS = (
 
 def run(config: Config, run: Run) -> None:
     """Measure the attention to every item and write ``attention.csv``."""
-    examples = placed(run.evaluation, run.runtime.intervene_examples)
+    examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
     if not examples:
         run.console.print(
             f"intervene: task {run.task.name} has no gold positions, nothing to measure"
         )
         return
     encoded = run.prompts.encode(examples)
-    cut_prompts = shortened(
+    cut_prompts = describe_cut_prompts(
         {"id": name, "dropped": prompt.dropped} for name, prompt in encoded.items()
     )
     if cut_prompts:
@@ -88,7 +95,7 @@ def _mean_attention(
 def fill(runs: Sequence[Run]) -> None:
     """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
     first = runs[0]
-    examples = placed(first.evaluation, first.runtime.intervene_examples)
+    examples = sort_by_gold_position(first.evaluation, first.runtime.intervene_examples)
     if examples:
         first.share_unmodified(FILE, first.runtime.intervene_examples)
         encoded = first.prompts.encode(examples)
@@ -112,20 +119,21 @@ def plan_attention(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
-        examples = [request.example for request in batch]
-        prompts = [encoded[example.id] for example in examples]
+        asked = [plan.asked(request) for request in batch]
+        examples = [prompt.example for prompt in asked]
+        prompts = [prompt.encoded for prompt in asked]
         with plan.applied(batch) as prefix:
             attention = attention_to_items(run.lm, prompts, examples, prefix=prefix)
-        return [{"attention": rounded(weights)} for weights in attention]
-
-    def length(example: Example) -> int:
-        return len(encoded[example.id].ids)
+        return [{"attention": round_values(weights)} for weights in attention]
 
     def make_batches(
-        examples: Sequence[Example], max_tokens: int | None
+        examples: Sequence[Example], prompts: Prompts, max_tokens: int | None
     ) -> list[list[Example]]:
+        def length(example: Example) -> int:
+            return len(prompts[example.id].ids)
+
         return run.prompts.batches_by_length(examples, length, max_tokens)
 
-    examples = placed(run.evaluation, run.runtime.intervene_examples)
+    examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
     plan = BatchPlan.of(subjects, examples, encoded, make_batches)
     return plan, compute

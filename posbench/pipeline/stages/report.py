@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from posbench.pipeline.config import Config
 from posbench.report.page import render_run
-from posbench.report.terminal import show
+from posbench.report.terminal import show_run
 from posbench.run.base import Run
 
-__all__ = ["run", "show"]
+__all__ = ["run", "show_run"]
 
 
 def run(config: Config, run: Run) -> None:
@@ -24,4 +24,4 @@ def run(config: Config, run: Run) -> None:
             run.out.write_json("reference.json", rows)
         run.out.write_json("experiment.json", facts)
     render_run(run.out.path)
-    show(run.out.path, run.console)
+    show_run(run.out.path, run.console)

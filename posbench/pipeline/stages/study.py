@@ -8,7 +8,7 @@ from posbench.files.atomic import write_csv
 from posbench.pipeline.config import Config
 from posbench.report.folder import study_tables
 from posbench.run.base import Run
-from posbench.stats.findings import frame
+from posbench.stats.findings import findings_table
 
 
 def run(config: Config, run: Run) -> None:
@@ -27,6 +27,6 @@ def run(config: Config, run: Run) -> None:
     findings = study.findings(study_tables(run.out.path, list(tables)))
     if findings:
         model = run.model.name if study.needs_model else ""
-        write_csv(run.out.path / "findings.csv", frame(findings, model))
+        write_csv(run.out.path / "findings.csv", findings_table(findings, model))
     facts = {"study": config.study_name, "tables": list(tables)}
     run.out.write_json("study.json", facts)

@@ -20,7 +20,12 @@ from posbench.stats.bootstrap import Array
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.studies.behind_rope.maps import by_layer, long_table, maps_figure, stacked
+from posbench.studies.behind_rope.maps import (
+    long_table,
+    maps_figure,
+    stack_maps,
+    title_layers,
+)
 from posbench.theory import causal_mask as theory
 
 PAPER = "Behind RoPE,"
@@ -142,7 +147,7 @@ class CausalMask(Study):
                 front = {"figure": figure, "setting": setting.name}
                 scores = self._score_table(setting, mean, error)
                 parts["scores"].append(pd.DataFrame({**front, **scores}))
-                rows = facts(mean, repeated_mean, self.limit(setting))
+                rows = compare_maps(mean, repeated_mean, self.limit(setting))
                 parts["facts"].append(pd.DataFrame({**front, **rows, "n": self.draws}))
                 if setting.norm != "l2":
                     parts["layernorm"].append(self._layernorm_table(setting, mean))
@@ -165,7 +170,7 @@ class CausalMask(Study):
 
     def _layernorm_table(self, setting: Setting, mean: Array) -> pd.DataFrame:
         """Scores of the second layer's last query, simulated with LayerNorm and exact with the L2 norm."""
-        _, l2 = theory.limit(self.tokens, 2, setting.alpha)
+        _, l2 = theory.limit_scores(self.tokens, 2, setting.alpha)
         columns = {
             "setting": setting.name,
             "key": np.arange(1, self.tokens),
@@ -202,19 +207,19 @@ class CausalMask(Study):
         if setting.norm != "l2" and not like_l2:
             return None
         kernel = theory.rope_kernel(self.tokens, self.dim) if setting.rope else None
-        return theory.limit(
+        return theory.limit_scores(
             self.tokens, LAYERS, setting.alpha, mask=setting.mask, kernel=kernel
         )
 
     def figures(self, tables: Tables) -> Drawn:
         """Each of the paper's figures by its number, and the closed forms."""
-        drawn: dict[str, tuple[Figure, str]] = {}
+        figures: dict[str, tuple[Figure, str]] = {}
         if "steps" in tables:
             caption = f"{PAPER} Figure 1: from three inputs to the scores of the second layer."
-            drawn["figure_1"] = (first_figure(tables["steps"]), caption)
+            figures["figure_1"] = (first_figure(tables["steps"]), caption)
             caption = "The closed forms, and where the scores of the last query stop rising at alpha 0."
             figure = forms_figure(tables["lengths"], tables["last_rows"])
-            drawn["closed_forms"] = (figure, caption)
+            figures["closed_forms"] = (figure, caption)
         if "scores" in tables:
             for number, frame in tables["scores"].groupby("figure", sort=False):
                 caption = (
@@ -222,13 +227,13 @@ class CausalMask(Study):
                     "Normalised: each diagonal's mean subtracted."
                 )
                 figure = _scores_figure(FIGURES[int(number)], frame)
-                drawn[f"figure_{number}"] = (figure, caption)
+                figures[f"figure_{number}"] = (figure, caption)
         if "layernorm" in tables:
             caption = "LayerNorm for the L2 norm: scores of the second layer's last query, over the largest."
             length = "1" if self.input_norm == "unit" else "sqrt(d)"
             figure = layernorm_figure(tables["layernorm"], length)
-            drawn["layernorm"] = (figure, caption)
-        return drawn
+            figures["layernorm"] = (figure, caption)
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """The paper's claims, as far as the figures shown bear on them."""
@@ -246,7 +251,7 @@ class CausalMask(Study):
             later = rows.loc[settings].dropna(subset=["correlation"])
             findings.append(_section_4_1(later))
         if 7 in self.show:
-            _, l2 = theory.limit(self.tokens, 2, 0.2)
+            _, l2 = theory.limit_scores(self.tokens, 2, 0.2)
             findings.append(_appendix_b(rows, l2))
         if 4 in self.show and 10 in self.show:
             findings.append(_section_5_1(rows))
@@ -368,7 +373,9 @@ def _section_5_1(rows: pd.DataFrame) -> Finding:
     return Finding.that(holds, claim, statistic, (smallest, len(masked)), note)
 
 
-def facts(mean: Array, again: Array, limit: Sequence[Array] | None) -> pd.DataFrame:
+def compare_maps(
+    mean: Array, again: Array, limit: Sequence[Array] | None
+) -> pd.DataFrame:
     """Compare simulated scores below the diagonal, layer by layer, with the limit and with a repetition.
 
     Args:
@@ -431,12 +438,12 @@ def exact_tables(n: int) -> dict[str, pd.DataFrame]:
     last_rows = []
     rising = []
     for alpha in ALPHAS:
-        limit = theory.limit(n, LAYERS, alpha)
+        limit = theory.limit_scores(n, LAYERS, alpha)
         form_columns = {
             "alpha": alpha,
             "query": query + 1,
             "key": key + 1,
-            "closed": theory.scores_2(n, alpha)[query, key],
+            "closed": theory.second_layer_scores(n, alpha)[query, key],
             "limit": limit[1][query, key],
         }
         forms.append(pd.DataFrame(form_columns))
@@ -481,7 +488,7 @@ def exact_tables(n: int) -> dict[str, pd.DataFrame]:
 def _first_steps() -> pd.DataFrame:
     """Figure 1: rows of step, token, other (key or input) and value, for three tokens at alpha 0."""
     causal = np.tri(3, dtype=bool)
-    first, second = theory.limit(3, 2, 0.0)
+    first, second = theory.limit_scores(3, 2, 0.0)
     weights = np.exp(np.where(causal, first, -np.inf))
     output = weights / weights.sum(1, keepdims=True) + np.eye(3)
     unit = output / np.linalg.norm(output, axis=1, keepdims=True)
@@ -503,11 +510,11 @@ def _scores_figure(settings: Sequence[Setting], table: pd.DataFrame) -> Figure:
     """Maps of each setting, and with RoPE normalised maps."""
     rows = []
     for setting in settings:
-        scores = stacked(table[table["setting"] == setting.name], "score")
-        rows.append((setting.name, by_layer(scores)))
+        scores = stack_maps(table[table["setting"] == setting.name], "score")
+        rows.append((setting.name, title_layers(scores)))
         if setting.rope:
             normalised = theory.diagonal_normalised(scores)
-            rows.append((f"{setting.name}, normalised", by_layer(normalised)))
+            rows.append((f"{setting.name}, normalised", title_layers(normalised)))
     return maps_figure(rows)
 
 
@@ -537,7 +544,7 @@ def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
     score_axes, length_axes, last_axes, step_axes = grid.flat
     alphas = lengths["alpha"].nunique()
     for index, (alpha, rows) in enumerate(lengths.groupby("alpha")):
-        colour = plot.line_style(index, of=alphas)["color"]
+        colour = plot.line_style(index, steps=alphas)["color"]
         score_axes.plot(
             rows["token"], rows["g"], color=colour, label=f"alpha {alpha:g}"
         )
@@ -547,7 +554,7 @@ def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
         step_axes.plot(start["token"], start["printed"], color=colour, linestyle=":")
     layers = last["layer"].nunique()
     for index, (layer, rows) in enumerate(last[last["alpha"] == 0].groupby("layer")):
-        colour = plot.line_style(index, of=layers)["color"]
+        colour = plot.line_style(index, steps=layers)["color"]
         share = rows["score"] / rows["score"].max()
         last_axes.plot(rows["key"], share, color=colour, label=f"layer {layer}")
         last_axes.plot(rows["key"][share.idxmax()], 1, "o", color=colour)
@@ -580,7 +587,7 @@ def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
         axes.plot(
             rows["key"],
             rows["l2"] / rows["l2"].max(),
-            color=plot.PAPER,
+            color=plot.PAPER_COLOUR,
             linestyle=plot.DASHED,
             label="the paper's L2 norm, exact",
         )

@@ -13,15 +13,20 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Tensor, inference_mode, pd
-from posbench.measure.scores import MeanMap, by_sample, check_interface, read_scores
+from posbench.measure.scores import (
+    MeanMap,
+    need_attention_interface,
+    read_scores,
+    rows_to_heads,
+)
 from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, estimate, joint
+from posbench.stats.findings import Finding, estimate, join_findings
 from posbench.studies.base import Tables
-from posbench.studies.behind_rope.maps import long_table, maps_figure, stacked
+from posbench.studies.behind_rope.maps import long_table, maps_figure, stack_maps
 from posbench.studies.behind_rope.score_map import Sampled
 
 PANELS = {
@@ -91,7 +96,7 @@ class Gram(Sampled):
 
     def figures(self, tables: Tables) -> Drawn:
         """The nine panels."""
-        maps = stacked(tables["panels"], "product", by="panel")
+        maps = stack_maps(tables["panels"], "product", by="panel")
         titled = [
             (f"({panel}) {title}", scores)
             for (panel, title), scores in zip(PANELS.items(), maps, strict=True)
@@ -168,7 +173,7 @@ def _pattern_turns(facts: pd.DataFrame) -> Finding:
     normed = estimate(facts.loc["h"], "near")
     turned = Finding.below(claim, statistic, output, note=f"(h): {normed.words}")
     turned_back = Finding.above(claim, statistic, normed)
-    return joint([turned, turned_back], shown=turned)
+    return join_findings([turned, turned_back], numbers_of=turned)
 
 
 def first_block(lm: LM) -> Any:
@@ -177,8 +182,8 @@ def first_block(lm: LM) -> Any:
     Raises:
         UserError: Layers lack ``o_proj`` or ``post_attention_layernorm``, are too few, or cannot be heard.
     """
-    check_interface(lm)
-    block = families.blocks(lm.model)[0]
+    need_attention_interface(lm)
+    block = families.decoder_layers(lm.model)[0]
     attention = families.attention_modules(lm.model)[0]
     has_norm = hasattr(block, "post_attention_layernorm")
     if lm.layers < 2 or not has_norm or not hasattr(attention, "o_proj"):
@@ -226,7 +231,7 @@ def gram_panels(
             states["e"] = states["d"] + states["X"]
             for panel in STATE_PANELS:
                 # [B, 1, n, d]: states as of one head.
-                rows = by_sample(states[panel][:, None], len(batch))
+                rows = rows_to_heads(states[panel][:, None], len(batch))
                 maps[panel].add(rows, rows)
             advance(len(batch))
     return maps

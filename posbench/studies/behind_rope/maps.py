@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
@@ -16,43 +17,47 @@ COLOUR_QUANTILES = (0.01, 0.99)
 
 
 def long_table(
-    by: str, maps: Mapping[Any, Mapping[str, Array]], cells: int
+    index_name: str, maps: Mapping[Any, Mapping[str, Array]], max_cells: int
 ) -> pd.DataFrame:
     """Write maps as rows, without the entries that are NaN.
 
-    A causal map of more than ``cells`` tokens is cut into blocks: query and key are then the mean token of a
+    A causal map of more than ``max_cells`` tokens is cut into blocks: query and key are then the mean token of a
     block, and the value is the mean below the diagonal.
 
     Args:
-        by: Name of the column that tells the maps apart.
+        index_name: Name of the column that tells the maps apart.
         maps: By the value of that column, the maps [n, n] by name.
-        cells: Largest side of a written map.
+        max_cells: Largest side of a written map.
 
     Returns:
-        Rows of ``by``, query, key (tokens from 1) and a column for each named map.
+        Rows of ``index_name``, query, key (tokens from 1) and a column for each named map.
     """
     parts = []
     for value, named_maps in maps.items():
         first = next(iter(named_maps.values()))
         n = len(first)
-        block = -(-n // cells)
+        block = -(-n // max_cells)
         if block == 1:
             query, key = np.nonzero(~np.isnan(first))
-            token: np.ndarray[Any, Any] = np.arange(1, n + 1)
+            token: NDArray[Any] = np.arange(1, n + 1)
         else:
             query, key = np.tril_indices(n, -1)
             start = np.arange(0, n, block)
             token = (start + np.minimum(start + block, n) + 1) / 2
         columns = {name: scores[query, key] for name, scores in named_maps.items()}
-        front = {by: value, "query": token[query // block], "key": token[key // block]}
+        front = {
+            index_name: value,
+            "query": token[query // block],
+            "key": token[key // block],
+        }
         table = pd.DataFrame({**front, **columns})
         if block > 1:
-            table = table.groupby([by, "query", "key"], as_index=False).mean()
+            table = table.groupby([index_name, "query", "key"], as_index=False).mean()
         parts.append(table)
     return pd.concat(parts)
 
 
-def stacked(table: pd.DataFrame, column: str, by: str = "layer") -> Array:
+def stack_maps(table: pd.DataFrame, column: str, by: str = "layer") -> Array:
     """The maps of a long table, [L, cells, cells]; NaN where it has no row."""
     tokens = np.union1d(table["query"], table["key"])
     groups = list(table.groupby(by, sort=False))
@@ -64,7 +69,7 @@ def stacked(table: pd.DataFrame, column: str, by: str = "layer") -> Array:
     return maps
 
 
-def by_layer(values: Array) -> dict[str, Array]:
+def title_layers(values: Array) -> dict[str, Array]:
     """Maps [L, n, n] by their titles."""
     return {f"layer {layer}": scores for layer, scores in enumerate(values)}
 

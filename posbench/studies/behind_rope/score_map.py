@@ -14,16 +14,21 @@ from annotated_types import Ge
 from posbench.errors import UserError
 from posbench.files.sources import Source
 from posbench.late import pd
-from posbench.measure.scores import check_interface, score_maps
+from posbench.measure.scores import need_attention_interface, score_maps
 from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Seed, Several
-from posbench.stats.findings import Finding, estimate, joint
+from posbench.stats.findings import Finding, estimate, join_findings
 from posbench.studies.base import Study, Tables
-from posbench.studies.behind_rope.maps import by_layer, long_table, maps_figure, stacked
+from posbench.studies.behind_rope.maps import (
+    long_table,
+    maps_figure,
+    stack_maps,
+    title_layers,
+)
 from posbench.studies.prompts import need_whole_maps
 from posbench.theory.causal_mask import diagonal_normalised
 
@@ -63,7 +68,7 @@ class Sampled(Study):
         if self.tokens > window:
             allowed = f"at most {window}, the context window of {run.lm.name}"
             raise UserError("study.tokens", self.tokens, allowed, "take fewer tokens")
-        check_interface(run.lm)
+        need_attention_interface(run.lm)
         self.rows(run.lm)
 
     def reads(self, run: Run) -> list[StudyWorkload]:
@@ -150,30 +155,33 @@ class ScoreMap(Sampled):
     def figures(self, tables: Tables) -> Drawn:
         """The first layers raw and normalised, and where there are more, all of them."""
         samples = f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile, no diagonal."
-        scores = stacked(tables["maps"], "score")
-        normalised = stacked(tables["maps"], "normalised")
+        scores = stack_maps(tables["maps"], "score")
+        normalised = stack_maps(tables["maps"], "normalised")
         rows = [
-            ("score", by_layer(scores[:MAIN_LAYERS])),
-            ("normalised", by_layer(normalised[:MAIN_LAYERS])),
+            ("score", title_layers(scores[:MAIN_LAYERS])),
+            ("normalised", title_layers(normalised[:MAIN_LAYERS])),
         ]
         caption = (
             f"Scores before the softmax, and less the mean of their diagonal: {samples}"
         )
-        drawn = {"score_map": (maps_figure(rows, self.last_token), caption)}
+        figures = {"score_map": (maps_figure(rows, self.last_token), caption)}
         if len(scores) <= MAIN_LAYERS:
-            return drawn
+            return figures
         for name, title, maps in (
             ("score", "Scores before the softmax", scores),
             ("normalised", "Less the mean of their diagonal", normalised),
         ):
-            titled = list(by_layer(maps).items())
+            titled = list(title_layers(maps).items())
             rows = [
                 ("", dict(titled[start : start + MAPS_ACROSS]))
                 for start in range(0, len(titled), MAPS_ACROSS)
             ]
             figure = maps_figure(rows, self.last_token)
-            drawn[f"all_layers_{name}"] = (figure, f"{title}, every layer: {samples}")
-        return drawn
+            figures[f"all_layers_{name}"] = (
+                figure,
+                f"{title}, every layer: {samples}",
+            )
+        return figures
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether scores favour near keys, and whether they depend on more than the distance."""
@@ -217,7 +225,7 @@ def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
     parts = [later_differs]
     if first_differs.verdict == "holds":
         parts.insert(0, replace(first_differs, verdict="contradicted"))
-    return joint(parts, shown=later_differs)
+    return join_findings(parts, numbers_of=later_differs)
 
 
 def _differs_from_0(claim: str, statistic: str, layer: pd.Series, note: str) -> Finding:

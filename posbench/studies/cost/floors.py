@@ -13,7 +13,7 @@ from posbench.late import sdpa, torch
 from posbench.methods import Method, Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.model.hooks import attending, replaced
+from posbench.model.hooks import intercepting_attention, replace_attribute
 from posbench.model.lm import LM
 
 TILE_QUERIES = 128  # of 64 to 384 the fastest with 2048 keys
@@ -43,7 +43,7 @@ class Kernels(Unmodified):
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:
         """See :meth:`Method.changed`."""
-        with attending(lm.model, self.attend):
+        with intercepting_attention(lm.model, self.attend):
             yield
 
     def attend(self, *args: Any, following: Any, **settings: Any) -> Any:
@@ -104,5 +104,5 @@ class Forwards(AttentionBuckets):
             kwargs |= {"use_cache": False, "past_key_values": None}
             return forward(*args, **kwargs)
 
-        with replaced(lm.model, "forward", without_cache), super().changed(lm):
+        with replace_attribute(lm.model, "forward", without_cache), super().changed(lm):
             yield

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.files.sources import Source, checkpoint
+from posbench.files.sources import Source, checkpoint_source
 from posbench.late import Figure, Tensor, pd, torch, transformers
 from posbench.methods import Method
 from posbench.model.lm import LM
@@ -21,14 +21,19 @@ from posbench.model.load import Dtype, Kernel, load, torch_device
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import MOST, Count
+from posbench.schema import MAX_COUNT, Count
 from posbench.stats.findings import Finding
-from posbench.stats.frames import shown
+from posbench.stats.frames import display_name
 from posbench.studies.base import Study, Tables
 from posbench.studies.cost.latency import Latency
 from posbench.studies.cost.precision import next_logits
 from posbench.studies.cost.throughput import Throughput
-from posbench.studies.cost.timing import Shape, applicable, random_model, table
+from posbench.studies.cost.timing import (
+    Shape,
+    applicable_methods,
+    random_model,
+    with_environment,
+)
 from posbench.tasks import Example, KVRetrieval
 
 TINY = "tiny"
@@ -138,14 +143,16 @@ class GpuCheck(Study):
     all_methods: ClassVar[bool] = True
 
     models: tuple[Model, ...] = get_args(Model)
-    prompts: Annotated[int, Ge(4), Le(MOST)] = 8
+    prompts: Annotated[int, Ge(4), Le(MAX_COUNT)] = 8
     bench: bool = True
     shape: Shape | None = None
     tokens: Count | None = None
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
-        return (replace(checkpoint(f"{paths.EMBEDDED}{TINY}"), field="study.models"),)
+        return (
+            replace(checkpoint_source(f"{paths.EMBEDDED}{TINY}"), field="study.models"),
+        )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``checks`` (a row per setup, model, method and quantity) and those of the bench."""
@@ -168,7 +175,7 @@ class GpuCheck(Study):
         torch.set_num_threads(1)  # models this small gain nothing from a second one
         with run.progress("models", len(self.models)) as advance:
             for name in self.models:
-                rows += Checked(name, run, examples).rows(available)
+                rows += ModelCheck(name, run, examples).rows(available)
                 advance(1)
         torch.set_num_threads(threads)
 
@@ -185,7 +192,7 @@ class GpuCheck(Study):
                     rows.append(
                         _row(setup, quantity=quantity, verdict="failed", reason=reason)
                     )
-        return {"checks": table(rows), **tables}
+        return {"checks": with_environment(rows), **tables}
 
     def asked(self) -> list[Example]:
         """Prompts of two lengths, in turn."""
@@ -303,7 +310,7 @@ class Answers(NamedTuple):
     replies: list[str]
 
 
-class Checked:
+class ModelCheck:
     """One small model: what it gives on the CPU, and every setup against that."""
 
     def __init__(self, name: str, run: Run, examples: Sequence[Example]) -> None:
@@ -315,7 +322,7 @@ class Checked:
             torch.manual_seed(0)
             base = self.model(CPU_SETUP)
         self.weights = base.model.state_dict()
-        self.methods = applicable(
+        self.methods = applicable_methods(
             base, run.all_methods, lambda choice: choice.cls.example(base)
         )
         self.exact = {
@@ -427,7 +434,9 @@ class Checked:
         """What a model gives for the examples under a method."""
         texts = [example.prompt for example in self.examples]
         gold = [example.answers[0] for example in self.examples]
-        prompts = [lm.encode(text).ids for text in texts]
+        prompts = [
+            lm.add_items(example.prompt, example.items) for example in self.examples
+        ]
         logits = next_logits(lm, method, prompts, BATCH_SIZE)
         with method.applied(lm):
             losses = lm.answer_loss(texts, gold, batch_size=BATCH_SIZE).double()
@@ -517,8 +526,10 @@ def checks_figure(checks: pd.DataFrame) -> Figure:
             y = [methods.index(method) + offset for method in worst.index]
             style = plot.line_style(index) | {"linestyle": "", "label": setup}
             axes.plot(worst.clip(upper=2), y, **style)
-        axes.set_yticks(range(len(methods)), [shown(method) for method in methods])
+        axes.set_yticks(
+            range(len(methods)), [display_name(method) for method in methods]
+        )
         axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
         axes.set(title=quantity, xlabel="difference / tolerance", xlim=(-0.05, 2.1))
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

@@ -15,9 +15,9 @@ from posbench.files.atomic import Row
 from posbench.late import PreTrainedModel, inference_mode, pd, torch, transformers
 from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.methods.scale_channel import share
+from posbench.methods.scale_channel import scale_layer_range
 from posbench.model import families
-from posbench.model.hooks import replaced
+from posbench.model.hooks import replace_attribute
 from posbench.model.lm import LM
 from posbench.model.load import torch_device
 from posbench.run.base import Run
@@ -25,13 +25,19 @@ from posbench.schema import Count, Whole
 from posbench.stats import reference
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.floors import floors
-from posbench.studies.cost.timing import Shape, Timed, applicable, random_model, table
+from posbench.studies.cost.timing import (
+    Shape,
+    TimingStudy,
+    applicable_methods,
+    random_model,
+    with_environment,
+)
 
 ANSWER_TOKENS = 4  # whose loss the search measures
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency(Timed):
+class Latency(TimingStudy):
     """Prefill and decoding under every method, scale_channel and its direct way, and the channel search.
 
     Attributes:
@@ -99,12 +105,12 @@ class Latency(Timed):
             if self.search_tokens:
                 search += self.search(lm)
         rows = {"generation": generation, "search": search}
-        return {name: table(part) for name, part in rows.items() if part}
+        return {name: with_environment(part) for name, part in rows.items() if part}
 
     def _chosen_methods(self, run: Run, lm: LM) -> dict[str, Method]:
         """The methods to run side by side, with their floors where these are measured."""
         names = (UNMODIFIED, *(self.methods or run.all_methods))
-        methods = applicable(
+        methods = applicable_methods(
             lm, run.all_methods, lambda choice: choice.cls.example(lm), run.console.out
         )
         chosen = {name: method for name, method in methods.items() if name in names}
@@ -129,6 +135,9 @@ class Latency(Timed):
         """
         vocab_size = lm.model.config.vocab_size
         ids = torch.randint(5, vocab_size, (1, tokens), device=lm.device)
+        # A method that reads items gets the halves of the prompt.
+        half = tokens // 2
+        lm.items.add(ids[0].tolist(), [(0, half), (half, tokens)])
 
         def generate(method: Method) -> None:
             with method.applied(lm):
@@ -144,7 +153,7 @@ class Latency(Timed):
         ways = {name: partial(generate, method) for name, method in methods.items()}
         work = f"{tokens} + {new_tokens} tokens"
         rows = self.compared(work, ways, lm.device, faster=False)
-        printed = reference.table("latency.csv", "method", "ratio", "source")
+        printed = reference.read_table("latency.csv", "method", "ratio", "source")
         ratios = {
             method: "; ".join(
                 f"{row.ratio} ({row.source})" for row in part.itertuples()
@@ -159,7 +168,7 @@ class Latency(Timed):
     def search(self, lm: LM) -> list[Row]:
         """Time a forward for each candidate against one prefill for all; their losses are equal bit by bit."""
         width = lm.model.config.hidden_size
-        layers = share((10, 25), lm.layers)
+        layers = scale_layer_range((10, 25), lm.layers)
         settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
         all_candidates = [
             ScaleChannel(channel=channel, factor=factor, layers=layers)
@@ -208,7 +217,7 @@ class Reprojection(ScaleChannel):
             for index in self.layer_indices:
                 attention = attentions[index]
                 forward = partial(self._run_twice, lm.model, index, attention.forward)
-                stack.enter_context(replaced(attention, "forward", forward))
+                stack.enter_context(replace_attribute(attention, "forward", forward))
             yield lm
 
     def _run_twice(

@@ -10,16 +10,16 @@ from posbench.files.atomic import Row
 from posbench.late import Figure, Tensor, inference_mode, pd, torch
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
-from posbench.model.guard import finite, guarded
-from posbench.model.lm import LM, batches
+from posbench.model.guard import check_finite, guarded
+from posbench.model.lm import LM, length_batches
 from posbench.model.load import Dtype, load
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count
-from posbench.stats.frames import UNMODIFIED, shown
+from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
-from posbench.studies.cost.timing import applicable, table
+from posbench.studies.cost.timing import applicable_methods, with_environment
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 BATCH_SIZES = (1, 4, 16)
@@ -47,7 +47,7 @@ class Precision(Study):
         moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
         prompts = self._prompts(run)
-        methods = applicable(
+        methods = applicable_methods(
             run.lm, run.all_methods, MethodChoice.build, run.console.out
         )
         errors: list[Row] = []
@@ -77,7 +77,7 @@ class Precision(Study):
         for name, exact_logits in exact.items():
             effect = compare(exact_logits, unmodified)
             errors.append({"method": name, "weights": "float64", **effect})
-        return {"errors": table(errors), "drifts": table(drifts)}
+        return {"errors": with_environment(errors), "drifts": with_environment(drifts)}
 
     def _prompts(self, run: Run) -> list[list[int]]:
         """Token ids of evaluation prompts, spread over all of them, of several lengths."""
@@ -126,10 +126,10 @@ def next_logits(
     vocab_size = lm.model.get_output_embeddings().out_features
     result = torch.empty(len(prompts), vocab_size, dtype=torch.float64)
     with method.applied(lm):
-        for batch in batches([len(prompt) for prompt in prompts], batch_size):
+        for batch in length_batches([len(prompt) for prompt in prompts], batch_size):
             inputs = lm.pad([prompts[i] for i in batch])
             logits = lm.model(**inputs, logits_to_keep=1).logits[:, -1]
-            result[batch] = finite(logits).double().cpu()
+            result[batch] = check_finite(logits).double().cpu()
     return result
 
 
@@ -153,7 +153,7 @@ def errors_figure(errors: pd.DataFrame) -> Figure:
         if weights == "float64":
             label = "effect of the method, float64"
         style = plot.line_style(index) | {"linestyle": "", "label": label}
-        axes.plot(rows["mean"], rows["method"].map(shown), **style)
+        axes.plot(rows["mean"], rows["method"].map(display_name), **style)
     axes.set(xscale="log", xlabel="mean absolute difference of logits")
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

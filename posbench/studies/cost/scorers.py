@@ -19,7 +19,7 @@ from posbench.tasks import Example
 from posbench.tasks.leval_closed import gold_letters, letter_score, letters
 from posbench.tasks.longbench import PROMPTS, LongBench
 from posbench.tasks.loogle_timeline_reorder import reorder_scores
-from posbench.tasks.reading import rows
+from posbench.tasks.reading import read_data_rows
 from posbench.tasks.scorers import best_subspan_em
 
 Scored = Iterator[tuple[str, float, float]]
@@ -34,7 +34,7 @@ def longbench(folder: Path) -> Scored:
     task = LongBench(subsets=tuple(PROMPTS))
     for subset in task.subsets:
         file = folder / "scored_predictions" / f"{subset}.jsonl"
-        for _, row in rows("study.data", file):
+        for _, row in read_data_rows("study.data", file):
             example = Example(
                 id=row["_id"],
                 prompt="",
@@ -49,7 +49,7 @@ def longbench(folder: Path) -> Scored:
 def nq(folder: Path) -> Scored:
     """Fields ``answers``, ``model_answer``, ``metric_best_subspan_em`` (the script of Liu et al. 2023)."""
     file = folder / "scored_predictions_gpt35_first300.jsonl"
-    for _, row in rows("study.data", file):
+    for _, row in read_data_rows("study.data", file):
         ours = best_subspan_em(row["model_answer"], row["answers"], strip_first=False)
         yield "20 documents", row["metric_best_subspan_em"], ours
 
@@ -60,7 +60,7 @@ def leval(folder: Path) -> Scored:
         model = name.partition("_")[0]
         for exam in ("coursera", "quality", "tpo"):
             file = folder / "scored_predictions" / f"{name.format(exam)}.jsonl"
-            for _, row in rows("study.data", file):
+            for _, row in read_data_rows("study.data", file):
                 answer = letters(row["prediction"], several=exam == "coursera")
                 ours = letter_score(answer, gold_letters(row["gt"]))
                 yield f"{exam}, {model}", row["official_score"], ours
@@ -74,7 +74,9 @@ def loogle(folder: Path) -> Scored:
         "sd": "swap",
         "sdd": "swap_distance",
     }
-    for _, row in rows("study.data", folder / "timeline_reorder_gold_and_gpt4.jsonl"):
+    for _, row in read_data_rows(
+        "study.data", folder / "timeline_reorder_gold_and_gpt4.jsonl"
+    ):
         field = "official_worst_value"
         if row["standard_format"]:
             field = "official_function_value"
@@ -122,7 +124,7 @@ class Scorers(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        if parity(self.folder).empty:
+        if compare_with_official(self.folder).empty:
             folders = ", ".join(folder for folder, _ in BENCHMARKS.values())
             raise UserError(
                 "study.data",
@@ -132,8 +134,8 @@ class Scorers(Study):
             )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``scores``; see :func:`parity`."""
-        return {"scores": parity(self.folder)}
+        """Table ``scores``; see :func:`compare_with_official`."""
+        return {"scores": compare_with_official(self.folder)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether every score is equal."""
@@ -152,7 +154,7 @@ class Scorers(Study):
         return [finding.control()]
 
 
-def parity(root: Path) -> pd.DataFrame:
+def compare_with_official(root: Path) -> pd.DataFrame:
     """Compare our scores with the official ones.
 
     Args:

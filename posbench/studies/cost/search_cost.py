@@ -11,11 +11,11 @@ from posbench.late import pd
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.run.base import Run
 from posbench.search.genetic import GeneticSearch, Genome
-from posbench.search.scales import answering, calibration
+from posbench.search.scales import calibration_questions, make_evaluator
 from posbench.stats import reference
 from posbench.stats.findings import Finding
 from posbench.studies.base import Tables
-from posbench.studies.cost.timing import Timed, table
+from posbench.studies.cost.timing import TimingStudy, with_environment
 
 OPERATIONS = {  # the paper's names, and ours
     "Computing fitness via model inference": "answers of the model",
@@ -27,7 +27,7 @@ DOMINANT_SHARE = 0.9  # of the time: what "dominates" is held against
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchCost(Timed):
+class SearchCost(TimingStudy):
     """Seconds of each operation in one generation of the genetic search (LPES, Table 10).
 
     A generation is that of the defaults of ``search=genetic``: 16 mutations and 4 crossovers, and as many
@@ -42,7 +42,7 @@ class SearchCost(Timed):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        calibration(run.task)
+        calibration_questions(run.task)
         LayerScaling(scales=(1.0,) * run.lm.layers).check(run.lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -55,8 +55,8 @@ class SearchCost(Timed):
             rows = self.compared(
                 "one generation", ways, run.lm.device, faster=False, advance=advance
             )
-        operations = table(rows)
-        printed = reference.table("lpes_table10_ga_runtime.csv", "task", "value")
+        operations = with_environment(rows)
+        printed = reference.read_table("lpes_table10_ga_runtime.csv", "task", "value")
         printed_seconds = printed.set_index("task")["value"].loc[list(OPERATIONS)]
         operations["paper_seconds"] = printed_seconds.astype(float).to_numpy()
         for prefix in ("", "paper_"):
@@ -71,9 +71,9 @@ class SearchCost(Timed):
         lm = run.lm
         num_layers = lm.layers
         rng = random.Random(0)
-        examples, positions = calibration(run.task)
+        examples, positions = calibration_questions(run.task)
         num_questions = len(positions)
-        answer = answering(lm, run.task, examples)
+        answer = make_evaluator(lm, run.task, examples)
         parents: list[Genome] = [
             search.mutate(search.first(num_layers), rng, num_layers)
             for _ in range(search.parents)

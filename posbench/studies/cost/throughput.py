@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from posbench import paths
 from posbench.files.atomic import Row
-from posbench.files.sources import Source, checkpoint
+from posbench.files.sources import Source, checkpoint_source
 from posbench.late import inference_mode, pd, torch
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
@@ -23,7 +23,12 @@ from posbench.run.replies import plan_replies
 from posbench.run.runtime import Runtime
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
-from posbench.studies.cost.timing import Shape, Timed, random_model, table
+from posbench.studies.cost.timing import (
+    Shape,
+    TimingStudy,
+    random_model,
+    with_environment,
+)
 from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
@@ -43,7 +48,7 @@ Outputs = list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput(Timed):
+class Throughput(TimingStudy):
     """Generated and chosen replies of the embedded model and of one with random weights, in float32.
 
     Where prompts have nothing in common, and under the unmodified model alone, sharing prefills gains nothing
@@ -77,7 +82,9 @@ class Throughput(Timed):
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
-        return (replace(checkpoint(f"{paths.EMBEDDED}tiny"), field="study.model"),)
+        return (
+            replace(checkpoint_source(f"{paths.EMBEDDED}tiny"), field="study.model"),
+        )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Time the evaluate stage and the loop.
@@ -102,7 +109,7 @@ class Throughput(Timed):
             for work in self.works:
                 rows += self.time_paper_work(run, random_lm, work)
                 advance(1)
-        return {"throughput": table(rows)}
+        return {"throughput": with_environment(rows)}
 
     def time_replies(self, run: Run, lm: LM, pairs: int) -> list[Row]:
         """Rows of the unmodified model at one number of pairs, generation first, then choices."""

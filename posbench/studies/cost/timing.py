@@ -15,7 +15,7 @@ import yaml
 from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.files.hardware import hardware
+from posbench.files.hardware import describe_hardware
 from posbench.late import Figure, pd, torch, transformers
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
@@ -34,7 +34,7 @@ Shape = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed(Study):
+class TimingStudy(Study):
     """A study that compares times.
 
     Attributes:
@@ -144,12 +144,14 @@ def _ratios(
     }
 
 
-def table(rows: Sequence[Row]) -> pd.DataFrame:
+def with_environment(rows: Sequence[Row]) -> pd.DataFrame:
     """Measured rows, with the hardware and the versions that they were made on."""
-    return pd.DataFrame(rows).assign(hardware=hardware(), versions=versions.summary())
+    return pd.DataFrame(rows).assign(
+        hardware=describe_hardware(), versions=versions.version_line()
+    )
 
 
-def applicable(
+def applicable_methods(
     lm: LM,
     choices: Mapping[str, MethodChoice],
     build: Callable[[MethodChoice], Method],
@@ -227,7 +229,7 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
             )
             printed = _printed_ratios(row, rows)
             if printed:
-                axes.plot(printed, [y] * len(printed), **plot.OPEN_DIAMOND)
+                axes.plot(printed, [y] * len(printed), **plot.PAPER_MARKER)
         names = rows["way"][::-1].replace(UNMODIFIED, "unmodified")
         axes.set_yticks(range(len(rows)), names)
         axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
@@ -237,8 +239,8 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
     base = str(measured["base"].iloc[0]).replace(UNMODIFIED, "unmodified")
     label = f"{quantity} {base} (median and range over rounds)"
     axes.set(xlabel=label, xlim=(0, None))
-    if "paper" in plot.entries(figure)[1]:
-        plot.legend_below(figure)
+    if "paper" in plot.legend_entries(figure)[1]:
+        plot.add_legend_below(figure)
     return figure
 
 

@@ -20,16 +20,16 @@ from posbench.files.atomic import Row
 from posbench.late import F, nn, pd, torch
 from posbench.run.base import Run
 from posbench.schema import Count
-from posbench.studies.cost.timing import Timed, table
+from posbench.studies.cost.timing import TimingStudy, with_environment
 from posbench.studies.wu2025.network import HIDDEN_LAYERS
-from posbench.studies.wu2025.sequences import World, training_batch
+from posbench.studies.wu2025.sequences import ClassWorld, training_batch
 from posbench.studies.wu2025.training import Condition, Ensemble
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSpeed(Timed):
+class TrainingSpeed(TimingStudy):
     """Trainings of one seed on the CPU, causal mask, without and with RoPE; take runtime.threads=1.
 
     Attributes:
@@ -55,7 +55,7 @@ class TrainingSpeed(Timed):
                 advance(1)
         for row in rows:
             row["iterations_per_second"] = self.iterations / row["seconds"]
-        return {"training_speed": table(rows)}
+        return {"training_speed": with_environment(rows)}
 
     def work(self, depth: int, pe: str) -> list[Row]:
         """Rows of one network."""
@@ -90,7 +90,7 @@ class PlainSequences(Dataset[tuple[Tensor, Tensor]]):
     """Training sequences, each built in Python from a seed of its own."""
 
     condition: Condition
-    world: World
+    world: ClassWorld
 
     def __len__(self) -> int:
         return 10**9

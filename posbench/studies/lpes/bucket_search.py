@@ -15,7 +15,7 @@ from posbench.run.base import Run
 from posbench.schema import Count, Several, Whole
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.theory.waves import choose, extrema, wave
+from posbench.theory.waves import choose_bases, extrema, rope_wave
 
 PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
 """The authors' list of bases for tool use."""
@@ -50,12 +50,13 @@ class BucketSearch(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``bases`` (reach, mean number of peaks and troughs, order, the fields of
-        :class:`posbench.theory.waves.Step`, published) and ``waves`` (step, base, distance, score, extremum)."""
+        :class:`posbench.theory.waves.ChosenBase`, published) and ``waves`` (step, base, distance, score, extremum)."""
         low, high, step = self.candidates
         candidates = sorted({self.first, *map(float, range(low, high + 1, step))})
         distance = np.arange(self.distances[0], self.distances[1] + 1)
         scores = {
-            base: wave(distance.astype(float), self.dim, base) for base in candidates
+            base: rope_wave(distance.astype(float), self.dim, base)
+            for base in candidates
         }
         bases = []
         waves = []
@@ -66,7 +67,7 @@ class BucketSearch(Study):
                 peak_indices, trough_indices = extrema(score, reach)
                 peaks[base] = distance[peak_indices]
                 troughs[base] = distance[trough_indices]
-            chosen = choose(
+            chosen = choose_bases(
                 {base: (peaks[base], troughs[base]) for base in candidates},
                 self.first,
                 self.count,
@@ -129,5 +130,5 @@ def waves_figure(waves: pd.DataFrame) -> Figure:
     bases = waves.groupby("step")["base"].first()
     axes.set_yticks(bases.index, [f"{base:g}" for base in bases])
     axes.invert_yaxis()
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

@@ -17,10 +17,10 @@ from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Several
 from posbench.stats.bootstrap import difference
-from posbench.stats.findings import Finding, ends, estimate, joint
+from posbench.stats.findings import Finding, estimate, estimate_row, join_findings
 from posbench.studies.base import Study, Tables
 from posbench.tasks import Example
-from posbench.theory.waves import decay, wave
+from posbench.theory.waves import rope_decay_bound, rope_wave
 
 SCALES = (1.0, 1.2, 1.5, 2.0)
 BASES = (10000.0, 17500.0, 25000.0)
@@ -96,11 +96,15 @@ class RopeCurves(Study):
         for scale in SCALES:
             columns[f"cosine_scale_{scale:g}"] = np.cos(distance / scale * frequency)
         for scale in SCALES:
-            columns[f"decay_scale_{scale:g}"] = decay(distance, self.dim, scale=scale)
+            columns[f"decay_scale_{scale:g}"] = rope_decay_bound(
+                distance, self.dim, scale=scale
+            )
         for scale in SCALES:
-            columns[f"wave_scale_{scale:g}"] = wave(distance, self.dim, scale=scale)
+            columns[f"wave_scale_{scale:g}"] = rope_wave(
+                distance, self.dim, scale=scale
+            )
         for base in BASES:
-            columns[f"wave_base_{base:g}"] = wave(distance, self.dim, base)
+            columns[f"wave_base_{base:g}"] = rope_wave(distance, self.dim, base)
         return pd.DataFrame(columns)
 
     def _thirds(self, run: Run) -> pd.DataFrame:
@@ -125,8 +129,8 @@ class RopeCurves(Study):
                         "scale": scale,
                         "layer": layer,
                         "third": THIRDS[third],
-                        **ends(mean, "attention"),
-                        **ends(mean_change, "change"),
+                        **estimate_row(mean, "attention"),
+                        **estimate_row(mean_change, "change"),
                     }
                     rows.append(row)
                 previous = attention
@@ -158,7 +162,7 @@ class RopeCurves(Study):
             Finding.above(claim, statistic, estimate(row, "change"))
             for row in table[table["scale"] > min(SCALES)].to_dict("records")
         ]
-        return [joint(steps, shown=summary)]
+        return [join_findings(steps, numbers_of=summary)]
 
 
 @plot.styled
@@ -172,7 +176,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
         steps = len(SCALES) if "scale" in panel.columns else 0
         for index, column in enumerate(lines):
             _, *label = column.split("_")
-            style = plot.line_style(index, of=steps)
+            style = plot.line_style(index, steps=steps)
             style |= {"marker": "", "linewidth": 0.8}
             axes.plot(rows["distance"], rows[column], **style, label=" ".join(label))
         axes.set(
@@ -193,7 +197,7 @@ def thirds_figure(table: pd.DataFrame) -> Figure:
         plot.band(
             left,
             rows,
-            plot.line_style(index, of=len(SCALES)),
+            plot.line_style(index, steps=len(SCALES)),
             x="layer",
             name="attention",
             scale=1,

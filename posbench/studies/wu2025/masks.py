@@ -24,7 +24,7 @@ from posbench.stats.bootstrap import Array, Estimate, wilson
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.studies.wu2025.synthetic_tables import TEST_SD, printed_cells
+from posbench.studies.wu2025.synthetic_tables import TEST_SD, read_printed_cells
 from posbench.studies.wu2025.training import PAIRS
 from posbench.theory import masks, rope
 
@@ -97,7 +97,7 @@ class Masks(Study):
 
 def _texts(theorem: str) -> pd.Series:
     """Claim, statistic and note of a theorem in ``wu2025_theorems.csv``; the note is a format string."""
-    return reference.table("wu2025_theorems.csv").set_index("theorem").loc[theorem]
+    return reference.read_table("wu2025_theorems.csv").set_index("theorem").loc[theorem]
 
 
 def _finding(
@@ -480,7 +480,9 @@ def item_mass() -> pd.DataFrame:
 def predicted_gaps() -> pd.DataFrame:
     """Differences of the weights on two items (predicted), and the paper's accuracy gaps (paper)."""
     mass = item_mass().set_index(["attention", "layers", "item"])["weight"]
-    cells = pd.concat([printed_cells(f"wu2025_fig{figure}.csv") for figure in (2, 4)])
+    cells = pd.concat(
+        [read_printed_cells(f"wu2025_fig{figure}.csv") for figure in (2, 4)]
+    )
     paper = cells[cells["pe"] == "none"].set_index(["mask", "depth", "pair"])["paper"]
     rows = []
     networks = NETWORK_MASKS.items()
@@ -529,7 +531,7 @@ def _draw_last_rows(axes: Axes, table: pd.DataFrame, limit: int, title: str) -> 
     """Draw weights over the distance up to a limit, thick as measured, thin as predicted."""
     depths = table["layers"].nunique()
     for index, (layers, rows) in enumerate(table.groupby("layers")):
-        colour = plot.line_style(index, of=depths)["color"]
+        colour = plot.line_style(index, steps=depths)["color"]
         distance = rows["distance"]
         axes.plot(distance, rows["weight"], color=colour, linewidth=3, alpha=0.4)
         label = f"{layers} layers"
@@ -564,7 +566,9 @@ def theory_figure(tables: Tables) -> Figure:
     halves = tables["half_times"]
     label = "2 (n - 1) / (w - 1)"
     window.plot(halves["width"], halves["measured"], "o", label="measured")
-    window.plot(halves["width"], halves["predicted"], color=plot.PAPER, label=label)
+    window.plot(
+        halves["width"], halves["predicted"], color=plot.PAPER_COLOUR, label=label
+    )
     window.set(xlabel="window width w", ylabel="layers to half on token 1")
     window.set_title("4.2 window")
     _set_log_ticks(window, halves["width"], halves["measured"])

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, pd
-from posbench.measure.flow import KINDS, flow
-from posbench.measure.replies import encode
+from posbench.measure.flow import RESIDUAL_SHARES, flow
+from posbench.measure.replies import encode_prompt
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import Finding, ends, estimate
+from posbench.stats.findings import Finding, estimate, estimate_row
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
@@ -61,9 +61,9 @@ class Rollout(Study):
 
     def _flow_row(self, run: Run, example: Example) -> Row:
         """The arrays of :func:`flow` for one prompt, rounded."""
-        ids = encode(run.lm, run.task, example).ids
+        ids = encode_prompt(run.lm, run.task, example).ids
         arrays = flow(run.lm, ids, self.parts, self.tokens)
-        return {name: rounded(values, 9) for name, values in arrays.items()}
+        return {name: round_values(values, 9) for name, values in arrays.items()}
 
     def figures(self, tables: Tables) -> Drawn:
         """The rollout by depth of the prompt."""
@@ -90,7 +90,7 @@ class Rollout(Study):
             findings.append(Finding.above(claim, statistic, lead, note=note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"
-        for kind in KINDS:
+        for kind in RESIDUAL_SHARES:
             findings.append(Finding.above(claim, f"{statistic}, {kind}", changes[kind]))
         return findings
 
@@ -112,11 +112,11 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
     sinks: list[Row] = []
     # [prompts, kinds, layers, parts]
     weights = np.array([row["rollout"] for row in rows])
-    for index, kind in enumerate(KINDS):
+    for index, kind in enumerate(RESIDUAL_SHARES):
         for layer, part in np.ndindex(weights.shape[2:]):
             weight = bootstrap.difference(weights[:, index, layer, part], clusters)
             cell: Row = {"rollout": kind, "layers": layer + 1, "part": part}
-            rollout.append({**cell, **ends(weight, "weight"), "n": weight.n})
+            rollout.append({**cell, **estimate_row(weight, "weight"), "n": weight.n})
         first_part = weights[:, index, :, 0]
         change = first_part[:, -1] - first_part[:, 0]
         changes[kind] = bootstrap.difference(change, clusters)
@@ -130,14 +130,14 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
         for token, values in enumerate(shares.T):
             share = bootstrap.difference(values, long_clusters)
             cell = {"metric": metric, "token": token}
-            sinks.append({**cell, **ends(share, "share"), "n": share.n})
+            sinks.append({**cell, **estimate_row(share, "share"), "n": share.n})
         # Of the first half alone, as late tokens average few queries.
         half = shares.shape[1] // 2
         strongest = 1 + int(shares.mean(0)[1 : half + 1].argmax())
         lead = shares[:, 0] - shares[:, strongest]
         changes[metric] = bootstrap.difference(lead, long_clusters)
     columns = ["metric", "token", "share", "share_ci_low", "share_ci_high", "n"]
-    change_rows = [{"what": name, **at._asdict()} for name, at in changes.items()]
+    change_rows = [{"what": name, **e._asdict()} for name, e in changes.items()]
     return {
         "rollout": pd.DataFrame(rollout),
         "sinks": pd.DataFrame(sinks, columns=columns),
@@ -148,15 +148,17 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
 @plot.styled
 def rollout_figure(table: pd.DataFrame) -> Figure:
     """Rollout by depth of the prompt, a line per number of layers; a panel per kind of rollout."""
-    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, len(KINDS), n=table["n"])
+    figure, panels = plot.new_figure(
+        plot.PAGE, 2.6, 1, len(RESIDUAL_SHARES), n=table["n"]
+    )
     parts = table["part"].nunique()
     table = table.assign(middle=100 * (table["part"] + 0.5) / parts)
     depths = sorted(table["layers"].unique())
     depths = depths[:: -(-len(depths) // MAX_LINES)]
-    for axes, kind in zip(panels, KINDS, strict=True):
+    for axes, kind in zip(panels, RESIDUAL_SHARES, strict=True):
         for index, layers in enumerate(depths):
             rows = table[(table["rollout"] == kind) & (table["layers"] == layers)]
-            style = plot.line_style(index, of=len(depths))
+            style = plot.line_style(index, steps=len(depths))
             label = "1 layer" if layers == 1 else f"{layers} layers"
             plot.band(
                 axes, rows, style, x="middle", name="weight", scale=1, label=label

@@ -66,7 +66,7 @@ class Mixture:
         return {"first": 0, "middle": self.items // 2, "last": self.items - 1}
 
 
-class World(NamedTuple):
+class ClassWorld(NamedTuple):
     """What one training draws once.
 
     Attributes:
@@ -89,7 +89,7 @@ class Sequences(NamedTuple):
     targets: Tensor
 
 
-class Novel(NamedTuple):
+class NovelSequences(NamedTuple):
     """Sequences of two new classes each, without labels and query.
 
     Attributes:
@@ -105,14 +105,14 @@ class Novel(NamedTuple):
     labels: Tensor
 
 
-def draw_world(mixture: Mixture, rng: torch.Generator) -> World:
+def draw_world(mixture: Mixture, rng: torch.Generator) -> ClassWorld:
     """Draw the classes and labels of one training, on the generator's device."""
     std = mixture.std
     means = std * _normal(mixture.classes, mixture.width, rng=rng)
     class_labels = _integers(mixture.labels, mixture.classes, rng=rng)
     label_vectors = std * _normal(mixture.labels, mixture.width, rng=rng)
     shared = std * _normal(mixture.width, rng=rng)
-    return World(means, class_labels, label_vectors, shared)
+    return ClassWorld(means, class_labels, label_vectors, shared)
 
 
 def _normal(*shape: int, rng: torch.Generator) -> Tensor:
@@ -163,7 +163,7 @@ def _interleave(items: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
 
 
 def training_batch(
-    mixture: Mixture, world: World, count: int, rng: torch.Generator
+    mixture: Mixture, world: ClassWorld, count: int, rng: torch.Generator
 ) -> Sequences:
     """Draw sequences of the training distribution: known classes, the query's item drawn from the bias.
 
@@ -193,8 +193,8 @@ def training_batch(
 
 
 def novel_sequences(
-    mixture: Mixture, world: World, count: int, rng: torch.Generator
-) -> Novel:
+    mixture: Mixture, world: ClassWorld, count: int, rng: torch.Generator
+) -> NovelSequences:
     """Draw sequences of two new classes each, with labels of the training's.
 
     Args:
@@ -204,7 +204,7 @@ def novel_sequences(
         rng: Generator, on the device of the world.
 
     Returns:
-        Items, queries and labels, see :class:`Novel`.
+        Items, queries and labels, see :class:`NovelSequences`.
     """
     means = mixture.std * _normal(count, 2, mixture.width, rng=rng)
     labels = _integers(mixture.labels, count, 2, rng=rng)
@@ -214,28 +214,31 @@ def novel_sequences(
     if mixture.test_component == "fresh":
         shared = mixture.std * _normal(mixture.width, rng=rng)
     vectors = _vectors(mixture, torch.cat([item_means, means], 1), shared, rng)
-    return Novel(vectors[:, :-2], vectors[:, -2:], slots, labels)
+    return NovelSequences(vectors[:, :-2], vectors[:, -2:], slots, labels)
 
 
-def ask(
-    novel: Novel, world: World, right: int, copy_at: int | None = None
+def add_query(
+    novel: NovelSequences,
+    world: ClassWorld,
+    query_item: int,
+    copied_to: int | None = None,
 ) -> Sequences:
     """Complete sequences of new classes by a query of one item's class.
 
     Args:
         novel: The sequences.
         world: The label vectors of the training.
-        right: Item (from 0) whose class the query has.
-        copy_at: Item that becomes a copy of item ``right``, but keeps its own label.
+        query_item: Item (from 0) whose class the query has.
+        copied_to: Item that becomes a copy of item ``query_item``, but keeps its own label.
 
     Returns:
         Tokens [B, n, D] and targets [B].
     """
-    slot = novel.slots[:, right]
+    slot = novel.slots[:, query_item]
     items = novel.items
-    if copy_at is not None:
+    if copied_to is not None:
         items = items.clone()
-        items[:, copy_at] = items[:, right]
+        items[:, copied_to] = items[:, query_item]
     rows = torch.arange(len(slot), device=slot.device)
     label_vectors = world.label_vectors[novel.labels.gather(1, novel.slots)]
     tokens = _interleave(items, label_vectors, novel.queries[rows, slot])

@@ -13,7 +13,7 @@ from posbench.files.atomic import Row
 from posbench.late import pd
 from posbench.stats import reference
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import Finding, joint
+from posbench.stats.findings import Finding, join_findings
 from posbench.studies.wu2025 import synthetic_tables as tables
 
 GAPS = ["FM", "FL", "ML"]
@@ -31,9 +31,9 @@ def findings(gaps: pd.DataFrame, sinks: pd.DataFrame) -> list[Finding]:
     The claims on gaps stand in ``wu2025_claims.csv``. Of several combinations of gaps the smallest counts, for
     ``within`` the largest in size.
     """
-    ends = tables.over_seeds(tables.at_end(gaps))
+    ends = tables.mean_over_seeds(tables.last_iterations(gaps))
     columns = [*CONDITION, "minus", "smallest_of", "direction", "least"]
-    claims = reference.table("wu2025_claims.csv", *columns).to_dict("records")
+    claims = reference.read_table("wu2025_claims.csv", *columns).to_dict("records")
     judged = [_judge(ends, claim) for claim in claims]
     return [
         *[finding for finding in judged if finding],
@@ -112,7 +112,7 @@ def _gaps(ends: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
     seeds = "1 seed" if network["seeds"] == 1 else f"{network['seeds']} seeds"
     note = (
         f"{network['iteration']:,} iterations, {seeds}, loss {network['train_loss']:.2f}"
-        f"{tables.scaled(network)}; interval: of the test sequences, not of the seeds"
+        f"{tables.scale_suffix(network)}; interval: of the test sequences, not of the seeds"
     )
     guesses = network["train_loss"] > tables.CHANCE
     return gaps.assign(
@@ -150,7 +150,7 @@ def _u_shape(ends: pd.DataFrame) -> list[Finding]:
     judged = []
     for condition in conditions.to_dict("records"):
         settings = {name: str(condition[name]) for name in CONDITION}
-        statistic = tables.label(condition)
+        statistic = tables.condition_label(condition)
         finding = _judge(ends, {**rule, **settings, "statistic": statistic})
         if finding:
             judged.append(finding)
@@ -161,7 +161,7 @@ def _u_shape(ends: pd.DataFrame) -> list[Finding]:
         f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias "
         f"({worst.statistic})"
     )
-    return [replace(joint(judged, shown=worst), statistic=statistic)]
+    return [replace(join_findings(judged, numbers_of=worst), statistic=statistic)]
 
 
 class _Sink(NamedTuple):
@@ -178,7 +178,7 @@ def _sinks(sinks: pd.DataFrame) -> list[Finding]:
     plain = sinks[
         (sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")
     ]
-    groups = tables.at_end(plain).groupby(["depth", "mask"], sort=False)
+    groups = tables.last_iterations(plain).groupby(["depth", "mask"], sort=False)
     findings: list[Finding] = []
     by_window: dict[str, list[_Sink]] = {}
     for (depth, mask), rows in groups:
@@ -256,7 +256,9 @@ def thresholds(gaps: pd.DataFrame) -> pd.DataFrame:
     """
     rows: list[Row] = []
     keys = ["network", "scale", *CONDITION, "least", "most"]
-    limits = reference.table("wu2025_thresholds.csv", *keys, "quantity", "low", "high")
+    limits = reference.read_table(
+        "wu2025_thresholds.csv", *keys, "quantity", "low", "high"
+    )
     for key, network_limits in limits.groupby(keys, sort=False):
         row = dict(zip(keys, key, strict=True))
         least = int(row["least"])

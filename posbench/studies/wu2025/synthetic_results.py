@@ -12,8 +12,8 @@ from posbench.late import pd
 from posbench.run.base import Run
 from posbench.studies.wu2025 import synthetic_tables as tables
 from posbench.studies.wu2025.synthetic_claims import thresholds
-from posbench.studies.wu2025.synthetic_training import Trained
-from posbench.studies.wu2025.training import FACTS, ROWS, trainings
+from posbench.studies.wu2025.synthetic_training import TrainedNetworks
+from posbench.studies.wu2025.training import FACTS, ROWS, read_trainings
 
 PUBLISHED = ("gaps", "sinks")
 """Tables of an earlier run that are read."""
@@ -30,7 +30,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticResults(Trained):
+class SyntheticResults(TrainedNetworks):
     """Trained attention networks and the cells of Wu et al. 2025.
 
     Attributes:
@@ -69,17 +69,17 @@ class SyntheticResults(Trained):
         Raises:
             UserError: No training is measured, or the earlier run's tables are none of this study.
         """
-        measured = trainings(Path(self.trainings).expanduser())
+        measured = read_trainings(Path(self.trainings).expanduser())
         if not measured:
             allowed = "a folder of trainings, one of them with a measured iteration"
             hint = "posbench study=synthetic_training study.trainings=DIR"
             raise UserError("study.trainings", self.trainings, allowed, hint)
-        together = tables.tabulated(measured, [])
+        together = tables.tabulate(measured, [])
         if self.published:
             folder = Path(self.published).expanduser()
             for name in PUBLISHED:
                 old = self._published(folder / f"{name}.csv", list(together[name]))
-                together[name] = tables.combined(together[name], old)
+                together[name] = tables.combine(together[name], old)
         return together
 
     def _published(self, file: Path, columns: list[str]) -> pd.DataFrame:
@@ -100,8 +100,8 @@ class SyntheticResults(Trained):
         """The tables of :class:`Trained`, ``networks``, ``verdicts``, ``misses`` and ``thresholds``."""
         together = self.together()
         gaps = together["gaps"]
-        cells = tables.paper_cells(gaps, FILES)
-        printed = sum(len(tables.printed_cells(file)) for file in FILES)
+        cells = tables.compare_cells(gaps, FILES)
+        printed = sum(len(tables.read_printed_cells(file)) for file in FILES)
         return {
             **together,
             "paper_cells": cells,
@@ -118,7 +118,7 @@ def _networks(cells: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for _, group in cells.groupby(["figure", *tables.SETTINGS], sort=False):
         condition = group.iloc[0]
-        network = tables.label(condition)
+        network = tables.condition_label(condition)
         if condition["vocabulary"] == "fixed":
             network += ", fixed vocabulary"
         row: Row = {
@@ -169,7 +169,7 @@ def _misses(cells: pd.DataFrame) -> pd.DataFrame:
     rows = [
         {
             "figure": row["figure"],
-            "network": tables.label(row) + tables.scaled(row),
+            "network": tables.condition_label(row) + tables.scale_suffix(row),
             "bias of the data": row["bias"],
             "gap": row["pair"],
             "paper": f"{row['paper']:+.3f}",

@@ -39,8 +39,8 @@ CONDITIONS_PER_ROW = 6  # of a figure of gaps
 MIN_GAP_LIMIT = 0.15  # of the axis of gaps, whose ends are this or larger
 
 
-def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Tables of trainings: ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`paper_cells`.
+def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Tables of trainings: ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`compare_cells`.
 
     Args:
         measured: Rows of trainings with their conditions.
@@ -88,11 +88,11 @@ def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFram
     return {
         "gaps": gap_table,
         "sinks": pd.DataFrame(sinks),
-        "paper_cells": paper_cells(gap_table, files),
+        "paper_cells": compare_cells(gap_table, files),
     }
 
 
-def combined(*tables: pd.DataFrame) -> pd.DataFrame:
+def combine(*tables: pd.DataFrame) -> pd.DataFrame:
     """Rows of `tabulated` tables together, where a training in several tables is taken from one of them.
 
     It is the table in which the training is longest, and the first of those.
@@ -108,7 +108,7 @@ def combined(*tables: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(key, kind="stable", ignore_index=True)
 
 
-def at_end(frame: pd.DataFrame) -> pd.DataFrame:
+def last_iterations(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of each condition at the iteration where seeds times iterations is largest.
 
     So a single seed that is ahead of the others does not stand for all.
@@ -119,7 +119,7 @@ def at_end(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[work == most_work]
 
 
-def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
+def mean_over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds of each condition, iteration and pair.
 
     The interval is of the test sequences; ``spread`` is the standard deviation over seeds, ``novel`` the
@@ -143,17 +143,17 @@ def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
     return table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
 
 
-def printed_cells(file: str) -> pd.DataFrame:
+def read_printed_cells(file: str) -> pd.DataFrame:
     """The paper's cells of one figure: figure, `CELL`, paper (the gap)."""
     with renamed("experiment.reference.file", "study.reference"):
-        table = reference.table(file, "figure", *CELL, "gap")
+        table = reference.read_table(file, "figure", *CELL, "gap")
     table = table.assign(residual=table["residual"] == "True")
     table = table.rename(columns={"gap": "paper"})[["figure", *CELL, "paper"]]
     return table.astype({"figure": int, "depth": int, "paper": float})
 
 
-def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
-    """The paper's cells with ours :func:`at_end`, of the conditions that were trained.
+def compare_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
+    """The paper's cells with ours :func:`last_iterations`, of the conditions that were trained.
 
     The verdict is that of :func:`posbench.stats.reference.agreement` with margin `NEAR`, or ``not learned``
     where the training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once,
@@ -180,8 +180,8 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     ]
     if not files:
         return pd.DataFrame(columns=columns)
-    printed = pd.concat([printed_cells(file) for file in files])
-    cells = printed.merge(over_seeds(at_end(gaps)), on=CELL)
+    printed = pd.concat([read_printed_cells(file) for file in files])
+    cells = printed.merge(mean_over_seeds(last_iterations(gaps)), on=CELL)
     cells["difference"] = cells["gap"] - cells["paper"]
     paper_scale = cells["scale"] == "paper"
     cell = [cells[name] for name in ("figure", *CELL)]
@@ -213,7 +213,7 @@ def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
     return (rows[list(network)] == pd.Series(network)).all(axis=1)
 
 
-def label(row: Mapping[str, Any], between: str = ", ") -> str:
+def condition_label(row: Mapping[str, Any], between: str = ", ") -> str:
     """A condition in words, without its bias and scale."""
     masks_in_words = {"full": "no mask", "decay": "decay mask"}
     pe_in_words = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}
@@ -226,7 +226,7 @@ def label(row: Mapping[str, Any], between: str = ", ") -> str:
     return between.join(words)
 
 
-def scaled(row: Mapping[str, Any]) -> str:
+def scale_suffix(row: Mapping[str, Any]) -> str:
     """What to add to the label of a condition with the official code's scale."""
     return ", std 1/D" if row["scale"] == "code" else ""
 
@@ -243,8 +243,8 @@ def uniform_sinks(mask: str, tokens: int) -> pd.DataFrame:
     if kind == "decay":
         scores = masks.decay(tokens, network.decay)
     weights = masks.attention(scores, visible)
-    by_entry = masks.sink_by_entry(weights, visible)
-    by_head = masks.sink_by_head(np.tril(weights))
+    by_entry = masks.sink_share_by_entry(weights, visible)
+    by_head = masks.sink_share_by_head(np.tril(weights))
     columns = {"token": range(tokens), "by_entry": by_entry, "by_head": by_head}
     return pd.DataFrame(columns)
 
@@ -253,14 +253,14 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     """Draw gaps at the end and over the training, and the sinks of plain networks.
 
     Args:
-        gaps: Table ``gaps`` of :func:`tabulated`.
+        gaps: Table ``gaps`` of :func:`tabulate`.
         sinks: Table ``sinks`` of it.
         cells: The paper's cells with ours.
 
     Returns:
         Figures with captions, two for each kind of data and network.
     """
-    drawn: dict[str, tuple[Figure, str]] = {}
+    figures: dict[str, tuple[Figure, str]] = {}
     kinds = gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False)
     for (vocabulary, scale, bias, residual), rows in kinds:
         name = _file_name(vocabulary, scale, bias, residual)
@@ -272,15 +272,15 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
             f"Dotted: copying by position alone, one item ({2 * HALF_COPYING_GAP:.3f}) or two in turn "
             f"({HALF_COPYING_GAP:.3f})."
         )
-        drawn[f"gaps_{name}"] = (gaps_figure(rows, cells), caption)
+        figures[f"gaps_{name}"] = (gaps_figure(rows, cells), caption)
         if rows["iteration"].nunique() > 1:
             caption = f"The same gaps over the training ({kind})."
-            drawn[f"curves_{name}"] = (curves_figure(rows, cells), caption)
+            figures[f"curves_{name}"] = (curves_figure(rows, cells), caption)
     rows = gaps[causal_without_pe(gaps)]
     if rows["bias"].nunique() > 1:
         caption = "The causal mask without PE at depth 2, by bias and std of the data."
         figure = curves_figure(rows, cells, by_data=True)
-        drawn["causal_without_pe"] = (figure, caption)
+        figures["causal_without_pe"] = (figure, caption)
     plain = sinks[
         (sinks["bias"] == "none")
         & (sinks["vocabulary"] == "gaussian")
@@ -292,8 +292,8 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
             "After training without PE and residual connections: share of heads and sequences in which a "
             "token is a sink, and of single weights. Few queries see late tokens."
         )
-        drawn["sinks"] = (sinks_figure(plain), caption)
-    return drawn
+        figures["sinks"] = (sinks_figure(plain), caption)
+    return figures
 
 
 def _file_name(vocabulary: str, scale: str, bias: str, residual: bool) -> str:
@@ -321,9 +321,9 @@ def _draw_copying_gaps(axes: Axes, largest: float) -> None:
 @plot.styled
 def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     """Gaps at the end, three bars for each condition; the paper's as diamonds."""
-    last = at_end(gaps)
+    last = last_iterations(gaps)
     key = [*SETTINGS, "pair"]
-    mean = over_seeds(last).merge(cells[[*key, "paper"]], "left", key)
+    mean = mean_over_seeds(last).merge(cells[[*key, "paper"]], "left", key)
     condition = mean.groupby(SETTINGS, sort=False).ngroup()
     mean = mean.assign(
         line=condition // CONDITIONS_PER_ROW, x=condition % CONDITIONS_PER_ROW
@@ -342,12 +342,12 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
             dots = seeds[(seeds["pair"] == pair) & (seeds["line"] == line)]
             _draw_bars(axes, bars, dots, index)
         ticks = [
-            f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its"
+            f"{condition_label(row, chr(10))}\n{row['iteration'] / 1000:g}k its"
             for row in bars.to_dict("records")
         ]
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.6, max(len(ticks), 3) - 0.4)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -368,7 +368,7 @@ def _draw_bars(axes: Axes, bars: pd.DataFrame, dots: pd.DataFrame, index: int) -
     axes.errorbar(x, gap, half, fmt="none", color="black", linewidth=0.8, capsize=1.5)
     axes.plot(dots["x"] + shift, dots["gap"], "o", color="black", markersize=1.8)
     if bars["paper"].notna().any():
-        axes.plot(x, bars["paper"], **plot.OPEN_DIAMOND)
+        axes.plot(x, bars["paper"], **plot.PAPER_MARKER)
 
 
 def _panels(
@@ -382,7 +382,7 @@ def _panels(
         if index % 3:
             axes.set_ylabel("")
             axes.tick_params(labelleft=False)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -393,7 +393,7 @@ def curves_figure(
     """Gaps over the iterations, a line per pair and seed, the paper's at its end; a panel per condition.
 
     Args:
-        gaps: Table ``gaps`` of :func:`tabulated`.
+        gaps: Table ``gaps`` of :func:`tabulate`.
         cells: The paper's cells.
         by_data: Name each panel after its data, not after its network.
     """
@@ -415,14 +415,14 @@ def _draw_curves(
         name = PAIR_LABELS[index] if seed == first_seed else None
         axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
         if line["paper"].notna().any():
-            diamond = plot.OPEN_DIAMOND | {
+            diamond = plot.PAPER_MARKER | {
                 "markerfacecolor": style["color"],
                 "markeredgewidth": 0.7,
             }
             axes.plot([100], line["paper"].iloc[:1], clip_on=False, **diamond)
-    title = label(condition)
+    title = condition_label(condition)
     if by_data:
-        std = scaled(condition) or ", std 1/sqrt(D)"
+        std = scale_suffix(condition) or ", std 1/sqrt(D)"
         title = f"bias: {condition['bias']}{std}"
     axes.set(xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115))
     axes.set_title(title)
@@ -432,7 +432,7 @@ def _draw_curves(
 @plot.styled
 def sinks_figure(sinks: pd.DataFrame) -> Figure:
     """Both sink metrics per token at the end, a panel per condition; mean over seeds."""
-    return _panels(at_end(sinks), _draw_sinks)
+    return _panels(last_iterations(sinks), _draw_sinks)
 
 
 def _draw_sinks(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
@@ -451,11 +451,13 @@ def _draw_sinks(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
         tokens - 0.2,
         uniform,
         "_",
-        color=plot.PAPER,
+        color=plot.PAPER_COLOUR,
         markersize=5,
         label="Wu et al., equal weights",
     )
-    axes.set(xlabel=plot.TOKEN, ylabel="sink (%)", ylim=(0, 103), xticks=tokens[::4])
+    axes.set(
+        xlabel=plot.TOKEN_LABEL, ylabel="sink (%)", ylim=(0, 103), xticks=tokens[::4]
+    )
     axes.set_title(
-        f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
+        f"{condition['mask']}, depth {condition['depth']}{scale_suffix(condition)}"
     )

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import MinLen
 
 from posbench.errors import Faults, UserError
-from posbench.files.hardware import hardware
+from posbench.files.hardware import describe_hardware
 from posbench.late import pd, torch
 from posbench.model.load import torch_device
 from posbench.plots.section import Drawn
@@ -27,7 +27,11 @@ from posbench.schema import Count, build
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.studies.wu2025.synthetic_claims import findings
-from posbench.studies.wu2025.synthetic_tables import figures, printed_cells, tabulated
+from posbench.studies.wu2025.synthetic_tables import (
+    figures,
+    read_printed_cells,
+    tabulate,
+)
 from posbench.studies.wu2025.training import Condition, Measured, train
 
 PAPER_ITERATIONS = 100_000
@@ -37,7 +41,7 @@ _progress_queue: SimpleQueue[Any]
 """In a process of trainings: where it reports iterations, and whether they were done before."""
 
 
-class Trained(Study):
+class TrainedNetworks(Study):
     """What is shown of synthetic trainings, from the tables ``gaps``, ``sinks`` and ``paper_cells``."""
 
     needs_model: ClassVar[bool] = False
@@ -53,7 +57,7 @@ class Trained(Study):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticTraining(Trained):
+class SyntheticTraining(TrainedNetworks):
     """Position bias of attention networks trained on synthetic sequences (Wu et al. 2025, Section 5).
 
     The preset ``quick`` trains one seed for ``quick_iterations``, ``paper`` five seeds for 100,000 (about 15
@@ -107,7 +111,7 @@ class SyntheticTraining(Trained):
                 conditions.append(condition)
         with faults.collecting():
             if self.reference:
-                printed_cells(self.reference)
+                read_printed_cells(self.reference)
         faults.raise_any()
         return conditions
 
@@ -126,7 +130,7 @@ class SyntheticTraining(Trained):
         if self.trainings:
             root = Path(self.trainings).expanduser()
         train_all = partial(
-            train, iterations=iterations, root=root, hardware=hardware()
+            train, iterations=iterations, root=root, hardware=describe_hardware()
         )
         total = len(conditions) * len(seeds) * iterations
         with run.progress("training", total) as advance:
@@ -142,7 +146,7 @@ class SyntheticTraining(Trained):
                     for condition in conditions
                 ]
         files = [self.reference] if self.reference else []
-        return tabulated(list(chain(*measured)), files)
+        return tabulate(list(chain(*measured)), files)
 
 
 def _train_on_cores(

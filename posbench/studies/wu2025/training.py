@@ -17,10 +17,10 @@ from typing import Any, Self
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, digest, write_bytes
+from posbench.files.atomic import Row, short_hash, write_bytes
 from posbench.late import F, Tensor, torch
 from posbench.run.folder import RunDir
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 from posbench.schema import Count, NonNegative, Positive, Several, build
 from posbench.studies.wu2025 import sequences as data
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
@@ -28,10 +28,12 @@ from posbench.theory import masks
 
 PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
 """Items whose accuracies are compared; a gap above 0 is a bias to the earlier one."""
-CHUNK = 2000  # test sequences at a time
+TEST_BATCH = 2000  # test sequences at a time
 CHECKPOINT_EVERY = 2000  # iterations
 REPORT_EVERY = 100  # iterations between two reports of progress, and two looks at the loss on a GPU
-TEST_SEEDS = 1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
+TEST_SEED_OFFSET = (
+    1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
+)
 ROWS = "rows.jsonl"
 CHECKPOINT = "checkpoint.pt"
 FACTS = "training.json"
@@ -111,18 +113,20 @@ class Condition(data.Mixture, Attention):
         bias = "bias" + "+".join(map(str, self.bias)) if self.bias else "unbiased"
         stream = "residual" if self.residual else "plain"
         network = f"{self.pe}_{self.mask}_d{self.depth}_{stream}"
-        return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{digest(asdict(self))}"
+        return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{short_hash(asdict(self))}"
 
 
 Measured = list[tuple[Condition, Row]]
 """Rows of :meth:`Ensemble.measure` with their conditions."""
 
 
-def marks(until: int) -> list[int]:
+def measured_iterations(iterations: int) -> list[int]:
     """Iterations of a measurement: 1000, 2000, 4000, ... 10,000, every 4000 from 12,000, and the end."""
     early = [1000, 2000, 4000, 6000, 8000, 10_000]
-    regular = [*early, *range(12_000, until + 1, 4000)]
-    return sorted({iteration for iteration in regular if iteration < until} | {until})
+    regular = [*early, *range(12_000, iterations + 1, 4000)]
+    return sorted(
+        {iteration for iteration in regular if iteration < iterations} | {iterations}
+    )
 
 
 class Ensemble:
@@ -237,11 +241,11 @@ class Ensemble:
         count = self.condition.sequences
         for index, seed in enumerate(self.seeds):
             network = self._network_on_cpu(index)
-            world = data.World(*(tensor.cpu() for tensor in self.worlds[index]))
-            rng = torch.Generator().manual_seed(TEST_SEEDS + seed)
+            world = data.ClassWorld(*(tensor.cpu() for tensor in self.worlds[index]))
+            rng = torch.Generator().manual_seed(TEST_SEED_OFFSET + seed)
             chunks = [
-                self._scores(network, world, rng, min(CHUNK, count - start))
-                for start in range(0, count, CHUNK)
+                self._scores(network, world, rng, min(TEST_BATCH, count - start))
+                for start in range(0, count, TEST_BATCH)
             ]
             scores = {
                 name: np.concatenate([chunk[name] for chunk in chunks])
@@ -271,7 +275,7 @@ class Ensemble:
     def _scores(
         self,
         network: AttentionNetwork,
-        world: data.World,
+        world: data.ClassWorld,
         rng: torch.Generator,
         count: int,
     ) -> Row:
@@ -298,21 +302,21 @@ class Ensemble:
             "train_accuracy": (logits.argmax(-1) == batch.targets).numpy(),
             # Gu et al. count queries from the token on; if the mask is not causal, earlier ones see it too.
             "sink_by_head": np.stack(
-                [masks.sink_by_head(np.tril(weights)) for weights in attention]
+                [masks.sink_share_by_head(np.tril(weights)) for weights in attention]
             ),
             "sink_by_entry": np.stack(
-                [masks.sink_by_entry(weights, mask) for weights in attention]
+                [masks.sink_share_by_entry(weights, mask) for weights in attention]
             ),
         }
         novel = data.novel_sequences(condition, world, count, rng)
         places = condition.places
         for name, item in places.items():
-            scores[f"novel_{name}"] = _hits(network, data.ask(novel, world, item))
+            scores[f"novel_{name}"] = _hits(network, data.add_query(novel, world, item))
         for pair in PAIRS:
             for right, copy in (pair, pair[::-1]):
                 if condition.test_component == "fresh":
                     novel = data.novel_sequences(condition, world, count, rng)
-                sequences = data.ask(novel, world, places[right], places[copy])
+                sequences = data.add_query(novel, world, places[right], places[copy])
                 scores[f"acc_{right}_{copy}"] = _hits(network, sequences)
         return scores
 
@@ -327,15 +331,19 @@ class Ensemble:
             hardware: Name of this machine, for the rows.
             advance: Called with numbers of iterations done, summed over seeds.
         """
-        stops = set(marks(iterations))
-        runs = {seed: folder_of(root, self.condition, seed) for seed in self.seeds}
+        stops = set(measured_iterations(iterations))
+        runs = {
+            seed: training_folder(root, self.condition, seed) for seed in self.seeds
+        }
         # A row that was damaged is made again where the training stands at it.
         if self.iteration in stops:
             self._write_missing_rows(runs, hardware)
         for iteration in range(self.iteration + 1, iterations + 1):
             self.step()
-            if iteration % REPORT_EVERY == 0 or iteration == iterations:
-                advance(len(runs) * (iteration % REPORT_EVERY or REPORT_EVERY))
+            if iteration % REPORT_EVERY == 0:
+                advance(len(runs) * REPORT_EVERY)
+            elif iteration == iterations:
+                advance(len(runs) * (iteration % REPORT_EVERY))
             if iteration in stops:
                 self._write_missing_rows(runs, hardware)
             if iteration in stops or iteration % CHECKPOINT_EVERY == 0:
@@ -375,7 +383,7 @@ def _hits(network: AttentionNetwork, sequences: data.Sequences) -> Any:
     return (logits.argmax(-1) == sequences.targets).numpy()
 
 
-def folder_of(root: Path, condition: Condition, seed: int) -> RunDir:
+def training_folder(root: Path, condition: Condition, seed: int) -> RunDir:
     """The folder of one training under a root."""
     return RunDir(root / f"{condition.name}_s{seed}")
 
@@ -416,8 +424,8 @@ def train(
     groups: dict[int, dict[int, Any]] = {}
     with ExitStack() as stack:
         for seed in seeds:
-            run = folder_of(root, condition, seed)
-            stack.enter_context(owned(run.path))
+            run = training_folder(root, condition, seed)
+            stack.enter_context(owning(run.path))
             state = _open(run, condition, seed, torch_device)
             iteration = state["iteration"] if state else 0
             advance(min(iteration, iterations), before=True)
@@ -429,7 +437,7 @@ def train(
                 ensemble.load(list(states.values()))
             ensemble.train(iterations, root, hardware, advance)
     for seed in seeds:
-        run = folder_of(root, condition, seed)
+        run = training_folder(root, condition, seed)
         rows = [row for row in run.rows(ROWS) if row["iteration"] <= iterations]
         if not rows:
             allowed = f"1000 or more: {run.path} is trained further, and was measured later only"
@@ -439,7 +447,7 @@ def train(
     return measured
 
 
-def trainings(root: Path) -> Measured:
+def read_trainings(root: Path) -> Measured:
     """What was measured in all trainings under a root, oldest first within each."""
     measured: Measured = []
     for file in sorted(root.glob(f"*/{FACTS}")):

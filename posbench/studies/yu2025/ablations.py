@@ -23,10 +23,10 @@ from posbench.schema import Seed
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.findings import Finding, columns, estimate
-from posbench.stats.frames import UNMODIFIED, shown
+from posbench.stats.findings import Finding, estimate, estimate_columns
+from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import contrasts
+from posbench.studies.prompts import contrast_columns
 
 Pools = Mapping[str, Sequence[int]]
 """Channels that go to validation, smoothest first, by ablation."""
@@ -274,7 +274,7 @@ def evaluate_settings(
     scores = compare_scores(run, file, methods)
     rows = []
     for name, label in labels.items():
-        contrast = contrasts(scores, label, labels[base])
+        contrast = contrast_columns(scores, label, labels[base])
         rows.append({"setting": name, **columns_by_name[name], **contrast})
     first_names = {label: name for name, label in reversed(labels.items())}
     scores = scores.assign(setting=scores["method"].map(first_names))
@@ -307,11 +307,11 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
     figure, (left, right) = plot.new_figure(
         plot.PAGE, height, 1, 2, n=table["n"], sharey=True
     )
-    colours = {UNMODIFIED: plot.BLACK, CONTROL: plot.CONTROL}
+    colours = {UNMODIFIED: plot.BLACK, CONTROL: plot.CONTROL_COLOUR}
     labels = {FULL: "posbench", CONTROL: "control"}
     heights = np.arange(len(table))
     for axes, name in ((left, ""), (right, "difference")):
-        points = rows[columns(name)].set_axis(columns(), axis=1)
+        points = rows[estimate_columns(name)].set_axis(estimate_columns(), axis=1)
         for index, ablation in enumerate(rows.index):
             style = {"fmt": "o", "color": colours.get(ablation, plot.BLUE)}
             if ablation in labels:
@@ -323,10 +323,12 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
         if name == "difference":
             printed = printed - rows.loc[FULL, "paper"]
         if printed.notna().any():
-            axes.plot(100 * printed, heights, **plot.OPEN_DIAMOND)
-    left.axvline(100 * rows.loc[UNMODIFIED, "value"], label="unmodified", **plot.LEVEL)
+            axes.plot(100 * printed, heights, **plot.PAPER_MARKER)
+    left.axvline(
+        100 * rows.loc[UNMODIFIED, "value"], label="unmodified", **plot.UNMODIFIED_LINE
+    )
     right.axvline(0, color=plot.GUIDE, linestyle=":", linewidth=1)
-    names = [shown(name) for name in rows.index]
+    names = [display_name(name) for name in rows.index]
     left.set_yticks(heights, names)
     left.set(
         xlabel="score over all positions (%)",
@@ -334,5 +336,5 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
         ylim=(len(table) - 0.5, -0.5),
     )
     right.set(xlabel="difference from the full method (points)")
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

@@ -13,11 +13,11 @@ from annotated_types import MinLen
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, matplotlib, pd
 from posbench.model.prefix import Prefix
 from posbench.plots import base as plot
-from posbench.plots.attention import over_positions
+from posbench.plots.attention import draw_over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
@@ -25,13 +25,13 @@ from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
 from posbench.stats.correlation import permutation_p, spearman
-from posbench.stats.findings import Finding, ends, estimate, joint
-from posbench.stats.position_bias import curves, dips
+from posbench.stats.findings import Finding, estimate, estimate_row, join_findings
+from posbench.stats.position_bias import dip_from_rows, position_curves
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Prompts, gold
+from posbench.studies.prompts import Prompts, gold_index
 from posbench.tasks import Example, Task
-from posbench.tasks.items import placed
+from posbench.tasks.items import sort_by_gold_position
 
 Integers = NDArray[np.int64]
 View = Literal["maps", "heads", "head_maps", "gold", "lengths"]
@@ -117,14 +117,14 @@ class AttentionToGold(Study):
     def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
         examples_by_task = [
-            placed(shared.need_items(task), self.examples)
+            sort_by_gold_position(shared.need_items(task), self.examples)
             for task in self.tasks(run.task)
         ]
         looks = [
             InspectionPasses(examples, times=1, replies=1, shared=True)
             for examples in examples_by_task
         ]
-        head_examples = placed(examples_by_task[0], HEAD_EXAMPLES)
+        head_examples = sort_by_gold_position(examples_by_task[0], HEAD_EXAMPLES)
         looks.append(InspectionPasses(head_examples, times=1, shared=True))
         return looks
 
@@ -158,7 +158,7 @@ class AttentionToGold(Study):
             )
             for example in prompts.examples:
                 weights = np.array(rows[example.id]["items"])
-                gold_weights = weights[used_layers, gold(example)]
+                gold_weights = weights[used_layers, gold_index(example)]
                 replies[example.id]["attention"] = gold_weights.mean()
             results.append(prompts.results(replies))
         tables["examples"] = pd.concat(results, ignore_index=True)
@@ -221,7 +221,7 @@ class AttentionToGold(Study):
 
         def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
             weights = sample.attention(batch, prefix, heads=True)[:, layer]
-            return [{"heads": rounded(heads)} for heads in weights]
+            return [{"heads": round_values(heads)} for heads in weights]
 
         rows = sample.as_read(
             "heads.jsonl", f"heads of layer {layer}", {"layer": layer}, compute
@@ -293,7 +293,7 @@ def _attention_rows(
     """Run a batch and summarise each example's attention to its items, see :func:`head_row`."""
     weights = prompts.attention(batch, prefix, heads=True).astype(np.float32)
     return [
-        head_row(layers, gold(example))
+        head_row(layers, gold_index(example))
         for layers, example in zip(weights, batch, strict=True)
     ]
 
@@ -326,10 +326,12 @@ def _layer_findings(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
 
 def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
-    [(attention, attention_draws)] = curves(
+    [(attention, attention_draws)] = position_curves(
         examples, "attention", "items", RESAMPLES
     ).values()
-    [(score, score_draws)] = curves(examples, "score", "items", RESAMPLES).values()
+    [(score, score_draws)] = position_curves(
+        examples, "score", "items", RESAMPLES
+    ).values()
     maps = tables["maps"]
     layers = tables["layers"]
     used_layers = layers.loc[layers["used"], "layer"].tolist()
@@ -352,8 +354,8 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     rho = float(spearman(attention, score))
     link = Finding.above(*LINK, Estimate(rho, low, high, len(examples)), note=note)
 
-    dip, _ = dips(examples, "attention", RESAMPLES)
-    score_dip, _ = dips(examples, "score", RESAMPLES)
+    dip, _ = dip_from_rows(examples, "attention", RESAMPLES)
+    score_dip, _ = dip_from_rows(examples, "score", RESAMPLES)
     note = f"the same of the score: {score_dip.value:.2f} [{score_dip.ci_low:.2f}, {score_dip.ci_high:.2f}]"
     return [link, Finding.above(*DIP, dip, note=note)]
 
@@ -379,7 +381,7 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
     values = []
     draws = []
     for rows in rows_by_items.values():
-        dip, dip_draws = dips(rows, "attention", RESAMPLES)
+        dip, dip_draws = dip_from_rows(rows, "attention", RESAMPLES)
         values.append(dip.value)
         draws.append(dip_draws)
     doublings = np.log2(list(rows_by_items))
@@ -396,7 +398,7 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
     for value, step_draws in zip(growth, growth_draws, strict=True):
         step = bootstrap.percentile(value, step_draws, n, num_questions)
         steps.append(Finding.above(*LENGTH, step, note=note))
-    return joint(steps)
+    return join_findings(steps)
 
 
 def head_row(weights: Array, gold_position: int) -> Row:
@@ -414,9 +416,9 @@ def head_row(weights: Array, gold_position: int) -> Row:
     other_weights = (weights.sum(-1) - gold_weights) / max(weights.shape[-1] - 1, 1)
     return {
         "largest": weights.argmax(-1).tolist(),
-        "items": rounded(weights.mean(1)),
-        "gold": rounded(gold_weights),
-        "others": rounded(other_weights),
+        "items": round_values(weights.mean(1)),
+        "gold": round_values(gold_weights),
+        "others": round_values(other_weights),
     }
 
 
@@ -453,7 +455,10 @@ def retrieval_scores(
     expected = chance.mean(0)
     score = excess.mean(0)
     table = pd.DataFrame(
-        [ends(bootstrap.difference(unit, clusters), "score") for unit in excess.T]
+        [
+            estimate_row(bootstrap.difference(unit, clusters), "score")
+            for unit in excess.T
+        ]
     )
     rng = np.random.default_rng(0)
     largest_scores = np.empty(SHUFFLES)
@@ -536,12 +541,12 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
         image = axes.imshow(
             grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest"
         )
-        plot.few_ticks(axes.set_yticks, grid.index, 5)
+        plot.set_few_ticks(axes.set_yticks, grid.index, 5)
         if large:
             axes.set_title(title, fontsize=plot.STYLE["axes.titlesize"])
         else:
             axes.set_title(f"{unit} {number}", fontsize=plot.STYLE["xtick.labelsize"])
-    figure.supxlabel(plot.ITEM, fontsize=plot.STYLE["axes.labelsize"])
+    figure.supxlabel(plot.ITEM_LABEL, fontsize=plot.STYLE["axes.labelsize"])
     figure.supylabel("gold position (item)", fontsize=plot.STYLE["axes.labelsize"])
     label = "attention of the last token\n(mean weight per token)"
     bar = figure.colorbar(image, ax=figure.axes, label=label)
@@ -576,9 +581,9 @@ def head_figure(heads: pd.DataFrame) -> Figure:
             markersize=4,
             label="retrieval-related",
         )
-        plot.legend_below(figure)
-    plot.few_ticks(axes.set_xticks, grid.columns)
-    plot.few_ticks(axes.set_yticks, grid.index)
+        plot.add_legend_below(figure)
+    plot.set_few_ticks(axes.set_xticks, grid.columns)
+    plot.set_few_ticks(axes.set_yticks, grid.index)
     axes.set(xlabel="head", ylabel="layer")
     figure.colorbar(image, ax=axes, label="retrieval score")
     return figure
@@ -589,7 +594,7 @@ def curve_figure(lengths: pd.DataFrame) -> Figure:
     """Attention to the gold item and score over the gold position, a line for each number of items."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.5, 1, 2, n=lengths["n"])
     labels = {number: f"{number} items" for number in sorted(lengths["items"].unique())}
-    over_positions(left, right, lengths, "items", labels, ordered=len(labels) > 1)
+    draw_over_positions(left, right, lengths, "items", labels, ordered=len(labels) > 1)
     if len(labels) > 1:
-        plot.legend_below(figure)
+        plot.add_legend_below(figure)
     return figure

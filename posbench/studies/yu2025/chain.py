@@ -18,7 +18,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 from posbench.plots import base as plot
-from posbench.plots.attention import over_positions
+from posbench.plots.attention import draw_over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.folder import RunDir
@@ -90,7 +90,7 @@ class Chain(Study):
         prompts = shared.Prompts.of(run, self.examples)
         measured = {
             name: prompts.under(
-                name, partial(_method_block, run.lm, method), shared.gold_attention
+                name, partial(_method_block, run.lm, method), shared.gold_attention_rows
             )
             for name, method in run.methods().items()
         }
@@ -166,9 +166,9 @@ def chain_figure(tables: Tables) -> Figure:
 
     labels = {method: f"with {method}" for method in bias["method"].unique()}
     labels[UNMODIFIED] = "unmodified"
-    over_positions(by_attention, by_score, bias, "method", labels)
+    draw_over_positions(by_attention, by_score, bias, "method", labels)
     by_score.set_title("position bias")
-    layers = shared.named(*bias[["layer_first", "layer_last"]].iloc[0])
+    layers = shared.layers_label(*bias[["layer_first", "layer_last"]].iloc[0])
     by_attention.set_title(f"attention, {layers}")
 
     _channel_panel(channel, tables["hidden_perturbation/curves"])
@@ -216,7 +216,7 @@ def _channel_panel(axes: Axes, curves: pd.DataFrame) -> None:
         style["marker"] = ""
         axes.plot(line, label=label, **style)
     axes.set(
-        xlabel=plot.TOKEN.replace("\n", " "),
+        xlabel=plot.TOKEN_LABEL.replace("\n", " "),
         ylabel=f"mean of channel {first['channel']}",
         title="mask to channel",
     )

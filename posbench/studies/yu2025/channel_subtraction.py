@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row, round_values
 from posbench.late import Axes, Figure, Tensor, pd
 from posbench.measure.states import Site, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
@@ -22,11 +22,11 @@ from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Positive, Seed, Share
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate
-from posbench.stats.findings import Finding, ends
+from posbench.stats.findings import Finding, estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Measured, Prompts, gold
+from posbench.studies.prompts import Prompts, RowsByVariant, gold_index
 from posbench.tasks import Example
 
 ROLES = {"gold": "the gold item", "other": "another item"}
@@ -74,11 +74,11 @@ class ChannelSubtraction(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        shared.channels(run, self.channel, self.controls, self.seed)
+        shared.study_channels(run, self.channel, self.controls, self.seed)
         check_layers(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
         example = self._examples(run)[0]
-        if self._item(example, "other") == gold(example):
+        if self._item(example, "other") == gold_index(example):
             allowed = "the depth of another item than the gold one"
             raise UserError("study.other", self.other, allowed, "set study.other=0.7")
 
@@ -86,15 +86,15 @@ class ChannelSubtraction(Study):
         """Prompts at the gold position that is nearest to the depth."""
         examples = shared.need_items(run.task)
         nearest = min(
-            examples, key=lambda e: abs(gold(e) / (len(e.items) - 1) - self.gold)
+            examples, key=lambda e: abs(gold_index(e) / (len(e.items) - 1) - self.gold)
         )
-        at_position = [e for e in examples if gold(e) == gold(nearest)]
+        at_position = [e for e in examples if gold_index(e) == gold_index(nearest)]
         return at_position[: self.examples]
 
     def _item(self, example: Example, role: str) -> int:
         """The item that has a role, see :data:`ROLES`."""
         if role == "gold":
-            return gold(example)
+            return gold_index(example)
         return round(self.other * (len(example.items) - 1))
 
     def reads(self, run: Run) -> list[InspectionPasses]:
@@ -109,7 +109,9 @@ class ChannelSubtraction(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""
-        tested, *controls = shared.channels(run, self.channel, self.controls, self.seed)
+        tested, *controls = shared.study_channels(
+            run, self.channel, self.controls, self.seed
+        )
         prompts = Prompts.of(run, examples=self._examples(run))
         items = {role: self._item(prompts.examples[0], role) for role in ROLES}
         unmodified = self._variant(prompts, UNMODIFIED, "gold", tested, tested, {})
@@ -202,8 +204,8 @@ class ChannelSubtraction(Study):
                     for start, stop in prompts.tokens[example.id]
                 ]
                 row = {
-                    "attention": rounded(weights),
-                    "channel": rounded(np.stack(means, axis=1)),
+                    "attention": round_values(weights),
+                    "channel": round_values(np.stack(means, axis=1)),
                 }
                 rows.append(row)
             return rows
@@ -226,7 +228,7 @@ class ChannelSubtraction(Study):
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C4: one channel of an item sets the attention to it."""
         first = tables["items"].iloc[0]
-        layers = shared.named(first["layer_first"], first["layer_last"])
+        layers = shared.layers_label(first["layer_first"], first["layer_last"])
         amounts = ", ".join(
             f"{row.subtracted:.3g} in layer {row.layer}"
             for row in tables["amounts"].itertuples()
@@ -238,11 +240,11 @@ class ChannelSubtraction(Study):
             studies.append("channel_subtraction_opposite")
         findings = []
         for study in studies:
-            findings += shared.judged(effects, study, note, layers=layers)
+            findings += shared.judge_claims(effects, study, note, layers=layers)
         return findings
 
 
-def _frame(prompts: Prompts, measured: Measured, layers: slice) -> pd.DataFrame:
+def _frame(prompts: Prompts, measured: RowsByVariant, layers: slice) -> pd.DataFrame:
     """A row per variant, prompt and item: cluster, score, attention and channel, averaged over the layers."""
     parts = []
     for variant, rows in measured.items():
@@ -267,13 +269,15 @@ def _items(frame: pd.DataFrame) -> pd.DataFrame:
     for (variant, item), rows in frame.groupby(["variant", "item"], sort=False):
         for measure in ("channel", "attention"):
             keys.append({"variant": variant, "item": item, "measure": measure})
-            estimates.append(bootstrap.difference(*shared.group(rows, measure)))
+            estimates.append(
+                bootstrap.difference(*shared.values_and_clusters(rows, measure))
+            )
     for variant, rows in frame[frame["item"] == 0].groupby("variant", sort=False):
         keys.append({"variant": variant, "item": -1, "measure": "score"})
-        estimates.append(bootstrap.mean(*shared.group(rows, "score")))
+        estimates.append(bootstrap.mean(*shared.values_and_clusters(rows, "score")))
     return pd.DataFrame(
         [
-            {**key, **ends(value), "n": value.n}
+            {**key, **estimate_row(value), "n": value.n}
             for key, value in zip(keys, estimates, strict=True)
         ]
     )
@@ -293,8 +297,8 @@ def _effects(
     attention = {}
     scores = {}
     for kind_and_item, rows in frame.groupby([kind, "item"]):
-        attention[kind_and_item] = shared.group(rows, "attention")
-        scores[kind_and_item] = shared.group(rows, "score")
+        attention[kind_and_item] = shared.values_and_clusters(rows, "attention")
+        scores[kind_and_item] = shared.values_and_clusters(rows, "score")
     effects: dict[str, Estimate] = {}
     for role, item in items.items():
         changed = (role, item)
@@ -309,15 +313,17 @@ def _effects(
             "over_control": (changed, control),
         }
         for name, (minuend, subtrahend) in contrasts.items():
-            effects[f"{role}_{name}"] = shared.minus(
+            effects[f"{role}_{name}"] = shared.difference_of_means(
                 attention, minuend, subtrahend, resamples
             )
-        effects[f"{role}_score"] = shared.minus(scores, changed, unmodified, resamples)
+        effects[f"{role}_score"] = shared.difference_of_means(
+            scores, changed, unmodified, resamples
+        )
         if opposite in attention:
-            effects[f"{role}_opposite"] = shared.minus(
+            effects[f"{role}_opposite"] = shared.difference_of_means(
                 attention, opposite, unmodified, resamples
             )
-            effects[f"{role}_over_opposite"] = shared.minus(
+            effects[f"{role}_over_opposite"] = shared.difference_of_means(
                 attention, changed, opposite, resamples
             )
     return shared.effects_table(effects)
@@ -330,7 +336,7 @@ def panel(axes: Axes, items: pd.DataFrame, role: str, measure: str) -> None:
     plot.bands(axes, rows, "variant", labels, x="item", scale=1)
     axes.axvline(
         rows["gold"].iloc[0],
-        color=plot.GOLD,
+        color=plot.GOLD_COLOUR,
         linewidth=3,
         alpha=0.4,
         zorder=0,
@@ -339,8 +345,8 @@ def panel(axes: Axes, items: pd.DataFrame, role: str, measure: str) -> None:
     if measure == "attention":
         controls = rows[rows["variant"].str.startswith(f"{role}_control_")]
         mean = controls.groupby("item")["value"].mean()
-        axes.plot(mean, label="random channel (control)", **plot.ON_TOP)
-        axes.set(xlabel=plot.ITEM, ylabel="attention\n(mean weight per token)")
+        axes.plot(mean, label="random channel (control)", **plot.CONTROL_STYLE)
+        axes.set(xlabel=plot.ITEM_LABEL, ylabel="attention\n(mean weight per token)")
         # The gold item has a hundred times the weight of the others, whose levels matter here.
         axes.set_yscale("log")
     for line in axes.lines:
@@ -370,5 +376,5 @@ def items_figure(items: pd.DataFrame) -> Figure:
         upper.set_title(f"{label} changed (item {first[role]})")
     grid[0][0].set_ylabel(f"mean of channel {first['tested_channel']}")
     grid[1][1].set_ylabel("")
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

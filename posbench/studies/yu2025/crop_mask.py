@@ -11,7 +11,7 @@ import numpy as np
 
 from posbench.errors import UserError
 from posbench.late import Axes, Figure, pd
-from posbench.methods.scale_channel import check_layers, share
+from posbench.methods.scale_channel import check_layers, scale_layer_range
 from posbench.model.lm import LM
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
@@ -22,13 +22,13 @@ from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate, Group
-from posbench.stats.findings import Finding, ends
+from posbench.stats.findings import Finding, estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Measured, Prompts, Range, gold
+from posbench.studies.prompts import LayerRange, Prompts, RowsByVariant, gold_index
 from posbench.tasks import Example
-from posbench.tasks.items import placed
+from posbench.tasks.items import sort_by_gold_position
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -82,7 +82,7 @@ class CropMask(Study):
         check_layers(lm, "study.retrieval", self.retrieval)
         shared.check_prompts(run)
         if self.crossed and not can_move(lm):
-            allowed = f"false here: {shared.NO_ROPE}"
+            allowed = f"false here: {shared.NO_ROPE_NOTE}"
             hint = "set study.crossed=false, or take model=tiny"
             raise UserError("study.crossed", True, allowed, hint)
         with ExitStack() as stack:
@@ -96,14 +96,14 @@ class CropMask(Study):
         num_variants = len(LABELS)
         if self.crossed:
             num_variants += len(CROSSED)
-        examples = placed(shared.need_items(run.task), self.examples)
+        examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         return [InspectionPasses(examples, times=num_variants, replies=num_variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
         prompts = Prompts.of(run, self.examples)
         unmodified = prompts.under(
-            UNMODIFIED, lambda batch: nullcontext(), shared.gold_attention
+            UNMODIFIED, lambda batch: nullcontext(), shared.gold_attention_rows
         )
         attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
         cropped, retrieval = self._layer_ranges(run.lm, attention)
@@ -114,7 +114,9 @@ class CropMask(Study):
             if "pe_to" in variant and not can_move(run.lm):
                 continue
             block = partial(self._perturbed, prompts, variant, cropped)
-            measured[variant] = prompts.under(variant, block, shared.gold_attention)
+            measured[variant] = prompts.under(
+                variant, block, shared.gold_attention_rows
+            )
 
         frame = pd.concat(
             [
@@ -136,7 +138,7 @@ class CropMask(Study):
             "crop_mask_effects": _effects(frame, run.runtime.resamples),
         }
 
-    def _layer_ranges(self, lm: LM, attention: Array) -> tuple[Range, Range]:
+    def _layer_ranges(self, lm: LM, attention: Array) -> tuple[LayerRange, LayerRange]:
         """First and last layer with a cropped mask, and those whose attention is averaged.
 
         Args:
@@ -146,22 +148,26 @@ class CropMask(Study):
         retrieval = shared.retrieval_layers(self.retrieval, attention)
         if self.layers is not None:
             return self.layers, retrieval
-        first, last = share(shared.CROP, lm.layers)
+        first, last = scale_layer_range(shared.CROP_LAYERS, lm.layers)
         return (first, max(min(last, retrieval[0] - 1), first)), retrieval
 
     @contextmanager
     def _perturbed(
-        self, prompts: Prompts, variant: str, cropped: Range, batch: Sequence[Example]
+        self,
+        prompts: Prompts,
+        variant: str,
+        cropped: LayerRange,
+        batch: Sequence[Example],
     ) -> Iterator[None]:
         """Apply a variant to a batch for the duration of a block."""
         lm = prompts.run.lm
         lengths = prompts.lengths(batch)
         if variant.endswith("other"):
             spans = prompts.spans(
-                batch, lambda e: shared.other_item(e, "crop_mask", self.seed)
+                batch, lambda e: shared.random_distractor(e, "crop_mask", self.seed)
             )
         else:
-            spans = prompts.spans(batch, gold)
+            spans = prompts.spans(batch, gold_index)
         with ExitStack() as stack:
             if variant.startswith("crop"):
                 layers = range(cropped[0], cropped[1] + 1)
@@ -188,10 +194,10 @@ class CropMask(Study):
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""
         row = tables["crop_mask"].iloc[0]
-        retrieval = shared.named(row["retrieval_first"], row["retrieval_last"])
-        note = f"mask cropped in {shared.named(row['crop_first'], row['crop_last'])}"
+        retrieval = shared.layers_label(row["retrieval_first"], row["retrieval_last"])
+        note = f"mask cropped in {shared.layers_label(row['crop_first'], row['crop_last'])}"
         effects = tables["crop_mask_effects"]
-        missing = shared.NO_ROPE
+        missing = shared.NO_ROPE_NOTE
         if "crop_over_moves" in set(effects["effect"]):
             missing = NO_LATE
         studies = ["crop_mask"]
@@ -199,8 +205,8 @@ class CropMask(Study):
             studies.append("crop_mask_crossed")
         findings = []
         for study in studies:
-            findings += shared.judged(
-                effects, study, note, missing=missing, layers=retrieval
+            findings += shared.judge_claims(
+                effects, study, note, missing_note=missing, layers=retrieval
             )
         return findings
 
@@ -230,8 +236,8 @@ def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
                 "gold_position": position,
                 "depth": depth,
                 "measure": name,
-                **ends(bootstrap.mean(values, clusters)),
-                **ends(change, "change"),
+                **estimate_row(bootstrap.mean(values, clusters)),
+                **estimate_row(change, "change"),
                 "n": len(rows),
             }
             table.append(row)
@@ -244,9 +250,9 @@ def _inner(positions: Iterable[int]) -> set[int]:
     return set(ordered[1:-1] or ordered)
 
 
-def _by_layer(measured: Measured, examples: Sequence[Example]) -> pd.DataFrame:
+def _by_layer(measured: RowsByVariant, examples: Sequence[Example]) -> pd.DataFrame:
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
-    inner = _inner(gold(e) for e in examples)
+    inner = _inner(gold_index(e) for e in examples)
     examples = [e for e in examples if e.gold_position in inner]
     clusters = [e.cluster or e.id for e in examples]
     unmodified = np.array([measured[UNMODIFIED][e.id]["attention"] for e in examples])
@@ -259,7 +265,7 @@ def _by_layer(measured: Measured, examples: Sequence[Example]) -> pd.DataFrame:
                 "variant": variant,
                 "layer": layer,
                 "attention": attention[:, layer].mean(),
-                **ends(change, "change"),
+                **estimate_row(change, "change"),
                 "n": change.n,
             }
             table.append(row)
@@ -271,7 +277,9 @@ def _group(
 ) -> Group:
     """Values of a measure under a variant at some gold positions, with their clusters."""
     rows = frame[frame["variant"] == variant]
-    return shared.group(rows[rows["gold_position"].isin(positions)], measure)
+    return shared.values_and_clusters(
+        rows[rows["gold_position"].isin(positions)], measure
+    )
 
 
 def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
@@ -292,7 +300,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     }
     for variant in variants[1:]:
         for measure, groups in (("attention", attention), ("score", scores)):
-            effects[f"{variant}_{measure}"] = shared.minus(
+            effects[f"{variant}_{measure}"] = shared.difference_of_means(
                 groups, variant, UNMODIFIED, resamples
             )
     effects["crop_level"] = bootstrap.statistic(
@@ -300,7 +308,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
         lambda means: means["crop"] / means["first"],
         resamples=resamples,
     )
-    effects["crop_over_other"] = shared.minus(
+    effects["crop_over_other"] = shared.difference_of_means(
         attention, "crop", "crop_other", resamples
     )
     if "pe_to_beginning" in variants:
@@ -315,7 +323,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
                     variant: _group(frame, variant, measure, late)
                     for variant in (UNMODIFIED, "pe_to_beginning")
                 }
-                effects[f"beginning_late_{measure}"] = shared.minus(
+                effects[f"beginning_late_{measure}"] = shared.difference_of_means(
                     groups, UNMODIFIED, "pe_to_beginning", resamples
                 )
     if "crop_pe_to_end" in variants:
@@ -354,7 +362,7 @@ def _crossed_effects(
         groups["first"] = _group(frame, UNMODIFIED, measure, positions[:1])
         groups["last"] = _group(frame, UNMODIFIED, measure, positions[-1:])
         for name, (minuend, subtrahend) in contrasts.items():
-            effects[f"{name}_{measure}"] = shared.minus(
+            effects[f"{name}_{measure}"] = shared.difference_of_means(
                 groups, minuend, subtrahend, resamples
             )
     effects["end_level"] = bootstrap.statistic(
@@ -396,7 +404,7 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
     right.locator_params("x", integer=True)
     right.ticklabel_format(axis="y", scilimits=(-3, 3))
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -412,16 +420,16 @@ def crossed_figure(effects: pd.DataFrame) -> Figure:
         axes.axvline(0, color=plot.GUIDE, linewidth=0.6)
         for end, dashes in (("first", plot.DASHED), ("last", ":")):
             change = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
-            style = plot.LEVEL | {"linestyle": dashes}
+            style = plot.UNMODIFIED_LINE | {"linestyle": dashes}
             axes.axvline(change, **style, label=f"unmodified, gold item {end}")
         for height, variant in enumerate(variants):
             row = rows.loc[[f"{variant}_{measure}"]]
-            colour = plot.CONTROL if "other" in variant else plot.BLUE
+            colour = plot.CONTROL_COLOUR if "other" in variant else plot.BLUE
             style = {"fmt": "o", "markersize": 3, "color": colour}
             plot.percent_bars(axes, [height], row, upright=False, **style)
     panels[0].set_xlabel("change of attention per token (points)")
     panels[1].set_xlabel("change of score (points)")
     panels[0].set_yticks(range(len(variants)), [labels[v] for v in variants])
     panels[0].invert_yaxis()
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, Tensor, pd, torch
 from posbench.measure.items import item_pool, pooled
 from posbench.perturbations.scale_attention import scale_attention
 from posbench.plots import base as plot
-from posbench.plots.attention import over_positions
+from posbench.plots.attention import draw_over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
@@ -22,9 +22,9 @@ from posbench.stats.findings import Finding, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Prompts, gold
+from posbench.studies.prompts import Prompts, gold_index
 from posbench.tasks import Example
-from posbench.tasks.items import at_share, placed
+from posbench.tasks.items import index_at_share, sort_by_gold_position
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -73,7 +73,7 @@ class Doubling(Study):
 
     def reads(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.reads`."""
-        examples = placed(shared.need_items(run.task), self.examples)
+        examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         return [InspectionPasses(examples, times=0, replies=len(LABELS))]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -106,14 +106,14 @@ class Doubling(Study):
         if mode == "item":
             return self._changed_item(len(example.items))
         if mode == "gold":
-            return gold(example)
+            return gold_index(example)
         if mode == "other":
-            return shared.other_item(example, "doubling", self.seed)
+            return shared.random_distractor(example, "doubling", self.seed)
         return None
 
     def _changed_item(self, num_items: int) -> int:
         """The item that mode ``item`` changes."""
-        return at_share(Fraction(str(self.item)), num_items)
+        return index_at_share(Fraction(str(self.item)), num_items)
 
     def _layers(self, run: Run) -> Sequence[int]:
         return self.layers or range(run.lm.layers)
@@ -124,8 +124,8 @@ class Doubling(Study):
         layers = list(self._layers(prompts.run))
         rows = []
         for example, reply, by_layer in zip(batch, replies, weights, strict=True):
-            attention = float(by_layer[layers, gold(example)].mean())
-            rows.append({**reply, "attention": rounded(attention)})
+            attention = float(by_layer[layers, gold_index(example)].mean())
+            rows.append({**reply, "attention": round_values(attention)})
         return rows
 
     def replies_and_weights(
@@ -240,10 +240,10 @@ def _finding(
 def doubling_figure(table: pd.DataFrame, item: int) -> Figure:
     """Attention to the gold item and score over its position by change; dotted: the changed place."""
     figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
-    over_positions(left, right, table, "mode", LABELS)
+    draw_over_positions(left, right, table, "mode", LABELS)
     depth = 100 * item / max(int(table["items"].iloc[0]) - 1, 1)
     guide = {"color": plot.GUIDE, "linestyle": ":", "linewidth": 1, "zorder": 0}
     for axes in (left, right):
         axes.axvline(depth, label=f"that place: item {item} (0 is the first)", **guide)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, inference_mode, pd
 from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
@@ -24,11 +24,11 @@ from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
-from posbench.stats.findings import Finding, ends
+from posbench.stats.findings import Finding, estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Range
+from posbench.studies.prompts import LayerRange
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -80,7 +80,7 @@ class HiddenPerturbation(Study):
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         lm = run.lm
-        shared.channels(run, self.channel, self.controls, self.seed)
+        shared.study_channels(run, self.channel, self.controls, self.seed)
         check_layers(lm, "study.layers", self.layers)
         shortest = self.skip + self.bins
         longest = lm.context_window
@@ -101,7 +101,7 @@ class HiddenPerturbation(Study):
             pass
 
     @property
-    def _span_tokens(self) -> Range:
+    def _span_tokens(self) -> LayerRange:
         """First token of the changed span and the token after its last one."""
         return round(self.span[0] * self.length), round(self.span[1] * self.length)
 
@@ -116,7 +116,7 @@ class HiddenPerturbation(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
         lm = run.lm
-        channels = shared.channels(run, self.channel, self.controls, self.seed)
+        channels = shared.study_channels(run, self.channel, self.controls, self.seed)
         strings = Strings(
             count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed
         )
@@ -137,7 +137,7 @@ class HiddenPerturbation(Study):
                 "behind": states[..., stop:, :].mean(-2),
             }
             return [
-                {name: rounded(values[i]) for name, values in means.items()}
+                {name: round_values(values[i]) for name, values in means.items()}
                 for i in range(len(batch))
             ]
 
@@ -239,7 +239,7 @@ class HiddenPerturbation(Study):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3, second half: the mask, not the position embedding, makes positional hidden states."""
-        return shared.judged(tables["effects"], "hidden_perturbation")
+        return shared.judge_claims(tables["effects"], "hidden_perturbation")
 
 
 def _text_clusters(changes: Array) -> list[str]:
@@ -272,7 +272,7 @@ def _by_layer(
                     "layer": layer,
                     "channel": channels[channel],
                     "control": channel > 0,
-                    **ends(change, "change"),
+                    **estimate_row(change, "change"),
                     "n": change.n,
                 }
                 table.append(row)
@@ -305,7 +305,9 @@ def _effects(changes: Changes, variants: Sequence[str], resamples: int) -> pd.Da
         for index, variant in enumerate(variants[1:], start=1)
     }
     groups["control"] = (inside[:, variants.index("crop"), 1:].mean(-1), clusters)
-    effects["crop_over_control"] = shared.minus(groups, "crop", "control", resamples)
+    effects["crop_over_control"] = shared.difference_of_means(
+        groups, "crop", "control", resamples
+    )
     if "shift" in variants:
         effects["crop_over_shift"] = bootstrap.statistic(
             groups,
@@ -321,7 +323,7 @@ def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
     rows = curves[~curves["control"]]
     layers = list(rows.groupby("layer"))
     first = rows.iloc[0]
-    across = plot.layers_across(len(layers))
+    across = plot.layers_per_row(len(layers))
     figure, panels = plot.new_panels(len(layers), across, 1.5, n=n)
     for axes, (layer, layer_rows) in zip(panels, layers, strict=True):
         axes.axvspan(
@@ -342,8 +344,8 @@ def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
         axes.locator_params(nbins=4)
     panels[0].set_ylabel(f"mean value of channel {first['channel']}")
     for axes in panels[-across:]:
-        axes.set_xlabel(plot.TOKEN)
-    plot.legend_below(figure)
+        axes.set_xlabel(plot.TOKEN_LABEL)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -363,9 +365,9 @@ def layers_figure(table: pd.DataFrame) -> Figure:
             axes, positional, style, x="layer", name="change", scale=1, label=label
         )
         random = rows[rows["control"]].groupby("layer")["change"].mean()
-        style = plot.ON_TOP | {"marker": style["marker"]}
+        style = plot.CONTROL_STYLE | {"marker": style["marker"]}
         axes.plot(random, label=f"{label}, random channels", **style)
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
     axes.locator_params("x", integer=True)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

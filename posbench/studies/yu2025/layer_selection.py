@@ -20,9 +20,9 @@ from posbench.schema import Count, Seed
 from posbench.search.base import Search
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate
-from posbench.stats.findings import Finding, columns, ends, estimate
+from posbench.stats.findings import Finding, estimate, estimate_columns, estimate_row
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Prompts, Range, check_prompts
+from posbench.studies.prompts import LayerRange, Prompts, check_prompts
 from posbench.studies.yu2025.ablations import (
     CONTROL,
     channel_search,
@@ -102,7 +102,7 @@ class LayerSelection(Study):
                     "first": first,
                     "last": last,
                     "loss": (changes[candidate] + unmodified).mean(),
-                    **ends(change, "change"),
+                    **estimate_row(change, "change"),
                 }
                 rows.append(row)
             best[kind] = min(of_kind, key=lambda c: changes[c].mean())
@@ -185,7 +185,7 @@ def _scale_channel(run: Run) -> ScaleChannel:
 
 
 def edges(
-    changes: Mapping[Range, Array], layers: int, clusters: list[str]
+    changes: Mapping[LayerRange, Array], layers: int, clusters: list[str]
 ) -> pd.DataFrame:
     """What the first and last layers add to the loss: ranges that hold them against those a step inside.
 
@@ -201,7 +201,7 @@ def edges(
     starts = sorted({first for first, _ in changes})
     stops = sorted({last for _, last in changes})
     # Pairs of a range with the edge and the same range a step inside.
-    pairs: dict[str, list[tuple[Range, Range]]] = {"first": [], "last": []}
+    pairs: dict[str, list[tuple[LayerRange, LayerRange]]] = {"first": [], "last": []}
     if len(starts) > 1 and len(stops) > 1:
         for first, last in changes:
             if first == 0:
@@ -217,12 +217,12 @@ def edges(
         ]
         if added:
             change = bootstrap.difference(np.mean(added, axis=0), clusters)
-            rows.append({"edge": edge, **ends(change, "change"), "n": change.n})
-    return pd.DataFrame(rows, columns=["edge", *columns("change"), "n"])
+            rows.append({"edge": edge, **estimate_row(change, "change"), "n": change.n})
+    return pd.DataFrame(rows, columns=["edge", *estimate_columns("change"), "n"])
 
 
 def layer_table(
-    run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, range]
+    run: Run, changes: Mapping[LayerRange, Array], ranges: Mapping[str, range]
 ) -> pd.DataFrame:
     """Score how much each layer retrieves and how much scaling it helps, and compare ranges of layers.
 
@@ -258,7 +258,7 @@ def layer_table(
         retrieval = bootstrap.difference(hits[:, layer] - chance, clusters)
         row = {
             "layer": str(layer),
-            **ends(retrieval, "retrieval"),
+            **estimate_row(retrieval, "retrieval"),
             "n": retrieval.n,
             "benefit": _benefit(changes, layer),
         }
@@ -273,7 +273,7 @@ def layer_table(
             retrieval = bootstrap.difference(contrast, clusters)
         row = {
             "layer": OUTSIDE.format(name),
-            **ends(retrieval, "retrieval"),
+            **estimate_row(retrieval, "retrieval"),
             "n": retrieval.n,
             "benefit": np.nan,
         }
@@ -283,7 +283,7 @@ def layer_table(
     return pd.DataFrame(rows)
 
 
-def _benefit(changes: Mapping[Range, Array], layer: int) -> float:
+def _benefit(changes: Mapping[LayerRange, Array], layer: int) -> float:
     """Mean loss of the ranges without a layer minus that of those with it; not a number without either."""
     losses_with: list[float] = []
     losses_without: list[float] = []
@@ -342,7 +342,7 @@ def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     )
     benefit.set_ylabel("benefit (line, nats)", color=plot.COLOURS[1])
     benefit.spines["right"].set_visible(True)
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -370,12 +370,12 @@ def _loss_map(
         grid.index.get_loc(first),
         "s",
         markeredgewidth=1.2,
-        color=plot.PAPER,
+        color=plot.PAPER_COLOUR,
         markersize=12,
         markerfacecolor="none",
         label="published range",
     )
-    plot.few_ticks(axes.set_xticks, grid.columns, 6)
-    plot.few_ticks(axes.set_yticks, grid.index, 6)
+    plot.set_few_ticks(axes.set_xticks, grid.columns, 6)
+    plot.set_few_ticks(axes.set_yticks, grid.index, 6)
     axes.set(xlabel="last layer", ylabel="first layer")
     return image

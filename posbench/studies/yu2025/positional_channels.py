@@ -16,17 +16,17 @@ from posbench.late import Figure, pd
 from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
 from posbench.methods.scale_channel import check_channels
 from posbench.plots import base as plot
-from posbench.plots.search import channel_curves
+from posbench.plots.search import channel_figure
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
-from posbench.search.base import STATE
+from posbench.search.base import STATE_FILE
 from posbench.search.channel import ChannelSearch
 from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, ends, estimate
+from posbench.stats.findings import Finding, estimate, estimate_row
 from posbench.studies.base import Study, Tables
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
@@ -126,7 +126,7 @@ class PositionalChannels(Study):
             the largest mean absolute correlation of any, as positions are and shuffled.
         """
         averages = self.search.averages(run)
-        (run.out.path / STATE).unlink(missing_ok=True)
+        (run.out.path / STATE_FILE).unlink(missing_ok=True)
         curves = averages[self.site]
         if self.site == "residual":
             curves = curves[1:]  # block outputs, without the embedding
@@ -211,7 +211,7 @@ class PositionalChannels(Study):
         channels = list(reasons)
         mean = states.mean[:, self.skip :, channels]
         shuffled = states.shuffled[:, self.skip :, channels]
-        direction = statistics.paper(
+        direction = statistics.paper_filter(
             states.mean[:, :, channels], window=self.window, skip=self.skip
         ).direction
         parts = []
@@ -239,7 +239,7 @@ class PositionalChannels(Study):
         filters = {}
         for positions, curves in ((REAL, states.mean), (SHUFFLED, states.shuffled)):
             correlations[positions] = mean_correlation(curves[:, self.skip :])
-            filters[positions] = statistics.paper(
+            filters[positions] = statistics.paper_filter(
                 curves, window=self.window, skip=self.skip
             )
         summary = []
@@ -251,7 +251,7 @@ class PositionalChannels(Study):
                 "kind": reason,
                 "monotone_layers": filters[REAL].monotone_layers[channel],
                 "layers": len(states.mean),
-                **ends(jackknife(groups, states.sizes), "spearman"),
+                **estimate_row(jackknife(groups, states.sizes), "spearman"),
                 "stronger_channels": is_stronger.mean(),
                 "n": states.strings,
             }
@@ -283,7 +283,7 @@ class PositionalChannels(Study):
         kinds = chosen.groupby("channel", sort=False)["kind"].first()
         for channel, kind in kinds.items():
             caption = f"Channel {channel} ({kind}) of the {site}, layer by layer."
-            figure = channel_curves(chosen, int(channel))
+            figure = channel_figure(chosen, int(channel))
             figures[f"layers_{channel}"] = (figure, caption)
         return figures
 
@@ -389,7 +389,7 @@ def _line_style(index: int, kind: str) -> dict[str, Any]:
     """Style of a channel's line; controls have one colour, and dashes by their kind."""
     style = plot.line_style(index)
     if kind in DASHES:
-        style |= {"color": plot.CONTROL, "linestyle": DASHES[kind]}
+        style |= {"color": plot.CONTROL_COLOUR, "linestyle": DASHES[kind]}
     return style
 
 
@@ -405,10 +405,10 @@ def averaged_figure(curves: pd.DataFrame) -> Figure:
         axes.plot(mean["value"], color=style["color"], linewidth=0.4, alpha=0.4)
         axes.plot(mean["sliding_mean"], label=f"{channel} ({kind})", **style)
     axes.set(
-        xlabel=plot.TOKEN,
+        xlabel=plot.TOKEN_LABEL,
         ylabel="mean value of the channel,\nless its mean over positions",
     )
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure
 
 
@@ -439,5 +439,5 @@ def layer_figure(table: pd.DataFrame) -> Figure:
         ylabel="variance that the\nposition explains (%)",
         ylim=(0, None),
     )
-    plot.legend_below(figure)
+    plot.add_legend_below(figure)
     return figure

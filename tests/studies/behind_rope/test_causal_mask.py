@@ -92,7 +92,7 @@ def test_shares_beyond_distance_as_in_the_limit() -> None:
     printed = {0.0: (0.41, 0.21, 0.10), 0.5: (0.05, 0.06, 0.06)}
     for alpha, wanted in printed.items():
         later = study.CausalMask().limit(study.Setting(alpha, rope=True))[1:]
-        rows = study.facts(np.array(later), np.array(later), later)
+        rows = study.compare_maps(np.array(later), np.array(later), later)
         assert rows["beyond_limit"].tolist() == pytest.approx(wanted, abs=0.005)
         assert (
             rows["split_half"].tolist() == pytest.approx([1, 1, 1])
@@ -106,5 +106,5 @@ def test_layernorm_of_long_inputs_has_the_limit_of_l2() -> None:
     long = study.CausalMask(tokens=9, draws=600, input_norm="sqrt_dim")
     assert study.CausalMask(tokens=9).limit(normed) is None and long.limit(wide) is None
     mean, _, again = long.simulated(normed)
-    rows = study.facts(mean, again, long.limit(normed))
+    rows = study.compare_maps(mean, again, long.limit(normed))
     assert rows["correlation"][1:].min() > 0.98 and rows["largest"].max() < 0.03

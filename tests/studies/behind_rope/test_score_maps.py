@@ -16,7 +16,7 @@ from posbench.measure.scores import score_maps
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
 from posbench.studies.behind_rope import gram
-from posbench.studies.behind_rope.maps import long_table, stacked
+from posbench.studies.behind_rope.maps import long_table, stack_maps
 from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
@@ -124,10 +124,14 @@ def test_large_maps_are_means_over_blocks() -> None:
     values = np.random.default_rng(0).normal(size=(21, 21))
     values[np.triu_indices(21, 1)] = np.nan
     small = long_table("layer", {0: {"score": values}}, 30)
-    assert len(small) == 21 * 22 // 2 and stacked(small, "score").shape == (1, 21, 21)
+    assert len(small) == 21 * 22 // 2 and stack_maps(small, "score").shape == (
+        1,
+        21,
+        21,
+    )
     assert small.iloc[-1].tolist() == [0, 21, 21, values[20, 20]]
     large = long_table("layer", {0: {"score": values}}, 8)  # blocks of three tokens
-    cells = stacked(large, "score")[0]
+    cells = stack_maps(large, "score")[0]
     assert cells.shape == (7, 7) and np.isnan(cells[0, 1:]).all()
     assert cells[4, 1] == pytest.approx(values[12:15, 3:6].mean())
     assert cells[2, 2] == pytest.approx(
@@ -177,11 +181,11 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
         assert result.status == 0, result.err
     second, first = run_folders(outputs)
     maps = pd.read_csv(first / "maps.csv")
-    whole = stacked(maps, "score")
-    assert np.nan_to_num(stacked(maps, "normalised")) == pytest.approx(
+    whole = stack_maps(maps, "score")
+    assert np.nan_to_num(stack_maps(maps, "normalised")) == pytest.approx(
         np.nan_to_num(diagonal_normalised(whole)), abs=1e-6
     )
-    panels = stacked(pd.read_csv(second / "panels.csv"), "product", by="panel")
+    panels = stack_maps(pd.read_csv(second / "panels.csv"), "product", by="panel")
     assert np.nan_to_num(panels[8]) == pytest.approx(
         np.nan_to_num(whole[1]), abs=1e-5
     ), "scores of layer 2 in both studies"

@@ -15,8 +15,8 @@ from rich.console import Console
 from posbench.studies.cost import gpu_check
 from posbench.studies.cost.gpu_check import (
     Answers,
-    Checked,
     GpuCheck,
+    ModelCheck,
     differences,
     setups,
 )
@@ -94,9 +94,9 @@ def test_without_a_gpu_nothing_about_one_is_said(
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that differ under one kernel, and an error in one placement."""
-    model = Checked.model
+    model = ModelCheck.model
 
-    def wrong(self: Checked, setup: gpu_check.Setup) -> Any:
+    def wrong(self: ModelCheck, setup: gpu_check.Setup) -> Any:
         lm = model(self, setup)
         if setup.dtype == "bfloat16" and setup.kernel == "eager":
             lm.model.get_submodule("model.layers.2.self_attn.q_proj").weight.data *= 2
@@ -106,10 +106,10 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         return lm
 
-    monkeypatch.setattr(Checked, "model", wrong)
+    monkeypatch.setattr(ModelCheck, "model", wrong)
     study = GpuCheck(prompts=4)
     plan = [s for s in setups(torch.device("cpu"), 0, flash=False) if not s.missing]
-    checked = Checked(
+    checked = ModelCheck(
         "tiny", SimpleNamespace(all_methods={}, console=Console()), study.asked()
     )  # type: ignore[arg-type]
     checks = pd.DataFrame(checked.rows(plan))

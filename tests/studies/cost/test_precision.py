@@ -11,7 +11,7 @@ import torch
 
 from posbench import paths
 from posbench.errors import choices
-from posbench.schema import required
+from posbench.schema import required_fields
 from posbench.studies.cost.precision import compare
 from tests.conftest import Result, config_of, run_folders
 
@@ -47,7 +47,9 @@ def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     # A method whose constants the model's file lacks cannot be measured on it.
     known = config_of("study=precision").all_methods.items()
     left_out = {
-        n for n, c in known if any(c.values[key] is None for key in required(c.cls))
+        n
+        for n, c in known
+        if any(c.values[key] is None for key in required_fields(c.cls))
     }
     assert set(methods) == set(choices(paths.CONF / "method")) - left_out
     for name in methods:

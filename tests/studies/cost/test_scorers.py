@@ -19,7 +19,7 @@ REAL = os.environ.get("POSBENCH_DATA", "")
 
 @pytest.mark.skipif(not REAL, reason="POSBENCH_DATA names no folder")
 def test_every_stored_output_scores_as_officially() -> None:
-    table = study.parity(Path(REAL))
+    table = study.compare_with_official(Path(REAL))
     assert table.groupby("benchmark")["outputs"].sum().to_dict() == {
         "longbench": 124,
         "nq_multidoc": 300,
@@ -33,7 +33,7 @@ def test_every_stored_output_scores_as_officially() -> None:
 
 
 def test_every_output_that_ships_scores_as_officially() -> None:
-    table = study.parity(study.SHIPPED)
+    table = study.compare_with_official(study.SHIPPED)
     assert [(row.benchmark, row.outputs, row.equal) for row in table.itertuples()] == [
         ("nq_multidoc", 300, 300),
         *[("loogle_timeline_reorder", 126, 126)] * 4,

@@ -65,7 +65,7 @@ def test_a_generation_has_the_sizes_of_the_paper(
         monkeypatch.setattr(GeneticSearch, name, counted)
     monkeypatch.setattr(
         search_cost,
-        "answering",
+        "make_evaluator",
         lambda *_: lambda *asked: calls["answer"].append(asked),
     )
     given: dict[str, Any] = {

@@ -31,13 +31,13 @@ def test_all_ways_give_the_same_outputs(
     ways = ["one prompt at a time", "in batches", "in batches, prefills shared"]
     assert [row["way"] for row in rows] == ways * 2
     assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[3]["work"]
-    replies = run_replies.replies
+    replies = run_replies.reply_to_batch
 
     def wrong(*args: Any) -> list[dict[str, Any]]:
         rows = replies(*args)
         return [{**rows[0], "output": "?"}, *rows[1:]]
 
-    monkeypatch.setattr(run_replies, "replies", wrong)
+    monkeypatch.setattr(run_replies, "reply_to_batch", wrong)
     with pytest.raises(RuntimeError, match="in batches gives other results"):
         study.time_replies(run, tiny, 8)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from posbench.pipeline.compose import compose
-from posbench.search.scales import calibration
+from posbench.search.scales import calibration_questions
 from posbench.stats import reference
 from posbench.tasks import KVRetrieval
 
@@ -15,7 +15,7 @@ def test_the_papers_averages_are_read_as_printed():
         ("lpes_table7_control_points.csv", "5", "63.8"),
         ("lpes_table15_lambda.csv", "<0.2, 0.3, 0.5>", "63.2"),
     ):
-        table = reference.table(file)
+        table = reference.read_table(file)
         mean = table["metric"].str.startswith("accuracy(%)") & table["position"].isin(
             ["", "Average"]
         )
@@ -67,6 +67,6 @@ def test_the_calibration_seed_is_that_of_the_task(seed: int):
         calibration_pairs=8,
         calibration_examples=3,
     )
-    asked = calibration(KVRetrieval(**given), seed)
-    assert asked == calibration(KVRetrieval(**given, seed=seed))
-    assert (asked == calibration(KVRetrieval(**given))) == (seed == 0)
+    asked = calibration_questions(KVRetrieval(**given), seed)
+    assert asked == calibration_questions(KVRetrieval(**given, seed=seed))
+    assert (asked == calibration_questions(KVRetrieval(**given))) == (seed == 0)

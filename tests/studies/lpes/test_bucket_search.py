@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from posbench.studies.lpes.bucket_search import PUBLISHED
-from posbench.theory.waves import Step, choose, extrema
+from posbench.theory.waves import ChosenBase, choose_bases, extrema
 from tests.conftest import run_folders
 
 EMPTY = np.array([], dtype=int)
@@ -26,9 +26,9 @@ def test_a_base_is_chosen_for_its_peaks_in_troughs_and_its_troughs_under_peaks()
         fills=([301], [99, 502]),
         half=([297], []),
     )
-    assert choose(found, 1.0, 2) == [
-        Step(1.0, 0, pytest.approx(float("nan"), nan_ok=True)),
-        Step(3.0, 3, 2.0),
+    assert choose_bases(found, 1.0, 2) == [
+        ChosenBase(1.0, 0, pytest.approx(float("nan"), nan_ok=True)),
+        ChosenBase(3.0, 3, 2.0),
     ]
 
 
@@ -36,18 +36,20 @@ def test_what_cancelled_counts_no_more():
     found = planted(
         first=([100, 500], []), one=([], [100]), again=([], [101]), other=([], [499])
     )
-    assert [step.base for step in choose(found, 1.0, 3)] == [1.0, 2.0, 4.0]
-    assert [step.coincidences for step in choose(found, 1.0, 4)] == [0, 1, 1, 0]
+    assert [step.base for step in choose_bases(found, 1.0, 3)] == [1.0, 2.0, 4.0]
+    assert [step.coincidences for step in choose_bases(found, 1.0, 4)] == [0, 1, 1, 0]
 
 
 def test_ties_go_to_the_smaller_offset_then_to_the_smaller_base():
     found = planted(
         first=([100], []), far=([], [103]), near=([], [101]), too_far=([], [104])
     )
-    assert [step.base for step in choose(found, 1.0, 2)] == [1.0, 3.0]
+    assert [step.base for step in choose_bases(found, 1.0, 2)] == [1.0, 3.0]
     assert [
         step.base
-        for step in choose(planted(first=([5], []), a=([], [6]), b=([], [4])), 1.0, 3)
+        for step in choose_bases(
+            planted(first=([5], []), a=([], [6]), b=([], [4])), 1.0, 3
+        )
     ] == [
         1.0,
         2.0,

@@ -13,7 +13,7 @@ import torch
 import posbench as package
 from posbench.measure.items import attention_to_thirds
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.theory.waves import decay, wave
+from posbench.theory.waves import rope_decay_bound, rope_wave
 from tests.conftest import Result, run_folders
 from tests.models import BUILDERS
 from tests.rounding import EPSILON, assert_same, attention_noise
@@ -23,27 +23,29 @@ AT = np.array([0.0, 1.0, 7.0, 350.0])
 
 def test_the_wave_is_the_score_of_two_rotated_ones() -> None:
     dim = 32
-    for distance, value in zip(AT, wave(AT, dim, base=500.0, scale=2.0), strict=True):
+    for distance, value in zip(
+        AT, rope_wave(AT, dim, base=500.0, scale=2.0), strict=True
+    ):
         angles = distance / 2 * 500.0 ** (-2 * np.arange(dim // 2) / dim)
         turned = np.concatenate(
             [np.cos(angles) - np.sin(angles), np.cos(angles) + np.sin(angles)]
         )
         # Query and key are all ones: their dot product after rotation, over the square root of the head size.
         assert value == pytest.approx(turned.sum() / np.sqrt(dim))
-    assert wave(AT[:1], dim)[0] == pytest.approx(np.sqrt(dim))
+    assert rope_wave(AT[:1], dim)[0] == pytest.approx(np.sqrt(dim))
 
 
 def test_a_scale_stretches_wave_and_decay() -> None:
-    assert wave(2 * AT, scale=2.0) == pytest.approx(wave(AT)) and decay(
-        2 * AT, scale=2.0
-    ) == pytest.approx(decay(AT))
+    assert rope_wave(2 * AT, scale=2.0) == pytest.approx(
+        rope_wave(AT)
+    ) and rope_decay_bound(2 * AT, scale=2.0) == pytest.approx(rope_decay_bound(AT))
 
 
 def test_the_bound_decays_and_bounds_the_wave() -> None:
     dim = 128
     at = np.arange(1.0, 2000.0)
-    bound = decay(at, dim)
-    assert decay(AT[:1], dim)[0] == pytest.approx((dim // 2 + 1) / 2)
+    bound = rope_decay_bound(at, dim)
+    assert rope_decay_bound(AT[:1], dim)[0] == pytest.approx((dim // 2 + 1) / 2)
     assert bound[:20].mean() > bound[200:400].mean() > bound[1500:].mean()
 
 
@@ -99,10 +101,10 @@ def test_the_study_tells_what_it_measured(
     )
     curves = pd.read_csv(folder / "curves.csv")
     assert curves["wave_scale_1.5"].to_numpy() == pytest.approx(
-        wave(np.arange(1.0, 701), scale=1.5), rel=1e-8
+        rope_wave(np.arange(1.0, 701), scale=1.5), rel=1e-8
     )
     assert curves["decay_scale_2"].to_numpy() == pytest.approx(
-        decay(np.arange(1.0, 701), scale=2.0), rel=1e-8
+        rope_decay_bound(np.arange(1.0, 701), scale=2.0), rel=1e-8
     )
 
 

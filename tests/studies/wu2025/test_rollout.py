@@ -26,7 +26,7 @@ def test_sinks_of_a_model_that_attends_evenly() -> None:
     even = masks.uniform(masks.causal(4))
     assert (
         sinks.loc["by_head", "share"].tolist()
-        == masks.sink_by_head(even[None]).tolist()
+        == masks.sink_share_by_head(even[None]).tolist()
         == [1, 1, 0, 0]
     )
     assert (

@@ -8,7 +8,7 @@ import torch
 
 from posbench.studies.wu2025.sequences import (
     Mixture,
-    ask,
+    add_query,
     copying_gap,
     draw_world,
     novel_sequences,
@@ -86,9 +86,9 @@ def test_paired_sets() -> None:
     mixture = Mixture()
     world = draw_world(mixture, rng())
     novel = novel_sequences(mixture, world, 5000, rng(1))
-    plain = ask(novel, world, 0)
-    one = ask(novel, world, 0, 4)
-    two = ask(novel, world, 4, 0)
+    plain = add_query(novel, world, 0)
+    one = add_query(novel, world, 0, 4)
+    two = add_query(novel, world, 4, 0)
     # Item 4 is overwritten by an exact copy of item 0; nothing else moves; its label stays.
     assert torch.equal(one.tokens[:, 8], one.tokens[:, 0])
     others = [i for i in range(17) if i != 8]
@@ -112,8 +112,8 @@ def test_copying_policies() -> None:
     # A simulated policy that answers the first item's label gets just these accuracies.
     world = draw_world(mixture, rng())
     novel = novel_sequences(mixture, world, 10_000, rng(1))
-    right = ask(novel, world, 0, 7)
-    wrong = ask(novel, world, 7, 0)
+    right = add_query(novel, world, 0, 7)
+    wrong = add_query(novel, world, 7, 0)
     hits = [
         (s.tokens[:, 1] == world.label_vectors[s.targets])
         .all(-1)

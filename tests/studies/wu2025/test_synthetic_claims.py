@@ -18,12 +18,12 @@ from posbench.studies.wu2025.synthetic_tables import (
     CELL,
     PAIR_NAMES,
     SETTINGS,
-    at_end,
     causal_without_pe,
-    combined,
-    over_seeds,
-    paper_cells,
-    printed_cells,
+    combine,
+    compare_cells,
+    last_iterations,
+    mean_over_seeds,
+    read_printed_cells,
     uniform_sinks,
 )
 
@@ -141,7 +141,7 @@ def test_a_training_in_two_tables_counts_once() -> None:
             made(0.3, 0, 0, seed=1, iteration=1000),
         ]
     )
-    both = combined(new, old)
+    both = combine(new, old)
     found = both[both["pair"] == "first-middle"].set_index(
         ["bias", "seed", "iteration"]
     )["gap"]
@@ -152,7 +152,7 @@ def test_a_training_in_two_tables_counts_once() -> None:
         ("first+last", 1, 2000): 0.1,
         ("last", 0, 8000): 0.1,
     }
-    pd.testing.assert_frame_equal(combined(both, both), both)
+    pd.testing.assert_frame_equal(combine(both, both), both)
 
 
 def test_means_over_seeds_at_the_last_iteration() -> None:
@@ -163,26 +163,26 @@ def test_means_over_seeds_at_the_last_iteration() -> None:
             made(0.3, 0, -0.1, seed=1),
         ]
     )
-    at = over_seeds(at_end(gaps)).set_index("pair").loc["first-middle"]
+    at = mean_over_seeds(last_iterations(gaps)).set_index("pair").loc["first-middle"]
     assert (at["iteration"], at["seeds"], at["gap"]) == (8000, 2, pytest.approx(0.25))
     assert at["ci_high"] - at["gap"] == pytest.approx(0.013 / 2**0.5), (
         "two independent means of equal precision"
     )
     assert at["spread"] == pytest.approx(0.1 / 2**0.5)
     ahead = pd.concat([gaps, made(0.4, 0, -0.4, iteration=20_000)])
-    at = over_seeds(at_end(ahead)).set_index("pair").loc["first-middle"]
+    at = mean_over_seeds(last_iterations(ahead)).set_index("pair").loc["first-middle"]
     assert (at["iteration"], at["seeds"], at["gap"]) == (20_000, 1, 0.4), (
         "a seed that lags behind is left out"
     )
     close = pd.concat([gaps, made(0.4, 0, -0.4, iteration=9000)])
-    assert set(at_end(close)["iteration"]) == {8000}, (
+    assert set(last_iterations(close)["iteration"]) == {8000}, (
         "one that is a little ahead does not stand for both"
     )
 
 
 def test_papers_cells() -> None:
     cells = (
-        printed_cells("wu2025_fig3.csv")
+        read_printed_cells("wu2025_fig3.csv")
         .set_index(["mask", "pe", "pair"])["paper"]
         .sort_index()
     )
@@ -193,7 +193,7 @@ def test_papers_cells() -> None:
         "middle-last": -0.241,
     }
     assert cells["full", "sin", "middle-last"] == -0.264
-    both = paper_cells(
+    both = compare_cells(
         pd.concat([made(0.49, 0.15, 0.02, pe="rope"), made(0.2, 0.3, 0.1)]),
         ["wu2025_fig3.csv"],
     )
@@ -205,7 +205,7 @@ def test_papers_cells() -> None:
     assert near["none", "middle-last"] and near.sum() == 1, (
         "the paper's -0.006, with which 0 would agree"
     )
-    assert paper_cells(made(0.2, 0, 0, bias="none"), ["wu2025_fig3.csv"]).empty
+    assert compare_cells(made(0.2, 0, 0, bias="none"), ["wu2025_fig3.csv"]).empty
 
 
 def test_a_cell_with_both_scales_counts_once_with_the_papers() -> None:
@@ -213,7 +213,7 @@ def test_a_cell_with_both_scales_counts_once_with_the_papers() -> None:
         made(0.49, 0.15, 0.02, pe="rope", scale=scale) for scale in ("code", "paper")
     ]
     alone = made(0.2, 0.3, 0.1, scale="code")
-    cells = paper_cells(pd.concat([*both, alone]), ["wu2025_fig3.csv"])
+    cells = compare_cells(pd.concat([*both, alone]), ["wu2025_fig3.csv"])
     assert len(cells) == 9 and cells["counted"].sum() == 6
     assert set(cells.loc[cells["counted"] & (cells["pe"] == "rope"), "scale"]) == {
         "paper"
@@ -235,7 +235,7 @@ def test_the_committed_page_counts_every_cell_once() -> None:
     gaps = pd.read_csv(
         paths.EXPERIMENTS / "results/wu2025/gaps.csv", keep_default_na=False
     )
-    cells = paper_cells(gaps, FILES)
+    cells = compare_cells(gaps, FILES)
     assert (len(cells), cells["counted"].sum()) == (231, 219)
     assert cells.loc[cells["counted"]].groupby(["figure", *CELL]).size().eq(1).all()
     told = _verdicts(cells, 252)

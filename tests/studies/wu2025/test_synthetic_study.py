@@ -14,7 +14,11 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.studies.wu2025.synthetic_results import SyntheticResults
-from posbench.studies.wu2025.synthetic_tables import SETTINGS, printed_cells, tabulated
+from posbench.studies.wu2025.synthetic_tables import (
+    SETTINGS,
+    read_printed_cells,
+    tabulate,
+)
 from posbench.studies.wu2025.synthetic_training import SyntheticTraining
 from posbench.studies.wu2025.training import Condition, Ensemble, train
 from tests.conftest import Result, run_folders
@@ -104,7 +108,7 @@ def test_processes_change_nothing(
     alone = [
         train(condition, [0, 1], 5, tmp_path, hardware=on) for condition in conditions
     ]
-    write_csv(tmp_path / "gaps.csv", tabulated([*chain(*alone)], [])["gaps"])
+    write_csv(tmp_path / "gaps.csv", tabulate([*chain(*alone)], [])["gaps"])
     assert (folder / "gaps.csv").read_bytes() == (tmp_path / "gaps.csv").read_bytes()
 
 
@@ -162,7 +166,7 @@ def test_experiments_train_what_the_paper_prints(file: Path) -> None:
     settings = pd.DataFrame([condition.settings for condition in study.built()])
     if study.reference:
         both = settings.merge(
-            printed_cells(study.reference),
+            read_printed_cells(study.reference),
             on=[c for c in SETTINGS if c != "scale"],
             how="outer",
             indicator=True,

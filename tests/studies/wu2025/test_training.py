@@ -14,14 +14,14 @@ from posbench.errors import UserError
 from posbench.run.folder import RunDir
 from posbench.studies.wu2025 import training as module
 from posbench.studies.wu2025.sequences import training_batch
-from posbench.studies.wu2025.synthetic_tables import tabulated
+from posbench.studies.wu2025.synthetic_tables import tabulate
 from posbench.studies.wu2025.training import (
     Condition,
     Ensemble,
-    folder_of,
-    marks,
+    measured_iterations,
+    read_trainings,
     train,
-    trainings,
+    training_folder,
 )
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
@@ -65,7 +65,7 @@ def test_killed_training_resumes_bit_identically(
 ) -> None:
     monkeypatch.setattr(module, "CHECKPOINT_EVERY", 10)
     monkeypatch.setattr(
-        module, "marks", lambda until: [m for m in (20, 40) if m <= until]
+        module, "measured_iterations", lambda until: [m for m in (20, 40) if m <= until]
     )
     whole = train(SMALL, [1], 40, tmp_path / "whole", hardware="x")
 
@@ -89,14 +89,14 @@ def test_killed_training_resumes_bit_identically(
     # The first part asks for fewer iterations: what is left to do must not be baked into what is done.
     assert [
         row["iteration"]
-        for row in folder_of(tmp_path / "torn", SMALL, 1).rows("rows.jsonl")
+        for row in training_folder(tmp_path / "torn", SMALL, 1).rows("rows.jsonl")
     ] == [20]
     train(SMALL, [1], 30, tmp_path / "torn", hardware="x")
     torn = train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
     assert torn == whole
     assert [row["iteration"] for _, row in torn] == [20, 40]
     states = [
-        torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt")
+        torch.load(training_folder(tmp_path / name, SMALL, 1).path / "checkpoint.pt")
         for name in ("whole", "torn")
     ]
     for key in ("parameters", "first", "second"):
@@ -111,9 +111,9 @@ def test_rows_and_marks(tmp_path: Path) -> None:
     condition = replace(SMALL, sequences=200)
     measured = train(condition, [0, 1], 3, tmp_path, hardware="here")
     assert [(row["seed"], row["iteration"]) for _, row in measured] == [(0, 3), (1, 3)]
-    assert trainings(tmp_path) == measured
+    assert read_trainings(tmp_path) == measured
     for seed, (_, row) in enumerate(measured):
-        found = tabulated([(condition, row)], [])
+        found = tabulate([(condition, row)], [])
         assert found["sinks"]["by_entry"].tolist() == row["sink_by_entry"]
         assert (
             list(found["sinks"]["token"]) == list(range(17))
@@ -136,8 +136,8 @@ def test_rows_and_marks(tmp_path: Path) -> None:
                 0.25,
                 "here",
             ]
-    assert marks(3) == [3]
-    assert marks(17_000) == [
+    assert measured_iterations(3) == [3]
+    assert measured_iterations(17_000) == [
         1000,
         2000,
         4000,
@@ -172,7 +172,9 @@ def test_sinks_are_shares_of_their_definitions() -> None:
             p.mul_(2000)  # sharp attention
     row = ensemble.measure()[0]
     # Once more from single weights, as Gu et al. and Wu et al. define them.
-    drawn = training_batch(condition, ensemble.worlds[0], 30, rng(module.TEST_SEEDS))
+    drawn = training_batch(
+        condition, ensemble.worlds[0], 30, rng(module.TEST_SEED_OFFSET)
+    )
     weights = ensemble.network.attentions(drawn.tokens[None])[0].double().numpy()
     seen = condition.seen(17)
     for token in range(17):
@@ -189,7 +191,7 @@ def test_sinks_are_shares_of_their_definitions() -> None:
 
 def test_checkpoint_of_another_device_is_refused(tmp_path: Path) -> None:
     train(SMALL, [0], 1, tmp_path, hardware="x")
-    file = folder_of(tmp_path, SMALL, 0).path / "checkpoint.pt"
+    file = training_folder(tmp_path, SMALL, 0).path / "checkpoint.pt"
     torch.save({**torch.load(file), "device": "cuda"}, file)
     with pytest.raises(UserError, match="go on on cuda"):
         train(SMALL, [0], 2, tmp_path, hardware="x")
@@ -200,7 +202,7 @@ def test_checkpoint_of_another_device_is_refused(tmp_path: Path) -> None:
 
 def test_damaged_row_is_made_again(tmp_path: Path) -> None:
     train(SMALL, [0], 2, tmp_path, hardware="x")
-    run = folder_of(tmp_path, SMALL, 0)
+    run = training_folder(tmp_path, SMALL, 0)
     first = [(SMALL, row) for row in RunDir(run.path).rows("rows.jsonl")]
     (run.path / "rows.jsonl").write_text((run.path / "rows.jsonl").read_text()[:-5])
     assert train(SMALL, [0], 2, tmp_path, hardware="x") == first

@@ -104,7 +104,7 @@ def _right(lm: LM, task: KVRetrieval, method: ScaleChannel | Unmodified) -> np.n
 
 def test_without_monotonicity_smoothness_counts_every_layer_of_every_channel() -> None:
     curves = np.random.default_rng(0).normal(size=(3, 40, 6)).cumsum(1)
-    free = statistics.paper(curves, window=5, skip=2, monotone_only=False)
+    free = statistics.paper_filter(curves, window=5, skip=2, monotone_only=False)
     rough = np.zeros(6)
     for layer in curves:
         for channel in range(6):
@@ -115,7 +115,7 @@ def test_without_monotonicity_smoothness_counts_every_layer_of_every_channel() -
             )
     np.testing.assert_allclose(free.smoothness, rough)
     assert free.ranking == list(np.argsort(rough))
-    with_filter = statistics.paper(curves, window=5, skip=2)
+    with_filter = statistics.paper_filter(curves, window=5, skip=2)
     assert set(with_filter.ranking) < set(free.ranking), (
         "the filter removes some channel here"
     )

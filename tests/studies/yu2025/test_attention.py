@@ -29,7 +29,7 @@ from posbench.report.folder import study_tables
 from posbench.schema import instantiate, verify
 from posbench.stats.correlation import permutation_p, spearman
 from posbench.stats.frames import UNMODIFIED
-from posbench.stats.position_bias import curves, dips
+from posbench.stats.position_bias import dip_from_rows, position_curves
 from posbench.studies.base import Study
 from posbench.studies.prompts import Prompts
 from posbench.studies.yu2025.attention_to_gold import (
@@ -369,18 +369,18 @@ def test_statistics_over_gold_positions() -> None:
         value=np.repeat([4.0, 1.0, 2.0], 50),
         items=11,
     )
-    (value, *_), drawn = dips(frame, "value", 1000)
+    (value, *_), drawn = dip_from_rows(frame, "value", 1000)
     assert value == 0.5 and np.allclose(drawn, 0.5), (
         "half of the lower end; constant values leave no spread"
     )
     frame["value"] += rng.normal(size=150)
-    apart = curves(frame, "value", "items", 1000)[11][1]
+    apart = position_curves(frame, "value", "items", 1000)[11][1]
     spread = frame.groupby("gold_position")["value"].std(ddof=0) / np.sqrt(50)
     assert np.allclose(apart.std(0), spread, rtol=0.1), "the standard error of a mean"
     assert abs(np.corrcoef(apart[:, 0], apart[:, 1])[0, 1]) < 0.1
     frame["cluster"] = [str(i) for i in range(50)] * 3
     frame["value"] = np.tile(rng.normal(size=50), 3)
-    together = curves(frame, "value", "items", 1000)[11][1]
+    together = position_curves(frame, "value", "items", 1000)[11][1]
     assert np.allclose(together[:, 0], together[:, 2]), (
         "a question asked at every position is drawn at all of them"
     )

@@ -13,7 +13,7 @@ import torch
 
 from posbench.errors import UserError
 from posbench.measure.states import Strings
-from posbench.methods.scale_channel import ScaleChannel, share
+from posbench.methods.scale_channel import ScaleChannel, scale_layer_range
 from posbench.model.load import ModelConfig, load
 from posbench.stats import bootstrap
 from posbench.studies import prompts as shared
@@ -467,7 +467,7 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
         {"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000
     )
     pairs = noise.reshape(30, 2).mean(1)
-    share = bootstrap.tail_probability(30)
+    share = bootstrap.tail(30)
     plain_means = np.array([pairs[rng.integers(0, 30, 30)].mean() for _ in range(4000)])
     assert value == pytest.approx(noise.mean()) and np.allclose(
         [low, high], np.quantile(plain_means, [share, 1 - share]), atol=0.03
@@ -485,8 +485,12 @@ def test_task_without_gold_items_is_refused() -> None:
 
 
 def test_layers_of_the_paper_and_of_other_depths() -> None:
-    assert share(shared.CROP, 32) == (1, 7) and share(shared.RETRIEVAL, 32) == (15, 20)
-    assert share(shared.CROP, 4) == (0, 1) and share(shared.RETRIEVAL, 80) == (38, 50)
+    assert scale_layer_range(shared.CROP_LAYERS, 32) == (1, 7) and scale_layer_range(
+        shared.RETRIEVAL_LAYERS, 32
+    ) == (15, 20)
+    assert scale_layer_range(shared.CROP_LAYERS, 4) == (0, 1) and scale_layer_range(
+        shared.RETRIEVAL_LAYERS, 80
+    ) == (38, 50)
     assert shared.retrieval_layers(None, [0.1] * 32) == (15, 20)
     assert shared.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
     assert shared.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)

@@ -1,0 +1,206 @@
+"""Where the items of a prompt stand: the token spans that a method may read, and never which item is gold."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from posbench.errors import UserError
+from posbench.late import nn, torch
+
+Span = tuple[int, int]
+"""First token (or character) of an item, and the one after its last; (0, 0) for an item that was cut away."""
+
+
+@dataclass(frozen=True)
+class ItemPrompt:
+    """A prompt as text with its items, which a method may rewrite before it is encoded.
+
+    Attributes:
+        text: What the model is asked, before any chat template.
+        items: Characters (start, end) of every item, in the order of the task's items.
+    """
+
+    text: str
+    items: tuple[Span, ...]
+
+    def item_text(self, index: int) -> str:
+        """The text of an item."""
+        start, end = self.items[index]
+        return self.text[start:end]
+
+    def reordered(self, order: Sequence[int]) -> ItemPrompt:
+        """The prompt with its items in another order; what stands between them stays in place.
+
+        Args:
+            order: A permutation of the items: ``order[i]`` is the item that goes to the i-th place.
+
+        Raises:
+            ValueError: ``order`` is no permutation, or items overlap.
+        """
+        if sorted(order) != list(range(len(self.items))):
+            raise ValueError(f"no permutation of {len(self.items)} items: {order}")
+        places = sorted(self.items)
+        new_spans: list[Span] = [(0, 0)] * len(self.items)
+        text = ""
+        end_of_last = 0
+        for (start, end), index in zip(places, order, strict=True):
+            if start < end_of_last:
+                raise ValueError("items overlap")
+            text += self.text[end_of_last:start]
+            item = self.item_text(index)
+            new_spans[index] = (len(text), len(text) + len(item))
+            text += item
+            end_of_last = end
+        return replace(
+            self, text=text + self.text[end_of_last:], items=tuple(new_spans)
+        )
+
+
+def find_items(text: str, pattern: str) -> tuple[Span, ...]:
+    """Characters of the items of a prompt: the matches of a regular expression, as ``r"Document .*"``."""
+    return tuple(match.span() for match in re.finditer(pattern, text))
+
+
+def token_spans(offsets: Sequence[Span], items: Sequence[Span]) -> list[Span]:
+    """Convert spans of characters into spans of tokens.
+
+    Args:
+        offsets: Characters (start, end) of each token.
+        items: Characters (start, end) of each item.
+
+    Returns:
+        Tokens of each item; (0, 0) where the prompt lost it. A token that an item shares with its neighbour
+        belongs to both.
+    """
+    starts, ends = np.array(offsets).reshape(-1, 2).T
+    spans: list[Span] = []
+    for start, end in items:
+        tokens = np.flatnonzero((starts < end) & (ends > start))
+        if len(tokens):
+            spans.append((int(tokens[0]), int(tokens[-1]) + 1))
+        else:
+            spans.append((0, 0))
+    return spans
+
+
+@dataclass
+class ItemIndex:
+    """Token spans of the items of prompts, found again by the tokens of a prompt.
+
+    A prompt is known by its tokens up to the end of its last item: what follows, such as an answer, may differ.
+    """
+
+    _spans: dict[bytes, tuple[Span, ...]] = field(default_factory=dict)
+    _lengths: set[int] = field(default_factory=set)
+
+    def add(self, ids: Sequence[int], spans: Sequence[Span]) -> None:
+        """Remember the items of a prompt.
+
+        Args:
+            ids: The prompt's token ids.
+            spans: Tokens of every item, as indices into ``ids``.
+
+        Raises:
+            ValueError: A span does not lie in the prompt.
+        """
+        if any(not 0 <= start <= end <= len(ids) for start, end in spans):
+            raise ValueError(f"a span lies outside {len(ids)} tokens: {list(spans)}")
+        length = max((end for _, end in spans), default=0)
+        if length:
+            self._lengths.add(length)
+            self._spans[_key(ids, length)] = tuple(spans)
+
+    def find(self, ids: Sequence[int]) -> tuple[Span, ...] | None:
+        """The spans of a prompt that begins with remembered tokens; None for another one."""
+        for length in sorted(self._lengths, reverse=True):
+            if length <= len(ids):
+                spans = self._spans.get(_key(ids, length))
+                if spans is not None:
+                    return spans
+        return None
+
+
+def _key(ids: Sequence[int], length: int) -> bytes:
+    tokens = np.asarray(ids[:length], dtype=np.int64)
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+@dataclass
+class BatchItems:
+    """The items of the batch that a model reads.
+
+    Attributes:
+        rows: For each row the tokens of every item, as indices into the padded row.
+        width: Tokens of the padded prompts.
+    """
+
+    rows: list[list[Span]] = field(default_factory=list)
+    width: int = 0
+
+
+@contextmanager
+def reading_items(lm: Any) -> Iterator[BatchItems]:
+    """Follow which prompts a model reads, for the duration of a block.
+
+    Args:
+        lm: A :class:`posbench.model.lm.LM`, whose ``items`` hold the spans of its prompts.
+
+    Yields:
+        The items of the current batch: set before the first layer reads a prompt, kept while it answers.
+
+    Raises:
+        UserError: In a forward, on a prompt whose items are not known.
+    """
+    batch = BatchItems()
+
+    def read(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            return
+        mask = kwargs.get("attention_mask")
+        if mask is None:
+            mask = torch.ones_like(ids)
+        batch.width = ids.shape[1]
+        batch.rows = [
+            _spans_in_row(lm, row, row_mask)
+            for row, row_mask in zip(ids.tolist(), mask.bool().tolist(), strict=True)
+        ]
+
+    # The decoder sees each row of a method that runs a prompt as several.
+    handle = lm.model.base_model.register_forward_pre_hook(read, with_kwargs=True)
+    try:
+        yield batch
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def probe_items(lm: Any, ids: Sequence[int]) -> Iterator[None]:
+    """Take the halves of a prompt for its items, for the duration of a block that looks at no result."""
+    known = lm.items
+    lm.items = ItemIndex()
+    lm.items.add(ids, [(0, len(ids) // 2), (len(ids) // 2, len(ids))])
+    try:
+        yield
+    finally:
+        lm.items = known
+
+
+def _spans_in_row(lm: Any, row: list[int], is_token: list[bool]) -> list[Span]:
+    """Token spans of the items of a left-padded row."""
+    padding = is_token.index(True)
+    spans = lm.items.find(row[padding:])
+    if spans is None:
+        value = f"{len(row) - padding} tokens"
+        allowed = "a prompt whose items are known, to a method that reads them"
+        hint = "take a task with gold positions; in Python, lm.add_items(prompt, items)"
+        raise UserError("prompt", value, allowed, hint)
+    return [(start + padding, end + padding) if end else (0, 0) for start, end in spans]
