@@ -3,6 +3,9 @@ words."""
 
 from __future__ import annotations
 
+import json
+import platform
+import runpy
 import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -125,3 +128,11 @@ def test_a_run_records_what_posbench_needs_here_without_extras(
     ]
     monkeypatch.setattr(versions, "requires", lambda name: lines)
     assert versions.installed_versions() == {"numpy": "7.0"}
+
+
+def test_the_matrix_records_where_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    program = runpy.run_path(str(ROOT / "tools" / "portable.py"))["FACTS"]
+    exec(compile(program, "portable.py", "exec"), {})
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["python"] == platform.python_version()
+    assert "torch" in facts["packages"] and "thread" in facts["hardware"]

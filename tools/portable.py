@@ -56,9 +56,9 @@ ENVIRONMENTS = {
 """Version of Python, and the file that chooses the versions of all packages; None: the newest."""
 FACTS = """
 import json, platform
-from posbench.files.hardware import hardware
-from posbench.versions import installed
-print(json.dumps({"hardware": hardware(), "python": platform.python_version(), "packages": installed()}))
+from posbench.files.hardware import describe_hardware
+from posbench.versions import installed_versions
+print(json.dumps({"hardware": describe_hardware(), "python": platform.python_version(), "packages": installed_versions()}))
 """
 
 nox.options.envdir = str(ROOT / ".nox")
