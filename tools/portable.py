@@ -58,7 +58,8 @@ FACTS = """
 import json, platform
 from posbench.files.hardware import describe_hardware
 from posbench.versions import installed_versions
-print(json.dumps({"hardware": describe_hardware(), "python": platform.python_version(), "packages": installed_versions()}))
+facts = {"hardware": describe_hardware(), "packages": installed_versions()}
+print(json.dumps({**facts, "python": platform.python_version()}))
 """
 
 nox.options.envdir = str(ROOT / ".nox")
