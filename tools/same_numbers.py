@@ -42,7 +42,7 @@ METHODS = {
     "none": "",
     "scale_channel": "method.channel=15 method.factor=-0.5 method.layers=[1,2]",
     "position_interpolation": "method.scale=1.5",
-    "layer_scaling": "method.scales=[1.0,1.2,1.4,1.3]",
+    "layer_scaling": "",
     "ms_poe": "",
     "moice": "",
     "attention_buckets": "",
