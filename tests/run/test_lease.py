@@ -30,11 +30,11 @@ from pathlib import Path
 sys.path.insert(0, "{root}")
 from posbench.errors import UserError
 from posbench.run.folder import RunDir
-from posbench.run.lease import owned
+from posbench.run.lease import owning
 run = RunDir(Path("{seen}/v001/run"))
 while len(rows := run.rows("rows.jsonl")) < 40:
     try:
-        with owned(run.path):
+        with owning(run.path):
             for number in range(len(run.rows("rows.jsonl")), 40):
                 run.append("rows.jsonl", [{{"number": number, "by": "{seen}"}}])
                 print(number, flush=True)
