@@ -206,7 +206,9 @@ def rounding_table(names: list[str]) -> list[str]:
     kinds = defaultdict[str, list[dict[str, object]]](list)
     planted = defaultdict[tuple[str, str], float](float)
     for name in names:
-        for line in (OUT / f"{name}.jsonl").read_text().splitlines():
+        record = OUT / f"{name}.jsonl"
+        lines_of_session = record.read_text().splitlines() if record.is_file() else ()
+        for line in lines_of_session:
             comparison = json.loads(line)
             if "planted_error" in comparison["test"]:
                 # Such a test first compares without the error, which is far smaller.

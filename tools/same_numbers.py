@@ -93,7 +93,7 @@ NOT_COMPARED_FILES = re.compile(
     r"(provenance|status|manifest|version|prompts)\.json$|\.(png|pdf|html|free|lock|svg)$|DONE$"
 )
 NOT_COMPARED_NAMES = re.compile(
-    r"second|time|memory|_ms$|started|finished|digest|sha256|commit|created|folder|path|tokens_per|check$"
+    r"second|time|memory|_ms$|started|finished|digest|sha256|commit|created|folder|path|tokens_per|check$|^run$|^sum$"
 )
 FOLDER_HASH = re.compile(r"__[0-9a-f]{8}\b")
 
@@ -169,8 +169,9 @@ def tables(folder: Path) -> dict[str, list[str]]:
             ]
             # Shards and threads append in the order in which they end.
             contents[name].sort()
-        elif name != "output.txt":
-            contents[name] = file.read_text().splitlines()
+        elif file.suffix in (".json", ".yaml"):
+            lines = FOLDER_HASH.sub("", file.read_text()).splitlines()
+            contents[name] = [line for line in lines if " outputs: " not in line]
     return contents
 
 
