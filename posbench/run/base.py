@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,6 +168,13 @@ class Run:
     def meter(self) -> StageMeter:
         """What measures the stages."""
         return StageMeter(self._loaded_model)
+
+    def in_folder(self, out: RunDir) -> Run:
+        """Return the same run with another folder, where its rows go and resume; the model is shared."""
+        other = copy.copy(self)
+        other.out = out
+        vars(other).pop("rows", None)  # they are those of the other folder
+        return other
 
     @contextmanager
     def progress(self, label: str, total: int, done: int = 0) -> Iterator[Progress]:

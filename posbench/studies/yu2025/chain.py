@@ -77,10 +77,10 @@ class Chain(Study):
         """Table ``bias`` (attention and score by method and gold position), and those of every link."""
         tables = {"bias": self._bias(run)}
         for name, link in self._links().items():
-            link_run = _without_method(run)
             # Rows of the links must not meet: each has a folder of its own, and resumes there.
-            link_run.out = RunDir(run.out.path / name, f"{run.out.id}/{name}")
-            link_run.out.path.mkdir(exist_ok=True)
+            out = RunDir(run.out.path / name, f"{run.out.id}/{name}")
+            out.path.mkdir(exist_ok=True)
+            link_run = _without_method(run).in_folder(out)
             for table, frame in link.measure(link_run).items():
                 tables[f"{name}/{table}"] = frame
         return tables
