@@ -206,8 +206,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         )
         self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
-        reads_items = any(cls.needs.items for cls in self.posbench.choice.classes)
-        if self.method.rewrites or reads_items:
+        if self.method.rewrites or self.posbench.choice.reads_items:
             allowed = "a method that looks at no items: the harness has none"
             hint = "run a task of posbench: posbench task=nq_multidoc method=NAME"
             raise UserError("model_args.method", method, allowed, hint)

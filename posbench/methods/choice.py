@@ -80,6 +80,11 @@ class MethodChoice:
         """The method's class, and those of its parts."""
         return [self.cls, *(part.cls for part in self.parts.values())]
 
+    @property
+    def reads_items(self) -> bool:
+        """Whether the method, or a part of it, reads where the items of prompts stand."""
+        return any(cls.needs.items for cls in self.classes)
+
     def files(self) -> tuple[Source, ...]:
         """The files that the method's parameters name, and those of its parts."""
         sources = [

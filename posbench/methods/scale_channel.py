@@ -420,9 +420,9 @@ def _select_from_argument(name: str, value: Any, tokens: slice, num_tokens: int)
 
 def scale_layer_range(published: tuple[int, int], count: int) -> tuple[int, int]:
     """First and last layer in a model of ``count`` layers, at the depths of a paper's layers of 32."""
-    first = round(count * published[0] / 32)
-    last = round(count * published[1] / 32)
-    return first, min(last, count - 1)
+    first_layer = round(count * published[0] / 32)
+    last_layer = round(count * published[1] / 32)
+    return first_layer, min(last_layer, count - 1)
 
 
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:

@@ -11,8 +11,8 @@ def last_query_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any
 ) -> Tensor:
     """Attention weights of the last query, [B, H, T]; the arguments of :func:`attention_weights`."""
-    last = slice(-1, None)
-    return attention_weights(query, key, mask, last, **settings)[:, :, 0]
+    last_query = slice(-1, None)
+    return attention_weights(query, key, mask, last_query, **settings)[:, :, 0]
 
 
 def attention_weights(

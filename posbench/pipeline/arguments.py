@@ -116,7 +116,7 @@ def text_help() -> Iterator[None]:
             settings["help"] = "Hydra's shell completion; see posbench completion"
         return add_argument(parser, *names, **settings)
 
-    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore
+    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
@@ -221,8 +221,8 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         "-".join(parts[-count:])[-MAX_NAME_LENGTH:].strip("-._")
         for count in range(1, len(parts) + 1)
     ]
-    taken = set(taken)
-    return next((name for name in names if name not in taken), f"{names[0]}-given")
+    used_names = set(taken)
+    return next((name for name in names if name not in used_names), f"{names[0]}-given")
 
 
 def _name_path_models(

@@ -306,10 +306,10 @@ def need_same_contents(
         for entry in entries
     }
     for content in read_contents(needed):
-        before = recorded.get(content.key[:2], "not read")
-        if before != content.held:
+        recorded_content = recorded.get(content.key[:2], "not read")
+        if recorded_content != content.held:
             allowed = (
-                f"what the run read ({before[:SHOWN_DIGITS]}; "
+                f"what the run read ({recorded_content[:SHOWN_DIGITS]}; "
                 f"now it holds {content.held[:SHOWN_DIGITS]})"
             )
             hint = "bring that file back, or run the new one: posbench with the same arguments"

@@ -223,12 +223,12 @@ def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> st
         (file for file in sorted(files) if file.is_file()),
         key=lambda file: file.stat().st_mtime,
     )
-    last = ""
+    last_line = ""
     for file in existing:
         for line in file.read_text(errors="replace").splitlines():
             if line.strip() and not line.startswith(LAUNCHER_PREFIXES):
-                last = line
-    return last
+                last_line = line
+    return last_line
 
 
 def runs_by_submission(

@@ -227,12 +227,12 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for a block."""
-    before = {name: os.environ.get(name) for name in variables}
+    saved_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

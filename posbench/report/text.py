@@ -214,7 +214,7 @@ def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str)
         n = averages.at[method, "n"]
         return f"{method} {verb} {after} on average (n = {n}; no paired comparison was recorded)"
     difference = differences.iloc[0]
-    before = pct(averages.at[UNMODIFIED, "value"])
+    unmodified_average = pct(averages.at[UNMODIFIED, "value"])
     low = 100 * difference["ci_low"]
     high = 100 * difference["ci_high"]
     change = points(difference["value"])
@@ -222,11 +222,11 @@ def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str)
         f"{change} points, 95 % interval {low:.1f} to {high:.1f}, n = {difference['n']}"
     )
     if low > 0:
-        return f"{method} raises the average from {before} to {after} ({facts})"
+        return f"{method} raises the average from {unmodified_average} to {after} ({facts})"
     if high < 0:
-        return f"{method} lowers the average from {before} to {after} ({facts})"
+        return f"{method} lowers the average from {unmodified_average} to {after} ({facts})"
     text = f"{method} cannot be told from the unmodified model on average"
-    return f"{text}: {before} before, {after} after ({facts})"
+    return f"{text}: {unmodified_average} before, {after} after ({facts})"
 
 
 def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:

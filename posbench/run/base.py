@@ -91,7 +91,8 @@ class Run:
         """Answer a name of an earlier release with its name now."""
         if name in RENAMED:
             raise AttributeError(f"run.{name} is run.{RENAMED[name]} now")
-        raise AttributeError(f"'Run' object has no attribute {name!r}")
+        # An AttributeError inside a property ends here, too: raise that one, not one of ours.
+        return object.__getattribute__(self, name)
 
     # Model
 
@@ -152,7 +153,7 @@ class Run:
     def reads_items(self) -> bool:
         """Whether a method of the run reads where the items of prompts stand."""
         choices = [self.method.choice, *self.all_methods.values()]
-        return any(cls.needs.items for choice in choices for cls in choice.classes)
+        return any(choice.reads_items for choice in choices)
 
     def methods(self) -> dict[str, Method]:
         """Record the method under test in ``method.json`` and return the methods that are compared.

@@ -208,13 +208,13 @@ class BatchPlan:
     ) -> dict[str, Encoded]:
         """Rewrite the prompts of examples for a method; return them by the id of their example."""
         batcher = subject.run.prompts
-        asked = batcher.rewrite(examples, subject.method)
-        encoded = batcher.encode(asked)
-        prompts = {e.id: AskedPrompt(e, encoded[e.id]) for e in asked}
+        rewritten = batcher.rewrite(examples, subject.method)
+        encoded = batcher.encode(rewritten)
+        prompts = {e.id: AskedPrompt(e, encoded[e.id]) for e in rewritten}
         self._rewritten[id(subject)] = prompts
         return encoded
 
-    def asked(self, request: Request) -> AskedPrompt:
+    def asked_prompt(self, request: Request) -> AskedPrompt:
         """Return the example of a request as its method asks it."""
         rewritten = self._rewritten.get(id(request.subject))
         if rewritten:
@@ -222,7 +222,7 @@ class BatchPlan:
         return AskedPrompt(request.example, self.encoded[request.example.id])
 
     def _num_tokens(self, request: Request) -> int:
-        return len(self.asked(request).encoded.ids)
+        return len(self.asked_prompt(request).encoded.ids)
 
     def _add_group(
         self,
@@ -496,11 +496,11 @@ class BatchPlan:
     @contextmanager
     def _sharing_reported(self, run: Run, stage: str) -> Iterator[None]:
         """Print what shares no prefill, and after the block how many tokens sharing saved."""
-        before = self.lm.read
+        tokens_before = self.lm.read
         for note in self.notes:
             run.console.print(f"{stage}: {note}", soft_wrap=True, markup=False)
         yield
-        computed = self.lm.read - before
+        computed = self.lm.read - tokens_before
         if computed < self.requested_tokens:
             message = f"{computed:,} of {self.requested_tokens:,} prompt tokens computed, the others shared"
             run.console.print(f"{stage}: {message}", soft_wrap=True, markup=False)

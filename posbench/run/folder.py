@@ -138,13 +138,13 @@ class RunDir:
     @contextmanager
     def recorded(self, stage: str) -> Iterator[None]:
         """Record which files a block wrote, and that the stage is done, unless the block raises."""
-        before = self._file_stamps()
+        stamps_before = self._file_stamps()
         yield
         # Rows and bookkeeping carry checksums of their own.
         written = [
             name
             for name, stamp in self._file_stamps().items()
-            if stamp != before.get(name)
+            if stamp != stamps_before.get(name)
             and not name.endswith(ROWS)
             and name not in (STATUS, PROVENANCE)
         ]

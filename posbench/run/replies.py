@@ -60,9 +60,9 @@ def plan_replies(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
-        asked = [plan.asked(request) for request in batch]
-        examples = [prompt.example for prompt in asked]
-        prompts = {prompt.example.id: prompt.encoded for prompt in asked}
+        asked_prompts = [plan.asked_prompt(request) for request in batch]
+        examples = [prompt.example for prompt in asked_prompts]
+        prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
         with plan.applied(batch) as prefix:
             texts = reply_to_batch(run.lm, run.task, examples, prompts, prefix)
         return [

@@ -27,3 +27,9 @@ def test_rows_of_another_folder_go_there(tmp_path: Path) -> None:
     other = run.in_folder(RunDir(tmp_path / "two"))
     assert other.rows.out.path == tmp_path / "two"
     assert run.rows is rows and rows.out.path == tmp_path / "one"
+
+
+def test_an_error_inside_a_property_is_the_one_that_is_raised() -> None:
+    run = Run.__new__(Run)
+    with pytest.raises(AttributeError, match=r"'model'|'runtime'"):
+        _ = run.lm

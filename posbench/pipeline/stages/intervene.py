@@ -119,9 +119,9 @@ def plan_attention(
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
-        asked = [plan.asked(request) for request in batch]
-        examples = [prompt.example for prompt in asked]
-        prompts = [prompt.encoded for prompt in asked]
+        asked_prompts = [plan.asked_prompt(request) for request in batch]
+        examples = [prompt.example for prompt in asked_prompts]
+        prompts = [prompt.encoded for prompt in asked_prompts]
         with plan.applied(batch) as prefix:
             attention = attention_to_items(run.lm, prompts, examples, prefix=prefix)
         return [{"attention": round_values(weights)} for weights in attention]
