@@ -133,9 +133,14 @@ def _items_to_set(task: OwnData) -> int | None:
 
 
 def _gold_lacks_answers(record: Any) -> bool:
-    """Whether none of the answers occurs in the gold item."""
-    text = record.text(0, record.parts()[record.gold]).lower()
-    return not any(answer.lower() in text for answer in record.answers)
+    """Whether none of the answers occurs in a gold item."""
+    parts = record.parts()
+    texts = [
+        record.text(0, parts[i]).lower() for i in (record.gold, *record.other_gold)
+    ]
+    return not any(
+        answer.lower() in text for answer in record.answers for text in texts
+    )
 
 
 def _example_facts(examples: Sequence[Example]) -> Facts:
@@ -152,6 +157,7 @@ def _example_facts(examples: Sequence[Example]) -> Facts:
         facts.append(("subsets", ", ".join(subsets)))
     for name, counts, unit in (
         ("items", [len(e.items) for e in examples], "a prompt"),
+        ("other gold items", [len(e.other_gold) for e in examples], "a prompt"),
         ("choices", [len(e.choices) for e in examples], "a question"),
         ("answers", [len(e.answers) for e in examples], "a question"),
         ("length", [len(e.prompt) for e in examples], "characters a prompt"),

@@ -102,6 +102,8 @@ class RunExamples:
             if example and example.items:
                 fact += f" (0 to {len(example.items) - 1})"
             facts.append(fact)
+        if row.get("other_gold"):
+            facts.append(f"other gold items {', '.join(map(str, row['other_gold']))}")
         if row.get("subset"):
             facts.append(row["subset"])
         facts.append(f"{row.get('tokens', '?')} tokens")
@@ -148,12 +150,12 @@ def full_prompt(example: Example) -> str:
 
 
 def excerpt(example: Example) -> str:
-    """Both ends of a prompt, and the gold item with a little around it."""
+    """Both ends of a prompt, and the gold items with a little around them."""
     text = full_prompt(example)
     spans = [(0, EDGE_CHARACTERS)]
-    if example.items and example.gold_position is not None:
-        offset = len(f"{example.system}\n\n") if example.system else 0
-        item_start, item_end = example.items[example.gold_position]
+    offset = len(f"{example.system}\n\n") if example.system else 0
+    gold_items = [example.items[i] for i in example.gold_positions if example.items]
+    for item_start, item_end in sorted(gold_items):
         start = offset + item_start - CONTEXT_CHARACTERS
         end = offset + item_end + CONTEXT_CHARACTERS
         # A gold item may be a long document; its own ends are enough then.

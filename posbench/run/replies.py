@@ -115,9 +115,13 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
         scores = run.task.score(example, str(reply["output"]))
     # A server that applies the chat template itself counts the tokens.
     tokens = len(encoded.ids) if run.model.api == "completions" else 0
+    other_gold = {}
+    if example.other_gold:
+        other_gold = {"other_gold": list(example.other_gold)}
     return {
         "subset": example.subset,
         "gold_position": example.gold_position,
+        **other_gold,
         "cluster": example.cluster,
         **reply,
         "scores": scores,

@@ -52,12 +52,16 @@ def need_items(task: Task) -> list[Example]:
     if task.items:  # a task without items would first have to be downloaded
         examples = sort_by_gold_position(task.evaluation())
     has_choices = any(example.choices for example in examples)
-    if not examples or has_choices or any(len(e.items) < 2 for e in examples):
+    if not examples or has_choices or any(map(_lacks_distractors, examples)):
         allowed = "a task with a gold item among others, with generated replies"
         raise UserError(
             "task", task.name, allowed, "take task=kv_retrieval or task=nq_multidoc"
         )
     return examples
+
+
+def _lacks_distractors(example: Example) -> bool:
+    return len(example.items) <= len(example.gold_positions)
 
 
 def need_whole_maps(run: Run) -> None:
@@ -144,14 +148,27 @@ def study_channels(
 
 
 def random_distractor(example: Example, name: str, seed: int) -> int:
-    """Index of a random item of the prompt that is not the gold one, drawn by example."""
-    candidates = [i for i in range(len(example.items)) if i != example.gold_position]
+    """Index of a random item of the prompt that is not gold, drawn by example."""
+    gold = example.gold_positions
+    candidates = [i for i in range(len(example.items)) if i not in gold]
     return random.Random(f"posbench {name} {seed} {example.id}").choice(candidates)
 
 
 def gold_index(example: Example) -> int:
-    """Index of the gold item."""
+    """Index of the gold item; of several the one at ``gold_position``."""
     return int(example.gold_position or 0)
+
+
+def mean_distractor_attention(weights: Array, example: Example) -> Array:
+    """Mean attention to the items that are not gold, [...].
+
+    Args:
+        weights: Attention to the N items of the example, [..., N].
+        example: The example.
+    """
+    gold = list(example.gold_positions)
+    num_distractors = max(weights.shape[-1] - len(gold), 1)
+    return (weights.sum(-1) - weights[..., gold].sum(-1)) / num_distractors
 
 
 def gold_attention_rows(batch: Sequence[Example], attention: Array) -> list[Row]:

@@ -25,7 +25,9 @@ class Example:
         id: Unique within the task and split, stable across runs.
         prompt: What the model is asked, before any chat template.
         answers: Accepted answers; the first is the target of a calibration loss.
-        gold_position: 0-based index of the gold item among the items; None without positions.
+        gold_position: 0-based index of the gold item among the items; None without positions. Of several gold
+            items the one whose place the task varies, and by which tables and figures are sorted.
+        other_gold: Indices of the other gold items, which the answer needs as well.
         items: Span in the prompt of every item, in characters (start, end).
         cluster: Examples that share a question, which intervals resample; empty: this one alone.
         subset: Data set or subject, in a benchmark of several; also scored apart, in subsets.csv.
@@ -45,6 +47,7 @@ class Example:
     prompt: str
     answers: tuple[str, ...]
     gold_position: int | None = None
+    other_gold: tuple[int, ...] = ()
     items: tuple[tuple[int, int], ...] = ()
     cluster: str = ""
     subset: str = ""
@@ -58,6 +61,13 @@ class Example:
     document: tuple[int, int] | None = None
     separator: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gold_positions(self) -> tuple[int, ...]:
+        """Indices of all gold items, that at ``gold_position`` first; empty without positions."""
+        if self.gold_position is None:
+            return ()
+        return (self.gold_position, *self.other_gold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +160,35 @@ class Task(ABC):
         return {}
 
     def evaluation(self) -> list[Example]:
-        """The evaluation examples that ``limit`` leaves; UserError also for an id that occurs twice."""
+        """The evaluation examples that ``limit`` leaves.
+
+        Raises:
+            UserError: As of :meth:`examples`; or an id occurs twice, or a gold item is not among the items.
+        """
         examples = self.examples("evaluation")
+        for example in examples:
+            check_gold_positions(example)
         for name, count in Counter(example.id for example in examples).items():
             if count > 1:
                 raise UserError(
                     "task", f"id {name}", "ids that occur once", "fix the data"
                 )
         return first_examples(examples, self.limit)
+
+
+def check_gold_positions(example: Example) -> None:
+    """Raise UserError for a gold position that is not among the items, or that occurs twice."""
+    gold = example.gold_positions
+    num_items = len(example.items)
+    # A task may leave the items out: then nothing looks at them.
+    is_inside = not num_items or all(0 <= index < num_items for index in gold)
+    if is_inside and len(set(gold)) == len(gold) and (gold or not example.other_gold):
+        return
+    value = f"{list(gold or example.other_gold)} in example {example.id}"
+    allowed = (
+        f"a gold_position, and other_gold different from it, from 0 to {num_items - 1}"
+    )
+    raise UserError("task: gold items", value, allowed, "fix the task's examples")
 
 
 def read_recorded_task(data: Mapping[str, Any]) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,10 @@ class RecordWithGold(Record):
 
     gold: Index = Field(
         description="place from 0 of the one with the answer, which posbench moves"
+    )
+    other_gold: tuple[Index, ...] = Field(
+        (),
+        description="places from 0 of others that the answer needs, too, which stay among the rest",
     )
     answers: Answers = Field(
         description="accepted answers, one of which has to occur in the reply"
@@ -242,6 +246,11 @@ def _record(kind: type[Record], line: Line) -> Record:
     if gold >= count:
         allowed = f'a place in "{kind.holds}", from 0 to {count - 1}'
         raise line.fault(f'field "gold" is {gold}', allowed)
+    other_gold = getattr(record, "other_gold", ())
+    all_gold = {gold, *other_gold}
+    if max(all_gold) >= count or len(all_gold) <= len(other_gold):
+        allowed = f'different places in "{kind.holds}", from 0 to {count - 1}, without gold ({gold})'
+        raise line.fault(f'field "other_gold" is {list(other_gold)}', allowed)
     return record
 
 
@@ -268,6 +277,22 @@ def _field_faults(kind: type[Record], line: Line, error: ValidationError) -> Fau
     return faults
 
 
+def place_gold(record: RecordWithGold, position: int, num_items: int) -> list[int]:
+    """The places in a record that a prompt shows, in its order, the gold one at ``position``.
+
+    Args:
+        record: The record.
+        position: 0-based index in the prompt.
+        num_items: Items of the prompt; of a longer record the last that are not gold are left out.
+    """
+    others = [place for place in range(len(record.parts())) if place != record.gold]
+    num_left_out = len(others) + 1 - num_items
+    distractors = [place for place in others if place not in record.other_gold]
+    left_out = distractors[len(distractors) - num_left_out :]
+    shown = [place for place in others if place not in left_out]
+    return [*shown[:position], record.gold, *shown[position:]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnData(EvaluationOnly):
     """Your own questions, from a file that tells its kind by its fields; see docs/own_data.md.
@@ -277,7 +302,7 @@ class OwnData(EvaluationOnly):
         subsets: Those that are asked, by name; None: all.
         positions: Where the gold item or document is put; each question is asked at every one.
         items_per_prompt: Of longer lists the last ones that are not gold are left out. None: all, where every
-            line has as many.
+            line has as many. A line whose gold ones are more is refused.
         template: The prompt, with ``{context}`` (what stands beside the question) and ``{question}``; None:
             that of the kind.
         separator: What stands between items, documents or choices.
@@ -333,6 +358,15 @@ class OwnData(EvaluationOnly):
             key = "items_per_prompt"
             allowed = f"at most {shortest}, as some lines of {self.path} have no more (others {longest})"
             refuse(key, self.items_per_prompt, allowed, f"set task.{key}={shortest}")
+        most_gold = max(1 + len(record.other_gold) for record in self.own.records)
+        if count < most_gold:
+            allowed = f"at least {most_gold}, the most gold {self.own.kind.holds} of a line of {self.path}"
+            refuse(
+                "items_per_prompt",
+                count,
+                allowed,
+                f"set task.items_per_prompt={most_gold}",
+            )
         return count
 
     def questions(self) -> Iterator[Example]:
@@ -353,10 +387,9 @@ class OwnData(EvaluationOnly):
             if items is None:
                 yield self._example(record, parts, None)
                 continue
-            gold = parts.pop(record.gold)
             for position in positions:
-                moved = [*parts[:position], gold, *parts[position:]]
-                yield self._example(record, moved[:items], position)
+                order = place_gold(record, position, items)
+                yield self._example(record, [parts[i] for i in order], position, order)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if an answer occurs in the reply, or is the letter chosen."""
@@ -364,8 +397,21 @@ class OwnData(EvaluationOnly):
             return {"accuracy": float(text.strip() in example.answers)}
         return {"accuracy": float(contains_answer(text, example.answers))}
 
-    def _example(self, record: Any, parts: list[Any], position: int | None) -> Example:
-        """The example that shows some parts of a record, the gold one at ``position`` if it is moved."""
+    def _example(
+        self,
+        record: Any,
+        parts: list[Any],
+        position: int | None,
+        order: Sequence[int] = (),
+    ) -> Example:
+        """The example that shows some parts of a record.
+
+        Args:
+            record: The record.
+            parts: What the prompt shows, in its order.
+            position: Where the gold one stands; None where none is moved.
+            order: Place in the record of each part, where the gold one is moved.
+        """
         template = self.template or record.template
         head, tail = (
             text.replace("{question}", record.question)
@@ -396,6 +442,7 @@ class OwnData(EvaluationOnly):
             prompt=prompt,
             answers=record.answers,
             gold_position=position,
+            other_gold=tuple(order.index(place) for place in record.other_gold),
             items=spans,
             cluster=record.id,
             subset=record.subset,

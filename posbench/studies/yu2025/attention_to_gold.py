@@ -179,7 +179,12 @@ class AttentionToGold(Study):
         weights = np.array([row["items"] for row in kept_rows])  # [n, L, N]
         gold_weights = np.take_along_axis(weights, positions[:, None, None], axis=2)
         gold_weights = gold_weights[..., 0]
-        other_weights = (weights.sum(2) - gold_weights) / max(weights.shape[2] - 1, 1)
+        other_weights = np.stack(
+            [
+                shared.mean_distractor_attention(layers, example)
+                for layers, example in zip(weights, prompts.examples, strict=True)
+            ]
+        )
         layers = retrieval_scores(
             weights.argmax(2),
             gold_weights,
@@ -293,7 +298,7 @@ def _attention_rows(
     """Run a batch and summarise each example's attention to its items, see :func:`head_row`."""
     weights = prompts.attention(batch, prefix, heads=True).astype(np.float32)
     return [
-        head_row(layers, gold_index(example))
+        head_row(layers, example)
         for layers, example in zip(weights, batch, strict=True)
     ]
 
@@ -401,24 +406,22 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
     return join_findings(steps)
 
 
-def head_row(weights: Array, gold_position: int) -> Row:
+def head_row(weights: Array, example: Example) -> Row:
     """Summarise the attention of every layer and head to N items.
 
     Args:
         weights: Weights of one example, [L, H, N].
-        gold_position: The gold item.
+        example: The example.
 
     Returns:
         ``largest``: the item with the largest weight, [L, H]; ``items``: mean over heads, [L, N]; ``gold``
-        and ``others``: weight of the gold item and mean weight of the other items, [L, H].
+        and ``others``: weight of the gold item and mean weight of the distractors, [L, H].
     """
-    gold_weights = weights[..., gold_position]
-    other_weights = (weights.sum(-1) - gold_weights) / max(weights.shape[-1] - 1, 1)
     return {
         "largest": weights.argmax(-1).tolist(),
         "items": round_values(weights.mean(1)),
-        "gold": round_values(gold_weights),
-        "others": round_values(other_weights),
+        "gold": round_values(weights[..., gold_index(example)]),
+        "others": round_values(shared.mean_distractor_attention(weights, example)),
     }
 
 
@@ -435,7 +438,7 @@ def retrieval_scores(
     Args:
         largest: Item with the largest weight, [n, U].
         gold_weights: Weight of the gold item, [n, U].
-        other_weights: Mean weight of the other items, [n, U].
+        other_weights: Mean weight of the distractors, [n, U].
         positions: Gold positions, [n].
         clusters: Question of each example, [n].
         least: Bound that the lower end of a retrieval-related unit's interval must pass.
@@ -444,7 +447,7 @@ def retrieval_scores(
         A row per layer or head: score with its interval, found (share of examples with the gold item first),
         expected (that with shuffled positions), threshold (95 % quantile of the largest score of any then),
         p (share of shuffles in which some score reaches this one), gold_attention, ratio (to that of the
-        other items), retrieval, n.
+        distractors), retrieval, n. Of several gold items the one at ``gold_position`` has to come first.
     """
     counts = np.bincount(positions, minlength=int(largest.max()) + 1)
     position_shares = counts / len(positions)

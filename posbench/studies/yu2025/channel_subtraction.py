@@ -77,8 +77,8 @@ class ChannelSubtraction(Study):
         shared.study_channels(run, self.channel, self.controls, self.seed)
         check_layers(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
-        example = self._examples(run)[0]
-        if self._item(example, "other") == gold_index(example):
+        examples = self._examples(run)
+        if any(self._item(e, "other") in e.gold_positions for e in examples):
             allowed = "the depth of another item than the gold one"
             raise UserError("study.other", self.other, allowed, "set study.other=0.7")
 

@@ -281,7 +281,7 @@ def test_attention_by_head_equals_full_eager_attention() -> None:
                 for head in range(weights.shape[1]):
                     mean = np.mean([float(weights[row, head, -1, t]) for t in tokens])
                     assert_same(found[row, layer, head, item], mean, noise, "attention")
-        kept = head_row(found[row].numpy(), example.gold_position)
+        kept = head_row(found[row].numpy(), example)
         gold = example.gold_position
         for layer in range(lm.layers):
             for head in range(found.shape[2]):
