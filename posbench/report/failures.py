@@ -90,7 +90,7 @@ class RunExamples:
             _indent(self._prompt(row, example, in_full=whole)),
             f"expected: {expected or 'not published'}",
         ]
-        lines += [self._reply(row, example) for row in rows]
+        lines += [self._reply(row, example, in_full=whole) for row in rows]
         return "\n".join(lines)
 
     def _head(self, name: str, row: Row, example: Example | None) -> str:
@@ -120,16 +120,18 @@ class RunExamples:
             return "cannot be built again: the task's data or code gives no prompt of this row's checksum now"
         return full_prompt(example) if in_full else excerpt(example)
 
-    def _reply(self, row: Row, example: Example | None) -> str:
+    def _reply(self, row: Row, example: Example | None, in_full: bool) -> str:
         """One method's score, reply and the answer that was read in it."""
         method = display_name(row["method"])
         if "error" in row:
             return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
-        lines = [
-            f"{method}: {scores or row.get('note') or 'not scored'}",
-            f"  reply:  {_indent(row['output'], 10).strip()}",
-        ]
+        lines = [f"{method}: {scores or row.get('note') or 'not scored'}"]
+        rewritten = row.get("rewritten_prompt")
+        if rewritten:
+            text = rewritten if in_full else shorten(rewritten)
+            lines.append(f"  prompt of this method: {_indent(text, 10).strip()}")
+        lines.append(f"  reply:  {_indent(row['output'], 10).strip()}")
         answer = self.task.extracted(example, row["output"]) if example else None
         if answer is not None:
             lines.append(f"  answer: {answer or 'none found'}")
@@ -147,6 +149,12 @@ def full_prompt(example: Example) -> str:
     """All that a model is asked, without a chat template."""
     system = f"{example.system}\n\n" if example.system else ""
     return system + example.prompt + example.prefill
+
+
+def shorten(text: str) -> str:
+    """Both ends of a text, with the number of characters left out between them."""
+    ends = [(0, EDGE_CHARACTERS), (len(text) - EDGE_CHARACTERS, len(text))]
+    return join_spans(text, ends)
 
 
 def excerpt(example: Example) -> str:

@@ -65,10 +65,13 @@ def plan_replies(
         prompts = {prompt.example.id: prompt.encoded for prompt in asked_prompts}
         with plan.applied(batch) as prefix:
             texts = reply_to_batch(run.lm, run.task, examples, prompts, prefix)
-        return [
-            _row(run, request.example, prompts[request.example.id], reply)
-            for request, reply in zip(batch, texts, strict=True)
-        ]
+        rows = []
+        for request, prompt, reply in zip(batch, asked_prompts, texts, strict=True):
+            row = _row(run, request.example, prompt.encoded, reply)
+            if prompt.example.prompt != request.example.prompt:
+                row["rewritten_prompt"] = prompt.example.prompt
+            rows.append(row)
+        return rows
 
     def make_batches(
         examples: Sequence[Example], prompts: Prompts, max_tokens: int | None

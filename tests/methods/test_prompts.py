@@ -185,8 +185,13 @@ def test_a_run_asks_the_rewritten_prompt(
         prompt = head + ", ".join(texts[index] for index in ranks) + tail
         (reply,) = tiny.generate([prompt], max_new_tokens=1)
         assert replies[example.id]["output"] == reply
+        assert replies[example.id]["rewritten_prompt"] == prompt
         # Tables keep the position that the task gave the gold item.
         assert replies[example.id]["gold_position"] == example.gold_position
+    assert not any("rewritten_prompt" in row for row in rows if row["method"] == "none")
+    shown = posbench("show", str(run), "--id", example.id, "--all", verb=True).out
+    assert prompt in shown
+    assert example.prompt in shown
 
 
 def test_in_a_list_each_rewrites_what_the_one_before_left(tiny, examples) -> None:
