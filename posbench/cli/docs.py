@@ -116,7 +116,7 @@ def claims(folder: Path) -> str:
         if frame is not None:
             study = file.parts[-4]
             model = str(frame["model"].iloc[0])
-            newest[study, model] = (frame, _provenance(file.parent)["command"])
+            newest[study, model] = (frame, _read_provenance(file.parent)["command"])
     if not newest:
         raise UserError(
             "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
@@ -160,11 +160,8 @@ def claims(folder: Path) -> str:
     )
 
 
-def _provenance(folder: Path) -> dict[str, Any]:
-    """The provenance of a run; of a sweep, that of one of its runs.
-
-    All runs of a sweep record its command.
-    """
+def _read_provenance(folder: Path) -> dict[str, Any]:
+    """The provenance of a run; of a sweep that of its first run, as each records the command of the sweep."""
     jobs = read_json(folder / "jobs.json") or []
     runs = [job["folder"] for job in jobs if job["folder"]]
     run_folder = folder.parent / Path(runs[0]).name if runs else folder
@@ -184,7 +181,7 @@ def run(folder: Path) -> str:
     """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
     open_undamaged(folder)
     sentence, sections = read_run(folder)
-    provenance = _provenance(folder)
+    provenance = _read_provenance(folder)
     packages = provenance["packages"]
     parts = [sentence]
     for section in sections:

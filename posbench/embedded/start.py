@@ -67,8 +67,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-class _ClassHead(NamedTuple):
-    """A head that looks for the last marked token; see :meth:`_Attention.class_head`."""
+class _LatestMarkHead(NamedTuple):
+    """A head that looks for the last marked token; see :meth:`_Attention.latest_mark_head`."""
 
     channel: int  # of the mark
     reads: Tensor  # value matrix, [head_dim, D]
@@ -87,9 +87,9 @@ def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> 
     embedding = _normal((len(VOCAB), d), std, rng)
     _mark_embedding(recipe, embedding)
     model.get_input_embeddings().weight.copy_(embedding)
-    class_heads: dict[int, _ClassHead] = {}
+    latest_mark_heads: dict[int, _LatestMarkHead] = {}
     if marked:
-        class_heads = _draw_class_heads(recipe, rng)
+        latest_mark_heads = _draw_latest_mark_heads(recipe, rng)
     layers = model.base_model.blocks if alibi else model.base_model.layers
     for index, layer in enumerate(layers):
         mlp = layer.ffn if alibi else layer.mlp
@@ -111,21 +111,21 @@ def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> 
         attention = _Attention(query, key, value, output, recipe)
         if index == 0 and recipe.positions == "rope":
             attention.offset_heads(rng)
-        if index in class_heads:
-            attention.class_head(class_heads[index])
+        if index in latest_mark_heads:
+            attention.latest_mark_head(latest_mark_heads[index])
         if nope:
-            last_class_layer = max(class_heads)
+            last_mark_layer = max(latest_mark_heads)
             # The clock is read as a small difference of these channels: nothing else may write to them yet.
             mlp.down_proj.weight[[0, *marked]] = 0
             attention.output[[0, *marked]] = 0
-            if index <= last_class_layer:
+            if index <= last_mark_layer:
                 attention.output[:, hd:] *= recipe.offset_leak
             if index == 0:
                 attention.clock_head()
             elif index == 1:
                 attention.role_head()
-            elif index > last_class_layer:
-                attention.match_head(class_heads[last_class_layer].writes.T)
+            elif index > last_mark_layer:
+                attention.match_head(latest_mark_heads[last_mark_layer].writes.T)
         if alibi:
             projections = [attention.query, attention.key, attention.value]
             layer.attn.Wqkv.weight.copy_(torch.cat(projections))
@@ -141,8 +141,12 @@ def _normal(shape: tuple[int, ...], std: float, rng: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=rng) * std
 
 
-def _draw_class_heads(recipe: Recipe, rng: torch.Generator) -> dict[int, _ClassHead]:
-    """Class heads by layer: a word's identity goes through two layers, each with a subspace of its own.
+def _draw_latest_mark_heads(
+    recipe: Recipe, rng: torch.Generator
+) -> dict[int, _LatestMarkHead]:
+    """Heads that copy from the last marked token, by layer.
+
+    A word's identity goes through two layers, each with a subspace of its own.
 
     The first head brings a word to the piece behind it, the second one from there to the value and to the
     question's end: it reads the identity where the first one wrote it.
@@ -155,8 +159,8 @@ def _draw_class_heads(recipe: Recipe, rng: torch.Generator) -> dict[int, _ClassH
     second = basis[:, hd:]
     layer = 1 if recipe.positions == "nope" else 0
     return {
-        layer: _ClassHead(WORD_CHANNEL, identity, first),
-        layer + 1: _ClassHead(AFTER_KEY_CHANNEL, first.T, second),
+        layer: _LatestMarkHead(WORD_CHANNEL, identity, first),
+        layer + 1: _LatestMarkHead(AFTER_KEY_CHANNEL, first.T, second),
     }
 
 
@@ -215,8 +219,16 @@ class _Attention:
         """Entry of a query and of a key row, so that their product over the constant is a scaled logit."""
         return math.sqrt(scaled) / self.constant
 
-    def class_head(self, head: _ClassHead) -> None:
-        """Head 0 looks, from everywhere, for the last token so far whose embedding is marked in a channel."""
+    def latest_mark_head(self, head: _LatestMarkHead) -> None:
+        """Set head 0 so that every token attends to the last token before it that is marked, and copies from it.
+
+        The query is the same everywhere (channel 0 of the hidden state is constant); a key is large where the
+        mark's channel is. Of several marked tokens the position encoding, or without one a clock, prefers the
+        last.
+
+        Args:
+            head: The channel of the mark, what is read at the marked token, and where it is written.
+        """
         rows = self._rows(0)
         self.query[rows] *= self.recipe.offset_leak
         self.key[rows] *= self.recipe.offset_leak

@@ -123,7 +123,7 @@ class Method(ABC):
                 lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand
             )
         elif self.needs.by_hand:
-            families.need_interface(lm.model, name)
+            families.require_attention_interface(lm.model, name)
 
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.

@@ -248,12 +248,12 @@ def save_routers(
 
 
 def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
-    """Read the routers of a model for so many bases.
+    """Read the routers of a model from a file.
 
     Args:
         lm: The model.
-        path: A safetensors file; ``posbench://NAME/FILE`` is a file of an embedded model.
-        experts: Number of bases.
+        path: A safetensors file; ``posbench://NAME/FILE`` is a file of a model that posbench ships.
+        experts: Number of RoPE bases that a router weighs.
 
     Returns:
         The routers by layer.

@@ -127,8 +127,8 @@ UNSUPPORTED = {
 """Architectures outside the shape that posbench works on, by the reason that users are told."""
 
 
-def need_interface(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model in which a method that listens to attention would change nothing.
+def require_attention_interface(model: PreTrainedModel, name: str) -> None:
+    """Raise UserError for a model whose attention a method cannot hook into: it would change nothing.
 
     Args:
         model: The model.

@@ -200,7 +200,9 @@ def intercepting_attention(
     Raises:
         UserError: The family calls its attention in its own way, so that the function would never run.
     """
-    families.need_interface(model, "a function in front of the attention kernel")
+    families.require_attention_interface(
+        model, "a function in front of the attention kernel"
+    )
     config = model.config.get_text_config()
     functions = _functions.setdefault(id(config), [])
     kernel_name = config._attn_implementation

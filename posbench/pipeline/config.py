@@ -27,7 +27,7 @@ from posbench.tasks.base import EvaluationOnly
 
 Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-NONE = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
+NO_METHOD = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
 MAX_NAME_BYTES = 80
 """Three names and a hash make the name of a folder, which has at most 255 bytes."""
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -378,7 +378,7 @@ def _build_study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
         data["stages"] = ["study", "report"]
     _need_used_groups(study, data, typed)
     if not study.uses_method and "method" not in _typed_groups(typed):
-        data["method"] = dict(NONE)
+        data["method"] = dict(NO_METHOD)
     return study
 
 
@@ -409,30 +409,35 @@ def _choose_method(
 ) -> MethodChoice:
     """The method of a config.
 
-    It is none instead of the default where constants are missing that nothing can find: on a task without
-    calibration questions; and for a served model.
+    The default method gives way to the method ``none``
+
+    - for a served model, whose layers posbench cannot reach;
+    - where it lacks constants, and no search can find them because the task has no calibration questions.
 
     Args:
         data: The config; ``method`` is set where the default is replaced.
-        model: The model, None where it is wrong.
-        task: The task, None where it is wrong.
+        model: The model, None if it is not valid.
+        task: The task, None if it is not valid.
         typed: Dotted keys that the user set.
+
+    Raises:
+        UserError: The user chose another method than ``none`` for a served model.
     """
     choice = MethodChoice.of(data["method"], typed)
     groups = _typed_groups(typed)
     is_experiment = bool(data.get("experiment"))
     if model and model.base_url:
         chosen = is_experiment or "method" in groups
-        if chosen and choice.name != NONE["name"]:
+        if chosen and choice.name != NO_METHOD["name"]:
             allowed = f"none: posbench cannot reach into the server of {model.name}"
             hint = "serve a model that has the method in it (posbench export), and leave method out"
             raise UserError("method", choice.name, allowed, hint)
-        data["method"] = dict(NONE)
+        data["method"] = dict(NO_METHOD)
         return MethodChoice.of(data["method"])
     chosen = is_experiment or bool(groups & {"method", "search", "stages"})
     unsearchable = isinstance(task, EvaluationOnly) and data.get("study") is None
     if unsearchable and not chosen and not _can_build(choice, {}, choice):
-        data["method"] = dict(NONE)
+        data["method"] = dict(NO_METHOD)
         choice = MethodChoice.of(data["method"])
     return choice
 

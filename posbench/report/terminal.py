@@ -54,7 +54,7 @@ def show_run(folder: Path, console: Console) -> None:
 def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
-    """Print the scores of a run, what they rest on, and the paper's numbers."""
+    """Print the scores of a run, its method and prompts, and the paper's numbers beside its own."""
     console.print(summary_table(metrics, console.width))
     if subsets is not None:
         kind = "average" if subsets["subset"].nunique() > MAX_SUBSETS else ""

@@ -184,7 +184,10 @@ class ResumableRows:
     def _read_rows(
         self, file: str, items: Sequence[Any], key: Key
     ) -> tuple[list[str], dict[RowKey, Row]]:
-        """Names of the fields that identify a row, and the valid rows of a file by their values."""
+        """Names of the fields that identify a row, and the rows of a file by the values of these fields.
+
+        A half-written last line is cut off; rows without all of these fields are left out.
+        """
         self.out.repair(file)
         fields = list(key(items[0])) if items else []
         rows = {

@@ -195,9 +195,9 @@ class Scores:
         return -self.fitness_bound(scales), -lowest_accuracy, distance
 
     def plan_batches(self, finished: Sequence[Scales]) -> list[list[int]]:
-        """Batches of example indices, those first on which finished candidates lost most fitness.
+        """Batches of example indices, ordered so that the examples that cost finished candidates most come first.
 
-        A bad candidate then falls behind after few batches.
+        The race then drops a bad candidate after few batches.
         """
         counts = np.bincount(self.positions, minlength=len(POSITIONS))
         weight_per_example = np.array(self.search.weights) / np.maximum(counts, 1)

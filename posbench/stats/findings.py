@@ -252,14 +252,15 @@ def _bound_p(value: float, estimate: Estimate, bound: float) -> float:
 def join_findings(
     parts: Sequence[Finding], numbers_of: Finding | None = None
 ) -> Finding:
-    """Join the findings on the parts of one claim, with the numbers of the part that decides.
+    """Join the findings on the parts of one claim into one, with the estimate of the part that decides.
 
-    The claim holds where all parts do, with the largest p (intersection-union test), and is contradicted where
-    one is, with its p times the number of parts (Bonferroni).
+    The claim holds where all parts hold, with the largest p (intersection-union test). It is contradicted where
+    a part is and the smallest p of such parts, times the number of parts (Bonferroni), is at most ALPHA.
+    Otherwise it is as weak as its weakest part.
 
     Args:
         parts: A finding for each part.
-        numbers_of: The part whose numbers to take instead.
+        numbers_of: A finding whose estimate to report in place of that of the deciding part.
     """
     contradicted = [part for part in parts if part.verdict == "contradicted"]
     if contradicted:

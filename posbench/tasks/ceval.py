@@ -71,8 +71,12 @@ class CEval(Exam):
         return f"以下是中国关于{name}{exam}单项选择题，请选出其中的正确答案。"
 
     def letter(self, text: str) -> str:
-        """The letter alone at the start; else that of 答案是X, X正确, 选X; else the only one; or none."""
-        # Full-width letters and signs count as their narrow forms.
+        """The letter of the choice that a reply makes; empty where it makes none.
+
+        In this order: a letter that stands alone at the start; the letter of "the answer is X" (答案是X), "X is
+        right" (X正确) or "choose X" (选X); the only letter of the reply.
+        """
+        # Full-width letters and punctuation become ASCII.
         reply = unicodedata.normalize("NFKC", text)
         for form in _ANSWER_FORMS:
             match = re.search(form, reply)

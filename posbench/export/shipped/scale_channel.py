@@ -142,7 +142,11 @@ class PosbenchForCausalLM(Base):
 
     @wraps(Base.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits [B, T, V]; the earlier tokens of a prompt run first, then its last ones."""
+        """Logits [B, T, V] of T tokens, or of those in ``logits_to_keep``.
+
+        A prompt runs in two passes, as the method changes its last tokens alone: the earlier tokens, then the
+        last ones. Where the cache holds tokens already, all new ones are generated, and the method changes all.
+        """
         bound = inspect.signature(Base.forward).bind(self, *args, **kwargs).arguments
         arguments = {**bound, **bound.get("kwargs", {})}
         arguments.pop("self")
@@ -153,7 +157,9 @@ class PosbenchForCausalLM(Base):
         return_dict = arguments.pop("return_dict", None)
         logits_to_keep = arguments.pop("logits_to_keep", 0)
         if arguments.get("output_attentions") or arguments.get("output_hidden_states"):
-            raise ValueError("attentions and hidden states have no single value here")
+            raise ValueError(
+                "attentions and hidden states cannot be returned: a prompt runs in two passes"
+            )
         if cache is None:
             cache = DynamicCache(config=self.config)
         if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):

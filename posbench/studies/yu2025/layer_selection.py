@@ -349,7 +349,17 @@ def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 def _loss_map(
     axes: Axes, rows: pd.DataFrame, largest: float, published: tuple[int, int]
 ) -> Any:
-    """Draw the change of the loss over first and last layer, from minus to plus ``largest``; returns the image."""
+    """Draw how the method changes the loss, by first and last layer that it changes, as a heat map.
+
+    Args:
+        axes: Where to draw.
+        rows: A row for each range: first, last, change (nats per token).
+        largest: Value at both ends of the colour scale.
+        published: First and last layer of the paper.
+
+    Returns:
+        The image, for a colour bar.
+    """
     grid = rows.pivot(index="first", columns="last", values="change")
     image = axes.imshow(
         grid, cmap="PuOr_r", vmin=-largest, vmax=largest, aspect="auto", origin="lower"
