@@ -48,11 +48,9 @@ class Record(BaseModel):
 
     question: Text = Field(description="what is asked")
     id: Text = Field(
-        "", description="name of the example, which occurs once; else the line's number"
+        "", description="unique name of the example; by default the line's number"
     )
-    subset: str = Field(
-        "", description="a group of examples, which is scored apart, too"
-    )
+    subset: str = Field("", description="a group of examples, also scored separately")
 
     def parts(self) -> list[Any]:
         """What the prompt shows beside the question, one by one."""
@@ -67,14 +65,14 @@ class RecordWithGold(Record):
     """Several items or documents of which one holds the answer."""
 
     gold: Index = Field(
-        description="place from 0 of the one with the answer, which posbench moves"
+        description="index of the one with the answer, from 0; posbench moves it"
     )
     other_gold: tuple[Index, ...] = Field(
         (),
-        description="places from 0 of others that the answer needs, too, which stay among the rest",
+        description="indices of others that the answer needs, from 0; they stay among the rest",
     )
     answers: Answers = Field(
-        description="accepted answers, one of which has to occur in the reply"
+        description="accepted answers; one of them must occur in the reply"
     )
 
 
@@ -104,7 +102,7 @@ class Documents(RecordWithGold):
     template: ClassVar[str] = f"{INSTRUCTION}\n\n{DEFAULT_TEMPLATE}"
 
     documents: Annotated[tuple[Document, ...], MinLen(2)] = Field(
-        description="those of one prompt; their titles may be left out"
+        description="documents of one prompt; titles are optional"
     )
 
     def text(self, number: int, part: Document) -> str:
@@ -122,12 +120,10 @@ class Choices(Record):
 
     choices: Annotated[tuple[Text, ...], MinLen(2), MaxLen(len(ascii_uppercase))] = (
         Field(
-            description="the options, which get the letters A, B, ...; the likeliest letter is the reply"
+            description="the options, lettered A, B, ...; the likeliest letter is the reply"
         )
     )
-    gold: Index = Field(
-        description="place from 0 of the right one, which stays where it is"
-    )
+    gold: Index = Field(description="index of the right one, from 0; it stays in place")
 
     def text(self, number: int, part: str) -> str:
         """With its letter."""
@@ -142,7 +138,7 @@ class LongText(Record):
 
     context: Text = Field(description="the text that the question is about")
     answers: Answers = Field(
-        description="accepted answers, one of which has to occur in the reply"
+        description="accepted answers; one of them must occur in the reply"
     )
 
     def parts(self) -> list[str]:
