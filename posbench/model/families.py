@@ -68,7 +68,7 @@ FAMILIES = (
     ),
     Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases, YaRN"),
     Family(name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="experts (MoE)", key_norm="k_norm"),
-    Family(name="Gemma 1", model_types=("gemma",), traits="head size apart from hidden size / heads"),
+    Family(name="Gemma 1", model_types=("gemma",), traits="head size independent of hidden size / heads"),
     Family(name="Gemma 2", model_types=("gemma2",), traits="logit soft-cap, every other layer sliding"),
     Family(
         name="Gemma 3 (text)", model_types=("gemma3_text",), key_norm="k_norm",
@@ -151,13 +151,13 @@ def support_table() -> tuple[list[str], list[list[str]]]:
         "`model_type`",
         "positions",
         "queries and keys",
-        "prefilled keys",
+        "cached keys",
         "also covered",
     ]
     rows = []
     for family in FAMILIES:
         types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
-        projection = f"fused, in {family.fused}" if family.fused else "apart"
+        projection = f"fused, in {family.fused}" if family.fused else "separate"
         keys = "rank-1, projected again if clipped" if family.clip else "rank-1"
         if family.key_norm:
             projection += f", keys normed per {family.norm_over}"
