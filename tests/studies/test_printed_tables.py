@@ -284,7 +284,7 @@ def test_counts_on_the_page(
     shares = study.shares(data)
     exams = shares[shares["n"] != 500]
     off = (exams["verdict"] == study.DOES_NOT_FOLLOW).sum()
-    assert f"{off} of {len(exams)} cells are no shares of the 202 and 269" in text
+    assert f"{off} of {len(exams)} cells are not shares of the 202 and 269" in text
     assert (
         f"(error; {(averages['verdict'] == study.DOES_NOT_FOLLOW).sum()} of {len(averages)})"
         in text
