@@ -98,7 +98,7 @@ def paper_shows(entry: Entry) -> str:
     if not text and source:
         setting_note = "for other models or settings"
         if len(entry.cells):
-            setting_note = "which stand beside ours in the table"
+            setting_note = "beside ours in the table"
         text = f"the numbers of {source}, {setting_note}"
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 

@@ -326,7 +326,7 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
     sentences = _list_claims(findings, VERDICTS[:2], MAX_LISTED)
     undecided = tally_verdicts(_main_claims(findings)["verdict"], VERDICTS[2:])
     if undecided and sentences:
-        sentences.append(f"Beside these: {undecided}.")
+        sentences.append(f"Undecided: {undecided}.")
     elif undecided:
         sentences.append(f"{undecided}.")
     return " ".join(sentences)

@@ -462,7 +462,7 @@ def test_what_we_see_names_the_decided_claims():
     )
     assert said == (
         "Holds: A (both models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
-        "Beside these: 1 inconclusive, 1 not testable."
+        "Undecided: 1 inconclusive, 1 not testable."
     )
     assert (
         list_decided_claims(claims(("", "holds", "D", 1.0), kind="control"))
