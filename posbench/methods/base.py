@@ -21,7 +21,7 @@ class Needs(NamedTuple):
 
     Attributes:
         rope: Rotary embeddings.
-        plain: Rotary embeddings whose angles follow from the base exclusive.
+        plain: Rotary embeddings whose angles follow from the base alone.
         by_hand: Attention through the library's functions, in front of which the method puts its own.
         items: Prompts whose items are known; see :func:`posbench.model.items.reading_items`.
     """
@@ -128,7 +128,7 @@ class Method(ABC):
     def prefill(self) -> "Method | None":
         """The method under which all tokens of a prompt but the last can run.
 
-        Under it each token depends on those before it exclusive, so that prompts share the prefill of a common
+        Under it each token depends on those before it alone, so that prompts share the prefill of a common
         prefix, and methods with the same prefill share it too. None where a prompt has to be read at once.
         """
         return None

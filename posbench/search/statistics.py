@@ -101,7 +101,7 @@ def official_filter(hidden: Array) -> ChannelStatistics:
     """The filter as the authors released it (PositionalHidden, commit f3bcd55), over the rows that it keeps.
 
     Differs from the paper: residual stream instead of the tensor that is scaled; the embedding row is dropped
-    only when the number of rows is odd; the two rows at either end are ignored; no sliding mean; curves are
+    only when the number of rows is odd; the first two rows and the last are ignored; no sliding mean; curves are
     scaled to 0..1 first; 300 positions are skipped for monotonicity and 200 for smoothness; flat steps count
     as monotone; only the majority direction counts (ties go to falling); smoothness is a Savitzky-Golay (10,
     3) second difference and the minimum, not the sum, over layers; the threshold is rows // 4.
