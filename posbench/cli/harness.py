@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
 log = logging.getLogger(__name__)
-
+MAX_CUT_SHARE = 0.02
+"""Share of replies cut at the largest number of tokens, above which a warning is given."""
 MODEL_KEYS = (
     "revision",
     "dtype",
@@ -295,18 +296,39 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Generate as the harness does, under the method."""
+        """Generate as the harness does, under the method, and warn of replies that were cut off."""
+        self._num_cut = 0
         with self.method.applied(self.lm):
-            return super().generate_until(requests, disable_tqdm=disable_tqdm)
+            replies = super().generate_until(requests, disable_tqdm=disable_tqdm)
+        if self._num_cut > MAX_CUT_SHARE * len(requests):
+            log.warning(
+                "%d of %d replies ended at max_gen_toks without an end of their own: a score may call right "
+                "answers wrong that had no room; raise max_gen_toks of the task",
+                self._num_cut,
+                len(requests),
+            )
+        return replies
 
-    def _model_generate(self, *args: Any, **settings: Any) -> Any:
+    def _model_generate(
+        self, context: Any, max_length: int, stop: Sequence[str], **settings: Any
+    ) -> Any:
         generate = partial(
             super()._model_generate,
-            *args,
+            context,
+            max_length,
+            stop,
             **settings,
             logits_processor=finite_logits_processor(),
         )
-        return _guarded_generate(self.lm, generate)
+        tokens = _guarded_generate(self.lm, generate)
+        reply_ids = tokens[:, context.shape[1] :]
+        if tokens.shape[1] >= max_length:
+            texts = self.tokenizer.batch_decode(reply_ids)
+            end_id = self.tokenizer.eos_token_id
+            for ids, text in zip(reply_ids.tolist(), texts, strict=True):
+                has_ended = end_id in ids or any(word in text for word in stop)
+                self._num_cut += not has_ended
+        return tokens
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False

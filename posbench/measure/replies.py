@@ -110,13 +110,14 @@ def reply_to_batch(
         prefix: Cache with all tokens of these prompts but the last.
 
     Returns:
-        For each example its ``output`` and, where it has choices, their ``loglikelihoods`` (nats).
+        For each example its ``output``, and why that ended (``finish``, see
+        :class:`posbench.model.lm.GeneratedReply`) or, where it has choices, their ``loglikelihoods`` (nats).
     """
     prompts = [encoded[example.id].ids for example in batch]
     first = batch[0]
     if first.choices:
         return _choices(lm, prompts, batch, encoded, prefix)
-    texts = lm.generate(
+    replies = lm.generate_replies(
         prompts,
         max_new_tokens=first.max_new_tokens or task.max_new_tokens,
         min_new_tokens=first.min_new_tokens,
@@ -125,7 +126,7 @@ def reply_to_batch(
         batch_size=len(batch),
         prefix=prefix,
     )
-    return [{"output": text} for text in texts]
+    return [{"output": reply.text, "finish": reply.finish} for reply in replies]
 
 
 def _choices(

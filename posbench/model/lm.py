@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posbench.errors import UserError
 from posbench.late import (
@@ -36,8 +36,24 @@ if TYPE_CHECKING:
 
     from posbench.model.prefix import Prefix
 
+END = "end"
+STOP = "stop"
+LENGTH = "length"
 IGNORED = -100
 """The target token that torch's cross-entropy leaves out."""
+
+
+class GeneratedReply(NamedTuple):
+    """A generated text, and why it ended.
+
+    Attributes:
+        text: The text.
+        finish: :data:`END` (the model's end token), :data:`STOP` (a stop text) or :data:`LENGTH` (the largest
+            number of new tokens). A server says ``stop`` for the first two.
+    """
+
+    text: str
+    finish: str
 
 
 @dataclass
@@ -151,6 +167,29 @@ class LM(Encoder):
         batch_size: int = 8,
         prefix: Prefix | None = None,
     ) -> list[str]:
+        """The texts of :meth:`generate_replies`, which has the same arguments."""
+        replies = self.generate_replies(
+            rows,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            stop=stop,
+            repetition_penalty=repetition_penalty,
+            batch_size=batch_size,
+            prefix=prefix,
+        )
+        return [reply.text for reply in replies]
+
+    def generate_replies(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[str],
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        repetition_penalty: float = 1.0,
+        batch_size: int = 8,
+        prefix: Prefix | None = None,
+    ) -> list[GeneratedReply]:
         """Greedy continuations, in input order, from these settings alone, not the checkpoint's generation
         config.
 
@@ -159,7 +198,7 @@ class LM(Encoder):
             max_new_tokens: Tokens to generate at most.
             min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token
                 comes.
-            stop: Texts that end a reply and are cut_at_stop off; one of a single token ends it as that token, as in
+            stop: Texts that end a reply and are cut off; one of a single token ends it as that token, as in
                 LongBench.
             repetition_penalty: See :class:`posbench.tasks.Task`.
             batch_size: Rows per batch; see :func:`length_batches`.
@@ -193,17 +232,24 @@ class LM(Encoder):
             pad_token_id=self._pad_id(),
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         )
-        replies = [""] * len(prompts)
+        replies: dict[int, GeneratedReply] = {}
         for batch in _batches_or_one(prompts, batch_size, prefix):
-            texts = self._generate_batch(
+            reply_ids = self._generate_batch(
                 [prompts[i] for i in batch], settings, stop_texts, prefix
             )
-            for index, text in zip(batch, texts, strict=True):
+            texts = tokenizer.batch_decode(reply_ids, skip_special_tokens=True)
+            for index, text, ids in zip(batch, texts, reply_ids.tolist(), strict=True):
                 reply = cut_at_stop(text, stop_texts)
+                if reply != text or not set(stop_tokens.values()).isdisjoint(ids):
+                    finish = STOP
+                elif not set(end_ids).isdisjoint(ids):
+                    finish = END
+                else:
+                    finish = LENGTH
                 for stop_text in stop_tokens:
                     reply = reply.removesuffix(stop_text)
-                replies[index] = reply
-        return replies
+                replies[index] = GeneratedReply(reply, finish)
+        return [replies[index] for index in range(len(prompts))]
 
     def _generate_batch(
         self,
@@ -211,8 +257,8 @@ class LM(Encoder):
         settings: GenerationConfig,
         stop: Sequence[str],
         prefix: Prefix | None,
-    ) -> list[str]:
-        """Continuations of one batch of token rows, the stop text that ended one included."""
+    ) -> Tensor:
+        """Token ids of the continuations of one batch of token rows, padded at the end, [B, T]."""
         tokenizer = self.need_tokenizer()
         inputs = self.pad(rows)
         inputs.pop("position_ids")
@@ -241,8 +287,7 @@ class LM(Encoder):
         self.written += _count_tokens(
             reply_ids, settings.eos_token_id or [], self._pad_id()
         )
-        texts = tokenizer.batch_decode(reply_ids, skip_special_tokens=True)
-        return [str(text) for text in texts]
+        return reply_ids
 
     @guarded
     @inference_mode

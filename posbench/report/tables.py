@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posbench.late import pd
+from posbench.stats import cut_replies
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.frames import (
     UNMODIFIED,
@@ -177,7 +178,8 @@ def position_table(metrics: pd.DataFrame) -> Table:
     """One row per gold position, then `all`, from metrics.csv rows of one run.
 
     Columns: depth of the gold position, score of each method in %, difference of each
-    modified method in points (both with 95 % intervals), n.
+    modified method in points (both with 95 % intervals), n, and where replies were cut
+    off before an answer the share of these for each method.
     """
     scores = rows_of_metric(metrics).assign(metric="score")
     differences = rows_of_metric(metrics, "difference").assign(
@@ -196,7 +198,15 @@ def position_table(metrics: pd.DataFrame) -> Table:
         at_position = rows[rows["gold_position"].astype(str) == position]
         n = "/".join(dict.fromkeys(map(str, at_position["n"])))
         table.append([label, *columns.cells(at_position, "score"), n])
-    return ["gold position", *columns.header, "n"], table
+    header = ["gold position", *columns.header, "n"]
+    cut = rows_of_metric(metrics, cut_replies.METRIC)
+    if len(cut):
+        header.append("cut off")
+        for line, position in zip(table, labels, strict=True):
+            at_position = cut[cut["gold_position"].astype(str) == position]
+            shares = dict(zip(at_position["method"], at_position["value"], strict=True))
+            line.append("/".join(pct(shares[m]) for m in columns.methods))
+    return header, table
 
 
 def describe_positions(metrics: pd.DataFrame) -> str:
@@ -230,18 +240,36 @@ def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
     """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
     if "note" not in metrics:
         return {}
+    cut = cut_notes(metrics)
     is_missing = (metrics["metric"] == "position_bias") & metrics["value"].isna()
-    return {
+    return cut | {
         row.method: row.note
         for row in metrics[is_missing].itertuples()
         if cell(row, "")
     }
 
 
+def cut_notes(metrics: pd.DataFrame) -> dict[str, str]:
+    """Why the scores of a method mean nothing as its replies were cut, by method, from metrics.csv rows of a run."""
+    if "note" not in metrics:
+        return {}
+    rows = rows_of_metric(metrics)
+    rows = rows[has_cut_note(rows)]
+    return dict(zip(rows["method"], rows["note"], strict=True))
+
+
+def has_cut_note(metrics: pd.DataFrame) -> pd.Series:
+    """Which rows of metrics.csv mean nothing as replies were cut."""
+    if "note" not in metrics:
+        return pd.Series(False, index=metrics.index)
+    return metrics["note"].astype(str).str.startswith(cut_replies.PROBLEM)
+
+
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    is_other = (metric != metric_of_task(metrics)) & ~metric.isin(STATISTICS)
+    shown_elsewhere = [*STATISTICS, cut_replies.METRIC]
+    is_other = (metric != metric_of_task(metrics)) & ~metric.isin(shown_elsewhere)
     is_overall = metrics["gold_position"].astype(str) == "all"
     return metrics[is_other & is_overall].assign(subset="all", kind="average")
 

@@ -13,8 +13,10 @@ from posbench.late import pd
 from posbench.report.tables import (
     Table,
     bias_table,
+    cut_notes,
     finding_value,
     findings_table,
+    has_cut_note,
     papers_first,
     pct,
     points,
@@ -145,6 +147,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     warnings = [
         _bias_warning(note, reasons) for note in dict.fromkeys(reasons.values())
     ]
+    # Where replies were cut off before an answer, a score says nothing about the model.
+    cut_methods = list(cut_notes(metrics))
+    averages = averages.drop(index=cut_methods)
+    metrics = metrics[~metrics["method"].isin(cut_methods) & ~has_cut_note(metrics)]
     results = list[str]()
     base = SERVED if SERVED in averages.index else UNMODIFIED
     if base in averages.index and (len(averages) == 1 or base not in reasons):
@@ -162,7 +168,8 @@ def headline(metrics: pd.DataFrame | None) -> str:
         ]
         if biases:
             results.append(f"position bias in points: {', '.join(biases)}")
-    return " ".join(f"{sentence}." for sentence in [*warnings, "; ".join(results)])
+    sentences = [*warnings, "; ".join(results)]
+    return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
 def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
@@ -10,9 +11,10 @@ from posbench.measure import served
 from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
+from posbench.model.lm import LENGTH
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
-from posbench.tasks import Example
+from posbench.tasks import Example, Task
 
 STAGE = "evaluate"
 
@@ -118,6 +120,9 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
         scores = run.task.score(example, str(reply["output"]))
     # A server that applies the chat template itself counts the tokens.
     tokens = len(encoded.ids) if run.model.api == "completions" else 0
+    cut = {}
+    if is_cut(run.task, example, reply):
+        cut = {"cut": True}
     other_gold = {}
     if example.other_gold:
         other_gold = {"other_gold": list(example.other_gold)}
@@ -127,12 +132,26 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
         **other_gold,
         "cluster": example.cluster,
         **reply,
+        **cut,
         "scores": scores,
         "tokens": tokens or reply.get("prompt_tokens"),
         "dropped": encoded.dropped,
         "answers": list(example.answers),
         "prompt": prompt_digest(example),
     }
+
+
+def is_cut(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
+    """Whether a reply was cut off before it came to an answer.
+
+    Args:
+        task: The task.
+        example: What was asked.
+        reply: Has ``output`` and, where that is known, ``finish``.
+    """
+    if example.choices or reply.get("finish") != LENGTH or reply.get("note"):
+        return False
+    return not task.has_answer(example, str(reply["output"]))
 
 
 def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

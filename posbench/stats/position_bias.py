@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -226,6 +226,7 @@ def statistic_rows(
     resamples: int,
     seed: int,
     chance: float = 0.0,
+    notes: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str, Estimate, str]]:
     """Estimate each of :data:`STATISTICS` for each method, and its difference from the unmodified model.
 
@@ -239,10 +240,11 @@ def statistic_rows(
         resamples: Number of draws R.
         seed: Of the random generators.
         chance: Score of a guess, 0..1.
+        notes: Why nothing can be said about a method, by its name; by default its :func:`score_limit_note`.
 
     Yields:
-        Method, statistic (or ``<statistic>_difference``), estimate, and a note: the :func:`score_limit_note` at
-        which the method or, of a difference, the unmodified model stands; the estimate is then NaN.
+        Method, statistic (or ``<statistic>_difference``), estimate, and a note: that of the method or, of a
+        difference, of the unmodified model. With a note the estimate is NaN.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
@@ -271,8 +273,9 @@ def statistic_rows(
             seed=(seed, index),
         )
         positions = (mean(values, clusters) for values, clusters in groups)
-        note = score_limit_note(positions, chance, questions)
-        gaps = _shuffled_gaps(part, name, resamples, seed)
+        note = (notes or {}).get(method, "")
+        note = note or score_limit_note(positions, chance, questions)
+        gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))
 
@@ -427,7 +430,7 @@ def _largest_interval(
     return float(low), float(high)
 
 
-def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
+def shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
     """Best minus worst gold position after shuffling the positions, for each of R shuffles, [R].
 
     Positions are shuffled within each question where questions are asked at several, else among all prompts.

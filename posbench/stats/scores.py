@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from posbench.late import DataFrame, pd
-from posbench.stats import position_bias
+from posbench.stats import cut_replies, position_bias
 from posbench.stats.bootstrap import (
     Array,
     Estimate,
@@ -102,6 +102,7 @@ class Tabulator:
         items = self.task.items or 0
         totals = self._totals(frame, metrics)
         over_all = {"gold_position": "all", "depth": np.nan}
+        notes = self._cut_notes(frame)
         lines = []
         for group in self._groups(frame, metrics):
             if group.metric == task_metric:
@@ -119,8 +120,14 @@ class Tabulator:
             if total is None and len(group.rows):
                 total = group.mean(group.rows)
             if total is not None:
+                note = ""
+                if group.metric == task_metric:
+                    note = notes[group.method]
+                    if group.label != group.metric:
+                        note = note or notes[self.unmodified]
                 line = self._line(group.method, group.label, total)
-                lines.append({**line, **over_all, "note": ""})
+                lines.append({**line, **over_all, "note": note})
+        lines += self._cut_lines(frame)
 
         statistics = position_bias.statistic_rows(
             frame,
@@ -129,11 +136,42 @@ class Tabulator:
             self.resamples,
             self.seed,
             self.task.chance or 0.0,
+            notes,
         )
         for method, statistic, estimate, note in statistics:
             line = self._line(method, statistic, estimate)
             lines.append({**line, **over_all, "note": note})
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
+
+    def _cut_notes(self, frame: pd.DataFrame) -> dict[str, str]:
+        """For each method why its scores mean nothing as its replies were cut; empty where they stand."""
+        return {
+            str(method): cut_replies.cut_note(
+                rows, self.task.max_new_tokens, self.resamples, self.seed
+            )
+            for method, rows in frame.groupby("method", sort=False)
+        }
+
+    def _cut_lines(self, frame: pd.DataFrame) -> list[dict[str, Any]]:
+        """The share of cut replies of each method, at each gold position and over all; none where none was cut."""
+        if not frame[cut_replies.COLUMN].any():
+            return []
+        items = self.task.items or 0
+        lines = []
+        for method, rows in frame.groupby("method", sort=False):
+            parts = dict(iter(rows.groupby("gold_position")))
+            for position, part in [*parts.items(), ("all", rows)]:
+                estimate = cut_replies.cut_share(part)
+                line = self._line(str(method), cut_replies.METRIC, estimate)
+                depth = np.nan
+                label = "all"
+                if position != "all":
+                    label = str(int(position))
+                    depth = position / (items - 1) if items > 1 else np.nan
+                lines.append(
+                    {**line, "gold_position": label, "depth": depth, "note": ""}
+                )
+        return lines
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         """Tabulate every subset with all metrics, and every named average with the task's own.
@@ -303,8 +341,9 @@ def score_frame(
         task: The task that scored them.
 
     Returns:
-        A row per reply with method, id, gold_position, cluster, subset and each metric (NaN where a reply lacks
-        it), and the names of the metrics, the task's own first.
+        A row per reply with method, id, gold_position, cluster, subset, cut (1 for a reply that was cut off
+        before an answer) and each metric (NaN where a reply lacks it), and the names of the metrics, the task's
+        own first.
 
     Raises:
         ValueError: No row has scores.
@@ -323,6 +362,7 @@ def score_frame(
             "gold_position": row["gold_position"],
             "cluster": row["cluster"] or row["id"],
             "subset": row.get("subset", ""),
+            cut_replies.COLUMN: int(row.get("cut", False)),
         }
         for name in metrics:
             line[name] = row["scores"].get(name, np.nan)

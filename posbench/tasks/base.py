@@ -124,6 +124,14 @@ class Task(ABC):
         checked; none by default."""
         return []
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """Whether a reply that ended at ``max_new_tokens`` had come to its answer, right or wrong.
+
+        Where it had not, more tokens might have made it right: it is counted as cut, not as wrong. By default
+        only a fully right reply is known to hold an answer.
+        """
+        return self.score(example, text).get(self.metric, 0.0) >= 1
+
     def extracted(self, example: Example, text: str) -> str | None:
         """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
         return None

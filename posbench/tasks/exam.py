@@ -144,6 +144,10 @@ class Exam(EvaluationOnly):
             return {}
         return {"accuracy": float(self.letter(text) in example.answers)}
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """Whether a letter can be read."""
+        return bool(self.letter(text))
+
     def extracted(self, example: Example, text: str) -> str:
         """The letter."""
         return self.letter(text)

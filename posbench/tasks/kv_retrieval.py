@@ -44,6 +44,10 @@ def compact_prompt(pairs: list[Pair], key: str) -> tuple[str, Spans]:
     return joined("Json data: {", [f'"{k}": "{v}"' for k, v in pairs], ", ", tail)
 
 
+BEFORE_VALUE = " \n\"'`*:{"
+"""What may stand in front of a value that a reply begins with."""
+UUID_LIKE = re.compile(r"[0-9a-f-]{8,}(?=[^0-9a-f-])")
+"""A complete text of hexadecimal digits and hyphens: what follows it is neither."""
 PROMPTS = {"official": official_prompt, "compact": compact_prompt}
 
 
@@ -149,6 +153,23 @@ class KVRetrieval(GoldPositionTask):
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023)."""
         return {"accuracy": float(contains_answer(text, example.answers))}
+
+    def has_answer(self, example: Example, text: str) -> bool:
+        """Whether the reply begins with a value of the prompt, or with an invented or miscopied UUID.
+
+        A value further behind may be one that a model lists on its way to the answer.
+        """
+        if self.prompt == "compact":
+            return True  # the prompt ends where the value begins
+        if super().has_answer(example, text):
+            return True
+        reply = text.lower().lstrip(BEFORE_VALUE)
+        pairs = [example.prompt[start:end].lower() for start, end in example.items]
+        keys_and_values = [re.findall(r'"([^"]*)"', pair) for pair in pairs]
+        if any(reply.startswith(value) for _, value in keys_and_values):
+            return True
+        invented = UUID_LIKE.match(reply)
+        return invented is not None and invented[0] not in dict(keys_and_values)
 
     def held_back(self, count: int) -> list[Example]:
         """See :meth:`Task.held_back`: from another stream, or the next prompts of the file."""

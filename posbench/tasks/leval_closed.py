@@ -137,6 +137,10 @@ class LEvalClosed(EvaluationOnly):
             for number, line in self._lines(subset):
                 yield from _examples(f"{subset}-{number}", subset, line)
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
+        return True
+
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""
         gold = example.answers[0]

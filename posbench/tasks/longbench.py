@@ -147,6 +147,10 @@ class LongBench(EvaluationOnly):
         for task in self.chosen:
             yield from self._task(folder, task)
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
+        return True
+
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the gold texts, 0..1."""
         task = example.meta["task"]

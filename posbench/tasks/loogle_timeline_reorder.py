@@ -145,6 +145,10 @@ class LooGLETimelineReorder(EvaluationOnly):
             refuse("path", str(file), allowed, "take LooGLE's file longdep_qa")
         return examples
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
+        return True
+
     def score(self, example: Example, text: str) -> dict[str, float]:
         """See :func:`reorder_scores`."""
         return reorder_scores(text, example.answers[0])

@@ -178,6 +178,11 @@ class NQMultiDoc(GoldPositionTask):
         accuracy = best_subspan_em(text, example.answers, strip_first=strip_first)
         return {"accuracy": accuracy}
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """Whether the line that is scored is complete, or right already."""
+        line_is_complete = "\n" in (text.strip() if self.reading == "yu" else text)
+        return line_is_complete or super().has_answer(example, text)
+
     def extracted(self, example: Example, text: str) -> str:
         """The first line."""
         return first_line(text, strip_first=self.reading == "yu")

@@ -105,6 +105,10 @@ class ZeroSCROLLS(EvaluationOnly):
         for subset in self.subsets:
             yield from self._subset(folder, subset)
 
+    def has_answer(self, example: Example, text: str) -> bool:
+        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
+        return True
+
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the references, and each ROUGE of summaries; empty without an answer."""
         if not example.answers:

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel, Unmodified
-from posbench.model.hooks import fork_cache
+from posbench.model.hooks import fork_cache, replace_attribute
 from posbench.model.lm import length_batches
 from posbench.tasks import KVRetrieval
 from tests.model.test_encode import reader
@@ -138,15 +139,38 @@ def test_generation_is_greedy_whatever_the_checkpoint_says(tiny):
     assert tiny.generate(prompts, max_new_tokens=5, repetition_penalty=1e6) != plain
 
 
-def test_stop_texts_and_shortest_replies():
+def spelling_reader():
+    """A random model that says letters alone, a token each."""
     lm = reader()
-    # A random model would also say specials and tokens that the tokenizer has not got.
     others = torch.tensor(
         [i for i in range(lm.model.config.vocab_size) if not 3 <= i < len(lm.tokenizer)]
     )
     lm.model.lm_head.register_forward_hook(
         lambda _, __, logits: logits.index_fill(-1, others, -1e9)
     )
+    return lm
+
+
+def test_why_a_reply_ended():
+    lm = spelling_reader()
+    prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
+    full = [reply.text for reply in lm.generate_replies(prompts, max_new_tokens=8)]
+    for stop in (full[0][2], full[1][3:5]):
+        replies = lm.generate_replies(prompts, max_new_tokens=8, stop=[stop])
+        for reply, text in zip(replies, full, strict=True):
+            assert reply.finish == ("stop" if stop in text else "length")
+    letter = full[2][5]
+    (end,) = lm.tokenizer(letter, add_special_tokens=False)["input_ids"]
+    settings = GenerationConfig(eos_token_id=end)
+    with replace_attribute(lm.model, "generation_config", settings):
+        replies = lm.generate_replies(prompts, max_new_tokens=8)
+    for reply, text in zip(replies, full, strict=True):
+        assert reply.finish == ("end" if letter in text else "length")
+    assert replies[2].finish == "end"
+
+
+def test_stop_texts_and_shortest_replies():
+    lm = spelling_reader()
     prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
     full = lm.generate(prompts, max_new_tokens=8)
     assert all(len(text) == 8 for text in full)

@@ -475,3 +475,18 @@ def test_generation_without_numbers_is_refused() -> None:
     )
     with pytest.raises(UserError, match="layer 2 gives NaN"):
         lm.generate_until([asked], disable_tqdm=True)
+
+
+@pytest.mark.parametrize(("most", "num_cut"), [(1, len(CONTEXTS)), (6, 0)])
+def test_replies_cut_at_max_gen_toks_are_counted(
+    most: int, num_cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The embedded model says a word, a quotation mark and its end token."""
+    requests = generations(until="never said", most=most)
+    model = ours(4, method="none")
+    logging.disable(logging.NOTSET)
+    model.generate_until(requests, disable_tqdm=True)
+    logging.disable(logging.WARNING)
+    expected = f"{num_cut} of {len(CONTEXTS)} replies"
+    assert (expected in caplog.text) == (num_cut > 0)
+    assert ("max_gen_toks" in caplog.text) == (num_cut > 0)

@@ -13,7 +13,7 @@ from posbench.pipeline.config import Config
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
 from posbench.run.folder import RunDir
-from posbench.run.replies import STAGE, plan_replies, scored_replies
+from posbench.run.replies import STAGE, is_cut, plan_replies, scored_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Example, Task
@@ -156,10 +156,15 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     num_changed = 0
     for row in saved_rows:
         if "error" not in row and not row.get("note"):
-            scores = task.score(examples[row["id"]], row["output"])
-            if scores != row["scores"]:
+            example = examples[row["id"]]
+            scores = task.score(example, row["output"])
+            was_cut = row.pop("cut", False)
+            cut = is_cut(task, example, row)
+            if scores != row["scores"] or cut != was_cut:
                 num_changed += 1
             row = {**row, "scores": scores}
+            if cut:
+                row["cut"] = True
         rows.append(row)
     if num_changed:
         out.write_rows(FILE, rows)

@@ -1,0 +1,216 @@
+"""Replies that end before an answer: counted at each position, and no bias is read out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from posbench.report.tables import bias_table, position_table
+from posbench.report.text import headline
+from posbench.run.replies import is_cut
+from posbench.stats.scores import Tabulator
+from posbench.tasks import Example, KVRetrieval
+from posbench.tasks.base import Task
+from posbench.tasks.nq_multidoc import NQMultiDoc
+from tests.tasks.test_several_gold import own_data, record, write
+
+PAIRS = 20
+POSITIONS = (0, 5, 10, 14, 19)
+BUDGET = 100
+Reader = Callable[[Example, np.random.Generator], dict[str, Any]]
+
+
+def task(**fields: Any) -> KVRetrieval:
+    return KVRetrieval(pairs=PAIRS, limit=60, max_new_tokens=BUDGET, **fields)
+
+
+def perfect(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+    return {"output": f' "{example.answers[0]}"', "finish": "end"}
+
+
+def noisy(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+    """Right in seven of ten, wherever the gold pair stands; it never stops by itself."""
+    value = example.answers[0]
+    if rng.random() > 0.7:
+        value = value[:-3] + "000"
+    return {"output": f' "{value}",\n and so on', "finish": "length"}
+
+
+def thinking(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+    """Perfect, but it names every pair up to the gold one first, at 7 tokens a pair."""
+    assert example.gold_position is not None
+    pairs = [example.prompt[a:b] for a, b in example.items]
+    if 7 * (1 + example.gold_position) > BUDGET:
+        return {"output": "Let me see: " + "; ".join(pairs[:10]), "finish": "length"}
+    return perfect(example, rng)
+
+
+def cut_anywhere(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+    if rng.random() < 0.3:
+        return {"output": "The value that belongs to the key", "finish": "length"}
+    return perfect(example, rng)
+
+
+def refusing(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+    return {"output": "I cannot help with that.", "finish": "end"}
+
+
+def biased(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+    """Right in all at the ends, in half of the middle; its wrong answers are another pair's value."""
+    if example.gold_position in (0, 19) or rng.random() < 0.5:
+        return perfect(example, rng)
+    start, end = example.items[int(example.gold_position == 3) + 2]
+    value = example.prompt[start:end].split(": ")[1]
+    return {"output": f" {value}", "finish": "length"}
+
+
+def rows_of(task: Task, reader: Reader, seed: int = 0) -> list[dict[str, Any]]:
+    """What a run writes of the replies of a reader."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for example in task.evaluation():
+        reply = reader(example, rng)
+        row = {
+            "method": "none",
+            "id": example.id,
+            "gold_position": example.gold_position,
+            "cluster": example.cluster,
+            "scores": task.score(example, reply["output"]),
+            **reply,
+        }
+        if is_cut(task, example, reply):
+            row["cut"] = True
+        rows.append(row)
+    return rows
+
+
+def metrics_of(task: Task, *readers: tuple[str, Reader], seed: int = 0) -> pd.DataFrame:
+    rows = []
+    for method, reader in readers:
+        rows += [row | {"method": method} for row in rows_of(task, reader, seed)]
+    tabulator = Tabulator(
+        task=task, model="m", unmodified="none", resamples=500, seed=0
+    )
+    return tabulator.metrics(rows)
+
+
+def bias_of(metrics: pd.DataFrame, method: str = "none") -> Any:
+    is_bias = metrics["metric"] == "position_bias"
+    return metrics[is_bias & (metrics["method"] == method)].iloc[0]
+
+
+@pytest.mark.parametrize("reader", [thinking, cut_anywhere])
+def test_no_bias_and_no_headline_of_cut_replies(reader: Reader) -> None:
+    metrics = metrics_of(task(positions=POSITIONS), ("none", reader))
+    bias = bias_of(metrics)
+    assert np.isnan(bias["value"])
+    text = headline(metrics)
+    assert f"task.max_new_tokens={4 * BUDGET}" in text
+    assert "on average" not in text
+    _, rows = bias_table(metrics)
+    assert not any("[" in cell for row in rows for cell in row)
+
+
+def test_cut_replies_are_counted_at_each_position() -> None:
+    metrics = metrics_of(task(positions=POSITIONS), ("none", thinking))
+    cut = metrics[metrics["metric"] == "cut_replies"].set_index("gold_position")
+    assert cut["value"].to_dict() == {
+        "0": 0.0,
+        "5": 0.0,
+        "10": 0.0,
+        "14": 1.0,
+        "19": 1.0,
+        "all": 0.4,
+    }
+    header, rows = position_table(metrics)
+    assert header[-1] == "cut off"
+    assert [row[-1] for row in rows] == [
+        f"{value:.1f} %" for value in (0, 0, 0, 100, 100, 40)
+    ]
+
+
+def test_replies_cut_at_one_position_alone_are_enough() -> None:
+    """1 % of all replies, but all at one position."""
+
+    def reader(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+        if example.gold_position == 19 and rng.random() < 0.09:
+            return {"output": "Well", "finish": "length"}
+        return perfect(example, rng)
+
+    wide = KVRetrieval(pairs=PAIRS, limit=200, positions=POSITIONS)
+    rows = rows_of(wide, reader)
+    assert 0 < np.mean(["cut" in row for row in rows]) <= 0.02
+    assert "max_new_tokens" in headline(metrics_of(wide, ("none", reader)))
+
+
+@pytest.mark.parametrize("reader", [perfect, noisy, refusing, biased])
+def test_replies_that_came_to_an_answer_are_not_cut(reader: Reader) -> None:
+    assert not any("cut" in row for row in rows_of(task(positions=POSITIONS), reader))
+
+
+def test_a_bias_is_still_found() -> None:
+    bias = bias_of(metrics_of(task(positions=POSITIONS), ("none", biased)))
+    assert bias["ci_low"] > 0
+
+
+@pytest.mark.parametrize("reader", [perfect, noisy, thinking, cut_anywhere, refusing])
+def test_hardly_an_unbiased_reader_gets_a_bias(reader: Reader) -> None:
+    claimed = 0
+    for seed in range(20):
+        kv = task(positions=POSITIONS, seed=seed)
+        bias = bias_of(metrics_of(kv, ("none", reader), seed=seed))
+        claimed += bool(bias["ci_low"] > 0)
+    assert claimed <= 1
+
+
+def test_a_method_is_not_compared_with_a_model_whose_replies_were_cut() -> None:
+    metrics = metrics_of(
+        task(positions=POSITIONS), ("none", thinking), ("scale_channel", perfect)
+    )
+    text = headline(metrics)
+    assert "raises" not in text
+    assert "max_new_tokens" in text
+    assert "scale_channel answers 100.0 % on average" in text
+
+
+def test_what_holds_an_answer() -> None:
+    kv = task(positions=(3,))
+    example = kv.evaluation()[0]
+    pair = example.prompt[slice(*example.items[7])]
+    key, value = pair.replace('"', "").split(": ")
+    invented = "0f0e0d0c-0b0a-4009-8807-060504030201"
+    assert kv.has_answer(example, f"It is {example.answers[0]}")
+    assert kv.has_answer(example, f' "{value}", "')
+    assert kv.has_answer(example, f"{invented}\n")
+    assert kv.has_answer(example, f"{value[:-2]}.")
+    assert not kv.has_answer(example, f"{key} is another key: {value}")
+    assert not kv.has_answer(example, value[:20])
+    assert not kv.has_answer(example, "")
+    assert task(prompt="compact").has_answer(example, "x")
+
+
+def test_a_first_line_or_a_right_reply_holds_an_answer(tmp_path: Any) -> None:
+    example = Example(id="x", prompt="", answers=("Paris",))
+    first_line = NQMultiDoc(reading="yu")
+    assert first_line.has_answer(example, "\nRome\nQuestion:")
+    assert not first_line.has_answer(example, "\nThe documents say that")
+    own = own_data(write(tmp_path / "a.jsonl", record(0)))
+    assert own.has_answer(example, "It is paris, I")
+    assert not own.has_answer(example, "The documents say that")
+
+
+def test_what_did_not_end_by_length_or_is_chosen_is_not_cut() -> None:
+    kv = task(positions=(3,))
+    example = kv.evaluation()[0]
+    assert is_cut(kv, example, {"output": "Well", "finish": "length"})
+    for reply in (
+        {"output": "Well", "finish": "end"},
+        {"output": "Well", "finish": "stop"},
+        {"output": "Well"},
+        {"output": "", "finish": "length", "note": "refused"},
+    ):
+        assert not is_cut(kv, example, reply)
