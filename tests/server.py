@@ -38,6 +38,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.fault = fault
         self.ways = ways
+        # what stands for the log-probability of the last token
+        self.last_nats: Any = None
         self.asked = Counter[str]()
         self.lock = Lock()
         self.now = self.most = 0
@@ -117,6 +119,15 @@ class Handler(BaseHTTPRequestHandler):
             else {"text": text}
         )
         choice = {"index": 0, "finish_reason": finish, "logprobs": logprobs, **part}
+        choices = [choice]
+        if fault == "unfinished":
+            choice["finish_reason"] = None
+        if fault == "reversed":
+            choices = [{**choice, "index": 1, "text": "wrong"}, choice]
+        if fault == "second":
+            choice["index"] = 1
+        if fault == "surrogate":
+            choice["text"] = "caf\ud83d"
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": 1,
@@ -127,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
             "object": "text_completion",
             "created": 1,
             "model": "fake",
-            "choices": [choice],
+            "choices": choices,
         }
         self.give({**whole, "usage": usage, "system_fingerprint": "fp_1"}, cut=fault)
 
@@ -140,6 +151,8 @@ class Handler(BaseHTTPRequestHandler):
                 None,
                 *(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens[1:]),
             ]
+            if self.server.last_nats is not None:
+                nats[-1] = self.server.last_nats
             return prompt, "length", {"tokens": tokens, "token_logprobs": nats}
         if body.get("top_logprobs") and "first" in ways:
             top = [{"token": "B", "logprob": -0.5}, {"token": "A", "logprob": -1.0}]
@@ -155,6 +168,8 @@ class Handler(BaseHTTPRequestHandler):
     def give(self, data: Any, status: int = 200, cut: str = "") -> None:
         """A JSON body; half of it where it is ``torn`` on the way or ``cut`` short as if that were all."""
         text = json.dumps(data).encode()
+        if cut == "deep":
+            text = b"[" * 100_000 + b"]" * 100_000
         sent = text[: len(text) // 2] if cut in ("torn", "cut") else text
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

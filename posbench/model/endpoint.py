@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -38,6 +39,8 @@ TOO_LONG = re.compile(
     r"|exceeds? .{0,40}(tokens|length|context)|exceed_context",
     re.I | re.S,
 )
+ROUNDING_NATS = 1e-3
+"""How far above 0 rounding may put a log-probability."""
 FILTERED = re.compile(r"content.?(filter|policy|management)", re.I)
 
 Prompt = str | list[dict[str, str]]
@@ -268,19 +271,18 @@ class Endpoint:
                     response = self._client.chat.completions.with_raw_response.create(
                         messages=messages, **settings
                     )
-            answer = response.http_response.json()
+            answer = _without_surrogates(response.http_response.json())
         except openai.APIConnectionError as error:
             message = self._short_text(error.__cause__ or error)
             raise RequestError(message) from error
         except openai.APIStatusError as error:
             raise self._status_error(error) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = self._short_text(error)
             raise RequestError(f"the answer is no JSON: {message}") from error
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+        if not isinstance(answer, dict) or not _first_choice(answer):
             message = self._short_text(answer)
-            raise RequestError(f"an answer without choices: {message}")
+            raise RequestError(f"an answer without a choice 0: {message}")
         usage = answer.get("usage") or {}
         with self._lock:
             self.read += usage.get("prompt_tokens") or 0
@@ -289,10 +291,12 @@ class Endpoint:
 
     def _reply(self, answer: Mapping[str, Any]) -> Reply:
         """The reply in an answer of either API."""
-        choice = answer["choices"][0]
+        choice = _first_choice(answer)
         usage = answer.get("usage") or {}
         message = choice.get("message") or {}
-        finish = str(choice.get("finish_reason") or "")
+        if choice.get("finish_reason", "") is None:
+            raise RequestError("the reply is not finished (finish_reason is null)")
+        finish = str(choice.get("finish_reason", ""))
         text = choice.get("text") if "text" in choice else message.get("content")
         if not isinstance(text, str | None):
             raise TypeError(f"text is {type(text).__name__}")
@@ -378,12 +382,13 @@ class Endpoint:
     def _echo(self, prompt: str, choice: str) -> tuple[Reply, list[tuple[str, Any]]]:
         """The reply to a prompt with a choice, and every token of both with its log-likelihood."""
         answer = self._ask(prompt + choice, max_tokens=0, echo=True, logprobs=1)
-        logprobs = answer["choices"][0].get("logprobs") or {}
+        logprobs = _first_choice(answer).get("logprobs") or {}
         tokens = logprobs.get("tokens") or []
         nats = logprobs.get("token_logprobs") or []
-        # The first token has no log-likelihood.
         if len(tokens) != len(nats) or len(tokens) < 2 or None in nats[1:]:
             raise RequestError("no log-likelihoods of the prompt")
+        # The first token has none.
+        nats = [None, *map(log_probability, nats[1:])]
         return self._reply(answer), list(zip(tokens, nats, strict=True))
 
     def _by_echo(self, prompt: str, choices: Sequence[str]) -> Reply:
@@ -475,15 +480,60 @@ def choice_in_reply(text: str, choices: Sequence[str]) -> str:
 
 def _top_logprobs(answer: Mapping[str, Any]) -> dict[str, float]:
     """The likeliest first tokens of a reply with their log-likelihoods, in either form of the APIs."""
-    logprobs = answer["choices"][0].get("logprobs") or {}
+    logprobs = _first_choice(answer).get("logprobs") or {}
     completions = next(iter(logprobs.get("top_logprobs") or ()), None)
     if completions:
-        return {str(token): float(nats) for token, nats in completions.items()}
+        return {
+            str(token): log_probability(nats) for token, nats in completions.items()
+        }
     chat = next(iter(logprobs.get("content") or ()), None) or {}
     return {
-        str(entry["token"]): float(entry["logprob"])
+        str(entry["token"]): log_probability(entry["logprob"])
         for entry in chat.get("top_logprobs") or ()
     }
+
+
+def log_probability(value: object) -> float:
+    """A log-probability in nats, as a server gave it; RequestError where it is none.
+
+    Rounding may put that of a certain token a little above 0.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RequestError(f"a log-probability that is {value!r}")
+    if not math.isfinite(value) or value > ROUNDING_NATS:
+        raise RequestError(f"a log-probability that is {value}")
+    return float(value)
+
+
+def _first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The choice with index 0 of an answer; empty where there is none.
+
+    A server may give several in any order. One that stands alone needs no index.
+    """
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        return {}
+    choices = [choice for choice in choices if isinstance(choice, dict)]
+    if len(choices) == 1 and "index" not in choices[0]:
+        return choices[0]
+    return next((choice for choice in choices if choice.get("index") == 0), {})
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Data with the replacement character for every half of a surrogate pair, which no file can hold.
+
+    A reply that ends inside a character may have one.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_without_surrogates(entry) for entry in value]
+    if isinstance(value, dict):
+        return {
+            _without_surrogates(key): _without_surrogates(entry)
+            for key, entry in value.items()
+        }
+    return value
 
 
 def describe_server(config: ModelConfig) -> str:

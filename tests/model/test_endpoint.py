@@ -21,7 +21,7 @@ from posbench.model.endpoint import (
     text_encoder,
 )
 from posbench.model.load import ModelConfig, load
-from tests.server import serving
+from tests.server import serving, value
 
 
 def endpoint(url: str, **more: Any) -> Endpoint:
@@ -179,3 +179,32 @@ def test_what_is_no_reply_is_a_failure() -> None:
             sum(len(b["prompt"]) for b in server.bodies[:-2]),
             len(server.bodies) - 2,
         )
+
+
+@pytest.mark.parametrize("fault", ["unfinished", "second", "deep"])
+def test_an_answer_without_a_whole_reply_is_a_failure(fault: str) -> None:
+    with serving(lambda prompt, n: fault if prompt == "x" else "") as server, pytest.raises(RequestError):
+        endpoint(server.url).generate("x", 1)
+
+
+def test_of_several_choices_the_one_with_index_0_is_read() -> None:
+    prompt = 'Json data: {"a": "b", "c": "d"} The value of key "c" is "'
+    with serving(lambda prompt, n: "reversed") as server:
+        assert endpoint(server.url).generate(prompt, 1).text == value(prompt)
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
+    with serving(lambda prompt, n: "surrogate") as server:
+        text = endpoint(server.url).generate("x", 1).text
+    assert text == "caf\N{REPLACEMENT CHARACTER}"
+    assert text.encode()
+
+
+@pytest.mark.parametrize("nats", [float("nan"), float("inf"), -float("inf"), 5.0, "x"])
+def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
+    with serving(ways=("echo",)) as server:
+        made = endpoint(server.url)
+        assert made.choose("1 + 1 =", [" A", " B"]).by == "log-likelihoods"
+        server.last_nats = nats
+        with pytest.raises(RequestError):
+            made.choose("1 + 1 =", [" A", " B"])
