@@ -29,6 +29,7 @@ PAGE = "index.html"
 GENERATOR = '<meta name="generator" content="posbench gallery">'
 """Marks a gallery: no other folder is replaced."""
 PNG_HEADER_BYTES = 24
+MAX_PNG_BYTES = 100_000
 
 
 def write_gallery(folder: Path, out: Path | None = None) -> Path:
@@ -224,10 +225,10 @@ def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
     return [(result, name) for result in results for name in result.figures][:3]
 
 
-def shrink_png(file: Path, max_bytes: int = 100_000) -> bytes:
+def shrink_png(file: Path) -> bytes:
     """A figure as a smaller PNG, with fewer colours, then fewer pixels.
 
-    It has at most so many bytes if one of the sizes tried has, else the smallest size.
+    It has at most :data:`MAX_PNG_BYTES` if one of the sizes tried has, else the smallest size.
     """
     image = Image.open(file).convert("RGB")
     for scale, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
@@ -239,6 +240,6 @@ def shrink_png(file: Path, max_bytes: int = 100_000) -> bytes:
         )
         stream = io.BytesIO()
         small.save(stream, "png", optimize=True)
-        if stream.tell() <= max_bytes:
+        if stream.tell() <= MAX_PNG_BYTES:
             break
     return stream.getvalue()
