@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posbench.errors import UserError
-from posbench.files.atomic import write_text
+from posbench.files.atomic import write_json
 from posbench.run.folder import CONFIG, RunDir, open_run_dir, runs_in
 from posbench.run.lease import in_use, is_alive
 from posbench.run.shards import is_running, missing_shards
@@ -94,8 +93,7 @@ def forget_submission(folder: Path, name: str) -> None:
 
 
 def _write(folder: Path, entries: Sequence[Submission]) -> None:
-    text = json.dumps([asdict(entry) for entry in entries], indent=2) + "\n"
-    write_text(folder / SUBMITTED, text)
+    write_json(folder / SUBMITTED, [asdict(entry) for entry in entries])
 
 
 def submitted_runs(root: Path) -> list[Path]:

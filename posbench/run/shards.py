@@ -76,12 +76,11 @@ def merge_rows(out: RunDir, file: str) -> None:
     folders = shard_folders(out.path)
     if not folders:
         return
-    merged = {_row_key(row) for row in out.rows(file) if "error" not in row}
+    merged = set(map(_row_key, out.rows_without_error(file)))
     for folder in folders:
         rows = {
             _row_key(row): row
-            for row in RunDir(folder, out.id).rows(file)
-            if "error" not in row
+            for row in RunDir(folder, out.id).rows_without_error(file)
         }
         new_rows = [row for key, row in rows.items() if key not in merged]
         if new_rows:
