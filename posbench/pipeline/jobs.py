@@ -1,4 +1,8 @@
-"""Runs that were submitted to a cluster: what their folders record of it, and how they stand."""
+"""Runs that were submitted to a cluster: what their folders record of it, and how they stand.
+
+submitit's own state of a job asks ``sacct``, which clusters without accounting lack, and knows nothing of the run:
+here its folder, its lock and ``squeue`` tell it.
+"""
 
 from __future__ import annotations
 

@@ -97,9 +97,7 @@ class RunSummary:
         status = run.facts(STATUS)
         started = str(run.facts(PROVENANCE).get("started", ""))
         seconds = status.get("seconds")
-        if not is_intact:
-            return cls(folder, "damaged", started, seconds, config)
-        state = _state(run, status)
+        state = _state(run, status) if is_intact else "damaged"
         if not state.startswith("done"):
             return cls(folder, state, started, seconds, config)
         return cls(

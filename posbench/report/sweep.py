@@ -26,7 +26,7 @@ from posbench.report import tables
 from posbench.report.folder import need_files, read_csv, read_json, sweep_runs
 from posbench.report.page import VERDICT_RULE, write_page
 from posbench.report.paper import paper_sections
-from posbench.report.terminal import show_findings, show_reference, text_table
+from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import study_answer, title, verdict_table
 from posbench.report.trend import MAX_SETTINGS, trends
 from posbench.run.folder import CONFIG, JOBS, RunDir, open_run_dir, open_undamaged
@@ -151,13 +151,12 @@ def _show(folder: Path, console: Console) -> None:
         findings = read_csv(folder / "findings_summary.csv")
         if findings is None:
             return
-        header, rows = verdict_table(_add_setting_to_model(findings))
-        console.print(text_table(header, rows, console.width))
+        show_table(console, *verdict_table(_add_setting_to_model(findings)))
         console.print(study_answer(findings))
     else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
         without_run = [row[:-1] for row in rows]
-        console.print(text_table(header[:-1], without_run, console.width))
+        show_table(console, header[:-1], without_run)
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )

@@ -1,4 +1,8 @@
-"""Shards of a run's rows that several processes make, each in a folder of its own inside the run's."""
+"""Shards of a run's rows that several processes make, each in a folder of its own inside the run's.
+
+joblib hands results back when a task ends; here rows outlive a kill of any process, each of which has a GPU and a log
+of its own, and what a dead one lacks is made by the others.
+"""
 
 from __future__ import annotations
 
