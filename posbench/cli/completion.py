@@ -1,4 +1,8 @@
-"""``posbench completion``: what the Tab key offers in bash, zsh and fish."""
+"""``posbench completion``: what the Tab key offers in bash, zsh and fish.
+
+shtab writes down what a parser lists once; experiments, choices in one's own folder and keys of the choice typed so
+far are looked up at each Tab.
+"""
 
 from __future__ import annotations
 

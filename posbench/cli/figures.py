@@ -25,7 +25,7 @@ from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.execute import find_finished_run, missing_sources
 from posbench.report import sweep
-from posbench.report.console import make_console
+from posbench.report.console import make_wide_console
 from posbench.report.experiments import PAPERS, trains_networks
 from posbench.run.lease import owning
 from posbench.run.progress import Progress, duration, progress
@@ -40,8 +40,6 @@ COMMAND = [
 STOP_SECONDS = 30.0
 """Time that processes have to end by themselves when all are stopped."""
 POLL_SECONDS = 0.1
-WIDE_COLUMNS = 10_000
-"""Width of tables where output is no terminal: nothing wraps."""
 
 
 @dataclass(eq=False)
@@ -232,7 +230,7 @@ def figures(args: list[str]) -> int:
         raise UserError(
             "--jobs", count, "a number from 1 on", "leave it out: one on each core"
         )
-    console = _console()
+    console = make_wide_console()
     experiments = _select(remaining, console)
     waiting = [e for e in experiments if e.state == "waiting"]
     waiting.sort(key=lambda e: -e.minutes)
@@ -266,11 +264,6 @@ def figures(args: list[str]) -> int:
             _run(untimed, num_processes, logs, console, work)
             _run(timed, 1, logs, console, work)
     return _report(experiments, logs, console)
-
-
-def _console() -> Console:
-    """The console, which wraps nothing where output is no terminal."""
-    return make_console(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
 
 
 def _num_cores() -> int:

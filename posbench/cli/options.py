@@ -1,4 +1,8 @@
-"""Options of verbs."""
+"""Options of verbs.
+
+argparse would take as many lines and lose a promise: its messages say neither what is allowed nor the next step, and
+it reads overrides such as ``-m`` and ``~key`` as options of its own.
+"""
 
 from __future__ import annotations
 

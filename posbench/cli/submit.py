@@ -38,7 +38,7 @@ from posbench.report.console import make_console, show_lists
 from posbench.report.index import find_run
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
-from posbench.run.folder import PROVENANCE, open_run_dir
+from posbench.run.folder import open_run_dir
 from posbench.run.lease import in_use, process_start
 from posbench.run.runtime import Cluster, Runtime
 from posbench.run.shards import Shard, missing_shards
@@ -366,8 +366,7 @@ def resume(args: list[str]) -> int:
 
 def _command(folder: Path) -> str:
     """The command that made a run, else the one that goes on with it."""
-    command = open_run_dir(folder).facts(PROVENANCE).get("command")
-    return str(command or f"posbench resume {folder}")
+    return open_run_dir(folder).command or f"posbench resume {folder}"
 
 
 def _shard(flag: str, text: str) -> Shard:

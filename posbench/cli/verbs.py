@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import sys
 from pathlib import Path
 
 import yaml
@@ -24,7 +23,7 @@ from posbench.pipeline.identity import need_same_contents
 from posbench.pipeline.prepare import PreparedRun, prepare
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
-from posbench.report.console import make_console, show_lists
+from posbench.report.console import make_console, make_wide_console, show_lists
 from posbench.report.experiments import trains_networks
 from posbench.report.failures import RunExamples, spread_sample
 from posbench.report.folder import sweep_runs
@@ -151,8 +150,7 @@ def fetch(args: list[str]) -> int:
     # A sweep's jobs share most of what they need.
     needed = [source for job in jobs for source in needs(job.raw)]
     if needed:
-        console = make_console(width=None if sys.stdout.isatty() else 10_000)
-        sources.fetch(needed, dry_run=dry_run, console=console)
+        sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from safetensors.torch import save
 from posbench.errors import UserError
 from posbench.export.base import Fix, Format, Prompts, checkpoint_change, next_token
 from posbench.export.fold import column, column_scalings
-from posbench.files.atomic import write_bytes, write_text
+from posbench.files.atomic import write_bytes, write_json
 from posbench.late import Tensor, torch
 from posbench.methods.base import CheckpointChange
 from posbench.model import families
@@ -61,7 +60,7 @@ class Export(Format):
         }
         weights = save(tensors, {"format": "pt"})
         write_bytes(folder / "adapter_model.safetensors", weights)
-        write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        write_json(folder / "adapter_config.json", config)
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """See :meth:`Format.read`; through PEFT."""

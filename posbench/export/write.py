@@ -5,7 +5,6 @@ Nothing is left of files that do not do what the method does.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 from posbench import paths
 from posbench.errors import UserError
 from posbench.export.base import Comparison, Fix, Format, Prompts, Unverified, measure
-from posbench.files.atomic import new_folder, write_text
+from posbench.files.atomic import new_folder, write_json, write_text
 from posbench.files.digests import file_sha256
 from posbench.files.markdown import markdown
 from posbench.methods.base import Method
@@ -207,7 +206,7 @@ def write(
             "measured": asdict(comparison),
             "files": digests,
         }
-        write_text(folder / RECORD, json.dumps(record, indent=2) + "\n")
+        write_json(folder / RECORD, record)
         # safetensors writes files that nobody else may read.
         mode = (folder / RECORD).stat().st_mode
         for name in digests:

@@ -52,6 +52,11 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Write a whole JSON file or nothing."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder that takes the place of ``out`` when the block ends without an error, and else is removed."""

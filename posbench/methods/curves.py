@@ -65,8 +65,9 @@ def layer_scales(
     return np.clip(scales, min(ys), max(ys)).tolist()
 
 
-def check_points(points: Points, layers: int, field: str = "method.points") -> None:
+def check_points(points: Points, layers: int) -> None:
     """Raise UserError unless x rises strictly within 0..L-1 and y lies in 1..2: LPES, Eq. 9-10."""
+    field = "method.points"
     values = [list(point) for point in points]
     hint = "give them from left to right, such as [[0,1.2],[1,1.5]]"
     pairs = all(len(point) == 2 and all(map(isfinite, point)) for point in values)

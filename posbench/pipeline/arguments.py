@@ -1,4 +1,8 @@
-"""What a user types, and what an experiment adds to it: overrides as Hydra reads them."""
+"""What a user types, and what an experiment adds to it: overrides as Hydra reads them.
+
+Hydra has no public way to its flags, nor one to choices that no file holds (folders, hub ids, lists of methods) or to
+keys that a file leaves to the defaults of a class: its parser is asked, and overrides are spelled as it takes them.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from posbench.pipeline.prepare import (
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
-from posbench.run.folder import PROVENANCE, STATUS, RunDir, open_run, run_id
+from posbench.run.folder import STATUS, RunDir, open_run, run_id
 from posbench.run.shards import Shard, WorkerMain, WorkerPool, merge_records
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
@@ -305,7 +305,7 @@ def recorded_config(folder: Path) -> Config:
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
         allowed = "one of this code, these libraries and files, and this kind of device"
-        hint = f"give its command again: {out.facts(PROVENANCE).get('command')}"
+        hint = f"give its command again: {out.command}"
         raise UserError("run folder", str(folder), allowed, hint)
     return config
 

@@ -1,9 +1,12 @@
-"""Runs that were submitted to a cluster: what their folders record of it, and how they stand."""
+"""Runs that were submitted to a cluster: what their folders record of it, and how they stand.
+
+submitit's own state of a job asks ``sacct``, which clusters without accounting lack, and knows nothing of the run:
+here its folder, its lock and ``squeue`` tell it.
+"""
 
 from __future__ import annotations
 
 import getpass
-import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from posbench.errors import UserError
-from posbench.files.atomic import write_text
+from posbench.files.atomic import write_json
 from posbench.run.folder import CONFIG, RunDir, open_run_dir, runs_in
 from posbench.run.lease import in_use, is_alive
 from posbench.run.shards import is_running, missing_shards
@@ -94,8 +97,7 @@ def forget_submission(folder: Path, name: str) -> None:
 
 
 def _write(folder: Path, entries: Sequence[Submission]) -> None:
-    text = json.dumps([asdict(entry) for entry in entries], indent=2) + "\n"
-    write_text(folder / SUBMITTED, text)
+    write_json(folder / SUBMITTED, [asdict(entry) for entry in entries])
 
 
 def submitted_runs(root: Path) -> list[Path]:

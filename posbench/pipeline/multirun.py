@@ -1,4 +1,8 @@
-"""Asking Hydra: for the configs of all jobs, or, where a launcher is chosen, to have the jobs run."""
+"""Asking Hydra: for the configs of all jobs, or, where a launcher is chosen, to have the jobs run.
+
+Its own basic sweeper splits a sweep into jobs, so that they are the same both ways; a sweeper plugin of ours would have
+to do that again, and compose every job twice as Hydra does.
+"""
 
 from __future__ import annotations
 

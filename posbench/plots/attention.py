@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,16 @@ from posbench.stats import frames
 
 
 @plot.styled
-def attention_by_position(
-    attention: pd.DataFrame, layers: Sequence[int] | None = None
-) -> Figure:
+def attention_by_position(attention: pd.DataFrame) -> Figure:
     """Attention of the last prompt token to the gold item: as curves, and as the change in every layer.
 
-    Left: one line per method. Right, one panel per method: layer x gold position, method minus unmodified, a
-    dash in each cell that went down; with one method only, its own attention.
+    Left: one line per method, of the layer that is strongest in the unmodified model. Right, one panel per
+    method: layer x gold position, method minus unmodified, a dash in each cell that went down; with one method
+    only, its own attention.
 
     Args:
         attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention:
             the mean weight per token of the item over heads and examples).
-        layers: 0-based layers to average on the left; None: the strongest one of the unmodified model.
 
     Raises:
         UserError: A column is missing, no row has item = gold_position, or several models or tasks are mixed.
@@ -44,11 +42,9 @@ def attention_by_position(
         plot.PAGE, 2.6, 1, 1 + len(maps), n=attention.get("n", ()), squeeze=False
     )
     left, *map_panels = panels[0]
-    averaged = [frames.strongest_layer(gold)] if layers is None else list(layers)
-    rows = gold[gold["layer"].isin(averaged)]
-    frames.need_columns(rows, f"attention (layers {averaged})", "attention")
-    _draw_curves(left, rows)
-    plot.attention_axes(left, plot.layer_title(averaged, layers is None))
+    layer = frames.strongest_layer(gold)
+    _draw_curves(left, gold[gold["layer"] == layer])
+    plot.attention_axes(left, plot.strongest_layer_title(layer))
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
     for axes, (method, attention_map) in zip(map_panels, maps.items(), strict=True):
         _draw_map(figure, axes, attention_map, base, frames.display_name(method))
@@ -56,7 +52,7 @@ def attention_by_position(
 
 
 def _draw_curves(axes: Axes, rows: pd.DataFrame) -> None:
-    """Draw a line over the gold position for each method, averaged over layers."""
+    """Draw a line over the gold position for each method."""
     num_modified = 0
     for method, of_method in rows.groupby("method", sort=False):
         if method == frames.UNMODIFIED:

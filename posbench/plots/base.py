@@ -302,17 +302,20 @@ def percent_axes(
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(-3, 103), yticks=range(0, 101, 20))
 
 
-def layer_title(layers: Sequence[int], selected: bool) -> str:
-    """Which layers a panel averages; ``selected`` says that posbench selected them."""
+def strongest_layer_title(layer: int) -> str:
+    """Title of a panel of the layer of :func:`posbench.stats.frames.strongest_layer`."""
+    return f"layer {layer} (strongest when unmodified)"
+
+
+def layer_title(layers: Sequence[int]) -> str:
+    """Which layers a panel averages."""
     if len(layers) == 1:
-        name = f"layer {layers[0]}"
-    elif len(layers) > 7:
-        name = (
+        return f"layer {layers[0]}"
+    if len(layers) > 7:
+        return (
             f"mean of layers {layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
         )
-    else:
-        name = f"mean of layers {', '.join(map(str, layers))}"
-    return f"{name} (strongest when unmodified)" if selected else name
+    return f"mean of layers {', '.join(map(str, layers))}"
 
 
 def start_at_zero(axes: Axes) -> None:

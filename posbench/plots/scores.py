@@ -22,14 +22,13 @@ PANELS_PER_ROW = 3
 
 
 @plot.styled
-def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
+def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
     """The task's score over the gold position, a line with its 95 % band per method.
 
     Where model, task or seed vary, each combination is its own line.
 
     Args:
         metrics: Rows of metrics.csv.
-        chance: Score of a guess (0..1), drawn as a dotted line.
 
     Raises:
         UserError: A column or every score per position is missing.
@@ -51,10 +50,6 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
         style = plot.line_style(num_lines[unmodified], unmodified)
         plot.band(axes, line, style, label=label)
         num_lines[unmodified] += 1
-    if chance is not None:
-        axes.axhline(
-            100 * chance, color=plot.GUIDE, linestyle=":", linewidth=1, label="chance"
-        )
     plot.percent_axes(axes, f"{frames.metric_name(metrics)} (%)")
     plot.add_legend_below(figure)
     return figure

@@ -13,6 +13,8 @@ from posbench.plots import base as plot
 from posbench.stats.frames import need_columns
 
 POSITIONS = ("beginning", "middle", "end")
+MAX_CANDIDATES = 30
+"""Most candidates that a figure draws beside the selected one."""
 
 
 @plot.styled
@@ -164,18 +166,19 @@ def candidate_label(row: pd.Series) -> str:
 
 
 @plot.styled
-def candidate_losses_figure(search: pd.DataFrame, max_drawn: int = 30) -> Figure:
+def candidate_losses_figure(search: pd.DataFrame) -> Figure:
     """Loss of the best candidates, lowest on top; filled: selected, line: unmodified.
+
+    A selected one is always among them.
 
     Args:
         search: Rows of search.csv: channel, factor, layer_first, layer_last, loss (nats
             per answer token), loss_unmodified, selected.
-        max_drawn: Most candidates that are drawn; a selected one is always among them.
     """
     names = ("channel", "factor", "layer_first", "layer_last")
     need_columns(search, "search", *names, "loss", "loss_unmodified", "selected")
     search = search.sort_values("loss")
-    candidates = search[(np.arange(len(search)) < max_drawn) | search["selected"]]
+    candidates = search[(np.arange(len(search)) < MAX_CANDIDATES) | search["selected"]]
     height = 0.9 + 0.125 * max(len(candidates), 4)
     figure, axes = plot.new_figure(plot.COLUMN, height, n=search.get("n", ()))
     y = np.arange(len(candidates))
@@ -186,7 +189,7 @@ def candidate_losses_figure(search: pd.DataFrame, max_drawn: int = 30) -> Figure
         axes.axvline(value, label="unmodified", **plot.UNMODIFIED_LINE)
     axes.set_yticks(y, [candidate_label(row) for _, row in candidates.iterrows()])
     axes.set(ylim=(len(candidates) - 0.4, -0.6), xlabel="loss (nats per answer token)")
-    num_best = min(max_drawn, len(search))
+    num_best = min(MAX_CANDIDATES, len(search))
     title = f"best {num_best} of {len(search)} candidates"
     if len(candidates) > num_best:
         title += ", and the selected one"

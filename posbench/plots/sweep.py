@@ -262,18 +262,15 @@ def _draw_overall(
 def attention_sweep(
     attention: pd.DataFrame,
     axis: str | Sequence[str] = "method.factor",
-    layers: Sequence[int] | None = None,
 ) -> Figure:
     """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
 
-    Each model has a panel.
+    Each model has a panel, of the layer that is strongest in the unmodified model.
 
     Args:
         attention: Rows of attention.csv of several runs, with the swept columns and,
             where known, `run`.
         axis: The swept column or columns.
-        layers: 0-based layers to average; None: the strongest one of the unmodified
-            model.
 
     Raises:
         UserError: A column is missing or no row has item = gold_position.
@@ -289,16 +286,14 @@ def attention_sweep(
         width, height, 1, len(models), n=counts, squeeze=False, sharey=True
     )
     for axes, (model, of_model) in zip(panels, models, strict=True):
-        averaged = (
-            [frames.strongest_layer(of_model)] if layers is None else list(layers)
-        )
-        in_layers = of_model[of_model["layer"].isin(averaged)]
-        rows, settings, label = with_setting(in_layers, swept)
+        layer = frames.strongest_layer(of_model)
+        in_layer = of_model[of_model["layer"] == layer]
+        rows, settings, label = with_setting(in_layer, swept)
         run = ["run"] if "run" in rows else []
         groups = rows.groupby(["setting", *run, "method", "depth"], sort=False)
         curves = groups["attention"].mean().reset_index()
         _draw_setting_lines(axes, curves, settings, "attention", 1)
-        title = plot.layer_title(averaged, layers is None)
+        title = plot.strongest_layer_title(layer)
         plot.attention_axes(axes, f"{model}, {title}" if len(models) > 1 else title)
         if axes is not panels[0]:
             axes.set_ylabel("")

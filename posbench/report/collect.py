@@ -29,7 +29,6 @@ from posbench.report.text import headline, list_decided_claims
 from posbench.run.folder import (
     CONFIG,
     JOBS,
-    MANIFEST,
     PROVENANCE,
     RunDir,
     open_run_dir,
@@ -140,7 +139,7 @@ class Entry:
     @property
     def command(self) -> str:
         """The command that makes the first result."""
-        return _command(open_run_dir(self.results[0].folder)) if self.results else ""
+        return open_run_dir(self.results[0].folder).command if self.results else ""
 
     @property
     def seconds(self) -> float | None:
@@ -358,7 +357,7 @@ def _fault(folder: Path, files: Sequence[str] | None = None) -> str:
     """
     run = open_run_dir(folder)
     name = f"{folder.parent.name}/{folder.name}"
-    command = _command(run) or "the command that made it"
+    command = run.command or "the command that made it"
     if not run.done:
         error = run.status().get("error")
         reason = f" ({error})" if error else ""
@@ -367,12 +366,6 @@ def _fault(folder: Path, files: Sequence[str] | None = None) -> str:
     if damaged:
         return f"{name} is damaged ({', '.join(damaged[:4])}); make it again: {command}"
     return ""
-
-
-def _command(run: RunDir) -> str:
-    """The command that made a run; empty where it is not recorded."""
-    facts = run.facts(MANIFEST) or run.facts(PROVENANCE)
-    return str(facts.get("command", ""))
 
 
 def _label_results(

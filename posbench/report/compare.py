@@ -20,7 +20,12 @@ from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
 from posbench.report.failures import FILE
 from posbench.report.folder import need_destination, read_csv
-from posbench.report.index import RunSummary, differing_settings, estimate_cell
+from posbench.report.index import (
+    RunSummary,
+    cut_text,
+    differing_settings,
+    estimate_cell,
+)
 from posbench.run.folder import RunDir, open_undamaged
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
@@ -190,10 +195,7 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
             settings.pop("model.served", None)
         for key, value in settings.items():
             names.append(f"{key.partition('.')[2]}={value}")
-        label = ", ".join(names)
-        if len(label) > MAX_LABEL_CHARACTERS:
-            label = f"{label[: MAX_LABEL_CHARACTERS - 3]}..."
-        labels.append(label)
+        labels.append(cut_text(", ".join(names), MAX_LABEL_CHARACTERS))
     unique = []
     for run, label in zip(runs, labels, strict=True):
         if not label or labels.count(label) > 1:

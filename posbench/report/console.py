@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 Record = Mapping[str, Any]
 """One row of a list, by column; a column with a mapping prints as ``key=value`` pairs."""
 
+WIDE_COLUMNS = 10_000
 NARROW_CHARACTERS = 16
 """Width up to which the lines of a column are not broken, if there is room for that."""
 
@@ -20,6 +22,11 @@ NARROW_CHARACTERS = 16
 def make_console(width: int | None = None) -> Console:
     """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
     return _Terminal(markup=False, emoji=False, width=width)
+
+
+def make_wide_console() -> Console:
+    """The terminal; where output is none, nothing wraps."""
+    return make_console(width=None if sys.stdout.isatty() else WIDE_COLUMNS)
 
 
 class _Terminal(Console):

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from PIL import Image
 
-from posbench import paths
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
 from posbench.report.collect import Entry, Result, collect_entries
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination
-from posbench.report.page import figure_size
+from posbench.report.page import figure_size, render_html
 from posbench.report.tables import latex
 from posbench.report.text import tally_verdicts
 
@@ -29,6 +27,7 @@ PAGE = "index.html"
 GENERATOR = '<meta name="generator" content="posbench gallery">'
 """Marks a gallery: no other folder is replaced."""
 PNG_HEADER_BYTES = 24
+MAX_PNG_BYTES = 100_000
 
 
 def write_gallery(folder: Path, out: Path | None = None) -> Path:
@@ -52,15 +51,12 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     )
     need_destination(out, is_gallery, "gallery")
     entries = collect_entries(folder)
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    template = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
     with new_folder(out) as root:
         groups: dict[str, list[dict[str, Any]]] = {paper: [] for paper in GROUPS}
         for entry in entries:
             groups[paper_of(entry)].append(_write_entry(entry, root))
-        text = environment.from_string(template).render(
+        text = render_html(
+            "gallery.html.j2",
             mark=GENERATOR,
             papers=[(GROUPS[paper], group) for paper, group in groups.items() if group],
             sentence=_sentence(entries),
@@ -224,10 +220,10 @@ def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
     return [(result, name) for result in results for name in result.figures][:3]
 
 
-def shrink_png(file: Path, max_bytes: int = 100_000) -> bytes:
+def shrink_png(file: Path) -> bytes:
     """A figure as a smaller PNG, with fewer colours, then fewer pixels.
 
-    It has at most so many bytes if one of the sizes tried has, else the smallest size.
+    It has at most :data:`MAX_PNG_BYTES` if one of the sizes tried has, else the smallest size.
     """
     image = Image.open(file).convert("RGB")
     for scale, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
@@ -239,6 +235,6 @@ def shrink_png(file: Path, max_bytes: int = 100_000) -> bytes:
         )
         stream = io.BytesIO()
         small.save(stream, "png", optimize=True)
-        if stream.tell() <= max_bytes:
+        if stream.tell() <= MAX_PNG_BYTES:
             break
     return stream.getvalue()

@@ -18,7 +18,7 @@ from posbench.files.atomic import to_canonical
 from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
-from posbench.report.text import tally_verdicts
+from posbench.report.text import main_claims, tally_verdicts
 from posbench.run.folder import (
     CONFIG,
     MANIFEST,
@@ -97,9 +97,7 @@ class RunSummary:
         status = run.facts(STATUS)
         started = str(run.facts(PROVENANCE).get("started", ""))
         seconds = status.get("seconds")
-        if not is_intact:
-            return cls(folder, "damaged", started, seconds, config)
-        state = _state(run, status)
+        state = _state(run, status) if is_intact else "damaged"
         if not state.startswith("done"):
             return cls(folder, state, started, seconds, config)
         return cls(
@@ -165,10 +163,7 @@ def _tally_verdicts(folder: Path) -> str:
     """How the paper's claims fared, or our controls where the paper makes none."""
     rows = _read_rows(folder / FINDINGS)
     findings = pd.DataFrame(rows, columns=["kind", "verdict"])
-    claims = findings[findings["kind"] == "paper"]
-    if claims.empty:
-        claims = findings
-    return tally_verdicts(claims["verdict"])
+    return tally_verdicts(main_claims(findings)["verdict"])
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
@@ -392,9 +387,7 @@ def _terminal_row(record: Record) -> dict[str, str]:
     settings = []
     for key, value in record["settings"].items():
         text = f"{key.partition('.')[2]}={value}"
-        if len(text) > MAX_SETTING_CHARACTERS:
-            text = f"{text[: MAX_SETTING_CHARACTERS - 3]}..."
-        settings.append(text)
+        settings.append(cut_text(text, MAX_SETTING_CHARACTERS))
     verdicts = record["verdicts"].replace(", ", "\n")
     return {
         "run": record["run"],
@@ -409,6 +402,13 @@ def _terminal_row(record: Record) -> dict[str, str]:
         "age": age(record["started"]),
         "state": record["state"],
     }
+
+
+def cut_text(text: str, max_characters: int) -> str:
+    """A text, its end replaced by dots where it is too long."""
+    if len(text) <= max_characters:
+        return text
+    return f"{text[: max_characters - 3]}..."
 
 
 def estimate_cell(record: Record, name: str, signed: bool = False) -> str:

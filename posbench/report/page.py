@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import jinja2
 
 from posbench import paths
-from posbench.files.atomic import write_bytes, write_text
+from posbench.files.atomic import write_bytes, write_json
 from posbench.late import pd
 from posbench.plots.attention import attention_by_position
 from posbench.plots.base import count_label, save, sign
@@ -188,11 +187,7 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 def describe_prompts(folder: Path) -> str:
     """How many prompts were cut, and what a server did with them; often empty."""
-    rows = [
-        row
-        for row in open_run_dir(folder).rows("predictions.jsonl")
-        if "error" not in row
-    ]
+    rows = open_run_dir(folder).rows_without_error("predictions.jsonl")
     return " ".join(filter(None, [describe_cut_prompts(rows), describe_server(rows)]))
 
 
@@ -336,13 +331,9 @@ def write_page(
             figures.append({"source": source, "caption": caption, **figure_size(data)})
         parts.append({**vars(section), "figures": figures})
     if captions:
-        write_text(folder / "figures" / CAPTIONS, json.dumps(captions, indent=2) + "\n")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["breakable"] = breakable
-    template = (paths.PACKAGE / "report" / "report.html.j2").read_text()
-    page = environment.from_string(template).render(
+        write_json(folder / "figures" / CAPTIONS, captions)
+    page = render_html(
+        "report.html.j2",
         title=title,
         name=f"{folder.parent.name}/{folder.name}",
         sentence=sentence,
@@ -356,3 +347,13 @@ def write_page(
     path = folder / "report.html"
     write_bytes(path, page.encode())
     return path
+
+
+def render_html(template: str, **values: Any) -> str:
+    """HTML from a template of this package; it escapes texts, and has the filter :func:`breakable`."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["breakable"] = breakable
+    source = (paths.PACKAGE / "report" / template).read_text()
+    return environment.from_string(source).render(**values)

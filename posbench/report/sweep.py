@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, short_hash, write_csv, write_text
+from posbench.files.atomic import (
+    Row,
+    short_hash,
+    write_csv,
+    write_json,
+    write_text,
+)
 from posbench.late import Figure, pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
@@ -21,17 +26,10 @@ from posbench.report import tables
 from posbench.report.folder import need_files, read_csv, read_json, sweep_runs
 from posbench.report.page import VERDICT_RULE, write_page
 from posbench.report.paper import paper_sections
-from posbench.report.terminal import show_findings, show_reference, text_table
+from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import study_answer, title, verdict_table
 from posbench.report.trend import MAX_SETTINGS, trends
-from posbench.run.folder import (
-    CONFIG,
-    JOBS,
-    PROVENANCE,
-    RunDir,
-    open_run_dir,
-    open_undamaged,
-)
+from posbench.run.folder import CONFIG, JOBS, RunDir, open_run_dir, open_undamaged
 from posbench.stats.frames import (
     UNMODIFIED,
     display_name,
@@ -105,10 +103,9 @@ def summarise(
     if len(trend):
         write_csv(folder / "trend.csv", trend)
         write_csv(folder / "findings.csv", findings)
-    write_text(folder / JOBS, json.dumps(list(jobs), indent=2) + "\n")
+    write_json(folder / JOBS, list(jobs))
     _show(folder, console)
-    command = RunDir(run_folders[0]).facts(PROVENANCE).get("command", "")
-    RunDir(folder).seal(str(command))
+    RunDir(folder).seal(RunDir(run_folders[0]).command)
     return folder
 
 
@@ -154,13 +151,12 @@ def _show(folder: Path, console: Console) -> None:
         findings = read_csv(folder / "findings_summary.csv")
         if findings is None:
             return
-        header, rows = verdict_table(_add_setting_to_model(findings))
-        console.print(text_table(header, rows, console.width))
+        show_table(console, *verdict_table(_add_setting_to_model(findings)))
         console.print(study_answer(findings))
     else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
         without_run = [row[:-1] for row in rows]
-        console.print(text_table(header[:-1], without_run, console.width))
+        show_table(console, header[:-1], without_run)
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )
@@ -189,8 +185,8 @@ def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
         facts["note"] = ""  # a run in another setting has no row here
     else:
         rows = next(filter(None, references), [])
-    write_text(folder / "experiment.json", json.dumps(facts, indent=2) + "\n")
-    write_text(folder / "reference.json", json.dumps(rows, indent=2) + "\n")
+    write_json(folder / "experiment.json", facts)
+    write_json(folder / "reference.json", rows)
 
 
 def _run_label(run: Path) -> str:
@@ -367,9 +363,9 @@ def _render_verdicts(folder: Path) -> Path:
 def _command(folder: Path) -> dict[str, str]:
     """The command that made a sweep, from the provenance of its runs."""
     for run in sweep_runs(folder):
-        provenance = open_run_dir(run).facts(PROVENANCE)
-        if "command" in provenance:
-            return {"command": str(provenance["command"])}
+        command = open_run_dir(run).command
+        if command:
+            return {"command": command}
     return {}
 
 

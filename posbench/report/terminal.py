@@ -58,12 +58,10 @@ def _show_scores(
     console.print(summary_table(metrics, console.width))
     if subsets is not None:
         kind = "average" if subsets["subset"].nunique() > MAX_SUBSETS else ""
-        header, rows = tables.subset_table(subsets, kind)
-        console.print(text_table(header, rows, console.width))
+        show_table(console, *tables.subset_table(subsets, kind))
     other_scores = tables.other_scores(metrics)
     if len(other_scores):
-        header, rows = tables.subset_table(other_scores, task_metric="")
-        console.print(text_table(header, rows, console.width))
+        show_table(console, *tables.subset_table(other_scores, task_metric=""))
     console.print(headline(metrics))
     method = read_json(folder / "method.json") or {}
     if len(method) > 1:
@@ -106,7 +104,7 @@ def show_findings(folder: Path, console: Console) -> None:
         [verdict, f"{claim}: {statistic}", value, p]
         for verdict, claim, value, statistic, p, *_ in cells
     ]
-    console.print(text_table(header, rows, console.width))
+    show_table(console, header, rows)
     console.print(count_verdicts(findings))
 
 
@@ -117,7 +115,14 @@ def show_reference(
     for section in paper_sections(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
-            console.print(text_table(section.header, section.rows, console.width))
+            show_table(console, section.header, section.rows)
+
+
+def show_table(
+    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print a header and rows as a table of the terminal's width."""
+    console.print(text_table(header, rows, console.width))
 
 
 def text_table(

@@ -331,7 +331,7 @@ def list_decided_claims(findings: pd.DataFrame) -> str:
     Claims are the paper's, or our controls where the paper makes none.
     """
     sentences = _list_claims(findings, VERDICTS[:2], MAX_LISTED)
-    undecided = tally_verdicts(_main_claims(findings)["verdict"], VERDICTS[2:])
+    undecided = tally_verdicts(main_claims(findings)["verdict"], VERDICTS[2:])
     if undecided and sentences:
         sentences.append(f"Undecided: {undecided}.")
     elif undecided:
@@ -350,7 +350,7 @@ def study_answer(findings: pd.DataFrame) -> str:
     return " ".join([count_verdicts(findings), *claims])
 
 
-def _main_claims(findings: pd.DataFrame) -> pd.DataFrame:
+def main_claims(findings: pd.DataFrame) -> pd.DataFrame:
     """The paper's claims, or our controls where the paper makes none."""
     claims = findings[findings["kind"] == "paper"]
     if claims.empty:
@@ -372,7 +372,7 @@ def _list_claims(
         count: Claims to list of each verdict; of the others their number is given.
         numbers: Whether claims on a single model are listed with their numbers.
     """
-    findings_of_claims = _main_claims(findings)
+    findings_of_claims = main_claims(findings)
     num_models = findings["model"].nunique()
     sentences = []
     for verdict in among:

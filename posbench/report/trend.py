@@ -284,9 +284,7 @@ class _Trend:
         if not all((folder / file).is_file() for folder in self.folders.values()):
             return
         for number, folder in self.folders.items():
-            for row in RunDir(folder).rows(file):
-                if "error" in row:
-                    continue
+            for row in RunDir(folder).rows_without_error(file):
                 if row["method"] != UNMODIFIED:
                     yield number, row
                 elif folder == self.first_folder:
@@ -305,8 +303,7 @@ class _Trend:
         layer = strongest_layer(gold_attention(attention))
         predictions = {
             row["id"]: row
-            for row in RunDir(self.first_folder).rows(PREDICTIONS)
-            if "error" not in row
+            for row in RunDir(self.first_folder).rows_without_error(PREDICTIONS)
         }
         # Without predictions the gold positions are unknown: all count as one group.
         unknown = {"gold_position": 0, "cluster": ""}

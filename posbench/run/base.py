@@ -225,8 +225,8 @@ class Run:
         if sibling:
             rows = [
                 row
-                for row in sibling.rows(file)
-                if row["method"] == UNMODIFIED and "error" not in row
+                for row in sibling.rows_without_error(file)
+                if row["method"] == UNMODIFIED
             ]
             self.out.append(file, rows)
             self.out.mark(file, copied_from=sibling.path.name)

@@ -508,8 +508,4 @@ class BatchPlan:
 
 def _finished_keys(out: RunDir, file: str) -> set[RowKey]:
     """Method and id of the rows that a file has."""
-    return {
-        (row.get("method"), row.get("id"))
-        for row in out.rows(file)
-        if "error" not in row
-    }
+    return {(row.get("method"), row.get("id")) for row in out.rows_without_error(file)}

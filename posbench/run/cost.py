@@ -1,4 +1,8 @@
-"""What work costs a model: tokens, operations, bytes, and time on a device."""
+"""What work costs a model: tokens, operations, bytes, and time on a device.
+
+Operations follow from a closed form, as prompts are not run for an estimate; the tests hold it against torch's
+FlopCounterMode.
+"""
 
 from __future__ import annotations
 

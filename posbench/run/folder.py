@@ -121,6 +121,12 @@ class RunDir:
         except (ValueError, KeyError, AttributeError, TypeError):
             return {}
 
+    @property
+    def command(self) -> str:
+        """The command that made the run or sweep; empty where it is not recorded."""
+        facts = self.facts(MANIFEST) or self.facts(PROVENANCE)
+        return str(facts.get("command", ""))
+
     def status(self) -> Row:
         """Return the run's state, and what is recorded of its stages."""
         return {"state": "running", "stages": {}} | self.facts(STATUS)
@@ -167,7 +173,7 @@ class RunDir:
         status |= {"state": state, "error": error, "seconds": total}
         self.write_facts(STATUS, status)
         if state == "done":
-            self.seal(str(self.facts(PROVENANCE).get("command", "")))
+            self.seal(self.command)
 
     def spend(
         self, stage: str, amounts: Mapping[str, float], peaks: Mapping[str, int]
@@ -420,6 +426,10 @@ class RunDir:
         """Return the valid rows of this run in a JSON-lines file, oldest first."""
         return read_rows(self.path / name, self.id)[0]
 
+    def rows_without_error(self, name: str) -> list[Row]:
+        """Return those of :meth:`rows` that did not fail."""
+        return [row for row in self.rows(name) if "error" not in row]
+
     def torn(self, name: str) -> int:
         """Return how many lines of a JSON-lines file are torn, damaged or another run's."""
         return read_rows(self.path / name, self.id)[1]
@@ -559,13 +569,11 @@ def open_undamaged(
     prefixes = tuple(made_again)
     damaged = [name for name in run.damaged(only) if not name.startswith(prefixes)]
     if damaged:
-        command = run.facts(MANIFEST).get("command")
-        command = command or run.facts(PROVENANCE).get("command")
         listed = ", ".join(damaged[:MAX_LISTED_FILES])
         if len(damaged) > MAX_LISTED_FILES:
             listed += f" and {len(damaged) - MAX_LISTED_FILES} more"
         allowed = f"files as the run left them; damaged: {listed}"
-        hint = f"make it again: {command or 'repeat the command that made it'}"
+        hint = f"make it again: {run.command or 'repeat the command that made it'}"
         raise UserError("DIR", str(folder), allowed, hint)
     if not (run.done and (folder / MANIFEST).is_file()):
         message = "%s: without a manifest (unfinished, or of an older version): not all is checked"

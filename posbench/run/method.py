@@ -38,6 +38,12 @@ class MethodUnderTest:
     def __post_init__(self) -> None:
         self._built: Method | None = None
 
+    @property
+    def searched(self) -> MethodChoice:
+        """The target, in a run with a search stage: there is one."""
+        assert self.target is not None, "a search stage serves a method"
+        return self.target
+
     def use(self, parameters: Mapping[str, Any] | None) -> None:
         """Use the parameters that a search found from now on."""
         self.found_parameters = parameters

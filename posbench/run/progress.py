@@ -1,4 +1,8 @@
-"""Progress of long work, and how long it takes: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of long work, and how long it takes: a bar on a terminal, elsewhere a line now and then.
+
+rich.progress prints nothing on the way where output is no terminal, and its time left takes all parts for equally
+long, those of an earlier session among them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Shards of a run's rows that several processes make, each in a folder of its own inside the run's."""
+"""Shards of a run's rows that several processes make, each in a folder of its own inside the run's.
+
+joblib hands results back when a task ends; here rows outlive a kill of any process, each of which has a GPU and a log
+of its own, and what a dead one lacks is made by the others.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +80,11 @@ def merge_rows(out: RunDir, file: str) -> None:
     folders = shard_folders(out.path)
     if not folders:
         return
-    merged = {_row_key(row) for row in out.rows(file) if "error" not in row}
+    merged = set(map(_row_key, out.rows_without_error(file)))
     for folder in folders:
         rows = {
             _row_key(row): row
-            for row in RunDir(folder, out.id).rows(file)
-            if "error" not in row
+            for row in RunDir(folder, out.id).rows_without_error(file)
         }
         new_rows = [row for key, row in rows.items() if key not in merged]
         if new_rows:

@@ -73,12 +73,12 @@ class Search(ABC):
 
     def check(self, run: Run) -> None:
         """Raise `UserError` where a parameter that it finds is typed, or model or task do not fit."""
-        assert run.method.target is not None
-        for name in sorted(set(run.method.target.pinned) & set(self.finds)):
-            field = f"{run.method.target.where}.{name}"
+        target = run.method.searched
+        for name in sorted(set(target.pinned) & set(self.finds)):
+            field = f"{target.where}.{name}"
             allowed = "nothing typed, with the search stage: it finds this"
             hint = "leave the search out: stages=[evaluate,report]"
-            raise UserError(field, run.method.target.values[name], allowed, hint)
+            raise UserError(field, target.values[name], allowed, hint)
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
         """The fields that must change for a small model, with the values that fit it.
@@ -153,7 +153,6 @@ class Search(ABC):
 
     def run(self, run: Run) -> None:
         """Search, or copy the result of another run with the same key, and set ``run.found``."""
-        assert run.method.target is not None
         if not run.out.stage("search").get("done"):
             key = self._key(run)
             sibling = run.out.sibling_with("search", key)
@@ -167,25 +166,23 @@ class Search(ABC):
             checksums = run.out.sums(self.rows)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
         text = (run.out.path / FOUND_FILE).read_text()
-        block = yaml.safe_load(text)[run.method.target.name]
+        block = yaml.safe_load(text)[run.method.searched.name]
         run.method.use(self.found(block))
         self._report(run, block, text)
 
     def _key(self, run: Run) -> str:
         """Hash of everything that the result of the search and its check follow from."""
-        assert run.method.target is not None
+        target = run.method.searched
         parts: list[list[Any]] = []
         sources: list[Source] = []
         for name, part in run.method.choice.parts.items():
-            if part is run.method.target:
+            if part is target:
                 parts.append([name, None])
             else:
                 parts.append([name, part.values])
                 sources += part.files()
         # The target's other parameters take part in the check.
-        settings = {
-            k: v for k, v in run.method.target.values.items() if k not in self.finds
-        }
+        settings = {k: v for k, v in target.values.items() if k not in self.finds}
         facts: dict[str, Any] = {
             "identity": run.identity,
             "search": run.raw["search"],
@@ -214,9 +211,8 @@ class Search(ABC):
             block: What ``found.yaml`` holds for the method.
             text: The text of ``found.yaml``.
         """
-        assert run.method.target is not None
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
-        pinned = run.method.target.pinned
+        pinned = run.method.searched.pinned
         found_parameters = self.found(block)
         overridden = [
             f"{name} {pinned[name]}"
@@ -248,7 +244,6 @@ class Search(ABC):
         Returns:
             The facts of ``held_back.csv``.
         """
-        assert run.method.target is not None
         used_prompts = {e.prompt for e in run.examples("calibration")}
         used_prompts |= {e.prompt for e in run.examples("evaluation")}
         examples = [
@@ -270,7 +265,7 @@ class Search(ABC):
         )
 
         # Without typed values, which the stages that follow use in place of those that were found.
-        target = replace(run.method.target, typed=frozenset())
+        target = replace(run.method.searched, typed=frozenset())
         method = target.build(self.found(block), target, run.method.hint)
         unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
         searched = self._measure_under(run, "found", method, batches)
@@ -315,7 +310,6 @@ class Search(ABC):
             block: Parameters of the method, and facts about them.
             description: The search in words, for the block's ``source``.
         """
-        assert run.method.target is not None
         facts = self._check_gain(run, block)
         table = pd.DataFrame([facts], columns=list(held_back.TABLE_COLUMNS))
         write_csv(run.out.path / held_back.TABLE_FILE, table)
@@ -323,7 +317,9 @@ class Search(ABC):
         if run.method.choice.parts:
             source += f" in the list {run.method.choice.name}"
         source += f"; run {run.out.path.name}"
-        data = {run.method.target.name: {**block, "held_back": facts, "source": source}}
+        data = {
+            run.method.searched.name: {**block, "held_back": facts, "source": source}
+        }
         text = yaml.safe_dump(data, sort_keys=False, width=1000)
         write_text(run.out.path / FOUND_FILE, text)
 

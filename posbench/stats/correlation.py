@@ -8,6 +8,8 @@ from numpy.typing import ArrayLike
 
 from posbench.stats.bootstrap import Array
 
+PERMUTATIONS = 20_000
+
 
 def spearman(x: ArrayLike, y: ArrayLike) -> Array:
     """Rank correlation over the last axis.
@@ -32,14 +34,12 @@ def _centred_ranks(values: ArrayLike) -> Array:
     return ranks - ranks.mean(-1, keepdims=True)
 
 
-def permutation_p(
-    x: Array, y: Array, permutations: int = 20000, seed: int = 0
-) -> float:
+def permutation_p(x: Array, y: Array) -> float:
     """One-sided permutation p of the rank correlation of x and y, [P] each.
 
     It is the share of random pairings whose correlation is at least as large, the actual pairing included.
     """
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permuted(np.tile(y, (permutations, 1)), axis=1)
+    rng = np.random.default_rng(0)
+    shuffled = rng.permuted(np.tile(y, (PERMUTATIONS, 1)), axis=1)
     reaches = spearman(x, shuffled) >= spearman(x, y) - 1e-12
-    return float((1 + reaches.sum()) / (1 + permutations))
+    return float((1 + reaches.sum()) / (1 + PERMUTATIONS))

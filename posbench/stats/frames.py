@@ -73,12 +73,12 @@ def rows_of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
     return metrics[metrics["metric"] == name]
 
 
-def rows_at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of :func:`rows_of_metric` at a gold position (not `all`), with `depth` as a number in 0..1.
+def rows_at_positions(metrics: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the task's own metric at a gold position (not `all`), with `depth` as a number in 0..1.
 
     Where the task does not say how many items its prompts hold, the last position counts as 1.
     """
-    rows = rows_of_metric(metrics, metric)
+    rows = rows_of_metric(metrics)
     rows = rows[rows["gold_position"].astype(str) != "all"]
     index = pd.to_numeric(rows["gold_position"])
     relative_index = index / max(index.max(), 1)

@@ -76,10 +76,10 @@ def second_layer_scores(n: int, alpha: float) -> Array:
     return np.where(np.tri(n, dtype=bool), scores, np.nan)
 
 
-def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
+def rope_kernel(n: int, dim: int = 64) -> Array:
     """Factor of RoPE on the scores in the limit, [n, n]: cos((i - j) theta), mean over its frequencies."""
     distance = np.subtract.outer(np.arange(n), np.arange(n))
-    theta = base ** (-2 * np.arange(dim // 2) / dim)
+    theta = 10000.0 ** (-2 * np.arange(dim // 2) / dim)
     return np.cos(distance[..., None] * theta).mean(-1)
 
 

@@ -204,7 +204,7 @@ def swept_models() -> Figure:
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "accuracy": lambda: scores.accuracy_by_position(frames.metrics(), chance=0.05),
+    "accuracy": lambda: scores.accuracy_by_position(frames.metrics()),
     "models": lambda: scores.accuracy_by_model(
         pd.concat([frames.metrics(), frames.metrics(model="b")])
     ),

@@ -26,7 +26,12 @@ from posbench.run.base import Run
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, estimate, join_findings
 from posbench.studies.base import Tables
-from posbench.studies.behind_rope.maps import long_table, maps_figure, stack_maps
+from posbench.studies.behind_rope.maps import (
+    long_table,
+    maps_figure,
+    rows_of_panels,
+    stack_maps,
+)
 from posbench.studies.behind_rope.score_map import Sampled
 
 PANELS = {
@@ -97,14 +102,11 @@ class Gram(Sampled):
     def figures(self, tables: Tables) -> Drawn:
         """The nine panels."""
         maps = stack_maps(tables["panels"], "product", by="panel")
-        titled = [
-            (f"({panel}) {title}", scores)
+        titled = {
+            f"({panel}) {title}": scores
             for (panel, title), scores in zip(PANELS.items(), maps, strict=True)
-        ]
-        rows = [
-            ("", dict(titled[start : start + PANELS_ACROSS]))
-            for start in range(0, len(titled), PANELS_ACROSS)
-        ]
+        }
+        rows = rows_of_panels(titled, PANELS_ACROSS)
         caption = (
             f"Behind RoPE, Figure 3: mean inner products, {self.source}. "
             "Colours from the 1 % to the 99 % quantile."

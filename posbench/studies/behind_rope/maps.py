@@ -74,6 +74,17 @@ def title_layers(values: Array) -> dict[str, Array]:
     return {f"layer {layer}": scores for layer, scores in enumerate(values)}
 
 
+def rows_of_panels(
+    maps: Mapping[str, Array], across: int
+) -> list[tuple[str, dict[str, Array]]]:
+    """Maps by their titles in rows of so many, without names, for :func:`maps_figure`."""
+    titled = list(maps.items())
+    return [
+        ("", dict(titled[start : start + across]))
+        for start in range(0, len(titled), across)
+    ]
+
+
 @plot.styled
 def maps_figure(
     rows: Sequence[tuple[str, Mapping[str, Array]]],

@@ -26,6 +26,7 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.behind_rope.maps import (
     long_table,
     maps_figure,
+    rows_of_panels,
     stack_maps,
     title_layers,
 )
@@ -171,11 +172,7 @@ class ScoreMap(Sampled):
             ("score", "Scores before the softmax", scores),
             ("normalised", "Less the mean of their diagonal", normalised),
         ):
-            titled = list(title_layers(maps).items())
-            rows = [
-                ("", dict(titled[start : start + MAPS_ACROSS]))
-                for start in range(0, len(titled), MAPS_ACROSS)
-            ]
+            rows = rows_of_panels(title_layers(maps), MAPS_ACROSS)
             figure = maps_figure(rows, self.last_token)
             figures[f"all_layers_{name}"] = (
                 figure,

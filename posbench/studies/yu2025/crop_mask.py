@@ -378,7 +378,7 @@ def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
     plot.bands(axes, table[table["measure"] == "attention"], "variant", LABELS, scale=1)
     first = int(table["retrieval_first"].iloc[0])
     last = int(table["retrieval_last"].iloc[0])
-    plot.attention_axes(axes, plot.layer_title(range(first, last + 1), False))
+    plot.attention_axes(axes, plot.layer_title(range(first, last + 1)))
 
 
 @plot.styled
