@@ -52,7 +52,7 @@ class Tries(Search):
             run, best, f"tries of {len(rows)} strengths on {len(examples)} prompts"
         )
 
-    def told(self, block: Mapping[str, Any]) -> str:
+    def describe(self, block: Mapping[str, Any]) -> str:
         """What was found, in one line."""
         return f"strength {block['strength']:g} (loss {block['loss']:.3f})"
 

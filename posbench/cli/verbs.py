@@ -310,7 +310,7 @@ def _rescore_run(run: RunDir) -> None:
         open_undamaged(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
         rows = run.rows(evaluate.FILE)
-        torn = run.torn(evaluate.FILE)
+        torn = run.num_torn_rows(evaluate.FILE)
         if torn or not rows or not run.done:
             allowed = (
                 f"a finished run that evaluated, with whole rows (damaged here: {torn})"

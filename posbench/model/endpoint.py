@@ -116,8 +116,8 @@ class Endpoint:
     """A served model. Its calls may come from several threads.
 
     Attributes:
-        read: Tokens of all prompts so far, as the server counts.
-        written: Tokens of all replies so far.
+        tokens_read: Tokens of all prompts so far, as the server counts.
+        tokens_written: Tokens of all replies so far.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -125,8 +125,8 @@ class Endpoint:
         # How the server lets choices be read; empty until check() has asked it.
         self._choice_method = ""
         self._lock = threading.RLock()
-        self.read = 0
-        self.written = 0
+        self.tokens_read = 0
+        self.tokens_written = 0
         self._key = os.environ.get(config.key_env, "")
         if not self._key and config.key_env != "OPENAI_API_KEY":
             allowed = "an environment variable that is set"
@@ -285,8 +285,8 @@ class Endpoint:
             raise RequestError(f"an answer without a choice 0: {message}")
         usage = answer.get("usage") or {}
         with self._lock:
-            self.read += usage.get("prompt_tokens") or 0
-            self.written += usage.get("completion_tokens") or 0
+            self.tokens_read += usage.get("prompt_tokens") or 0
+            self.tokens_written += usage.get("completion_tokens") or 0
         return answer
 
     def _reply(self, answer: Mapping[str, Any]) -> Reply:

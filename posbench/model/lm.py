@@ -66,8 +66,8 @@ class LM(Encoder):
     The other attributes are those of :class:`posbench.model.load.ModelConfig`.
 
     Attributes:
-        read: Tokens of the prompts in all batches so far, padding left out.
-        written: Tokens of all replies so far, each up to its end.
+        tokens_read: Tokens of the prompts in all batches so far, padding left out.
+        tokens_written: Tokens of all replies so far, each up to its end.
         items: Where the items of prompts stand, for methods that read them.
     """
 
@@ -76,8 +76,8 @@ class LM(Encoder):
     name: str
     context_window: int
     chat_template: str = "auto"
-    read: int = 0
-    written: int = 0
+    tokens_read: int = 0
+    tokens_written: int = 0
     items: ItemIndex = field(default_factory=ItemIndex, repr=False)
 
     @property
@@ -111,7 +111,7 @@ class LM(Encoder):
         """
         width = max(len(row) for row in rows)
         past = prefix.tokens if prefix else 0
-        self.read += sum(min(len(row), width - past) for row in rows)
+        self.tokens_read += sum(min(len(row), width - past) for row in rows)
         pad_id = self._pad_id()
         ids = torch.tensor(
             [[pad_id] * (width - len(row)) + list(row) for row in rows],
@@ -264,7 +264,7 @@ class LM(Encoder):
         inputs.pop("position_ids")
         if prefix:
             # generate() takes whole prompts and cuts off what the cache holds; only the second pad() counts.
-            self.read -= sum(map(len, rows))
+            self.tokens_read -= sum(map(len, rows))
             inputs["past_key_values"] = self.pad(rows, prefix)["past_key_values"]
         width = inputs["input_ids"].shape[1]
 
@@ -284,7 +284,7 @@ class LM(Encoder):
                 logits_processor=finite_logits_processor(),
             )
         reply_ids = output[:, width:]
-        self.written += _count_tokens(
+        self.tokens_written += _count_tokens(
             reply_ids, settings.eos_token_id or [], self._pad_id()
         )
         return reply_ids

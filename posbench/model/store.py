@@ -44,12 +44,12 @@ class PrefixTrie:
 
     Attributes:
         token_slots: For each prompt, the slot of each of its tokens, shape (prompt_length,).
-        stretches: The segments, in an order in which they can be computed.
+        segments: The segments, in an order in which they can be computed.
         size: Number of slots, which is the number of tokens to compute.
     """
 
     token_slots: list[IntArray]
-    stretches: list[Segment]
+    segments: list[Segment]
     size: int
 
 
@@ -213,7 +213,7 @@ class PrefixStore:
             tokens: Tokens of a batch at most, those before the segments counted; None: any number.
         """
         self._states.clear()
-        for batch in segment_batches(self.prompts, self.layout.stretches, size, tokens):
+        for batch in segment_batches(self.prompts, self.layout.segments, size, tokens):
             _compute(lm, self, batch)
 
     def prefix(self, lm: LM, rows: Sequence[int]) -> Prefix:

@@ -140,7 +140,7 @@ def estimate_run(
     if "search" in stages:
         estimates += _estimate_search(config, run)
     if "study" in stages and config.study:
-        for reading in config.study.reads(run):
+        for reading in config.study.workload(run):
             if isinstance(reading, StudyWorkload):
                 estimates.append(_estimate_workload(run, "study", task, (), reading))
             else:
@@ -166,14 +166,14 @@ def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
     examples = task.examples("calibration")
     model = families.text_config(run.lm.model)
     answer = run.encoder.need_tokenizer()(examples[0].answers[0])["input_ids"]
-    workload = search.asks(
+    workload = search.workload(
         len(examples), len(answer), model.num_hidden_layers, model.hidden_size
     )
     if workload:
         estimates.append(_estimate_workload(run, "search", task, examples, workload))
-    beside = search.beside()
-    if beside:
-        side_task, side_examples, times = beside
+    second_task = search.second_task()
+    if second_task:
+        side_task, side_examples, times = second_task
         side_workload = StudyWorkload(times * len(side_examples))
         estimates.append(
             _estimate_workload(

@@ -97,7 +97,7 @@ class FitToModel:
             "points": f"{model} has {layers} layers, and they lie search.step_x apart",
         }
         window = self.reader.context_window
-        values = self.config.search.fitted(window, spells, layers)
+        values = self.config.search.fields_for_model(window, spells, layers)
         for name, value in values.items():
             reason = reasons.get(name, self._window_reason)
             self._change("search", {name: value}, reason)

@@ -213,7 +213,7 @@ def _check_parts(
     if "search" in config.stages and not {"task", "search"} & faulty_groups:
         with faults.collecting():
             config.search.check(run)
-            config.search.further(run, config.search.held_back)
+            config.search.held_back_examples(run, config.search.held_back)
     if "task" not in faulty_groups:
         with faults.collecting():
             list(longest_prompts(run, config.stages))

@@ -277,7 +277,7 @@ class BatchPlan:
     def estimate(self, stage: str, answered: bool) -> WorkEstimate:
         """Estimate, before any of it is done, what the plan asks of the model.
 
-        :attr:`LM.read` will count as many computed tokens.
+        :attr:`LM.tokens_read` will count as many computed tokens.
 
         Args:
             stage: The stage.
@@ -293,7 +293,7 @@ class BatchPlan:
             trie = build_prefix_trie(prompts)
             prefix_tokens.append(trie.size)
             for batch in segment_batches(
-                prompts, trie.stretches, runtime.batch_size, runtime.batch_tokens
+                prompts, trie.segments, runtime.batch_size, runtime.batch_tokens
             ):
                 spans += computed_spans(prompts, batch)
         # Of each prompt, its length, and the tokens of its reply that are read again.
@@ -496,11 +496,11 @@ class BatchPlan:
     @contextmanager
     def _sharing_reported(self, run: Run, stage: str) -> Iterator[None]:
         """Print what shares no prefill, and after the block how many tokens sharing saved."""
-        tokens_before = self.lm.read
+        tokens_before = self.lm.tokens_read
         for note in self.notes:
             run.console.print(f"{stage}: {note}", soft_wrap=True, markup=False)
         yield
-        computed = self.lm.read - tokens_before
+        computed = self.lm.tokens_read - tokens_before
         if computed < self.requested_tokens:
             message = f"{computed:,} of {self.requested_tokens:,} prompt tokens computed, the others shared"
             run.console.print(f"{stage}: {message}", soft_wrap=True, markup=False)

@@ -395,7 +395,7 @@ class RunDir:
             if self._file_checksum(name) != recorded
         ]
 
-    def sums(self, names: Sequence[str]) -> dict[str, str]:
+    def checksums(self, names: Sequence[str]) -> dict[str, str]:
         """Return the checksums of those files that exist."""
         checksums = {name: self._file_checksum(name) for name in names}
         return {name: checksum for name, checksum in checksums.items() if checksum}
@@ -430,7 +430,7 @@ class RunDir:
         """Return those of :meth:`rows` that did not fail."""
         return [row for row in self.rows(name) if "error" not in row]
 
-    def torn(self, name: str) -> int:
+    def num_torn_rows(self, name: str) -> int:
         """Return how many lines of a JSON-lines file are torn, damaged or another run's."""
         return read_rows(self.path / name, self.id)[1]
 

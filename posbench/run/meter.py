@@ -57,6 +57,6 @@ class StageMeter:
         model = self._loaded_model()
         return {
             "loop_seconds": time.monotonic(),
-            "prompt_tokens": model.read if model else 0,
-            "reply_tokens": model.written if model else 0,
+            "prompt_tokens": model.tokens_read if model else 0,
+            "reply_tokens": model.tokens_written if model else 0,
         }

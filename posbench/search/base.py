@@ -48,8 +48,7 @@ class Search(ABC):
         serves: The method whose parameters it finds.
         place: Where that method may stand in a list of methods, for messages.
         finds: Names of the parameters, each with a legal value that stands for it until it is found.
-        results: Files that it leaves, beside ``found.yaml`` and ``held_back.csv``.
-        rows: Files that it resumes from.
+        row_files: Files that it resumes from.
         measure: ``loss`` (nats per token, lower is better), or any other name (higher is better).
         held_back: Calibration prompts that the search does not see, on which its result is compared with the
             unmodified model, where the task has so many; None: as many as the search sees.
@@ -58,8 +57,7 @@ class Search(ABC):
     serves: ClassVar[type[Method]]
     place: ClassVar[str] = "alone or in a list of methods"
     finds: ClassVar[Mapping[str, Any]]
-    results: ClassVar[Sequence[str]] = ("search.csv",)
-    rows: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
+    row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
     measure: ClassVar[str] = "loss"
 
     held_back: Count | None = None
@@ -80,7 +78,9 @@ class Search(ABC):
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(field, target.values[name], allowed, hint)
 
-    def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
+    def fields_for_model(
+        self, window: int, spells: bool, layers: int
+    ) -> Mapping[str, Any]:
         """The fields that must change for a small model, with the values that fit it.
 
         Args:
@@ -90,7 +90,7 @@ class Search(ABC):
         """
         return {}
 
-    def asks(
+    def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload | None:
         """What the model reads for the search at most; None where that is not known before.
@@ -103,7 +103,7 @@ class Search(ABC):
         """
         return None
 
-    def beside(self) -> tuple[Task, list[Example], int] | None:
+    def second_task(self) -> tuple[Task, list[Example], int] | None:
         """A second task that it asks, its prompts, and how often at most it asks each; None without one."""
         return None
 
@@ -111,20 +111,20 @@ class Search(ABC):
         """The files that it reads; what they hold is part of a run's identity."""
         return ()
 
-    def depends(self, run: Run) -> Mapping[str, Any]:
+    def identity_facts(self, run: Run) -> Mapping[str, Any]:
         """What moves the result beside model, task, the search's settings and other methods of a list."""
         return {}
 
-    def further(self, run: Run, count: int | None) -> list[Example]:
+    def held_back_examples(self, run: Run, count: int | None) -> list[Example]:
         """Held-back prompts for the check: at most ``count``, None: as many as the search asks."""
         return run.task.held_back(count or len(run.examples("calibration")))
 
-    def tokens(self, run: Run, example: Example) -> int:
+    def prompt_length(self, run: Run, example: Example) -> int:
         """Tokens of a prompt of the check; `UserError` where it does not fit the window."""
         prompt, _ = run.lm.answer_ids(example.prompt, example.answers[0])
         return len(prompt)
 
-    def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
+    def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """The measure of each prompt of a batch, under the method that is applied."""
         prompts = [example.prompt for example in batch]
         answers = [example.answers[0] for example in batch]
@@ -136,14 +136,14 @@ class Search(ABC):
         """Search, and write the results and, by :meth:`write_found`, ``found.yaml``."""
 
     @abstractmethod
-    def told(self, block: Mapping[str, Any]) -> str:
+    def describe(self, block: Mapping[str, Any]) -> str:
         """The block of ``found.yaml`` in one line."""
 
     def remarks(self, block: Mapping[str, Any]) -> list[str]:
         """Further lines to print about the block."""
         return []
 
-    def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
+    def parameters(self, block: Mapping[str, Any]) -> dict[str, Any]:
         """The method's parameters in the block, for the later stages."""
         return {name: block[name] for name in self.finds}
 
@@ -163,11 +163,11 @@ class Search(ABC):
                 self._copy(sibling, run.out)
             copied_from = sibling.path.name if sibling else None
             # The search will not append to its rows again: their checksums can be recorded.
-            checksums = run.out.sums(self.rows)
+            checksums = run.out.checksums(self.row_files)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
         text = (run.out.path / FOUND_FILE).read_text()
         block = yaml.safe_load(text)[run.method.searched.name]
-        run.method.use(self.found(block))
+        run.method.use(self.parameters(block))
         self._report(run, block, text)
 
     def _key(self, run: Run) -> str:
@@ -191,13 +191,13 @@ class Search(ABC):
             "files": [content.key for content in read_contents(sources)],
             "method": settings,
         }
-        return short_hash(facts | dict(self.depends(run)))
+        return short_hash(facts | dict(self.identity_facts(run)))
 
     def _copy(self, sibling: RunDir, folder: RunDir) -> None:
         """Copy the files of another run's search."""
         folder.add_hardware(sibling.hardware())
         for name in sibling.stage("search")["files"]:
-            if name in self.rows:
+            if name in self.row_files:
                 # Written anew, as rows carry the id of their run.
                 folder.write_rows(name, sibling.rows(name))
             else:
@@ -211,9 +211,9 @@ class Search(ABC):
             block: What ``found.yaml`` holds for the method.
             text: The text of ``found.yaml``.
         """
-        run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
+        run.console.print(f"search chose {self.describe(block)}", soft_wrap=True)
         pinned = run.method.searched.pinned
-        found_parameters = self.found(block)
+        found_parameters = self.parameters(block)
         overridden = [
             f"{name} {pinned[name]}"
             for name in self.finds
@@ -248,7 +248,7 @@ class Search(ABC):
         used_prompts |= {e.prompt for e in run.examples("evaluation")}
         examples = [
             replace(example, cluster=example.cluster or example.id)
-            for example in self.further(run, self.held_back)
+            for example in self.held_back_examples(run, self.held_back)
         ]
         lengths: dict[str, int] = {}
         refused: set[str] = set()
@@ -256,7 +256,7 @@ class Search(ABC):
             if example.prompt in used_prompts:
                 refused.add(example.cluster)
             try:
-                lengths[example.id] = self.tokens(run, example)
+                lengths[example.id] = self.prompt_length(run, example)
             except UserError:
                 refused.add(example.cluster)
         examples = [e for e in examples if e.cluster not in refused]
@@ -266,7 +266,7 @@ class Search(ABC):
 
         # Without typed values, which the stages that follow use in place of those that were found.
         target = replace(run.method.searched, typed=frozenset())
-        method = target.build(self.found(block), target, run.method.hint)
+        method = target.build(self.parameters(block), target, run.method.hint)
         unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
         searched = self._measure_under(run, "found", method, batches)
         return held_back.gain_facts(
@@ -295,7 +295,7 @@ class Search(ABC):
             return {"method": name, "id": example.id}
 
         def compute(batch: Sequence[Example]) -> list[Row]:
-            return [{"value": value} for value in self.measured(run, batch)]
+            return [{"value": value} for value in self.measure_batch(run, batch)]
 
         label = f"search: check, {name}"
         with run.method.with_target(method).applied(run.lm):

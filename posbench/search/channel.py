@@ -72,7 +72,6 @@ class ChannelSearch(DeploySearch):
         "alone or last in a list of methods without attention_buckets"
     )
     finds: ClassVar[Mapping[str, Any]] = {"channel": 0, "factor": 1.0, "layers": (0, 0)}
-    results: ClassVar[Sequence[str]] = ("search.csv", "channels.csv")
 
     candidates: Literal["monotone", "all"] = "monotone"
     variant: Literal["paper", "official"] = "paper"
@@ -107,7 +106,9 @@ class ChannelSearch(DeploySearch):
             return None
         return parts[-1] if issubclass(parts[-1].cls, self.serves) else None
 
-    def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
+    def fields_for_model(
+        self, window: int, spells: bool, layers: int
+    ) -> Mapping[str, Any]:
         """Strings that fit a small window, and token ids where letters cannot be spelt.
 
         Where the sliding mean and the skipped tokens would take more than half of a string, they are scaled
@@ -133,7 +134,7 @@ class ChannelSearch(DeploySearch):
         """Tokens per string that the paper's filter needs."""
         return self.window + self.skip + 7
 
-    def asks(
+    def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
         """Calibration prompts and answers of every candidate, the check of the winner, and random strings."""
@@ -171,7 +172,7 @@ class ChannelSearch(DeploySearch):
             check_layers(lm, "search.layers", self.layers)
         super().check(run)
 
-    def depends(self, run: Run) -> Mapping[str, Any]:
+    def identity_facts(self, run: Run) -> Mapping[str, Any]:
         """The layer ranges that are tried, a typed channel, and what the candidates are scored again by."""
         values = (
             run.method.target.values if run.method.target and self.num_rescored else {}
@@ -418,16 +419,16 @@ class ChannelSearch(DeploySearch):
             frames.append(pd.DataFrame(columns))
         return pd.concat(frames, ignore_index=True)
 
-    def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
+    def parameters(self, block: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters, with what a format needs; factor 1 where the unmodified model won."""
         parameters = dict(self.finds)
         if block["channel"] is not None:
-            parameters = super().found(block)
+            parameters = super().parameters(block)
         if "last" in block:
             parameters["last"] = block["last"]
         return parameters
 
-    def told(self, block: Mapping[str, Any]) -> str:
+    def describe(self, block: Mapping[str, Any]) -> str:
         """Channel, factor, layers and loss."""
         text = "the unmodified model"
         if block["channel"] is not None:

@@ -57,7 +57,7 @@ class DeploySearch(Search):
         side_prompts: Prompts of it at most, spread over all.
     """
 
-    rows: ClassVar[Sequence[str]] = (ROWS_FILE, DEPLOY_ROWS, held_back.ROWS_FILE)
+    row_files: ClassVar[Sequence[str]] = (ROWS_FILE, DEPLOY_ROWS, held_back.ROWS_FILE)
 
     top_k: Count = 10
     deploy: Format | None = None
@@ -85,7 +85,7 @@ class DeploySearch(Search):
         files = self.side_task.files()
         return tuple(replace(file, field=f"search.side_{file.field}") for file in files)
 
-    def beside(self) -> tuple[Task, list[Example], int] | None:
+    def second_task(self) -> tuple[Task, list[Example], int] | None:
         """See :meth:`Search.beside`."""
         if self.side_task is None:
             return None

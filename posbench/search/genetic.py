@@ -79,7 +79,6 @@ class GeneticSearch(ScaleSearch):
     Source: LPES, Section 3.2, Algorithm 1, Eq. 8-10, Tables 9 and 12.
     """
 
-    results: ClassVar[Sequence[str]] = ("search.csv", "generations.csv", "curve.csv")
     measure: ClassVar[str] = "fitness"
 
     curve: Literal["bezier", "linear", "step", "free"] = "bezier"
@@ -119,7 +118,9 @@ class GeneticSearch(ScaleSearch):
             hint = "set search.curve=bezier"
             raise UserError("search.constrained", False, allowed, hint)
 
-    def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
+    def fields_for_model(
+        self, window: int, spells: bool, layers: int
+    ) -> Mapping[str, Any]:
         """At most as many points as the grid has values of x, where x must rise strictly."""
         if self.curve == "free" or not self.constrained:
             return {}
@@ -128,7 +129,7 @@ class GeneticSearch(ScaleSearch):
             return {}
         return {"points": num_x_values}
 
-    def asks(
+    def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
         """The work of all candidates without racing, then of both methods of the check.

@@ -49,7 +49,7 @@ class GradientSearch(ScaleSearch):
     epochs: Count = 30
     samples: Count = 2000
 
-    def asks(
+    def workload(
         self, prompts: int, answer: int, layers: int, channels: int
     ) -> StudyWorkload:
         """The work of the training, then of the unmodified model and the result.

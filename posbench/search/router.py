@@ -58,7 +58,6 @@ class RouterSearch(Search):
     serves: ClassVar[type[MoICE]] = MoICE
     place: ClassVar[str] = "alone"
     finds: ClassVar[Mapping[str, Any]] = {"weights": "uniform"}
-    results: ClassVar[Sequence[str]] = ("search.csv", ROUTER_FILE)
 
     steps: Count = 7
     batch: Count = 128
@@ -192,10 +191,10 @@ class RouterSearch(Search):
             losses["trained router"] = [text_loss(lm, text).item() for text in texts]
         return losses
 
-    def further(self, run: Run, count: int | None) -> list[Example]:
-        """See :meth:`Search.further`; of a file, the texts that the router is not trained on."""
+    def held_back_examples(self, run: Run, count: int | None) -> list[Example]:
+        """See :meth:`Search.held_back_examples`; of a file, the texts that the router is not trained on."""
         if self.data is None:
-            return super().further(run, count)
+            return super().held_back_examples(run, count)
         pairs = self._pairs(run)
         num_held_out = _held_out_count(pairs)
         training_pairs = pairs[num_held_out:]
@@ -206,7 +205,7 @@ class RouterSearch(Search):
         ]
 
     @inference_mode
-    def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
+    def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Loss of all tokens of each text."""
         losses = []
         for example in batch:
@@ -236,7 +235,7 @@ class RouterSearch(Search):
             lines = [line for _, line in read_data_rows("data", Path(self.data))]
             return [(line.take("prompt"), line.take("answer")) for line in lines]
 
-    def told(self, block: Mapping[str, Any]) -> str:
+    def describe(self, block: Mapping[str, Any]) -> str:
         """Losses on the texts that were held out."""
         losses = [f"{name} {loss:.5f}" for name, loss in block["held_out"].items()]
         return f"{block['weights']}: loss of texts held out: {', '.join(losses)}"

@@ -61,24 +61,24 @@ class ScaleSearch(Search):
         super().check(run)
         calibration_questions(run.task, self.calibration_seed)
 
-    def further(self, run: Run, count: int | None) -> list[Example]:
+    def held_back_examples(self, run: Run, count: int | None) -> list[Example]:
         """Held-back questions, each with the answer at the beginning, in the middle and at the end."""
         questions = count or len(run.examples("calibration"))
         examples, _ = calibration_questions(run.task, self.calibration_seed, questions)
         return examples
 
-    def tokens(self, run: Run, example: Example) -> int:
-        """Tokens of the prompt and of the longest reply; see :meth:`Search.tokens`."""
+    def prompt_length(self, run: Run, example: Example) -> int:
+        """Tokens of the prompt and of the longest reply; see :meth:`Search.prompt_length`."""
         return (
             len(encode_prompt(run.lm, run.task, example).ids) + run.task.max_new_tokens
         )
 
-    def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
+    def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Weighted score (or loss) of each prompt; the mean over all prompts is the fitness (or loss).
 
         A prompt's weight is three times that of its gold position, as each position has a third of the prompts.
         """
-        score = super().measured if self.measure == "loss" else self._task_scores
+        score = super().measure_batch if self.measure == "loss" else self._task_scores
         values = score(run, batch)
         positions = [example.id.partition("-")[0] for example in batch]
         weights = [3 * self.weights[POSITIONS.index(name)] for name in positions]
@@ -121,7 +121,7 @@ class ScaleSearch(Search):
         source = f"{description}, {prompts}, seed {self.seed})"
         self.write_found(run, {**parameters, **facts}, source)
 
-    def told(self, block: Mapping[str, Any]) -> str:
+    def describe(self, block: Mapping[str, Any]) -> str:
         """Range of the scales, and fitness."""
         text = f"scales {block['lowest']:.3g} to {block['highest']:.3g}: fitness {block['fitness']:.4f}"
         text += f", unmodified {block['fitness_unmodified']:.4f}"

@@ -45,7 +45,7 @@ class Study(ABC):
         """Further files that the numbers come from; what they hold is part of a run's identity."""
         return ()
 
-    def reads(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
+    def workload(self, run: Run) -> Sequence[InspectionPasses | StudyWorkload]:
         """What it asks of the model at most; nothing where that cannot be known before."""
         return ()
 

@@ -175,7 +175,7 @@ def test_what_is_no_reply_is_a_failure() -> None:
         with pytest.raises(RequestError, match="no JSON"):
             made.generate("x", 1)
         assert made.generate("long", 1) == Reply(note="context overflow")
-        assert (made.read, made.written) == (
+        assert (made.tokens_read, made.tokens_written) == (
             sum(len(b["prompt"]) for b in server.bodies[:-2]),
             len(server.bodies) - 2,
         )
@@ -183,7 +183,10 @@ def test_what_is_no_reply_is_a_failure() -> None:
 
 @pytest.mark.parametrize("fault", ["unfinished", "second", "deep"])
 def test_an_answer_without_a_whole_reply_is_a_failure(fault: str) -> None:
-    with serving(lambda prompt, n: fault if prompt == "x" else "") as server, pytest.raises(RequestError):
+    with (
+        serving(lambda prompt, n: fault if prompt == "x" else "") as server,
+        pytest.raises(RequestError),
+    ):
         endpoint(server.url).generate("x", 1)
 
 

@@ -112,9 +112,12 @@ def test_tokens_of_prompts_and_replies_are_counted_without_what_fills_them_up(ti
         read = read + ids.shape[1]
         written = written + out.shape[1] - ids.shape[1]
         new.append(out.shape[1] - ids.shape[1])
-    before = tiny.read, tiny.written
+    before = tiny.tokens_read, tiny.tokens_written
     tiny.generate(prompts, max_new_tokens=9, batch_size=8)
-    assert (tiny.read - before[0], tiny.written - before[1]) == (read, written)
+    assert (tiny.tokens_read - before[0], tiny.tokens_written - before[1]) == (
+        read,
+        written,
+    )
     assert min(new) < 9, "some replies end by themselves"
 
 

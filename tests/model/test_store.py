@@ -70,7 +70,7 @@ def test_a_layout_computes_each_token_behind_what_it_sees_and_little_twice(
     found = build_prefix_trie(rows)
     held = {}
     done = set()
-    for batch in segment_batches(rows, found.stretches, size, most):
+    for batch in segment_batches(rows, found.segments, size, most):
         assert len({each.level for each in batch}) == 1 and len(batch) <= size
         assert (
             most is None

@@ -53,14 +53,14 @@ def test_tokens_are_those_that_the_model_reads(share, method, tiny, monkeypatch)
         run = build_run(config, QUIET)
         run.lm = tiny
         run.evaluation = config.task.evaluation()
-        lm, before, held[:] = run.lm, run.lm.read, [0]
+        lm, before, held[:] = run.lm, run.lm.tokens_read, [0]
         methods = {UNMODIFIED: Unmodified(), method: config.method_under_test().trial()}
         asked = [Subject(run, *each) for each in methods.items()]
         asks, compute = make_plan(asked, run.prompts.encode(run.evaluation))
         for batch in asks.batches:
             compute(batch)
         assert (
-            lm.read - before == work.computed_tokens
+            lm.tokens_read - before == work.computed_tokens
             and asks.requested_tokens == work.tokens
         )
         assert work.prefix_tokens == max(held) and bool(work.prefix_tokens) == (
@@ -96,9 +96,9 @@ def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
         "posbench.pipeline.execute.probe_model", lambda *args: None
     )  # reads a few tokens
     monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: tiny)
-    before = tiny.read
+    before = tiny.tokens_read
     execute(config, command="test", console=QUIET)
-    assert sum(work.computed_tokens for work in works) == tiny.read - before > 0
+    assert sum(work.computed_tokens for work in works) == tiny.tokens_read - before > 0
 
 
 def test_many_prompts_are_told_from_some(monkeypatch):

@@ -229,7 +229,7 @@ def test_rows_of_another_run_are_dropped(
         assert (
             both[0] != both[1]
             and a.rows("rows.jsonl") == []
-            and a.torn("rows.jsonl") == 4
+            and a.num_torn_rows("rows.jsonl") == 4
         )
         a.repair("rows.jsonl")
         assert "dropped 4 damaged or foreign" in caplog.text

@@ -113,7 +113,7 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
         # every crossover.
         ratios.append(scores.evaluations / ((32 + 20 * (16 + 2 * 4)) * 600))
         # The estimate has the unmodified model, too, and two methods on new questions in the end.
-        told = plain_search.asks(200, 1, LAYERS, 64)
+        told = plain_search.workload(200, 1, LAYERS, 64)
         most = told.prompts
         batches = told.batches
         assert 0.8 * (most - 3 * 600) < every.evaluations <= most - 3 * 600
@@ -349,6 +349,6 @@ def test_settings_that_cannot_work_are_refused(settings, field):
 
 
 def test_more_points_than_places_are_changed():
-    assert GeneticSearch(points=5).fitted(100, True, 4) == {"points": 4}
+    assert GeneticSearch(points=5).fields_for_model(100, True, 4) == {"points": 4}
     for other in ({"step_x": 0.5}, {"constrained": False}, {"curve": "free"}):
-        assert GeneticSearch(points=5, **other).fitted(100, True, 4) == {}
+        assert GeneticSearch(points=5, **other).fields_for_model(100, True, 4) == {}

@@ -141,7 +141,7 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     for scales in ((1.0,) * 4, found):
         scores.score_all(scales)
         with LayerScaling(scales=scales).applied(tiny):
-            values = search.measured(run, examples)
+            values = search.measure_batch(run, examples)
         assert np.mean(values) == pytest.approx(scores.fitness_bound(scales))
     assert not {e.prompt for e in examples} & {
         e.prompt for e in calibration_questions(task)[0]

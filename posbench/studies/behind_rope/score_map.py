@@ -72,8 +72,8 @@ class Sampled(Study):
         need_attention_interface(run.lm)
         self.rows(run.lm)
 
-    def reads(self, run: Run) -> list[StudyWorkload]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[StudyWorkload]:
+        """See :meth:`Study.workload`."""
         return [StudyWorkload(texts=self.samples, length=self.tokens)]
 
     def rows(self, lm: LM) -> list[list[int]]:

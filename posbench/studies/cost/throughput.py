@@ -192,9 +192,9 @@ class Throughput(TimingStudy):
         tokens_computed: dict[str, int] = {}
 
         def count_tokens(way: str) -> Outputs:
-            before = lm.read
+            before = lm.tokens_read
             outputs = ways[way]()
-            tokens_computed[way] = lm.read - before
+            tokens_computed[way] = lm.tokens_read - before
             return outputs
 
         lengths = [len(lm.encode(example.prompt).ids) for example in examples]
@@ -287,7 +287,7 @@ def _stock_reply(lm: LM, task: KVRetrieval, example: Example) -> str:
     """The most likely choice of an example, or the generated reply."""
     tokenizer = lm.need_tokenizer()
     prompt = tokenizer(example.prompt, return_tensors="pt")["input_ids"].to(lm.device)
-    lm.read += prompt.numel() * max(len(example.choices), 1)
+    lm.tokens_read += prompt.numel() * max(len(example.choices), 1)
     length = prompt.shape[1]
     if not example.choices:
         output = lm.model.generate(

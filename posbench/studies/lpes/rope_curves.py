@@ -75,8 +75,8 @@ class RopeCurves(Study):
         """See :meth:`Study.check`."""
         PositionInterpolation(scale=SCALES[-1]).check(run.lm)
 
-    def reads(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """See :meth:`Study.workload`."""
         return [InspectionPasses(self._examples(run), len(SCALES))]
 
     def _examples(self, run: Run) -> list[Example]:

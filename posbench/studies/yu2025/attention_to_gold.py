@@ -114,8 +114,8 @@ class AttentionToGold(Study):
             raise UserError("study.items", numbers, allowed, "take task=kv_retrieval")
         return [task, *(replace(task, pairs=n) for n in numbers)]  # type: ignore[call-arg]
 
-    def reads(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """See :meth:`Study.workload`."""
         examples_by_task = [
             sort_by_gold_position(shared.need_items(task), self.examples)
             for task in self.tasks(run.task)

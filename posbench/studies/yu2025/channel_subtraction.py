@@ -97,8 +97,8 @@ class ChannelSubtraction(Study):
             return gold_index(example)
         return round(self.other * (len(example.items) - 1))
 
-    def reads(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """See :meth:`Study.workload`."""
         changes_per_item = 1 + self.controls + int(self.opposite)
         num_variants = 1 + len(ROLES) * changes_per_item
         return [

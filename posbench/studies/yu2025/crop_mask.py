@@ -91,8 +91,8 @@ class CropMask(Study):
             if can_move(lm):
                 stack.enter_context(move_positions(lm, [1], EMPTY_SPAN, EMPTY_SPAN))
 
-    def reads(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """See :meth:`Study.workload`."""
         num_variants = len(LABELS)
         if self.crossed:
             num_variants += len(CROSSED)

@@ -71,8 +71,8 @@ class Doubling(Study):
         shared.check_each_layer(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
 
-    def reads(self, run: Run) -> list[InspectionPasses]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """See :meth:`Study.workload`."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         return [InspectionPasses(examples, times=0, replies=len(LABELS))]
 

@@ -109,8 +109,8 @@ class HiddenPerturbation(Study):
         first, last = self.layers or (0, lm.layers - 1)
         return range(first, last + 1)
 
-    def reads(self, run: Run) -> list[StudyWorkload]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[StudyWorkload]:
+        """See :meth:`Study.workload`."""
         return [StudyWorkload(texts=self.texts * len(LABELS), length=self.length)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

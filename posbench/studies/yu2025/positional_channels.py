@@ -110,8 +110,8 @@ class PositionalChannels(Study):
             seed=self.seed,
         )
 
-    def reads(self, run: Run) -> list[StudyWorkload]:
-        """See :meth:`Study.reads`."""
+    def workload(self, run: Run) -> list[StudyWorkload]:
+        """See :meth:`Study.workload`."""
         return [StudyWorkload(texts=2 * self.strings, length=self.length)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
