@@ -145,7 +145,7 @@ def _gold_lacks_answers(record: Any) -> bool:
 
 def _example_facts(examples: Sequence[Example]) -> Facts:
     """Number, subsets and sizes of examples."""
-    questions = {e.cluster or e.id for e in examples}
+    questions = {e.question_id for e in examples}
     text = f"{len(questions)}"
     positions = {e.gold_position for e in examples if e.gold_position is not None}
     if positions:

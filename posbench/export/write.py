@@ -98,7 +98,7 @@ def folding_price(run: Run, requested: Method, written: Method) -> str:
         name: _answer_losses(run, method, examples, f"price of folding: {name}")
         for name, method in methods.items()
     }
-    clusters = [e.cluster or e.id for e in examples]
+    clusters = [e.question_id for e in examples]
     gap = paired(losses["written"], losses["asked"], clusters)
     means = {name: f"{float(values.mean()):.4g}" for name, values in losses.items()}
     return (

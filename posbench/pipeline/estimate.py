@@ -191,7 +191,7 @@ def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
     """The first questions at all their gold positions, and how many times as many characters all have."""
     questions = dict[str, list[Example]]()
     for example in examples:
-        questions.setdefault(example.cluster or example.id, []).append(example)
+        questions.setdefault(example.question_id, []).append(example)
     sample = list[Example]()
     sample_size = 0
     for members in questions.values():

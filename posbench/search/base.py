@@ -247,7 +247,7 @@ class Search(ABC):
         used_prompts = {e.prompt for e in run.examples("calibration")}
         used_prompts |= {e.prompt for e in run.examples("evaluation")}
         examples = [
-            replace(example, cluster=example.cluster or example.id)
+            replace(example, cluster=example.question_id)
             for example in self.held_back_examples(run, self.held_back)
         ]
         lengths: dict[str, int] = {}

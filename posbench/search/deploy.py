@@ -170,7 +170,7 @@ class DeploySearch(Search):
             for c in shortlisted
         ]
         examples = run.examples("calibration")
-        clusters = [e.cluster or e.id for e in examples]
+        clusters = [e.question_id for e in examples]
         losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
         shipped_losses = losses_last_1
         if mode.last != 1 or mode.tokens != "both":
@@ -194,7 +194,7 @@ class DeploySearch(Search):
         table["candidates"] = len(candidates)
         table["allowed"] = True
         if self.side_task:
-            clusters = [e.cluster or e.id for e in self._side_examples()]
+            clusters = [e.question_id for e in self._side_examples()]
             side_pairs = self._side_pairs(run)
             all_methods = [Unmodified(), *methods]
             side_losses = self._method_losses(run, "side", side_pairs, all_methods)

@@ -247,7 +247,7 @@ class Prompts:
             {
                 "items": items,
                 "id": example.id,
-                "cluster": example.cluster or example.id,
+                "cluster": example.question_id,
                 "gold_position": example.gold_position,
             }
             for example in self.examples

@@ -63,6 +63,11 @@ class Example:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def question_id(self) -> str:
+        """Name of the question, which intervals resample: the cluster, or the example where it has none."""
+        return self.cluster or self.id
+
+    @property
     def gold_positions(self) -> tuple[int, ...]:
         """Indices of all gold items, that at ``gold_position`` first; empty without positions."""
         if self.gold_position is None:

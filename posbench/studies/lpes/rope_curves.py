@@ -111,7 +111,7 @@ class RopeCurves(Study):
         """Attention to thirds of the prompts by scale, layer and third, and its change from the scale before."""
         examples = self._examples(run)
         prompts = [encoded.ids for encoded in run.prompts.encode(examples).values()]
-        clusters = [example.cluster or example.id for example in examples]
+        clusters = [example.question_id for example in examples]
         batches = run.prompts.batches_by_length(
             range(len(prompts)), lambda i: len(prompts[i])
         )

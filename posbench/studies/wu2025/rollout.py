@@ -57,7 +57,7 @@ class Rollout(Study):
             lambda example: {"id": example.id},
             lambda batch: [self._flow_row(run, example) for example in batch],
         )
-        return summary(rows, [example.cluster or example.id for example in examples])
+        return summary(rows, [example.question_id for example in examples])
 
     def _flow_row(self, run: Run, example: Example) -> Row:
         """The arrays of :func:`flow` for one prompt, rounded."""

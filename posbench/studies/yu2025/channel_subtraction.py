@@ -252,7 +252,7 @@ def _frame(prompts: Prompts, measured: RowsByVariant, layers: slice) -> pd.DataF
             row = rows[example.id]
             columns = {
                 "variant": variant,
-                "cluster": example.cluster or example.id,
+                "cluster": example.question_id,
                 "score": row["score"],
                 "item": range(len(example.items)),
                 "attention": np.mean(row["attention"][layers], axis=0),

@@ -254,7 +254,7 @@ def _by_layer(measured: RowsByVariant, examples: Sequence[Example]) -> pd.DataFr
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
     inner = _inner(gold_index(e) for e in examples)
     examples = [e for e in examples if e.gold_position in inner]
-    clusters = [e.cluster or e.id for e in examples]
+    clusters = [e.question_id for e in examples]
     unmodified = np.array([measured[UNMODIFIED][e.id]["attention"] for e in examples])
     table = []
     for variant, rows in measured.items():

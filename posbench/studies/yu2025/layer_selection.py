@@ -89,7 +89,7 @@ class LayerSelection(Study):
         unmodified = losses[0]
         changes = dict(zip(every_candidate, losses[1:] - unmodified, strict=True))
 
-        clusters = [e.cluster or e.id for e in run.examples("calibration")]
+        clusters = [e.question_id for e in run.examples("calibration")]
         rows = []
         best = {}
         for kind, of_kind in candidates.items():
