@@ -117,7 +117,7 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
     # What the model did not get to read has no score: it is no wrong answer.
     scores = {}
     if not reply.get("note"):
-        scores = run.task.score(example, str(reply["output"]))
+        scores = run.task.checked_score(example, str(reply["output"]))
     # A server that applies the chat template itself counts the tokens.
     tokens = len(encoded.ids) if run.model.api == "completions" else 0
     cut = {}

@@ -88,7 +88,7 @@ class ScaleSearch(Search):
         encoded = {e.id: encode_prompt(run.lm, run.task, e) for e in batch}
         rows = reply_to_batch(run.lm, run.task, batch, encoded)
         return [
-            run.task.score(example, str(row["output"]))[run.task.metric]
+            run.task.checked_score(example, str(row["output"]))[run.task.metric]
             for example, row in zip(batch, rows, strict=True)
         ]
 
@@ -292,7 +292,7 @@ def make_evaluator(
             half = len(indices) // 2
             return evaluate(scales, indices[:half]) + evaluate(scales, indices[half:])
         return [
-            task.score(examples[i], text)[task.metric]
+            task.checked_score(examples[i], text)[task.metric]
             for i, text in zip(indices, texts, strict=True)
         ]
 

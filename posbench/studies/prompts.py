@@ -358,7 +358,7 @@ class Prompts:
         )
         for example, reply in zip(batch, batch_replies, strict=True):
             output = str(reply["output"])
-            score = self.task.score(example, output)[self.task.metric]
+            score = self.task.checked_score(example, output)[self.task.metric]
             rows.append({"output": output, "score": score})
         return rows
 

@@ -1,9 +1,11 @@
 """What every task is: pure text in, numbers out."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -128,6 +130,23 @@ class Task(ABC):
         """At most ``count`` calibration questions beyond :meth:`examples`, on which the result of a search is
         checked; none by default."""
         return []
+
+    def checked_score(self, example: Example, text: str) -> dict[str, float]:
+        """:meth:`score`; UserError where it lacks the task's metric, or holds what is no finite number."""
+        scores = self.score(example, text)
+        composes_metric = type(self).total is not Task.total
+        lacks_metric = bool(scores) and self.metric not in scores
+        wrong = [
+            name
+            for name, value in scores.items()
+            if not isinstance(value, Real) or not math.isfinite(value)
+        ]
+        if wrong or (lacks_metric and not composes_metric):
+            allowed = f"finite numbers by name, with the task's metric {self.metric} among them"
+            hint = f"correct score() of {type(self).__name__}, or its metric"
+            value = f"{scores!r} for example {example.id}"
+            raise UserError(f"task {self.name}: score", value, allowed, hint)
+        return scores
 
     def has_answer(self, example: Example, text: str) -> bool:
         """Whether a reply that ended at ``max_new_tokens`` had come to its answer, right or wrong.

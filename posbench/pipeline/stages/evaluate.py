@@ -157,7 +157,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     for row in saved_rows:
         if "error" not in row and not row.get("note"):
             example = examples[row["id"]]
-            scores = task.score(example, row["output"])
+            scores = task.checked_score(example, row["output"])
             was_cut = row.pop("cut", False)
             cut = is_cut(task, example, row)
             if scores != row["scores"] or cut != was_cut:
