@@ -16,9 +16,9 @@ import pytest
 
 from posbench.pipeline.compose import compose
 from posbench.pipeline.config import check_config
-from posbench.report.experiments import read_experiments
 from tests.cli import test_examples, test_experiments, test_kills, test_tasks
 from tests.conftest import Result, config_of, run_folders
+from tools.pages import read_experiments
 
 reader = test_tasks.reader
 
@@ -50,7 +50,6 @@ VERBS = (
     "report",
     "rescore",
     "show",
-    "docs",
     "figures",
     "lm_eval",
     "check-data",

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from posbench import paths
-from posbench.cli.docs import between_marks
 from posbench.errors import choices
 from tools import scale
+from tools.pages import between_marks
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 PUBLISHED = {"7B": 6_738_415_616, "13B": 13_015_864_320, "70B": 68_976_648_192}

@@ -74,7 +74,6 @@ STUDIES = {
     "masks": "",
     "positional_channels": STRINGS,
     "precision": "study.prompts=8",
-    "printed_tables": "",
     "rollout": "study.prompts=6 study.tokens=32 study.parts=4",
     "rope_curves": "study.prompts=6",
     "score_map": "study.samples=20 study.tokens=16",

@@ -17,10 +17,10 @@ from zlib import crc32
 import yaml
 from rich.console import Console
 
-from posbench.cli.docs import between_marks
 from posbench.files.atomic import write_text
 from posbench.files.markdown import markdown
 from posbench.late import torch, transformers
+from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
@@ -33,6 +33,7 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 from posbench.tasks.items import GoldPositionTask, joined
+from tools.pages import between_marks
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 SETTINGS = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text())
@@ -204,7 +205,7 @@ def works(experiment: str, model: str) -> list[WorkEstimate]:
     grid = jobs[0].experiment.grid if jobs[0].experiment else {}
     methods_only = all(key.startswith("method") for key in grid if key != "model")
     shared = len(jobs) > 1 and methods_only
-    methods = None
+    methods: dict[str, Method] | None = None
     if shared:
         methods = {UNMODIFIED: Unmodified()}
         for number, job in enumerate(jobs):

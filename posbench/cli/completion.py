@@ -39,7 +39,7 @@ compdef _posbench posbench""",
     "fish": """complete -c posbench -a '(posbench completion words (commandline -cp) 2>/dev/null)'""",
 }
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
-VERBS_WITH_CHOICES = {"ls": "verbs", "docs": "docs", "completion": "completion"}
+VERBS_WITH_CHOICES = {"ls": "verbs", "completion": "completion"}
 """Verbs whose first argument is one of the ``CHOICES`` of their module."""
 
 

@@ -54,7 +54,6 @@ Verbs; posbench VERB --help says more:
   jobs          how submitted runs stand
   collect       gather submitted runs: the summary of a sweep
   resume        go on with a run, told by its folder
-  docs          a page of the documentation from code or runs, as Markdown
   lm_eval       lm-evaluation-harness under a method
   completion    completion of verbs, names and keys for bash, zsh or fish
 
@@ -73,7 +72,6 @@ VERBS = {
     "rescore": "verbs",
     "show": "verbs",
     "figures": "figures",
-    "docs": "docs",
     "lm_eval": "lm_eval",
     "completion": "completion",
     "export": "export",
@@ -87,6 +85,11 @@ VERBS = {
     "check-data": "check_data",
 }
 """Module of each verb, which is a function there; only that of the typed verb is imported."""
+NO_VERBS = {
+    "run": "leave it out",
+    "docs": "python tools/pages.py with the same arguments, in the repository",
+}
+"""Words that are typed as verbs, and what to type instead."""
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent ends."""
@@ -209,9 +212,7 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
     """Refuse a first word that is neither a verb nor ``key=value``."""
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run has none: posbench key=value"
-        hint = near(args[0], list(VERBS), "posbench --help")
-        if args[0] == "run":
-            hint = "leave it out"
+        hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
         raise UserError("verb", args[0], allowed, hint)
 
 

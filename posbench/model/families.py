@@ -144,30 +144,6 @@ def require_attention_interface(model: PreTrainedModel, name: str) -> None:
         raise UserError("method", name, allowed, hint)
 
 
-def support_table() -> tuple[list[str], list[list[str]]]:
-    """The families as docs/families.md shows them: header and rows."""
-    header = [
-        "family",
-        "`model_type`",
-        "positions",
-        "queries and keys",
-        "cached keys",
-        "also covered",
-    ]
-    rows = []
-    for family in FAMILIES:
-        types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
-        projection = f"fused, in {family.fused}" if family.fused else "separate"
-        keys = "rank-1, projected again if clipped" if family.clip else "rank-1"
-        if family.key_norm:
-            projection += f", keys normed per {family.norm_over}"
-            keys = "projected again"
-        rows.append(
-            [family.name, types, family.position, projection, keys, family.traits]
-        )
-    return header, rows
-
-
 def family_of(model: PreTrainedModel) -> Family:
     """The family row of a model; see :func:`family_of_type`."""
     return family_of_type(model.config.model_type)

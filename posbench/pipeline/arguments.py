@@ -42,6 +42,10 @@ CLUSTER = "runtime/cluster"
 """A group inside a group."""
 GROUP_OF_KEY = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
+MOVED_CHOICES = {
+    ("study", "printed_tables"): "python tools/printed_tables.py, in the repository"
+}
+"""Choices of an earlier release, with their group, and what to run instead."""
 TOP = (*GROUPS, "stages", "experiment")
 USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
@@ -374,7 +378,7 @@ def _check_choice(
         hint = "leave it out"
         if not is_empty:
             listing = f"posbench ls {PLURALS.get(group, 'runtimes')}"
-            hint = near(part, known_names, listing)
+            hint = MOVED_CHOICES.get((group, part)) or near(part, known_names, listing)
         raise UserError(key, name, allowed, hint)
 
 

@@ -141,14 +141,6 @@ class Entry:
         """The command that makes the first result."""
         return open_run_dir(self.results[0].folder).command if self.results else ""
 
-    @property
-    def seconds(self) -> float | None:
-        """Wall time of all its runs; None if a run of an older version has none."""
-        seconds: list[Any] = [run.status().get("seconds") for run in self.runs]
-        if None in seconds:
-            return None
-        return sum(float(value) for value in seconds)
-
     @cached_property
     def origin(self) -> str:
         """Models, versions, hardware and dates of the runs, in one line."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
@@ -27,7 +23,6 @@ PAGE = "index.html"
 GENERATOR = '<meta name="generator" content="posbench gallery">'
 """Marks a gallery: no other folder is replaced."""
 PNG_HEADER_BYTES = 24
-MAX_PNG_BYTES = 100_000
 
 
 def write_gallery(folder: Path, out: Path | None = None) -> Path:
@@ -174,67 +169,3 @@ def _copy_file(file: Path, root: Path, entry: Entry, stem: str) -> str:
     copy.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(file, copy)
     return copy.relative_to(root).as_posix()
-
-
-def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
-    """The gallery in short, with one to three figures of each entry.
-
-    Args:
-        entries: What is shown.
-        images: The folder of images, as the text names it.
-
-    Returns:
-        The text, and the figure to put at each image's name.
-    """
-    texts = list[str]()
-    figures = dict[str, Path]()
-    for paper, paper_title in GROUPS.items():
-        of_paper = [entry for entry in entries if paper_of(entry) == paper]
-        if of_paper:
-            texts.append(f"## {paper_title}")
-        for entry in of_paper:
-            texts.append(f"### {heading(entry)}")
-            shows = paper_shows(entry)
-            if shows:
-                texts.append(f"*The paper shows:* {shows}")
-            summary = entry.summary
-            if summary:
-                texts.append(f"*We see:* {summary}")
-            texts += entry.faults
-            for result, name in _first_figures(entry):
-                image = f"{entry.name}-{result.label}-{name}.png"
-                figures[image] = result.folder / "figures" / f"{name}.png"
-                link = f"![{heading(entry)}]({images}/{image})"
-                caption = entry.label_prefix(result) + result.figures[name]
-                texts.append(f"{link}\\\n{caption}")
-            if entry.command:
-                texts.append(f"`{entry.command}`; {entry.origin}.")
-    return "\n\n".join(texts), figures
-
-
-def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
-    """The first figure of the first two results; of a single one, its first three."""
-    results = [result for result in entry.results if result.figures]
-    if len(results) > 1:
-        return [(result, next(iter(result.figures))) for result in results[:2]]
-    return [(result, name) for result in results for name in result.figures][:3]
-
-
-def shrink_png(file: Path) -> bytes:
-    """A figure as a smaller PNG, with fewer colours, then fewer pixels.
-
-    It has at most :data:`MAX_PNG_BYTES` if one of the sizes tried has, else the smallest size.
-    """
-    image = Image.open(file).convert("RGB")
-    for scale, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
-        size = round(scale * image.width), round(scale * image.height)
-        small = image.resize(size, Image.Resampling.LANCZOS)
-        # Rare colours count as much as others: a colour bar keeps all of its own.
-        small = small.quantize(
-            colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
-        )
-        stream = io.BytesIO()
-        small.save(stream, "png", optimize=True)
-        if stream.tell() <= MAX_PNG_BYTES:
-            break
-    return stream.getvalue()

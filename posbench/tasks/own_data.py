@@ -151,18 +151,6 @@ KINDS: dict[str, type[Record]] = {
 }
 
 
-def schema(kind: type[Record]) -> list[tuple[str, str, str]]:
-    """The fields of a kind: name, form and meaning."""
-    hints = get_type_hints(kind, include_extras=True)
-    table = []
-    for name, field in kind.model_fields.items():
-        form = describe_type(hints[name])
-        if not field.is_required():
-            form += ", or left out"
-        table.append((name, form, str(field.description)))
-    return table
-
-
 class ParsedFile(NamedTuple):
     """What a file holds.
 

@@ -845,6 +845,12 @@ def test_gpu_on_a_machine_without_one(
         (["lsruns"], ["verb = 'lsruns'", "did you mean ls runs?"]),
         (["open"], ["verb = 'open'", "rescore, show", "posbench --help"]),
         (["run", "--help"], ["verb = 'run'", "leave it out"]),
+        (["docs", "run", "x"], ["verb = 'docs'", "next: python tools/pages.py"]),
+        (["docs", "--help"], ["verb = 'docs'", "next: python tools/pages.py"]),
+        (
+            ["study=printed_tables"],
+            ["study = 'printed_tables'", "next: python tools/printed_tables.py"],
+        ),
         (["fetch", "tiny"], ["argument = 'tiny'", "key=value"]),
         (["report"], ["report", "one folder"]),
         (["report", "/nowhere"], ["DIR", "'/nowhere'", "run folder"]),

@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from posbench import paths
-from posbench.cli import docs
 from posbench.cli.main import main
 from posbench.pipeline.compose import compose_one
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
 from tests.conftest import Result, run_folders
+from tools import pages
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "own"
@@ -193,8 +193,8 @@ def test_what_is_wrong_ends_in_lines(
 def test_the_documentation_has_the_fields_of_the_code() -> None:
     page = ROOT / "docs" / "own_data.md"
     text = page.read_text()
-    assert docs.between_marks(page, "data", docs.data()) == text, (
-        "posbench docs data --out docs/own_data.md"
+    assert pages.between_marks(page, "data", pages.data_page()) == text, (
+        "python tools/pages.py data --out docs/own_data.md"
     )
     for line in re.search(r"```json\n(.*?)\n```", text, re.DOTALL)[1].splitlines():  # type: ignore[index]
         assert json.loads(line)["question"]

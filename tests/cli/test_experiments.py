@@ -11,10 +11,10 @@ import pytest
 from posbench import paths
 from posbench.errors import choices
 from posbench.pipeline.arguments import _spell
-from posbench.report.experiments import read_experiments
 from tests.cli import test_kills, test_tasks
 from tests.cli.task_files import TASKS
 from tests.conftest import Result, run_folders
+from tools.pages import read_experiments
 
 reader = test_tasks.reader
 SAMPLE = ("yu2025_table2",)

@@ -199,7 +199,6 @@ JOBS = {
     **_study("layer_selection", *STUDIED, "study.step=2"),
     **_study("masks", model=""),
     **_study("positional_channels", *STRINGS),
-    **_study("printed_tables", model=""),
     **_study("precision", *FEW, "study.prompts=2"),
     **_study("rollout", "study.prompts=4", "study.tokens=32", "study.parts=4"),
     **_study("rope_curves", *FEW, "study.prompts=2", "study.distance=100"),

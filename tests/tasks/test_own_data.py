@@ -14,7 +14,8 @@ import yaml
 from posbench.errors import UserError
 from posbench.schema import build
 from posbench.tasks.kv_retrieval import compact_prompt
-from posbench.tasks.own_data import KINDS, OwnData, parse_file, schema
+from posbench.tasks.own_data import KINDS, OwnData, parse_file
+from tools.pages import schema
 
 DATA = Path(__file__).parents[1] / "data" / "own"
 ITEMS = {

@@ -6,7 +6,7 @@ import csv
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import pytest
 
 from posbench import paths
 from posbench.stats import reference
-from posbench.studies import printed_tables as study
-from tests.conftest import Result, run_folders
 from tests.test_documents import ROOT, shown
+from tools import printed_tables
 
 PAGE = ROOT / "docs" / "errata.md"
 HALF = Fraction(1, 2)
@@ -26,17 +25,17 @@ HALF = Fraction(1, 2)
 
 @pytest.fixture(scope="module")
 def data() -> pd.DataFrame:
-    return study.printed_cells()
+    return printed_tables.printed_cells()
 
 
 @pytest.fixture(scope="module")
 def averages(data: pd.DataFrame) -> pd.DataFrame:
-    return study.averages(data)
+    return printed_tables.averages(data)
 
 
 @pytest.fixture(scope="module")
 def statements(data: pd.DataFrame) -> pd.DataFrame:
-    return study.statements(data)
+    return printed_tables.statements(data)
 
 
 def rows_of(name: str) -> dict[tuple[str, str, str], tuple[dict[str, str], str]]:
@@ -61,7 +60,7 @@ def unit(text: str) -> Fraction:
 
 
 def wrong_averages() -> Iterator[tuple[str, str, str, str, str, float]]:
-    for n, names in study.TABLES_BY_QUESTIONS.items():
+    for n, names in printed_tables.TABLES_BY_QUESTIONS.items():
         for name in names.split():
             for key, (cells, average) in rows_of(name).items():
                 if not re.fullmatch(r"[\d.]+", average):
@@ -74,14 +73,17 @@ def wrong_averages() -> Iterator[tuple[str, str, str, str, str, float]]:
 
 def test_averages_are_those_of_exact_fractions(averages: pd.DataFrame) -> None:
     found = averages
-    off = found[found["verdict"] == study.DOES_NOT_FOLLOW]
+    off = found[found["verdict"] == printed_tables.DOES_NOT_FOLLOW]
     expected = sorted((*row[1:5], round(row[5], 6)) for row in wrong_averages())
     got = [
         (r.model, r.method, r.cell, r.printed, round(r.expected, 6))
         for r in off.itertuples()
     ]
     assert sorted(got) == expected and len(got) == 17
-    assert len(found) == 150 and (found["verdict"] == study.WITHIN_ROUNDING).sum() == 1
+    assert (
+        len(found) == 150
+        and (found["verdict"] == printed_tables.WITHIN_ROUNDING).sum() == 1
+    )
 
 
 def test_the_headline_by_hand(statements: pd.DataFrame) -> None:
@@ -106,12 +108,12 @@ def test_the_headline_by_hand(statements: pd.DataFrame) -> None:
     assert row["printed"] == 11.2 == pytest.approx(92.1 - 80.9)
     assert (
         row["cells"] == pytest.approx(lpes - baseline)
-        and row["verdict"] == study.DOES_NOT_FOLLOW
+        and row["verdict"] == printed_tables.DOES_NOT_FOLLOW
     )
     row = table.loc[("LPES, Abstract", "largest gain on KV retrieval")]
     assert (
         row["cells"] == pytest.approx(beluga)
-        and row["verdict"] == study.DOES_NOT_FOLLOW
+        and row["verdict"] == printed_tables.DOES_NOT_FOLLOW
     )
 
 
@@ -124,17 +126,20 @@ def test_statements_by_hand(statements: pd.DataFrame) -> None:
     assert table.loc[(yu, last), "cells"] == pytest.approx(
         gemma
     ) and qwen == pytest.approx(16.8)
-    assert table.loc[(yu, last), "verdict"] == study.DOES_NOT_FOLLOW
-    assert table.loc[(yu, "largest gain on KV retrieval"), "verdict"] == study.FOLLOWS
+    assert table.loc[(yu, last), "verdict"] == printed_tables.DOES_NOT_FOLLOW
+    assert (
+        table.loc[(yu, "largest gain on KV retrieval"), "verdict"]
+        == printed_tables.FOLLOWS
+    )
     space = table.loc[("LPES, Appendix B", "powers of ten from 11^32 to 352^4")]
     assert space["cells"] == pytest.approx(math.log10(Fraction(11**32, 352**4)))
     hours = table.loc[("LPES, Section 1", "hours of 20 epochs (3 to 4)"), "cells"]
     assert hours == pytest.approx(20 * (5.2 + 4.5 + 2.3 + 1167.4) / 3600)
-    assert (table["verdict"] == study.FOLLOWS).sum() == 10 and len(table) == 21
+    assert (table["verdict"] == printed_tables.FOLLOWS).sum() == 10 and len(table) == 21
 
 
 def test_shares_are_counts_of_answers(data: pd.DataFrame) -> None:
-    found = study.shares(data)
+    found = printed_tables.shares(data)
     assert set(found["n"]) == {202, 269, 500}
     for row in found.itertuples():
         printed = Fraction(row.printed)
@@ -142,13 +147,13 @@ def test_shares_are_counts_of_answers(data: pd.DataFrame) -> None:
             abs(Fraction(100 * k, row.n) - printed) <= HALF * unit(row.printed)
             for k in range(int(printed * row.n / 100), int(printed * row.n / 100) + 2)
         )
-        assert near == (row.verdict == study.FOLLOWS), row
-    off = found[found["verdict"] == study.DOES_NOT_FOLLOW]
+        assert near == (row.verdict == printed_tables.FOLLOWS), row
+    off = found[found["verdict"] == printed_tables.DOES_NOT_FOLLOW]
     assert off.loc[off["n"] == 500, "printed"].tolist() == ["68.7"]
 
 
 def test_the_four_cells_that_two_models_share(data: pd.DataFrame) -> None:
-    found = study.repeated(data)
+    found = printed_tables.repeated(data)
     (row,) = found[(found["same"] >= 3) & ~found["one_model"]].itertuples()
     assert (row.table, row.same, row.of) == ("Yu et al. 2025, Table 2", 4, 6)
     assert set(row.cells.split(", ")) == {"41.7", "22.2", "38.4", "19.5"}
@@ -172,12 +177,14 @@ def test_a_corrupted_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return table
 
     monkeypatch.setattr(reference, "read_table", corrupted)
-    data = study.printed_cells().query("table == 'LPES, Table 6'")
-    row = study.averages(data).query("method == 'LPES (Bézier curve)'")
-    assert row["verdict"].item() == study.DOES_NOT_FOLLOW and row[
+    data = printed_tables.printed_cells().query("table == 'LPES, Table 6'")
+    row = printed_tables.averages(data).query("method == 'LPES (Bézier curve)'")
+    assert row["verdict"].item() == printed_tables.DOES_NOT_FOLLOW and row[
         "expected"
     ].item() == pytest.approx(63.70)
-    off = study.shares(data).query("verdict == @study.DOES_NOT_FOLLOW")
+    off = printed_tables.shares(data).query(
+        "verdict == @printed_tables.DOES_NOT_FOLLOW"
+    )
     assert off[["cell", "printed"]].values.tolist() == [["50%", "62.3"]]
 
 
@@ -209,33 +216,34 @@ def made(table: str, n: int, cells: list[str], average: str) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("n", "cells", "average", "verdict"),
     [
-        (500, ["50.0", "50.2"], "50.1", study.FOLLOWS),
-        (500, ["50.0", "50.2", "50.2", "50.4"], "50.2", study.FOLLOWS),
-        (500, ["50.0", "50.2", "50.2"], "50.2", study.DOES_NOT_FOLLOW),
-        (0, ["50.0", "50.2", "50.2"], "50.2", study.WITHIN_ROUNDING),
-        (0, ["50.0", "50.2", "50.2"], "50.3", study.DOES_NOT_FOLLOW),
-        (0, ["50.0", "50.5"], "50.3", study.FOLLOWS),
+        (500, ["50.0", "50.2"], "50.1", printed_tables.FOLLOWS),
+        (500, ["50.0", "50.2", "50.2", "50.4"], "50.2", printed_tables.FOLLOWS),
+        (500, ["50.0", "50.2", "50.2"], "50.2", printed_tables.DOES_NOT_FOLLOW),
+        (0, ["50.0", "50.2", "50.2"], "50.2", printed_tables.WITHIN_ROUNDING),
+        (0, ["50.0", "50.2", "50.2"], "50.3", printed_tables.DOES_NOT_FOLLOW),
+        (0, ["50.0", "50.5"], "50.3", printed_tables.FOLLOWS),
     ],
 )
 def test_rounding_is_granted(
     n: int, cells: list[str], average: str, verdict: str
 ) -> None:
-    assert study.averages(made("T", n, cells, average))["verdict"].tolist() == [verdict]
+    assert printed_tables.averages(made("T", n, cells, average))[
+        "verdict"
+    ].tolist() == [verdict]
 
 
-def test_the_run_tells_it(posbench: Callable[..., Result], outputs: Path) -> None:
-    result = posbench("study=printed_tables", "stages=[study,report]")
-    assert result.status == 0, result.err
-    (folder,) = run_folders(outputs)
-    found = pd.read_csv(folder / "findings.csv")
-    told = found[found["claim"].str.contains("LPES, Table 1: averages")]
-    assert (
-        told["verdict"].item() == "contradicted"
-        and told["value"].item() == 6
-        and told["n"].item() == 34
-    )
-    assert "Baseline Key-Value Retrieval 80.9: 79.60" in told["note"].item()
-    assert "80.9: 79.60" in (folder / "report.html").read_text()
+def test_the_script_writes_tables_and_verdicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed_tables.main(tmp_path)
+    out = capsys.readouterr().out
+    assert out == f"Claims of the paper: 19 hold, 22 contradicted. {tmp_path}\n"
+    names = {file.stem for file in tmp_path.glob("*.csv")}
+    assert names == {"averages", "shares", "repeated", "statements", "findings"}
+    findings = pd.read_csv(tmp_path / "findings.csv")
+    row = findings[findings["claim"].str.contains("LPES, Table 1: averages")]
+    assert row[["verdict", "value", "n"]].values.tolist() == [["contradicted", 6, 34]]
+    assert "Baseline Key-Value Retrieval 80.9: 79.60" in row["note"].item()
 
 
 def table_below(head: str) -> list[list[str]]:
@@ -250,8 +258,8 @@ def table_below(head: str) -> list[list[str]]:
     return rows
 
 
-def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> None:
-    off = averages.query("verdict == @study.DOES_NOT_FOLLOW")
+def test_the_page_prints_the_averages_of_the_script(averages: pd.DataFrame) -> None:
+    off = averages.query("verdict == @printed_tables.DOES_NOT_FOLLOW")
     expected = {
         (
             r.table,
@@ -266,8 +274,8 @@ def test_the_page_prints_the_averages_of_the_study(averages: pd.DataFrame) -> No
     assert {tuple(row) for row in rows} == expected and len(rows) == len(off)
 
 
-def test_the_page_prints_the_statements_of_the_study(statements: pd.DataFrame) -> None:
-    off = statements.query("verdict == @study.DOES_NOT_FOLLOW")
+def test_the_page_prints_the_statements_of_the_script(statements: pd.DataFrame) -> None:
+    off = statements.query("verdict == @printed_tables.DOES_NOT_FOLLOW")
     expected = [
         (r.place, r.statement, f"{r.printed:g}", f"{r.cells:.4g}")
         for r in off.itertuples()
@@ -281,15 +289,15 @@ def test_counts_on_the_page(
     data: pd.DataFrame, averages: pd.DataFrame, statements: pd.DataFrame
 ) -> None:
     text = PAGE.read_text()
-    shares = study.shares(data)
+    shares = printed_tables.shares(data)
     exams = shares[shares["n"] != 500]
-    off = (exams["verdict"] == study.DOES_NOT_FOLLOW).sum()
+    off = (exams["verdict"] == printed_tables.DOES_NOT_FOLLOW).sum()
     assert f"{off} of {len(exams)} cells are not shares of the 202 and 269" in text
     assert (
-        f"(error; {(averages['verdict'] == study.DOES_NOT_FOLLOW).sum()} of {len(averages)})"
+        f"(error; {(averages['verdict'] == printed_tables.DOES_NOT_FOLLOW).sum()} of {len(averages)})"
         in text
     )
-    holds = (statements["verdict"] == study.FOLLOWS).sum()
+    holds = (statements["verdict"] == printed_tables.FOLLOWS).sum()
     assert f"(the other {holds} of {len(statements)} do)" in text
 
 

@@ -1,21 +1,31 @@
-"""The papers' tables against themselves: averages, stated numbers, repeated cells, impossible shares."""
+"""The papers' tables against themselves: averages, stated numbers, repeated cells, impossible shares.
+
+python tools/printed_tables.py [FOLDER]    # writes four tables and findings.csv, by default to build/printed_tables
+
+Asked is whether what Yu et al. 2025 and LPES print follows from the cells that they print, as they are in
+``experiments/reference``. A cell that counts right answers of 500 is exact; any other may be half a unit of its
+last digit off, and so may a mean of such cells.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import combinations
-from typing import ClassVar, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from posbench.files.atomic import write_csv
 from posbench.late import pd
-from posbench.run.base import Run
+from posbench.report.folder import study_tables
+from posbench.report.text import count_verdicts
 from posbench.stats import reference
-from posbench.stats.findings import Finding
-from posbench.studies.base import Study, Tables
+from posbench.stats.findings import Finding, findings_table
 
+FOLDER = Path("build/printed_tables")
 YU = "Yu et al. 2025"
 LPES = "LPES"
 # Tables by the questions behind each cell; 0: not stated, or no share of right answers.
@@ -55,58 +65,50 @@ class Statement(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrintedTables(Study):
-    """Whether what Yu et al. 2025 and LPES print follows from the cells that they print.
+def main(folder: Path) -> None:
+    """Write the tables and the verdicts to a folder, and print how many claims hold."""
+    cells = printed_cells()
+    tables = {
+        "averages": averages(cells),
+        "shares": shares(cells),
+        "repeated": repeated(cells),
+        "statements": statements(cells),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        write_csv(folder / f"{name}.csv", table)
+    # From what was written: a verdict never rests on digits that no file holds.
+    judged = judge(study_tables(folder, list(tables)))
+    findings = findings_table(judged, model="")
+    write_csv(folder / "findings.csv", findings)
+    print(f"{count_verdicts(findings)} {folder}")
 
-    Cells are as in ``experiments/reference``. A cell that counts right answers of 500 is exact; any other may
-    be half a unit of its last digit off, and so may a mean of such cells.
-    """
 
-    needs_model: ClassVar[bool] = False
-    needs_task: ClassVar[bool] = False
+def judge(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
+    """One finding for the averages and the shares of each table, the repeated cells, and each statement."""
+    findings = [
+        *_cell_findings(tables["averages"], "averages follow from their cells"),
+        *_cell_findings(tables["shares"], "cells are shares k / n"),
+    ]
 
-    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``averages``, ``shares``, ``repeated`` and ``statements``, see the functions below."""
-        cells = printed_cells()
-        return {
-            "averages": averages(cells),
-            "shares": shares(cells),
-            "repeated": repeated(cells),
-            "statements": statements(cells),
-        }
+    copies = tables["repeated"].query("same >= 3 and not one_model")
+    note = "; ".join(
+        f"{row.table}: {row.first} = {row.second}: {row.cells}"
+        for row in copies.itertuples()
+    )
+    claim = "Rows of two models do not share three cells"
+    statistic = "pairs that do, of those that share two"
+    number = (len(copies), len(tables["repeated"]))
+    findings.append(Finding.that(copies.empty, claim, statistic, number, note))
 
-    def findings(self, tables: Tables) -> list[Finding]:
-        """One for the averages and the shares of each table, the repeated cells, and each statement."""
-        findings = [
-            *_cell_findings(tables["averages"], "averages follow from their cells"),
-            *_cell_findings(tables["shares"], "cells are shares k / n"),
-        ]
-
-        copies = tables["repeated"].query("same >= 3 and not one_model")
-        note = "; ".join(
-            f"{row.table}: {row.first} = {row.second}: {row.cells}"
-            for row in copies.itertuples()
-        )
-        claim = "Rows of two models do not share three cells"
-        statistic = "pairs that do, of those that share two"
-        number = (len(copies), len(tables["repeated"]))
-        findings.append(Finding.that(copies.empty, claim, statistic, number, note))
-
-        for row in tables["statements"].itertuples():
-            claim = f"{row.place}: {row.statement}"
-            note = f"printed: {row.printed:g}, within {row.within:g}; {row.note}"
-            number = (row.cells, row.n)
-            findings.append(
-                Finding.that(
-                    row.verdict == FOLLOWS,
-                    claim,
-                    "by the cells",
-                    number,
-                    note.rstrip("; "),
-                )
-            )
-        return findings
+    for row in tables["statements"].itertuples():
+        claim = f"{row.place}: {row.statement}"
+        note = f"printed: {row.printed:g}, within {row.within:g}; {row.note}"
+        follows = row.verdict == FOLLOWS
+        number = (row.cells, row.n)
+        note = note.rstrip("; ")
+        findings.append(Finding.that(follows, claim, "by the cells", number, note))
+    return findings
 
 
 def _cell_findings(rows: pd.DataFrame, claim: str) -> Iterator[Finding]:
@@ -393,3 +395,11 @@ def _top_three(values: pd.Series) -> str:
         name = " ".join(key) if isinstance(key, tuple) else str(key)
         texts.append(f"{name} {value:.2f}")
     return ", ".join(texts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path)
+    main(parser.parse_args().folder or FOLDER)

@@ -1,22 +1,23 @@
-"""`posbench docs`: documents say what the code says, and nothing of a run is lost."""
+"""tools/pages.py: documents say what the code says, and nothing of a run is lost."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from PIL import Image
 
-from posbench.cli import docs
-from posbench.cli.main import main
 from posbench.files.atomic import write_csv
 from posbench.model.families import FAMILIES
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result, run_folders
+from tools import pages
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"
 
 
@@ -54,11 +55,11 @@ def write(folder: Path, runs: dict[str, pd.DataFrame]) -> None:
 def test_the_table_of_families_is_the_family_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["docs", "families"]) == 0
+    assert pages.main(["families"]) == 0
     table = capsys.readouterr().out.strip()
     text = PAGE.read_text()
-    assert docs.between_marks(PAGE, "families", table) == text, (
-        "posbench docs families --out docs/families.md"
+    assert pages.between_marks(PAGE, "families", table) == text, (
+        "python tools/pages.py families --out docs/families.md"
     )
     assert len(table.splitlines()) == 2 + len(FAMILIES)
     for family in FAMILIES:
@@ -68,7 +69,7 @@ def test_the_table_of_families_is_the_family_table(
 def test_only_the_part_between_the_marks_is_written(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("before\n<!-- families -->\nlast year\n<!-- /families -->\nafter\n")
-    assert main(["docs", "families", f"--out={file}"]) == 0
+    assert pages.main(["families", f"--out={file}"]) == 0
     text = file.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     assert "last year" not in text and "`llama`" in text
@@ -77,7 +78,7 @@ def test_only_the_part_between_the_marks_is_written(tmp_path: Path) -> None:
 def test_a_new_file_can_be_written_again(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     for _ in range(2):
-        assert main(["docs", "families", f"--out={file}"]) == 0
+        assert pages.main(["families", f"--out={file}"]) == 0
         assert file.read_text().count("`llama`") == 1
 
 
@@ -89,25 +90,35 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
 ) -> None:
     file = tmp_path / "page.md"
     file.write_text(marks)
-    assert main(["docs", "families", "--out", str(file)]) == 2
+    assert pages.main(["families", "--out", str(file)]) == 2
     assert file.read_text() == marks and "--out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["nothing"], ["families", "x"], ["claims"], ["run", "a", "b"]]
+    ("args", "reason"),
+    [
+        ([], "required: page"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["families", "x"], "families takes no DIR"),
+        (["claims"], "claims takes a DIR"),
+        (["run", "a", "b"], "unrecognized arguments: b"),
+    ],
 )
-def test_the_pages_that_there_are_stand_in_the_error(
-    args: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_page_that_cannot_be_made_is_refused(
+    args: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["docs", *args]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "families, data, claims DIR, run DIR, experiments DIR, gallery DIR" in line
+    with pytest.raises(SystemExit) as end:
+        pages.main(args)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert "{families,data,claims,run,experiments,gallery} [DIR]" in error
 
 
 def test_a_folder_without_claims_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["docs", "claims", str(tmp_path)]) == 2
+    assert pages.main(["claims", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 
@@ -134,7 +145,7 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     (sweep / "jobs.json").write_text(
         json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}])
     )
-    page = docs.claims(tmp_path)
+    page = pages.claims_page(tmp_path)
     assert (
         "| C1: a | contradicted | holds |" in page
         and "    posbench experiment=fig6" in page
@@ -148,7 +159,7 @@ def test_a_study_without_a_model_has_its_column(tmp_path: Path) -> None:
         "gram/v1/y": findings("tiny", ("b", 2.0, "holds")),
     }
     write(tmp_path, runs)
-    page = docs.claims(tmp_path)
+    page = pages.claims_page(tmp_path)
     assert "| claim | no model | tiny |" in page and "| a | holds |  |" in page
 
 
@@ -168,7 +179,7 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
             "gram/v1/y": findings("tiny_b", *other),
         },
     )
-    page = docs.claims(tmp_path)
+    page = pages.claims_page(tmp_path)
     matrix = [line for line in page.splitlines() if line.startswith(("| C", "| claim"))]
     assert matrix[:2] == [
         "| claim | tiny | tiny_b |",
@@ -187,6 +198,14 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
     assert "posbench study=chain" in page
 
 
+def test_figures_of_the_documentation_are_small(tmp_path: Path) -> None:
+    noise = tmp_path / "noise.png"
+    Image.frombytes("RGB", (400, 300), os.urandom(400 * 300 * 3)).save(noise)
+    small = pages.shrink_png(noise)
+    assert len(small) <= 100_000 < noise.stat().st_size
+    assert Image.open(io.BytesIO(small)).size == (280, 210)
+
+
 @pytest.mark.parametrize(
     ("verdicts", "word"),
     [
@@ -197,7 +216,7 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
     ],
 )
 def test_verdicts_of_several_statistics(verdicts: list[str], word: str) -> None:
-    assert docs.combined_verdict(pd.Series(verdicts, dtype=object)) == word
+    assert pages.combined_verdict(pd.Series(verdicts, dtype=object)) == word
 
 
 def test_a_run_as_markdown_has_the_numbers_of_its_tables(
@@ -207,7 +226,7 @@ def test_a_run_as_markdown_has_the_numbers_of_its_tables(
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     capsys.readouterr()
-    assert main(["docs", "run", str(folder)]) == 0
+    assert pages.main(["run", str(folder)]) == 0
     page = capsys.readouterr().out
     metrics = pd.read_csv(folder / "metrics.csv")
     means = metrics[

@@ -11,15 +11,15 @@ import pytest
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
-from posbench.report import experiments
-from posbench.report.experiments import (
-    PAPERS,
+from posbench.report.experiments import PAPERS
+from posbench.run.folder import RunDir
+from posbench.stats.findings import FINDING_COLUMNS
+from tools.pages import (
     experiments_page,
     find_experiments,
     read_captions,
+    read_experiments,
 )
-from posbench.run.folder import RunDir
-from posbench.stats.findings import FINDING_COLUMNS
 
 TABLES_AND_FIGURES = {
     "yu2025": (6, 14),
@@ -47,7 +47,7 @@ def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
 
 
 def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -> None:
-    every = experiments.read_experiments()
+    every = read_experiments()
     listed = read_captions()
     for row in listed.to_dict("records"):
         names = find_experiments(every, row["paper"], row["item"])
@@ -78,7 +78,7 @@ def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
     """Made of runs that no test repeats, but its captions and experiments are those of today."""
     text = README.read_text(encoding="utf-8")
     assert _told(text) == _told(experiments_page(tmp_path)), (
-        "posbench docs experiments outputs --out experiments/README.md"
+        "python tools/pages.py experiments outputs --out experiments/README.md"
     )
 
 

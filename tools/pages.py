@@ -1,0 +1,481 @@
+"""Pages of the documentation that are made from code or from runs, as Markdown.
+
+python tools/pages.py families           which architectures work, from the code
+python tools/pages.py data               the fields of a file of your own, from the code
+python tools/pages.py claims DIR         verdicts on papers' claims, of all studies in a folder of runs
+python tools/pages.py run DIR            one run: its sentence, text and tables
+python tools/pages.py experiments DIR    every table and figure of the papers, with the status of its newest run
+python tools/pages.py gallery DIR        the figures of all runs; they go to a folder beside FILE, which has its name
+
+--out FILE writes the page between the marks <!-- PAGE --> and <!-- /PAGE --> of a file:
+
+python tools/pages.py gallery outputs --out docs/gallery.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from PIL import Image
+
+from posbench import paths
+from posbench.errors import UserError, choices, complain
+from posbench.files.atomic import write_bytes, write_text
+from posbench.files.markdown import markdown
+from posbench.late import pd
+from posbench.model.families import FAMILIES
+from posbench.report.collect import Entry, Result, collect_entries
+from posbench.report.experiments import PAPERS, trains_networks
+from posbench.report.folder import read_csv, read_json
+from posbench.report.gallery import GROUPS, heading, paper_of, paper_shows
+from posbench.report.page import read_run
+from posbench.report.paper import AGREEMENT
+from posbench.report.tables import findings_table
+from posbench.report.text import count_verdicts, tally_verdicts
+from posbench.run.folder import open_undamaged
+from posbench.schema import describe_type
+from posbench.tasks.own_data import KINDS, Record
+
+MAX_PNG_BYTES = 100_000
+EXPERIMENTS_HEADER = ("item", "what it shows", "command", "minutes", "status")
+TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a page, or write it to a file; return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("page", choices=[*FROM_CODE, *FROM_RUNS, "gallery"])
+    parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
+    parser.add_argument("--out", metavar="FILE", type=Path)
+    arguments = parser.parse_args(argv)
+    from_code = arguments.page in FROM_CODE
+    if from_code and arguments.folder:
+        parser.error(f"{arguments.page} takes no DIR: it is made from the code")
+    if not from_code and not arguments.folder:
+        parser.error(f"{arguments.page} takes a DIR: a run, or a folder of runs")
+    try:
+        make_page(arguments.page, arguments.folder, arguments.out)
+    except UserError as error:
+        complain(error)
+        return error.status
+    return 0
+
+
+def make_page(name: str, folder: Path | None, out: Path | None) -> None:
+    """Print a page, or write it between its marks in a file.
+
+    Args:
+        name: Name of the page.
+        folder: The run or the folder of runs that it is made from; None where that is the code.
+        out: The file; None prints the page.
+
+    Raises:
+        UserError: A folder that holds nothing to show, or a file of other text without marks.
+    """
+    images: dict[str, Path] = {}
+    if folder is None:
+        page = FROM_CODE[name]()
+    elif name == "gallery":
+        image_folder = out.stem if out else name
+        page, images = gallery_page(collect_entries(folder), image_folder)
+    else:
+        page = FROM_RUNS[name](folder)
+    if out is None:
+        print(page)
+        return
+    text = between_marks(out, name, page)
+    if images:
+        _write_images(out.with_suffix(""), images)
+    write_text(out, text)
+    print(out)
+
+
+def _write_images(folder: Path, images: Mapping[str, Path]) -> None:
+    """Write figures to a folder under their names there, and remove all other images."""
+    folder.mkdir(exist_ok=True)
+    for name, figure in images.items():
+        write_bytes(folder / name, shrink_png(figure))
+    for file in set(folder.glob("*.png")) - {folder / name for name in images}:
+        file.unlink()
+
+
+def between_marks(file: Path, name: str, page: str) -> str:
+    """The text of a file with a page between its marks.
+
+    Args:
+        file: The file; without text it becomes the marks and the page.
+        name: Name of the page in the marks.
+        page: The page, as Markdown.
+
+    Raises:
+        UserError: The file has text without these marks, or with several of them.
+    """
+    old = file.read_text(encoding="utf-8") if file.is_file() else ""
+    start = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
+    marked = f"{start}\n\n{page}\n\n{end}"
+    if not old:
+        return f"{marked}\n"
+    new, count = re.subn(f"{start}.*?{end}", lambda _: marked, old, flags=re.DOTALL)
+    if count != 1:
+        allowed = f"a new file, or one with {start} and {end} once"
+        hint = "put the marks where the page shall stand"
+        raise UserError("--out", str(file), allowed, hint)
+    return new
+
+
+def claims_page(folder: Path) -> str:
+    """The claims that studies below a folder judged, by model: an overview, then each with its numbers.
+
+    The newest run of each study on each model counts.
+    """
+    newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
+    files = folder.glob("*/v*/*/findings.csv")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        open_undamaged(file.parent)
+        frame = read_csv(file)
+        if frame is not None:
+            study = file.parts[-4]
+            model = str(frame["model"].iloc[0])
+            newest[study, model] = (frame, _read_provenance(file.parent)["command"])
+    if not newest:
+        raise UserError(
+            "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
+        )
+    frames = [frame for frame, _ in newest.values()]
+    findings = pd.concat(frames, ignore_index=True).fillna({"model": "no model"})
+    # The claims of papers first, in the order of their studies, then our controls.
+    findings = findings.sort_values(
+        "kind", key=lambda kind: kind != "paper", kind="stable"
+    )
+    models = sorted(findings["model"].unique())
+    overview = []
+    sections = []
+    for _, of_claim in findings.groupby("claim", sort=False):
+        header, rows = findings_table(of_claim)
+        claim = rows[0][1]
+        verdict_by_model = [
+            combined_verdict(of_claim.loc[of_claim["model"] == model, "verdict"])
+            for model in models
+        ]
+        overview.append([claim, *verdict_by_model])
+        # The model instead of the claim, which is the section's title.
+        rows = [
+            [row[0], model, *row[2:]]
+            for model, row in zip(of_claim["model"], rows, strict=True)
+        ]
+        table = markdown(["verdict", "model", *header[2:]], rows)
+        sections.append(f"## {claim}\n\n{table}")
+    counts = [
+        f"- {model}: {count_verdicts(findings[findings['model'] == model])}"
+        for model in models
+    ]
+    commands = "\n".join(f"    {command}" for _, command in newest.values())
+    return "\n\n".join(
+        [
+            "\n".join(counts),
+            markdown(["claim", *models], overview),
+            *sections,
+            f"## How\n\nThe verdicts are those of these runs:\n\n{commands}",
+        ]
+    )
+
+
+def _read_provenance(folder: Path) -> dict[str, Any]:
+    """The provenance of a run; of a sweep that of its first run, as each records the command of the sweep."""
+    jobs = read_json(folder / "jobs.json") or []
+    runs = [job["folder"] for job in jobs if job["folder"]]
+    run_folder = folder.parent / Path(runs[0]).name if runs else folder
+    provenance: dict[str, Any] | None = read_json(run_folder / "provenance.json")
+    if provenance is None:
+        allowed = "a run folder with its provenance.json"
+        raise UserError("DIR", str(folder), allowed, "repeat the run")
+    return provenance
+
+
+def combined_verdict(verdicts: pd.Series) -> str:
+    """The verdict of one model; of several statistics, how many got each."""
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else tally_verdicts(verdicts)
+
+
+def run_page(folder: Path) -> str:
+    """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
+    open_undamaged(folder)
+    sentence, sections = read_run(folder)
+    provenance = _read_provenance(folder)
+    packages = provenance["packages"]
+    parts = [sentence]
+    for section in sections:
+        parts += [f"## {section.title}", section.text]
+        if section.rows:
+            parts.append(markdown(section.header, section.rows))
+        if section.block:
+            parts.append(f"```yaml\n{section.block.rstrip()}\n```")
+    parts.append(
+        f"Made by `{provenance['command']}` on {provenance['hardware']}; "
+        f"posbench {provenance['posbench']}, torch {packages['torch']}, "
+        f"transformers {packages['transformers']}."
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def read_captions() -> pd.DataFrame:
+    """Every table and figure of the papers: paper, item, what it shows, and why there is no experiment."""
+    return pd.read_csv(
+        paths.EXPERIMENTS / "captions.csv", keep_default_na=False, dtype=str
+    )
+
+
+def read_experiments() -> dict[str, Mapping[str, Any]]:
+    """The configs of posbench's experiments, by name."""
+    configs = {}
+    for name in choices(paths.EXPERIMENTS):
+        text = (paths.EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8")
+        configs[name] = yaml.safe_load(text)
+    return configs
+
+
+def find_experiments(
+    configs: Mapping[str, Mapping[str, Any]], paper: str, item: str
+) -> list[str]:
+    """Names of the experiments that regenerate a table or figure of a paper."""
+    names = []
+    for name, config in configs.items():
+        experiment = config["experiment"]
+        if experiment.get("paper") == paper and item in experiment.get("covers", ()):
+            names.append(name)
+    return names
+
+
+def experiments_page(folder: Path) -> str:
+    """Every table and figure of the papers as Markdown, with the newest runs in an outputs folder.
+
+    Raises:
+        UserError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            "DIR",
+            str(folder),
+            "an outputs folder, with runs or empty",
+            "posbench experiment=NAME",
+        )
+    configs = read_experiments()
+    entries = {entry.name: entry for entry in collect_entries(folder)}
+    items = read_captions()
+    parts = list[str]()
+    for paper, title in PAPERS.items():
+        of_paper = items[items["paper"] == paper]
+        rows = [
+            _item_row(configs, entries, paper, item)
+            for item in of_paper.to_dict("records")
+        ]
+        num_without = (of_paper["reason"] != "").sum()
+        parts.append(
+            f"## {title}\n\n{len(rows)} tables and figures, {num_without} without an experiment."
+        )
+        parts.append(markdown(EXPERIMENTS_HEADER, rows))
+    return "\n\n".join(parts)
+
+
+def _item_row(
+    configs: Mapping[str, Mapping[str, Any]],
+    entries: Mapping[str, Entry],
+    paper: str,
+    item: Mapping[str, str],
+) -> list[str]:
+    """One line of the page; several experiments of an item share its cells.
+
+    Args:
+        configs: Config of each experiment by name.
+        entries: The newest runs of each experiment by name.
+        paper: Short name of the paper.
+        item: A row of :func:`read_captions`.
+    """
+    names = find_experiments(configs, paper, item["item"])
+    if not names:
+        return [item["item"], item["shows"], "none", "", item["reason"]]
+    cells = [
+        _experiment_cells(name, configs[name], entries.get(name)) for name in names
+    ]
+    commands, minutes, statuses = zip(*cells, strict=True)
+    return [
+        item["item"],
+        item["shows"],
+        "<br>".join(commands),
+        "<br>".join(minutes),
+        "<br>".join(statuses),
+    ]
+
+
+def _experiment_cells(
+    name: str, config: Mapping[str, Any], entry: Entry | None
+) -> tuple[str, str, str]:
+    """Command, minutes and status of an experiment."""
+    command = f"posbench experiment={name}"
+    minutes = ""
+    if config["experiment"].get("needs_weights"):
+        status = "needs weights"
+    elif trains_networks(config):
+        status = TRAINING_STATUS
+    else:
+        status = "not run"
+    if entry and entry.results:
+        command = re.sub(r" runtime\.outputs=\S+", "", entry.command)
+        status = _run_status(entry)
+        seconds: list[Any] = [run.status().get("seconds") for run in entry.runs]
+        # A run of an older version has none.
+        if None not in seconds:
+            minutes = f"{sum(map(float, seconds)) / 60:.1f}"
+    if entry and entry.faults:
+        status += f"; unfinished or damaged: {len(entry.faults)}"
+    return f"[`{command}`]({name}.yaml)", minutes, status
+
+
+def _run_status(entry: Entry) -> str:
+    """How the paper's claims fared, else its cells, else what was measured."""
+    findings = entry.findings
+    if len(findings):
+        claims = tally_verdicts(findings.loc[findings["kind"] == "paper", "verdict"])
+        if claims:
+            return claims
+    if len(entry.cells):
+        return f"cells: {tally_verdicts(entry.cells['verdict'], AGREEMENT)}"
+    return entry.summary or "measured"
+
+
+def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
+    """The gallery in short, with one to three figures of each entry.
+
+    Args:
+        entries: What is shown.
+        images: The folder of images, as the text names it.
+
+    Returns:
+        The text, and the figure to put at each image's name.
+    """
+    texts = list[str]()
+    figures = dict[str, Path]()
+    for paper, paper_title in GROUPS.items():
+        of_paper = [entry for entry in entries if paper_of(entry) == paper]
+        if of_paper:
+            texts.append(f"## {paper_title}")
+        for entry in of_paper:
+            texts.append(f"### {heading(entry)}")
+            shows = paper_shows(entry)
+            if shows:
+                texts.append(f"*The paper shows:* {shows}")
+            summary = entry.summary
+            if summary:
+                texts.append(f"*We see:* {summary}")
+            texts += entry.faults
+            for result, name in _first_figures(entry):
+                image = f"{entry.name}-{result.label}-{name}.png"
+                figures[image] = result.folder / "figures" / f"{name}.png"
+                link = f"![{heading(entry)}]({images}/{image})"
+                caption = entry.label_prefix(result) + result.figures[name]
+                texts.append(f"{link}\\\n{caption}")
+            if entry.command:
+                texts.append(f"`{entry.command}`; {entry.origin}.")
+    return "\n\n".join(texts), figures
+
+
+def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
+    """The first figure of the first two results; of a single one, its first three."""
+    results = [result for result in entry.results if result.figures]
+    if len(results) > 1:
+        return [(result, next(iter(result.figures))) for result in results[:2]]
+    return [(result, name) for result in results for name in result.figures][:3]
+
+
+def shrink_png(file: Path) -> bytes:
+    """A figure as a smaller PNG, with fewer colours, then fewer pixels.
+
+    It has at most :data:`MAX_PNG_BYTES` if one of the sizes tried has, else the smallest size.
+    """
+    image = Image.open(file).convert("RGB")
+    for scale, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
+        size = round(scale * image.width), round(scale * image.height)
+        small = image.resize(size, Image.Resampling.LANCZOS)
+        # Rare colours count as much as others: a colour bar keeps all of its own.
+        small = small.quantize(
+            colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+        stream = io.BytesIO()
+        small.save(stream, "png", optimize=True)
+        if stream.tell() <= MAX_PNG_BYTES:
+            break
+    return stream.getvalue()
+
+
+def families_page() -> str:
+    """The families, as a Markdown table."""
+    header = [
+        "family",
+        "`model_type`",
+        "positions",
+        "queries and keys",
+        "cached keys",
+        "also covered",
+    ]
+    rows = []
+    for family in FAMILIES:
+        types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
+        projection = f"fused, in {family.fused}" if family.fused else "separate"
+        keys = "rank-1, projected again if clipped" if family.clip else "rank-1"
+        if family.key_norm:
+            projection += f", keys normed per {family.norm_over}"
+            keys = "projected again"
+        rows.append(
+            [family.name, types, family.position, projection, keys, family.traits]
+        )
+    return markdown(header, rows)
+
+
+def data_page() -> str:
+    """The fields of a user's own file, as a Markdown table."""
+    kinds_by_field: dict[tuple[str, ...], list[str]] = {}
+    for kind_name, kind in KINDS.items():
+        for field in schema(kind):
+            kinds_by_field.setdefault(field, []).append(kind_name)
+    rows = []
+    for (name, form, meaning), kinds in kinds_by_field.items():
+        listed = "all" if len(kinds) == len(KINDS) else ", ".join(kinds)
+        rows.append([f"`{name}`", listed, form, meaning])
+    return markdown(["field", "in files with", "form", "meaning"], rows)
+
+
+def schema(kind: type[Record]) -> list[tuple[str, str, str]]:
+    """The fields of a kind of file: name, form and meaning."""
+    hints = get_type_hints(kind, include_extras=True)
+    table = []
+    for name, field in kind.model_fields.items():
+        form = describe_type(hints[name])
+        if not field.is_required():
+            form += ", or left out"
+        table.append((name, form, str(field.description)))
+    return table
+
+
+FROM_CODE: dict[str, Callable[[], str]] = {
+    "families": families_page,
+    "data": data_page,
+}
+FROM_RUNS: dict[str, Callable[[Path], str]] = {
+    "claims": claims_page,
+    "run": run_page,
+    "experiments": experiments_page,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
