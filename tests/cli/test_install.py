@@ -72,7 +72,8 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
         wanted = {
             p.relative_to(source)
             for p in source.rglob("*")
-            if p.is_file() and not {"__pycache__", "results", "captions.csv"} & {*p.parts}
+            if p.is_file()
+            and not {"__pycache__", "results", "captions.csv"} & {*p.parts}
         }
         assert wanted and wanted <= {
             p.relative_to(package / name) for p in (package / name).rglob("*")
