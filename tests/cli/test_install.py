@@ -79,6 +79,7 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
             p.relative_to(package / name) for p in (package / name).rglob("*")
         }
     assert not (package / "experiments" / "results").exists()
+    assert not (package / "experiments" / "captions.csv").exists()
     (wheel,) = installed.parent.glob("posbench-*.whl")
     assert {
         name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()
