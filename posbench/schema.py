@@ -24,6 +24,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
 
 from posbench.errors import Faults, UserError, near
+from posbench.renamed import keep_old_names
 
 T = TypeVar("T")
 
@@ -332,3 +333,15 @@ def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
         link = "and"
     parts = [plain.replace("finite ", ""), lower, link, upper]
     return " ".join(part for part in parts if part)
+
+
+keep_old_names(
+    __name__,
+    {
+        "MOST": "MAX_COUNT",
+        "target": "resolve_target",
+        "defaults": "default_values",
+        "required": "required_fields",
+        "words": "describe_type",
+    },
+)

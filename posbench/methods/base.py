@@ -13,6 +13,7 @@ from posbench.model.encode import Encoder
 from posbench.model.guard import exclusive
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
+from posbench.renamed import keep_old_names
 from posbench.schema import verify
 
 
@@ -179,3 +180,11 @@ def input_shape(call: Mapping[str, Any]) -> tuple[int, int]:
     if tokens is None:
         tokens = call["inputs_embeds"]
     return tokens.shape[0], tokens.shape[1]
+
+
+keep_old_names(
+    __name__,
+    {
+        "Folded": "CheckpointChange",
+    },
+)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from posbench.model.encode import Encoder
 from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
+from posbench.renamed import warn_renamed
 from posbench.run.folder import RunDir
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
@@ -41,9 +43,13 @@ RENAMED = {
     "encode": "prompts.encode",
     "every": "all_methods",
     "found": "method.found_parameters",
+    "helpers": "workers",
+    "main": "main_out",
     "missing": "method.hint",
     "origin": "method.origin",
+    "part": "shard",
     "plan": "prompts.batches",
+    "standins": "method.stand_ins",
     "target": "method.target",
     "trial": "method.trial",
     "whole": "method.with_target",
@@ -88,9 +94,10 @@ class Run:
     workers: WorkerPool | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Answer a name of an earlier release with its name now."""
+        """What an old name stands for now, with a warning that says so."""
         if name in RENAMED:
-            raise AttributeError(f"run.{name} is run.{RENAMED[name]} now")
+            warn_renamed(f"run.{name}", f"run.{RENAMED[name]}")
+            return attrgetter(RENAMED[name])(self)
         # An AttributeError inside a property ends here, too: raise that one, not one of ours.
         return object.__getattribute__(self, name)
 

@@ -13,6 +13,7 @@ from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM, length_batches
+from posbench.renamed import renamed_parameters
 from posbench.tasks import Example, Task
 
 
@@ -77,6 +78,7 @@ class PromptBatcher:
             rewritten.append(replace(example, prompt=prompt.text, items=prompt.items))
         return rewritten
 
+    @renamed_parameters(tokens="max_tokens")
     def batches(
         self,
         examples: Sequence[Example],
@@ -97,6 +99,7 @@ class PromptBatcher:
             task or self.task, examples, encoded, self.batch_size, tokens
         )
 
+    @renamed_parameters(things="items", tokens="max_tokens")
     def batches_by_length(
         self,
         items: Sequence[Any],

@@ -10,6 +10,7 @@ from typing import Any
 
 from posbench.files.atomic import Row
 from posbench.late import torch
+from posbench.renamed import renamed_parameters
 from posbench.run.folder import RunDir
 from posbench.run.progress import Progress
 
@@ -123,6 +124,7 @@ class ResumableRows:
             file, rows, [key(item) for item in ordered_items], num_failed
         )
 
+    @renamed_parameters(one="compute")
     def complete_each(
         self,
         file: str,

@@ -22,6 +22,7 @@ from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
+from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.run.folder import RunDir
@@ -302,6 +303,7 @@ class Search(ABC):
             rows = run.rows.complete(held_back.ROWS_FILE, label, batches, key, compute)
         return {row["id"]: row["value"] for row in rows}
 
+    @renamed_parameters(how="description")
     def write_found(self, run: Run, block: Mapping[str, Any], description: str) -> None:
         """Write ``found.yaml``, the block to paste into a model's YAML, and ``held_back.csv``, its gain.
 
@@ -362,3 +364,16 @@ def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
     for row in table.itertuples(index=False):
         rows.append([f"{value:.{digits}g}" for value in row])
     return [Section("Search", text, list(table), rows)]
+
+
+keep_old_names(
+    __name__,
+    {
+        "FOUND": "FOUND_FILE",
+        "ROWS": "ROWS_FILE",
+        "STATE": "STATE_FILE",
+        "save": "save_state",
+        "saved": "load_state",
+        "steps_section": "epoch_section",
+    },
+)

@@ -26,6 +26,7 @@ from posbench.plots.search import (
     channel_figure,
 )
 from posbench.plots.section import Section
+from posbench.renamed import renamed_parameters
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
@@ -228,6 +229,7 @@ class ChannelSearch(DeploySearch):
             monotone_only=monotone_only,
         )
 
+    @renamed_parameters(found="measured")
     def ask(
         self,
         measured: ChannelStatistics,

@@ -11,6 +11,7 @@ import numpy as np
 import scipy
 
 from posbench.late import pd
+from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.stats.bootstrap import Z95, Array, Estimate
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
@@ -72,6 +73,7 @@ class Finding:
     note: str = ""
 
     @classmethod
+    @renamed_parameters(at="number")
     def that(
         cls,
         holds: bool,
@@ -106,6 +108,7 @@ class Finding:
         )
 
     @classmethod
+    @renamed_parameters(at="number")
     def tested(
         cls,
         holds: bool,
@@ -137,6 +140,7 @@ class Finding:
         return replace(finding, p=p)
 
     @classmethod
+    @renamed_parameters(at="estimate")
     def within(
         cls,
         claim: str,
@@ -169,6 +173,7 @@ class Finding:
         return replace(finding, verdict="inconclusive")
 
     @classmethod
+    @renamed_parameters(at="estimate")
     def above(
         cls,
         claim: str,
@@ -181,6 +186,7 @@ class Finding:
         return cls.within(claim, statistic, estimate, bound, math.inf, note)
 
     @classmethod
+    @renamed_parameters(at="estimate")
     def below(
         cls,
         claim: str,
@@ -214,6 +220,7 @@ class Finding:
         return replace(self, kind="control")
 
 
+@renamed_parameters(at="estimate")
 def p_value(
     estimate: Estimate, low: float = -math.inf, high: float = math.inf
 ) -> float:
@@ -336,3 +343,17 @@ def findings_table(findings: Sequence[Finding], model: str) -> pd.DataFrame:
         {"model": model, **asdict(finding)} for finding in correct_findings(findings)
     ]
     return pd.DataFrame(rows, columns=list(FINDING_COLUMNS))
+
+
+keep_old_names(
+    __name__,
+    {
+        "COLUMNS": "FINDING_COLUMNS",
+        "FEW": "MIN_OBSERVATIONS",
+        "joint": "join_findings",
+        "corrected": "correct_findings",
+        "columns": "estimate_columns",
+        "ends": "estimate_row",
+        "frame": "findings_table",
+    },
+)

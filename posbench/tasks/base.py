@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, exists, local
+from posbench.renamed import keep_old_names
 from posbench.schema import Count, Positive, Several, Truncation, build, resolve_target
 
 Split = Literal["evaluation", "calibration"]
@@ -279,3 +280,12 @@ class EvaluationOnly(Task):
             hint = "search with task=kv_retrieval, then set method.channel=... and stages=[evaluate,report]"
             raise UserError("stages", "search", allowed, hint)
         return list(self.questions())
+
+
+keep_old_names(
+    __name__,
+    {
+        "recorded": "read_recorded_task",
+        "first": "first_examples",
+    },
+)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MinLen
 
+from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.schema import Seed
 from posbench.tasks.base import Example, Task, first_examples
 from posbench.tasks.reading import refuse
@@ -70,6 +71,7 @@ class GoldPositionTask(Task):
         )
 
 
+@renamed_parameters(between="separator")
 def joined(
     head: str, items: Iterable[str], separator: str, tail: str
 ) -> tuple[str, Spans]:
@@ -142,6 +144,7 @@ def gold_indices(
     return list(dict.fromkeys(indices))
 
 
+@renamed_parameters(most="per_position")
 def sort_by_gold_position(
     examples: Sequence[Example], per_position: int | None = None
 ) -> list[Example]:
@@ -149,3 +152,14 @@ def sort_by_gold_position(
     with_gold = [e for e in examples if e.gold_position is not None and e.items]
     with_gold.sort(key=lambda example: example.gold_position or 0)
     return first_examples(with_gold, per_position)
+
+
+keep_old_names(
+    __name__,
+    {
+        "Placed": "GoldPositionTask",
+        "at_share": "index_at_share",
+        "at_percent": "index_at_percent",
+        "placed": "sort_by_gold_position",
+    },
+)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from posbench.errors import Faults
 from posbench.files.sources import Source
+from posbench.renamed import keep_old_names
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import GoldPositionTask, Spans, joined
@@ -286,3 +287,11 @@ def _pairs_and_gold(line: Line) -> tuple[list[Pair], Pair]:
     if gold not in pairs:
         line.refuse("a gold key and value that occur in ordered_kv_records")
     return pairs, gold
+
+
+keep_old_names(
+    __name__,
+    {
+        "Record": "Pair",
+    },
+)
