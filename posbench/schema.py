@@ -198,7 +198,29 @@ def resolve_target(
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
+    _refuse_old_hooks(cls, prefix)
+    if isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        allowed = f"a class that defines {missing}"
+        raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
     return cls, {key: value for key, value in data.items() if key != "_target_"}
+
+
+def _refuse_old_hooks(cls: type[Any], prefix: str) -> None:
+    """Raise UserError for a class that overrides what its base class calls by another name now.
+
+    The base class says so in ``renamed_hooks``: by old name, what a subclass defines in its place.
+    """
+    hooks = getattr(cls, "renamed_hooks", {})
+    for base in cls.__mro__:
+        if "renamed_hooks" in vars(base):
+            return  # the base class itself
+        for old in sorted(hooks.keys() & vars(base).keys()):
+            allowed = f"a class that defines {hooks[old]} in its place"
+            hint = f"change {base.__module__}.{base.__qualname__}; see CHANGELOG.md"
+            raise UserError(
+                f"{prefix}._target_", f"{base.__name__}.{old}", allowed, hint
+            )
 
 
 def instantiate(data: Mapping[str, Any], kind: type[T], prefix: str) -> T:

@@ -26,6 +26,8 @@ from posbench.schema import (
     resolve_target,
     verify,
 )
+from posbench.search.channel import ChannelSearch
+from posbench.studies.base import Study
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,44 @@ def test_a_target_that_is_none(data: Any, line: str) -> None:
     with pytest.raises(UserError) as caught:
         resolve_target(data, Method, "method")
     assert str(caught.value).startswith(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldMethod(Method):
+    """A method as earlier releases wanted it."""
+
+    def applied(self, lm: Any) -> Any:
+        return lm
+
+    def neutral(self) -> Any:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldSearch(ChannelSearch):
+    """A search that replaces what is no hook any more."""
+
+    def check_gain(self) -> None:
+        """As before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfinishedStudy(Study):
+    """A study that measures nothing."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "line"),
+    [
+        (OldMethod, "OldMethod.applied': allowed: a class that defines changed in"),
+        (OldSearch, "OldSearch.check_gain': allowed: a class that defines measured,"),
+        (UnfinishedStudy, "UnfinishedStudy': allowed: a class that defines measure;"),
+    ],
+)
+def test_a_class_that_lacks_what_its_base_wants_now(cls: type[Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_target({"_target_": f"{__name__}.{cls.__name__}"}, object, "part")
+    assert line in str(caught.value) and str(caught.value).startswith("part._target_")
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,13 @@ class Method(ABC):
         needs: What it requires of a model; other models are refused by name.
         rows_per_prompt: Whether a prompt may run as several rows of a batch.
         sweep_claims: What a paper claims of sweeps, by field.
+        renamed_hooks: What a subclass defines now in place of what it did in an earlier release.
     """
 
     needs: ClassVar[Needs] = Needs()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
+    renamed_hooks: ClassVar[Mapping[str, str]] = {"applied": "changed"}
 
     @classmethod
     def example(cls, lm: LM) -> Self:

@@ -80,6 +80,16 @@ class Request:
     spelled: Mapping[str, str]
 
 
+def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
+    """Refuse the key of earlier releases for what ``experiment.grid`` holds."""
+    sweeper = (experiment.get("hydra") or {}).get("sweeper") or {}
+    if "params" in sweeper:
+        field = "hydra.sweeper.params"
+        allowed = "experiment.grid, its name now"
+        hint = "put its keys there, each with a list: method.factor: [1, 0]"
+        raise UserError(field, sweeper["params"], allowed, hint)
+
+
 def read_flags(args: Sequence[str]) -> Any:
     """Read the arguments as Hydra does, but complain in one line instead of its usage text.
 
@@ -165,6 +175,7 @@ def parse_request(
         file = _find_experiment(experiment_names[-1], [paths.EXPERIMENTS, *own_folders])
         config = file.stem
         experiment = dict(yaml.safe_load(file.read_text()))
+        _refuse_sweeper_params(experiment)
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
         searched = [file.parent, *searched]

@@ -382,6 +382,8 @@ def _read_blocks(
         if name not in known_names:
             allowed = "the name of a method, task, search or study"
             hint = near(name, known_names, "remove it")
+            if name == "search":
+                hint = "give the block the name of its search: channel, genetic, ..."
             raise UserError(f"model.{name}", "a block", allowed, hint)
     for key in typed:
         name, field_name = _block_field(key)

@@ -51,6 +51,7 @@ class Search(ABC):
         finds: Names of the parameters, each with a legal value that stands for it until it is found.
         row_files: Files that it resumes from.
         measure: ``loss`` (nats per token, lower is better), or any other name (higher is better).
+        renamed_hooks: What a subclass defines now in place of what it did in an earlier release.
         held_back: Calibration prompts that the search does not see, on which its result is compared with the
             unmodified model, where the task has so many; None: as many as the search sees.
     """
@@ -60,6 +61,9 @@ class Search(ABC):
     finds: ClassVar[Mapping[str, Any]]
     row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
     measure: ClassVar[str] = "loss"
+    renamed_hooks: ClassVar[Mapping[str, str]] = {
+        "check_gain": "measured, further or tokens"
+    }
 
     held_back: Count | None = None
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import numpy as np
 from annotated_types import MinLen
@@ -90,6 +90,8 @@ class AttentionToGold(Study):
         show: Figures to draw: layers (2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths
             (2c).
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {"pairs": "items"}
 
     examples: Several | None = 100
     items: tuple[int, ...] | None = None
