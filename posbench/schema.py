@@ -200,8 +200,8 @@ def resolve_target(
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
     _refuse_old_hooks(cls, prefix)
     if isabstract(cls):
-        missing = ", ".join(sorted(cls.__abstractmethods__))
-        allowed = f"a class that defines {missing}"
+        missing = sorted(cls.__abstractmethods__)  # type: ignore[attr-defined]
+        allowed = f"a class that defines {', '.join(missing)}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
     return cls, {key: value for key, value in data.items() if key != "_target_"}
 

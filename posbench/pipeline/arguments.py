@@ -81,9 +81,10 @@ class Request:
 
 
 def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
-    """Refuse the key of earlier releases for what ``experiment.grid`` holds."""
-    sweeper = (experiment.get("hydra") or {}).get("sweeper") or {}
-    if "params" in sweeper:
+    """Refuse the key of earlier releases for ``experiment.grid``, unless Hydra itself sweeps over it."""
+    hydra = experiment.get("hydra") or {}
+    sweeper = hydra.get("sweeper") or {}
+    if "params" in sweeper and hydra.get("mode") != "MULTIRUN":
         field = "hydra.sweeper.params"
         allowed = "experiment.grid, its name now"
         hint = "put its keys there, each with a list: method.factor: [1, 0]"
@@ -175,7 +176,9 @@ def parse_request(
         file = _find_experiment(experiment_names[-1], [paths.EXPERIMENTS, *own_folders])
         config = file.stem
         experiment = dict(yaml.safe_load(file.read_text()))
-        _refuse_sweeper_params(experiment)
+        hydra_mode = any(o.key_or_group == "hydra.mode" for o in parsed)
+        if not multirun and not hydra_mode:
+            _refuse_sweeper_params(experiment)
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
         searched = [file.parent, *searched]

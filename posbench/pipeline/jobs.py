@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from posbench.errors import UserError
 from posbench.files.atomic import write_json
@@ -21,6 +22,8 @@ from posbench.run.shards import is_running, missing_shards
 
 SUBMITTED = ".submitted.json"
 """File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
+JobState = Literal["done", "damaged", "running", "waiting", "failed", "lost", "unknown"]
+"""How a submitted run stands."""
 ENDED = ("failed", "incomplete", "mixed")
 SQUEUE_TIMEOUT_SECONDS = 20
 LAUNCHER_PREFIXES = ("srun:", "submitit ", "INFO ")
@@ -152,7 +155,7 @@ def queued_jobs() -> Queue:
     return jobs
 
 
-def run_state(folder: Path, queued: Queue) -> tuple[str, str]:
+def run_state(folder: Path, queued: Queue) -> tuple[JobState, str]:
     """Return how a submitted run stands, and a note on it.
 
     Args:

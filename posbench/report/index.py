@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from posbench.errors import UserError, near
 from posbench.files.atomic import to_canonical
@@ -25,6 +25,7 @@ from posbench.run.folder import (
     PROVENANCE,
     STATUS,
     RunDir,
+    State,
     open_run_dir,
     runs_in,
 )
@@ -34,6 +35,8 @@ from posbench.run.shards import is_running
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name, rows_over_all_positions
 
+ListedState = Literal[State, "done, unchecked", "killed", "damaged"]
+"""What a list of runs says of one."""
 METRICS = "metrics.csv"
 FINDINGS = "findings.csv"
 METHOD = "method.json"
@@ -76,7 +79,7 @@ class RunSummary:
     """
 
     folder: Path
-    state: str
+    state: ListedState
     started: str = ""
     seconds: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -131,12 +134,12 @@ class RunSummary:
         }
 
 
-def _state(run: RunDir, status: Mapping[str, Any]) -> str:
+def _state(run: RunDir, status: Mapping[str, Any]) -> ListedState:
     """The state of a run whose files are intact."""
     if run.done:
         # A run of an older version has no manifest.
         return "done" if (run.path / MANIFEST).is_file() else "done, unchecked"
-    state = str(status.get("state", "damaged"))
+    state: ListedState = status.get("state", "damaged")
     if state == "running" and not in_use(run.path) and not is_running(run.path):
         return "killed"
     return state

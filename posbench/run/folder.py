@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -22,6 +22,8 @@ from posbench.run.lease import need_owned
 
 log = logging.getLogger(__name__)
 
+State = Literal["running", "done", "failed", "incomplete", "mixed"]
+"""What ``status.json`` says of a run."""
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 STATUS = "status.json"
@@ -159,7 +161,7 @@ class RunDir:
         self.mark(stage, done=True, files=earlier | checksums)
 
     def finish(
-        self, state: str, error: str | None = None, seconds: float = 0.0
+        self, state: State, error: str | None = None, seconds: float = 0.0
     ) -> None:
         """Record how the run ended.
 
