@@ -53,6 +53,31 @@ def keep_old_names(module: str, names: Mapping[str, str]) -> None:
     vars(sys.modules[module])["__getattr__"] = answer
 
 
+class RenamedAttribute:
+    """Attribute of a class under an old name: gives what it is now, and warns; a subclass may not define it."""
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self.owner = f"{owner.__module__}.{owner.__qualname__}"
+        self.name = name
+        OLD_NAMES[f"{self.owner}.{name}"] = f"{self.owner}.{self.new}"
+
+    def __get__(self, thing: Any, cls: type[Any] | None = None) -> Any:
+        warn_renamed(f"{self.owner}.{self.name}", f"{self.owner}.{self.new}")
+        return getattr(cls if thing is None else thing, self.new)
+
+
+def old_hooks(cls: type[Any]) -> dict[str, str]:
+    """What subclasses of a class may not define any more, and what they define in its place."""
+    hooks = dict(vars(cls).get("renamed_hooks", {}))
+    for name, value in vars(cls).items():
+        if isinstance(value, RenamedAttribute):
+            hooks[name] = value.new
+    return hooks
+
+
 def renamed_parameters(
     **names: str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:

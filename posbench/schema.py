@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
 
 from posbench.errors import Faults, UserError, near
-from posbench.renamed import keep_old_names
+from posbench.renamed import keep_old_names, old_hooks
 
 T = TypeVar("T")
 
@@ -207,20 +207,19 @@ def resolve_target(
 
 
 def _refuse_old_hooks(cls: type[Any], prefix: str) -> None:
-    """Raise UserError for a class that overrides what its base class calls by another name now.
+    """Raise UserError for a class that overrides what a base class calls by another name now.
 
-    The base class says so in ``renamed_hooks``: by old name, what a subclass defines in its place.
+    The base class says so by a :class:`RenamedAttribute`, or in words by ``renamed_hooks``.
     """
-    hooks = getattr(cls, "renamed_hooks", {})
-    for base in cls.__mro__:
-        if "renamed_hooks" in vars(base):
-            return  # the base class itself
+    hooks: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
         for old in sorted(hooks.keys() & vars(base).keys()):
             allowed = f"a class that defines {hooks[old]} in its place"
             hint = f"change {base.__module__}.{base.__qualname__}; see CHANGELOG.md"
             raise UserError(
                 f"{prefix}._target_", f"{base.__name__}.{old}", allowed, hint
             )
+        hooks |= old_hooks(base)
 
 
 def instantiate(data: Mapping[str, Any], kind: type[T], prefix: str) -> T:

@@ -29,7 +29,7 @@ from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import GROUPS, TOP
 from posbench.pipeline.config import STAGES, Experiment
 from posbench.pipeline.jobs import JobState
-from posbench.renamed import OLD_NAMES
+from posbench.renamed import OLD_NAMES, RenamedAttribute
 from posbench.report.index import ListedState
 from posbench.run.folder import State
 from posbench.run.runtime import Cluster, Runtime
@@ -280,8 +280,14 @@ def members(cls: type[Any], listed: set[Any]) -> set[str]:
         if base is not cls and base in listed:
             break
         if base.__module__.startswith("posbench"):
-            found |= {*vars(base), *inspect.get_annotations(base)}
+            own = {*vars(base), *inspect.get_annotations(base)}
+            found |= {name for name in own if not is_old(vars(base).get(name))}
     return {name for name in found if not name.startswith("_")}
+
+
+def is_old(value: Any) -> bool:
+    """Whether a name of a class is an old one, which is answered with its new one."""
+    return isinstance(value, RenamedAttribute)
 
 
 def parameters(function: Any) -> list[str]:

@@ -6,12 +6,13 @@ import inspect
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from posbench.cli.main import main
-from posbench.renamed import OLD_NAMES, renamed_parameters
+from posbench.renamed import OLD_NAMES, RenamedAttribute, renamed_parameters
 from tests import public_names
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,11 @@ def test_an_old_name_gives_what_it_is_now(old: str, new: str) -> None:
     if inspect.ismodule(thing):
         with pytest.warns(FutureWarning, match=f"{old} is now {new};"):
             assert getattr(thing, name) is getattr(thing, new_name)
+    elif isinstance(vars(thing).get(name), RenamedAttribute):
+        owned = SimpleNamespace(**{new_name: "what it is now"})
+        with pytest.warns(FutureWarning, match=f"{old} is now {new};"):
+            assert vars(thing)[name].__get__(owned) == "what it is now"
+        assert new_name in public_names.members(thing, set())
     else:
         names = inspect.signature(thing).parameters
         assert new_name in names and name not in names

@@ -254,6 +254,15 @@ class OldSearch(ChannelSearch):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OlderSearch(ChannelSearch):
+    """A search whose hook has another name now."""
+
+    def told(self) -> str:
+        """As before."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnfinishedStudy(Study):
     """A study that measures nothing."""
 
@@ -262,7 +271,11 @@ class UnfinishedStudy(Study):
     ("cls", "line"),
     [
         (OldMethod, "OldMethod.applied': allowed: a class that defines changed in"),
-        (OldSearch, "OldSearch.check_gain': allowed: a class that defines measured,"),
+        (
+            OldSearch,
+            "OldSearch.check_gain': allowed: a class that defines measure_batch,",
+        ),
+        (OlderSearch, "OlderSearch.told': allowed: a class that defines describe in"),
         (UnfinishedStudy, "UnfinishedStudy': allowed: a class that defines measure;"),
     ],
 )

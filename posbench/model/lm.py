@@ -30,6 +30,7 @@ from posbench.model.hooks import (
     replace_attribute,
 )
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
+from posbench.renamed import RenamedAttribute
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -79,6 +80,9 @@ class LM(Encoder):
     tokens_read: int = 0
     tokens_written: int = 0
     items: ItemIndex = field(default_factory=ItemIndex, repr=False)
+
+    read = RenamedAttribute("tokens_read")
+    written = RenamedAttribute("tokens_written")
 
     @property
     def device(self) -> torch.device:

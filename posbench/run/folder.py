@@ -17,6 +17,7 @@ import yaml
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash, write_text
+from posbench.renamed import RenamedAttribute
 from posbench.run.jsonl import checksum, read_rows, to_lines
 from posbench.run.lease import need_owned
 
@@ -55,6 +56,9 @@ class RunDir:
 
     path: Path
     id: str = ""
+
+    sums = RenamedAttribute("checksums")
+    torn = RenamedAttribute("num_torn_rows")
 
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""

@@ -22,7 +22,7 @@ from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
-from posbench.renamed import keep_old_names, renamed_parameters
+from posbench.renamed import RenamedAttribute, keep_old_names, renamed_parameters
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.run.folder import RunDir
@@ -62,10 +62,21 @@ class Search(ABC):
     row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
     measure: ClassVar[str] = "loss"
     renamed_hooks: ClassVar[Mapping[str, str]] = {
-        "check_gain": "measured, further or tokens"
+        "check_gain": "measure_batch, held_back_examples or prompt_length"
     }
 
     held_back: Count | None = None
+
+    asks = RenamedAttribute("workload")
+    beside = RenamedAttribute("second_task")
+    depends = RenamedAttribute("identity_facts")
+    fitted = RenamedAttribute("fields_for_model")
+    found = RenamedAttribute("parameters")
+    further = RenamedAttribute("held_back_examples")
+    measured = RenamedAttribute("measure_batch")
+    rows = RenamedAttribute("row_files")
+    told = RenamedAttribute("describe")
+    tokens = RenamedAttribute("prompt_length")
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """The choice, or the part of it, that this search serves; None where there is none."""

@@ -10,6 +10,7 @@ from typing import ClassVar, TypeAlias
 from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.plots.section import Drawn
+from posbench.renamed import RenamedAttribute
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
@@ -33,6 +34,8 @@ class Study(ABC):
     needs_task: ClassVar[bool] = True
     uses_method: ClassVar[bool] = False
     all_methods: ClassVar[bool] = False
+
+    reads = RenamedAttribute("workload")
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.
