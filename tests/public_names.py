@@ -69,7 +69,6 @@ STUDIES = (
     "latency study.repeats=1 study.methods_at=[16] study.prompts=[16] study.search_tokens=16 study.candidates=2",
     "masks",
     "precision study.prompts=12",
-    "printed_tables",
     "scorers",
     "synthetic_training study.common={width:8,classes:16,labels:4,batch:4,sequences:40,depth:1}"
     " study.conditions=[{mask:causal}] study.seeds=1 study.processes=1",
