@@ -27,7 +27,7 @@ class Study(ABC):
         needs_task: Whether it runs the task's prompts.
         uses_method: Whether it applies the run's method itself. Otherwise all of it runs inside the method that
             the user typed, and on the unmodified model where none was typed.
-        all_methods: Whether it measures ``run.all_methods`` method, and takes none.
+        all_methods: Whether it measures every method of ``run.all_methods``, and takes none.
     """
 
     needs_model: ClassVar[bool] = True
