@@ -28,6 +28,7 @@ from posbench.report.page import describe_prompts
 from posbench.run.folder import open_run_dir
 from tests.conftest import Result, config_of, run_folders
 from tests.kills import Kills
+from tests.messages import refused
 from tests.server import KEY, serving, value
 
 TASK = [
@@ -356,9 +357,14 @@ def test_what_a_server_cannot_do_is_refused_by_name(argument: str, said: str) ->
 
 
 def test_settings_of_a_server_want_one() -> None:
-    with pytest.raises(UserError, match="completions without a server"):
+    with refused("model.api", "chat", allowed="completions", hint="model.base_url=URL"):
         config_of("model=tiny", "model.api=chat")
-    with pytest.raises(UserError, match="or for a server"):
+    with refused(
+        "model.path",
+        None,
+        allowed=("directory", "hub id"),
+        hint="model.base_url=http://localhost:8000/v1",
+    ):
         config_of("model=endpoint")
 
 

@@ -23,6 +23,7 @@ from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.model.load import load
+from tests.messages import refused
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
 
@@ -151,9 +152,11 @@ def test_shared_projections_are_refused(tmp_path: Path) -> None:
     first, last = (model.model.layers[i].self_attn for i in (0, 3))
     last.q_proj.weight = first.q_proj.weight
     fix = base.Fix(load(model), SCALED, "x", lambda: load(model))
-    with pytest.raises(
-        UserError,
-        match=r"shares its weights with model.layers.0.self_attn.q_proj.weight",
+    with refused(
+        "--to",
+        "checkpoint",
+        allowed="model.layers.0.self_attn.q_proj.weight",
+        hint="--to lora",
     ):
         measured("checkpoint", fix, tmp_path / "out")
 

@@ -28,6 +28,7 @@ from tests.export.test_formats import (
     fix_of,
     measured,
 )
+from tests.messages import refused
 from tests.models import BUILDERS, GROUPED, LOCAL, build
 from tests.rounding import assert_same, embedded_noise, family_noise, log_probabilities
 
@@ -108,7 +109,9 @@ def test_what_else_folds(method: Method, tmp_path: Path) -> None:
         found = measured(to, fix, tmp_path / to)
         assert found.holds and found.unmodified > 0.01
     if method is INTERPOLATED:
-        with pytest.raises(UserError, match="rotary embeddings change here"):
+        with refused(
+            "--to", "gguf-lora", allowed="rotary embeddings", hint="--to gguf"
+        ):
             measured("gguf-lora", fix, tmp_path / "refused")
 
 
@@ -219,10 +222,20 @@ def test_a_tokenizer_is_followed_or_refused(
     assert base.measure(form, fix, tmp_path, prompts).holds
     monkeypatch.setitem(gguf.SPLITS, regex, "qwen2")
     form.write(fix, tmp_path)
-    with pytest.raises(UserError, match=r"a tokenizer that llama\.cpp follows"):
+    with refused(
+        "model",
+        "model",
+        allowed=("tokenizer", "llama.cpp"),
+        hint=("--to checkpoint", "lora"),
+    ):
         form.read(fix, tmp_path, prompts)
     monkeypatch.delitem(gguf.SPLITS, regex)
-    with pytest.raises(UserError, match="byte-level"):
+    with refused(
+        "model",
+        "model",
+        allowed=("tokenizer", "byte-level"),
+        hint=("--to checkpoint", "lora"),
+    ):
         form.check(fix)
 
 
@@ -267,8 +280,8 @@ def test_no_distribution_is_no_agreement(tmp_path: Path) -> None:
     fix = base.Fix(load(build("llama")), Unmodified(), "x", lambda: load(model))
     fix.lm.model = model
     gguf.write_model(fix, Unmodified().folded(fix.lm), tmp_path / "model.gguf")
-    with pytest.raises(UserError, match="do not add up to 1"):
+    with refused("llama.cpp", "3 tokens", allowed="probabilities"):
         next_token(serve(tmp_path / "model.gguf", 16), [[1, 2, 3]], 260)
     (tmp_path / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:5000])
-    with pytest.raises(UserError, match="files that it loads"):
+    with refused("llama.cpp", "model.gguf", allowed="files", hint="--to checkpoint"):
         serve(tmp_path / "model.gguf", 16)

@@ -17,6 +17,7 @@ from posbench.errors import UserError
 from posbench.model.lm import LM
 from posbench.model.load import load
 from tests.conftest import Result, run_folders
+from tests.messages import refused
 from tests.models import BUILDERS, VOCABULARY
 
 Tensors = dict[str, torch.Tensor]
@@ -118,14 +119,19 @@ def test_partial_weights_are_named_in_every_table_and_drawn_alike(
 
 
 def test_a_complete_checkpoint_is_not_called_partial(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.allow_partial = True: allowed: false"):
+    with refused("model.allow_partial", True, allowed="false", hint="leave"):
         load(checkpoint, allow_partial=True)
 
 
 def test_the_harness_refuses_too(copy: Path) -> None:
     harness = pytest.importorskip("posbench.cli.harness")
     PARTIAL["a tensor"][0](copy)
-    with pytest.raises(UserError, match=f"1 missing, the first {Q}"):
+    with refused(
+        "model.path",
+        str(copy),
+        allowed=("1 missing", Q),
+        hint="model.allow_partial=true",
+    ):
         harness.PosbenchLM(str(copy), device="cpu")
 
 

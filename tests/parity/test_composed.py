@@ -20,6 +20,7 @@ from posbench.model.hooks import replace_attribute
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import check_config
 from tests.conftest import config_of
+from tests.messages import refused
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
 from tests.parity.test_methods import METHODS
@@ -55,7 +56,10 @@ def test_any_neutral_pair_changes_nothing(pair, family, models):
         lm.items.add(row[row_mask].tolist(), [(2, 9), (9, 15)])
     first, second = (parts[name].needs for name in pair)
     if first.by_hand and first.rope and second.rope:
-        with pytest.raises(UserError, match="put that one last"), both.applied(lm):
+        with (
+            refused("method", allowed=("ms_poe", "moice"), hint="last"),
+            both.applied(lm),
+        ):
             pass
         assert torch.equal(lm.logits(ids, mask), before)
         return
@@ -255,8 +259,11 @@ def test_a_part_that_does_not_fit_leaves_the_model_alone():
     }
     both = Composed(parts=parts)
     with (
-        pytest.raises(
-            UserError, match=r"^method\.parts\.scale_channel\.channel = \[4000\]"
+        refused(
+            "method.parts.scale_channel.channel",
+            [4000],
+            allowed="47",
+            hint="stages=[search]",
         ),
         both.applied(lm),
     ):

@@ -19,6 +19,7 @@ from posbench.plots.search import candidate_losses_figure, channel_figure
 from posbench.plots.sweep import attention_sweep, factor_sweep, with_setting
 from posbench.stats.scores import SUBSET_COLUMNS
 from tests.frames import AFTER, BEFORE, attention, channels, metrics, search, sweep
+from tests.messages import refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +110,7 @@ def test_channel_lines_have_a_panel_for_each_site_and_layer():
     huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
     axes = channel_figure(huge, 33).axes[0]
     assert "token 0: 500" in axes.get_title() and axes.get_ylim()[1] < 2
-    with pytest.raises(UserError, match="34"):
+    with refused("channels (channel 34)", "no row", allowed="value", hint="stage"):
         channel_figure(channels(), 34)
 
 
@@ -170,7 +171,9 @@ def test_sweep_over_models_keeps_each_unmodified():
 
 
 def test_one_setting_with_two_runs_is_refused():
-    with pytest.raises(UserError, match="several runs"):
+    with refused(
+        "method.factor", "0.5 (several runs)", allowed="setting", hint="column"
+    ):
         factor_sweep(sweep([0.5, 0.5]))
 
 

@@ -26,6 +26,7 @@ from posbench.run.folder import RunDir
 from posbench.schema import instantiate
 from posbench.tasks import Task
 from tests.conftest import Result
+from tests.messages import refused
 
 TASK = {
     "_target_": "posbench.tasks.KVRetrieval",
@@ -227,7 +228,9 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     second = run(tmp_path, "aaaa0003", best)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("")
-    with pytest.raises(UserError, match="a comparison to replace"):
+    with refused(
+        "--out", str(tmp_path / "mine"), allowed=("folder", "comparison"), hint="folder"
+    ):
         write_comparison([first, second], tmp_path / "mine")
     old = tmp_path / "compare/aaaa0001_aaaa0003"
     old.mkdir(parents=True)

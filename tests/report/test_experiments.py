@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 
 from posbench import paths
-from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.report import experiments
 from posbench.report.experiments import (
@@ -20,6 +18,7 @@ from posbench.report.experiments import (
 )
 from posbench.run.folder import RunDir
 from posbench.stats.findings import FINDING_COLUMNS
+from tests.messages import refused
 
 TABLES_AND_FIGURES = {
     "yu2025": (6, 14),
@@ -167,5 +166,10 @@ def test_damage_and_a_folder_that_is_none_are_told(tmp_path: Path) -> None:
     folder = _run(tmp_path / "yu2025_fig7/v001/a", 90, "holds")
     (folder / "findings.csv").write_text("model\n")
     assert _line(tmp_path)[1:] == ["", "not run; unfinished or damaged: 1"]
-    with pytest.raises(UserError, match="DIR = "):
+    with refused(
+        "DIR",
+        str(tmp_path / "none"),
+        allowed="outputs folder",
+        hint="posbench experiment=NAME",
+    ):
         experiments_page(tmp_path / "none")

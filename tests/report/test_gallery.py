@@ -16,7 +16,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from posbench.cli.main import main
-from posbench.errors import UserError
 from posbench.plots.base import save, sign
 from posbench.report.collect import collect_entries
 from posbench.report.gallery import shrink_png, write_gallery
@@ -27,6 +26,7 @@ from posbench.run.folder import RunDir, open_run_dir
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.browser import looks
 from tests.frames import metrics, sweep
+from tests.messages import refused
 
 SPECIAL = r"a & b % c $ d # e _ f { g } h ~ i ^ j \ k < l > m | n"
 
@@ -397,7 +397,7 @@ def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(
     other = tmp_path / "mine"
     other.mkdir()
     (other / "index.html").write_text("my page")
-    with pytest.raises(UserError, match="--out"):
+    with refused("--out", str(other), allowed=("folder", "gallery"), hint="folder"):
         write_gallery(many, other)
     assert [p.name for p in other.iterdir()] == ["index.html"]
     assert sorted(p.name for p in many.iterdir() if "gallery" in p.name) == ["gallery"]

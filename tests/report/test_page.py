@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from posbench.errors import UserError
 from posbench.report.page import breakable, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
 from tests.frames import attention, channels, metrics, search, sweep
+from tests.messages import refused
 
 SEARCHED = (
     "stages: [search]\nsearch: {_target_: posbench.search.channel.ChannelSearch}\n"
@@ -118,9 +118,9 @@ def test_model_named_null_and_method_none_survive_the_csv(tmp_path):
 
 @pytest.mark.parametrize("render", [render_run, render_sweep])
 def test_missing_folder_is_named(render, tmp_path):
-    with pytest.raises(UserError, match="nowhere"):
+    with refused("DIR", str(tmp_path / "nowhere"), allowed="folder", hint="path"):
         render(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="DIR"):
+    with refused("DIR", str(tmp_path), allowed="folder", hint="folder"):
         render(tmp_path)
 
 
@@ -128,14 +128,24 @@ def test_missing_folder_is_named(render, tmp_path):
 def test_unreadable_csv_is_named(content, tmp_path):
     folder = folder_with(tmp_path)
     (folder / "metrics.csv").write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match="metrics"):
+    with refused(
+        "metrics.csv",
+        str(folder / "metrics.csv"),
+        allowed=("gold_position", "ci_low", "seed"),
+        hint="run",
+    ):
         render_run(folder)
 
 
 def test_broken_json_is_named(tmp_path):
     folder = folder_with(tmp_path, metrics=metrics())
     (folder / "provenance.json").write_text("{")
-    with pytest.raises(UserError, match=r"provenance\.json"):
+    with refused(
+        "provenance.json",
+        str(folder / "provenance.json"),
+        allowed="JSON",
+        hint="line 1",
+    ):
         render_run(folder)
 
 

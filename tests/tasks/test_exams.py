@@ -24,6 +24,7 @@ from posbench.schema import build
 from posbench.tasks.ceval import SUBJECTS, CEval
 from posbench.tasks.exam import Exam
 from posbench.tasks.mmlu import MMLU
+from tests.messages import refused
 
 DATA = Path(__file__).parents[1] / "data/mmlu"
 OWN = os.environ.get("POSBENCH_DATA")
@@ -311,7 +312,12 @@ def test_the_yaml_has_the_defaults_of_the_class(task: type[Exam]) -> None:
 
 
 def test_calibration_is_refused() -> None:
-    with pytest.raises(UserError, match="no calibration questions"):
+    with refused(
+        "stages",
+        "search",
+        allowed="mmlu",
+        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+    ):
         MMLU(path=str(DATA)).examples("calibration")
 
 
@@ -383,7 +389,12 @@ def test_all_subjects_of_the_hub_must_be_all_questions(
 ) -> None:
     monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path)
     monkeypatch.setattr(MMLU, "_subject", lambda self, folder, subject: [None] * 246)
-    with pytest.raises(UserError, match=r"14022 questions of cais/mmlu.*14042"):
+    with refused(
+        "task.path",
+        "14022 questions of cais/mmlu",
+        allowed="14042",
+        hint="posbench fetch",
+    ):
         MMLU().examples("evaluation")
 
 
@@ -433,17 +444,34 @@ def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
     (mmlu / "test/us_foreign_policy_test.csv").write_bytes(
         "中".encode("gb18030") + b",a,b,c,d,A\n"
     )
-    with pytest.raises(UserError, match=r"_test.csv, line 1.*UTF-8"):
+    with refused(
+        f"task.path: {mmlu / 'test/us_foreign_policy_test.csv'}, line 1",
+        "",
+        allowed="UTF-8",
+        hint="line",
+    ):
         _mmlu(mmlu).evaluation()
-    with pytest.raises(UserError, match=r"with dev/virology_dev.csv.*hendrycks"):
+    with refused(
+        "task.path",
+        str(mmlu),
+        allowed="dev/virology_dev.csv",
+        hint=("github.com/hendrycks/test", "task.subsets=[...]"),
+    ):
         _mmlu(mmlu, subsets=("virology",)).evaluation()
-    with pytest.raises(UserError, match=r"absent.*hendrycks"):
+    with refused(
+        "task.path",
+        str(tmp_path / "absent"),
+        allowed="file",
+        hint="github.com/hendrycks/test",
+    ):
         _mmlu(tmp_path / "absent").evaluation()
     (tmp_path / "torn.zip").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"torn.zip.*readable .zip"):
+    with refused("task.path", str(tmp_path / "torn.zip"), allowed=".zip", hint="zip"):
         _mmlu(tmp_path / "torn.zip").evaluation()
     _write(mmlu / "dev/us_foreign_policy_dev.csv", DEV[:2])
-    with pytest.raises(UserError, match=r"task.shots = 5: allowed: at most 2"):
+    with refused(
+        "task.shots", 5, allowed=("2", "us_foreign_policy"), hint="task.shots=2"
+    ):
         _mmlu(mmlu).evaluation()
 
 

@@ -25,6 +25,7 @@ from posbench.tasks.loogle_timeline_reorder import (
     roman,
     worst,
 )
+from tests.messages import refused
 
 REPLIES = (
     Path(__file__).parents[1]
@@ -239,7 +240,12 @@ def test_a_zip_holds_the_same(tmp_path: Path) -> None:
     assert _task(tmp_path / "data.zip").examples("evaluation") == _task(file).examples(
         "evaluation"
     )
-    with pytest.raises(UserError, match=r"data.zip:longdep.*check the path"):
+    with refused(
+        "task.path",
+        f"{tmp_path / 'data.zip'}:longdep.jsonl",
+        allowed=".jsonl",
+        hint="longdep.jsonl",
+    ):
         _task(tmp_path / "data.zip", member="longdep.jsonl").examples("evaluation")
 
 
@@ -275,9 +281,19 @@ def test_a_malformed_line_is_named(
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent.jsonl.*bigai-nlco/LooGLE"):
+    with refused(
+        "task.path",
+        str(tmp_path / "absent.jsonl"),
+        allowed="file",
+        hint="huggingface.co/datasets/bigai-nlco/LooGLE",
+    ):
         _task(tmp_path / "absent.jsonl").examples("evaluation")
-    with pytest.raises(UserError, match="no calibration questions"):
+    with refused(
+        "stages",
+        "search",
+        allowed="loogle_timeline_reorder",
+        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+    ):
         _task(write(tmp_path / "a.jsonl", [FIRST])).examples("calibration")
 
 

@@ -20,6 +20,7 @@ from posbench.schema import build
 from posbench.stats.scores import Tabulator
 from posbench.tasks.base import Example
 from posbench.tasks.zero_scrolls import LPES, NEW_TOKENS, ZeroSCROLLS
+from tests.messages import refused
 
 QASPER = (
     "You are given a scientific article and a question. Answer the question as concisely as you can, using "
@@ -359,15 +360,23 @@ def test_a_malformed_line_is_named(
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:
     task = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"qasper/validation\.jsonl.*hf\.co/datasets/tau/zero_scrolls"
+    with refused(
+        "task.path",
+        str(tmp_path),
+        allowed="qasper/validation.jsonl",
+        hint=("qasper.zip", "hf.co/datasets/tau/zero_scrolls"),
     ):
         task.evaluation()
     (tmp_path / "qasper.zip").write_bytes(b"PK torn")
-    with pytest.raises(UserError, match=r"qasper\.zip'.*readable \.zip"):
+    with refused("task.path", str(tmp_path / "qasper.zip"), allowed=".zip", hint="zip"):
         task.evaluation()
     write(tmp_path, "qasper").write_text('{"id": "q1"\n')
-    with pytest.raises(UserError, match=r"validation\.jsonl, line 1.*JSON"):
+    with refused(
+        f"task.path: {tmp_path / 'qasper/validation.jsonl'}, line 1",
+        "",
+        allowed="JSON object",
+        hint="line",
+    ):
         task.evaluation()
 
 
@@ -387,7 +396,12 @@ def test_bad_fields(given: dict[str, Any], said: str) -> None:
 
 
 def test_there_is_nothing_to_calibrate_on() -> None:
-    with pytest.raises(UserError, match="no search on task zero_scrolls"):
+    with refused(
+        "stages",
+        "search",
+        allowed="zero_scrolls",
+        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+    ):
         ZeroSCROLLS().examples("calibration")
 
 

@@ -20,6 +20,7 @@ from posbench.studies.behind_rope.maps import long_table, stack_maps
 from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
+from tests.messages import refused
 from tests.models import BUILDERS
 from tests.rounding import assert_same, embedded_noise, noise_floor
 
@@ -152,9 +153,14 @@ def test_samples(tmp_path: Path) -> None:
     assert [
         len(row) for row in ScoreMap(samples=3, tokens=12, text=str(file)).rows(lm)
     ] == [12] * 3
-    with pytest.raises(UserError, match="pieces of"):
+    with refused(
+        "study.text",
+        "319 tokens",
+        allowed=("1000", "12"),
+        hint=("study.samples=26", "study.tokens"),
+    ):
         ScoreMap(samples=1000, tokens=12, text=str(file)).rows(lm)
-    with pytest.raises(UserError, match=r"study\.text"):
+    with refused("study.text", str(tmp_path / "absent"), allowed="UTF-8", hint="path"):
         ScoreMap(samples=2, tokens=12, text=str(tmp_path / "absent")).rows(lm)
 
 
