@@ -6,7 +6,8 @@ sentence is worded differently. What an error looks like as a line is tested in 
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -62,6 +63,13 @@ def refused(
         yield caught
     faults = [Fault.of(fault) for fault in caught.value.faults]
     _check(faults, field, value, allowed, hint)
+
+
+def line_refused(
+    file: Path | str, number: int, *named: str, key: str = "task.path"
+) -> AbstractContextManager[Any]:
+    """Pass where the block refuses that line of a file of a task, naming those fields and words."""
+    return refused(f"{key}: {file}, line {number}", "", allowed=named, hint="line")
 
 
 def faults_of(stderr: str) -> list[Fault]:

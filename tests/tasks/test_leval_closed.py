@@ -14,7 +14,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from posbench import paths
-from posbench.errors import UserError
 from posbench.schema import build
 from posbench.tasks import Example
 from posbench.tasks.leval_closed import (
@@ -24,7 +23,7 @@ from posbench.tasks.leval_closed import (
     letters,
     true_or_false,
 )
-from tests.messages import refused
+from tests.messages import line_refused, refused
 
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "leval"
 real = pytest.mark.skipif(
@@ -175,27 +174,22 @@ def test_there_is_no_calibration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"tpo": {"input": ""}}, r'tpo.jsonl, line 1.*"input"'),
-        ({"tpo": {"instructions": "what"}}, r'tpo.jsonl, line 1.*"instructions"'),
-        ({"tpo": {"outputs": []}}, r'tpo.jsonl, line 1.*"outputs"'),
-        ({"tpo": {"outputs": ["A", "B"]}}, r"tpo.jsonl, line 1.*same length"),
-        ({"tpo": {"outputs": [3]}}, r"tpo.jsonl, line 1.*lists of str"),
-        (
-            {"quality": {"outputs": ["the cat"]}},
-            r"quality.jsonl, line 1.*letters from A to D \(the cat does not\)",
-        ),
-        (
-            {"sci_fi": {"outputs": ["True"]}},
-            r"sci_fi.jsonl, line 1.*\[fact: False\].*True is not",
-        ),
+        ({"tpo": {"input": ""}}, ("input",)),
+        ({"tpo": {"instructions": "what"}}, ("instructions", "list")),
+        ({"tpo": {"outputs": []}}, ("outputs", "list")),
+        ({"tpo": {"outputs": ["A", "B"]}}, ("instructions", "outputs", "length")),
+        ({"tpo": {"outputs": [3]}}, ("instructions", "outputs", "str")),
+        ({"quality": {"outputs": ["the cat"]}}, ("outputs", "A", "D", "the cat")),
+        ({"sci_fi": {"outputs": ["True"]}}, ("outputs", "[fact: False]", "True")),
     ],
 )
 def test_a_malformed_line_is_named(
-    change: dict[str, Any], message: str, tmp_path: Path
+    change: dict[str, Any], named: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    (subset,) = change
+    with line_refused(tmp_path / f"{subset}.jsonl", 1, *named):
         _examples(write(tmp_path, **change))
 
 
