@@ -16,7 +16,6 @@ from rich.console import Console
 
 from posbench import paths
 from posbench.cli.main import main
-from posbench.errors import UserError
 from posbench.model.lm import LM
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.execute import execute
@@ -28,7 +27,11 @@ from posbench.report.page import describe_prompts
 from posbench.run.folder import open_run_dir
 from tests.conftest import Result, config_of, run_folders
 from tests.kills import Kills
-from tests.messages import refused
+from tests.messages import (
+    Tokens,
+    assert_names,
+    refused,
+)
 from tests.server import KEY, serving, value
 
 TASK = [
@@ -338,22 +341,46 @@ def test_choices_say_how_they_were_read(posbench: Call, outputs: Path) -> None:
 
 
 REFUSED = [
-    ("model.base_url=http://me:secret@host/v1", "http://***@host"),
-    ("model.base_url=ftp://host", "http://HOST:PORT/v1"),
-    ("model.base_url=http://host:port/v1", "http://HOST:PORT/v1"),
-    ("method=scale_channel", "posbench export"),
-    ("stages=[search]", "evaluate and report alone"),
-    ("stages=[intervene,report]", "evaluate and report alone"),
-    ("study=rollout", "study = 'rollout'"),
-    ("search=genetic", "search = 'genetic'"),
+    # the argument; what is refused, allowed, and the next step
+    (
+        "model.base_url=http://me:secret@host/v1",
+        "http://***@host",
+        ("user", "password", "query"),
+        "OPENAI_API_KEY",
+    ),
+    (
+        "model.base_url=ftp://host",
+        "ftp://host",
+        "http://HOST:PORT/v1",
+        "model.base_url=http://localhost:8000/v1",
+    ),
+    (
+        "model.base_url=http://host:port/v1",
+        "http://host:port/v1",
+        "http://HOST:PORT/v1",
+        "model.base_url=http://localhost:8000/v1",
+    ),
+    ("method=scale_channel", "scale_channel", "none", "posbench export"),
+    ("stages=[search]", ["search"], ("evaluate", "report"), "stages=[evaluate,report]"),
+    (
+        "stages=[intervene,report]",
+        ["intervene", "report"],
+        ("evaluate", "report"),
+        "stages=[evaluate,report]",
+    ),
+    ("study=rollout", "rollout", ("evaluate", "report"), ("study", "model.base_url")),
+    ("search=genetic", "genetic", ("evaluate", "report"), ("search", "model.base_url")),
 ]
 
 
-@pytest.mark.parametrize(("argument", "said"), REFUSED)
-def test_what_a_server_cannot_do_is_refused_by_name(argument: str, said: str) -> None:
-    with pytest.raises(UserError) as refused:
+@pytest.mark.parametrize(("argument", "value", "allowed", "hint"), REFUSED)
+def test_what_a_server_cannot_do_is_refused_by_name(
+    argument: str, value: object, allowed: Tokens, hint: Tokens
+) -> None:
+    field, _, _ = argument.partition("=")
+    with refused(field, value, allowed=allowed, hint=hint) as caught:
         config_of(*served(URL)[:-1], argument)
-    assert said in str(refused.value) and "secret" not in str(refused.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_settings_of_a_server_want_one() -> None:
@@ -374,14 +401,15 @@ def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
         "task=own_data",
         f"task.path={paths.PACKAGE.parent / 'tests/data/own/long_text.jsonl'}",
     ]
-    for typed, said in (
-        ("task.truncation=middle", "without a tokenizer"),
-        ("task.repetition_penalty=2", "1.0:"),
+    for name, typed, allowed in (
+        ("task.truncation", "middle", "refuse"),
+        ("task.repetition_penalty", 2.0, "1.0"),
     ):
-        with pytest.raises(UserError, match=said):
-            prepare(compose_one(*served(URL)[:3], *long, typed))
+        hint = f"{name}={allowed.removesuffix('.0')}"
+        with refused(name, typed, allowed=allowed, hint=hint):
+            prepare(compose_one(*served(URL)[:3], *long, f"{name}={typed}"))
     (line,) = prepare(compose_one(*served(URL)[:3], *long)).warnings
-    assert line.startswith("prompts are sent as plain text")
+    assert_names(line, "prompts", "plain text")
 
 
 def test_what_is_served_is_the_identity_and_how_it_is_asked_is_not() -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
-from posbench.errors import UserError
 from posbench.report.console import make_console
 from posbench.report.sweep import summarise_again as again_of
 from posbench.run.folder import open_run_dir
 from tests.conftest import Result, run_folders
+from tests.messages import refused
 
 FEW = ["task.limit=4", "method.channel=3", "method.layers=[1,2]", "stages=[evaluate]"]
 
@@ -55,7 +54,7 @@ def test_a_sweep_over_the_task_is_found_compared_and_scored_again(
     assert pd.read_csv(sweep / "summary.csv").equals(summary)
     assert not open_run_dir(sweep).damaged() and not open_run_dir(runs[0]).damaged()
     (runs[1] / "metrics.csv").write_bytes((runs[0] / "metrics.csv").read_bytes())
-    with pytest.raises(UserError, match=r"damaged: metrics\.csv"):
+    with refused("DIR", allowed="metrics.csv", hint="posbench"):
         again_of(sweep, make_console())
 
 
