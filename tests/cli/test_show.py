@@ -16,6 +16,7 @@ from posbench.errors import choices
 from posbench.report.console import make_console
 from posbench.run.folder import RunDir
 from tests.conftest import PROCESS, Result, run_folders
+from tests.messages import assert_refused
 
 
 def test_examples_of_a_run_are_shown(
@@ -72,7 +73,8 @@ def test_examples_of_a_run_are_shown(
     (folder / "predictions.jsonl").unlink()
     assert "damaged: predictions.jsonl" in posbench("show", str(folder), verb=True).err
     (outputs / "config.yaml").write_text("{}")
-    assert "a run that evaluated" in posbench("show", str(outputs), verb=True).err
+    shown = posbench("show", str(outputs), verb=True)
+    assert_refused(shown.err, "DIR", str(outputs), allowed="run", hint="evaluate")
 
 
 @pytest.mark.parametrize("verb", VERBS)
