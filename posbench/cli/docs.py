@@ -98,7 +98,7 @@ def between_marks(file: Path, name: str, page: str) -> str:
     new, count = re.subn(f"{start}.*?{end}", lambda _: marked, old, flags=re.DOTALL)
     if count != 1:
         allowed = f"a new file, or one with {start} and {end} once"
-        hint = "put the marks where the page shall stand"
+        hint = "put the two marks where the page belongs"
         raise UserError("--out", str(file), allowed, hint)
     return new
 
@@ -119,7 +119,7 @@ def claims(folder: Path) -> str:
             newest[study, model] = (frame, _read_provenance(file.parent)["command"])
     if not newest:
         raise UserError(
-            "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
+            "DIR", str(folder), "a folder with runs of studies", "posbench study=chain"
         )
     frames = [frame for frame, _ in newest.values()]
     findings = pd.concat(frames, ignore_index=True).fillna({"model": "no model"})
@@ -168,7 +168,9 @@ def _read_provenance(folder: Path) -> dict[str, Any]:
     provenance: dict[str, Any] | None = read_json(run_folder / "provenance.json")
     if provenance is None:
         allowed = "a run folder with its provenance.json"
-        raise UserError("DIR", str(folder), allowed, "repeat the run")
+        raise UserError(
+            "DIR", str(folder), allowed, "repeat the command that made the run"
+        )
     return provenance
 
 

@@ -208,7 +208,7 @@ def _run(args: list[str]) -> int:
 def _refuse_unknown_verb(args: Sequence[str]) -> None:
     """Refuse a first word that is neither a verb nor ``key=value``."""
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
-        allowed = f"{', '.join(VERBS)}; a run has none: posbench key=value"
+        allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = near(args[0], list(VERBS), "posbench --help")
         if args[0] == "run":
             hint = "leave it out"
@@ -270,9 +270,14 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
         run = prepare(composed)
         cluster = run.config.runtime.cluster
         if cluster:
-            hint = "posbench submit with the same arguments, or leave it out"
+            hint = (
+                "posbench submit with the same arguments, or leave out runtime/cluster"
+            )
             raise UserError(
-                "runtime/cluster", cluster.kind, "none: this runs here", hint
+                "runtime/cluster",
+                cluster.kind,
+                "none: a run without a verb runs on this machine",
+                hint,
             )
         for line in run.warnings:
             make_console().print(line, soft_wrap=True, markup=False)

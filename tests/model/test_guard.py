@@ -170,7 +170,7 @@ def test_parameters_are_looked_at_when_loaded(
     [
         (
             ["method.factor=1e38"],
-            ["model = 'tiny'", "layer", "float32", "give scale_channel milder values"],
+            ["model = 'tiny'", "layer", "float32", "milder", "scale_channel"],
         ),
         (
             ["method=position_interpolation", "method.scale=1e-300"],

@@ -101,7 +101,7 @@ def test_too_short_strings_are_refused():
         "search.length",
         120,
         allowed=("137", "search.window", "search.skip"),
-        hint="window",
+        hint="search.window",
     ):
         statistics.paper_filter(noisy_curves(), window=100, skip=30)
     with refused(
