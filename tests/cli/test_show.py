@@ -59,19 +59,20 @@ def test_examples_of_a_run_are_shown(
         and "Json data: {" in text
     )
     # Mistakes are one line.
-    for args, words in (
-        ([str(folder), "--id", f"{ids[7]}9"], "did you mean 0-"),
-        ([str(folder), "--id"], "allowed: given once, with a value"),
-        ([], "allowed: one folder"),
-        ([str(outputs)], "it holds config.yaml"),
+    for args, field, allowed in (
+        ([str(folder), "--id", f"{ids[7]}9"], "--id", "id"),
+        ([str(folder), "--id"], "--id", "value"),
+        ([], "show", "folder"),
+        ([str(outputs)], "DIR", "config.yaml"),
     ):
         refused = posbench("show", *args, verb=True)
         assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1), (
             args
         )
-        assert words in refused.err
+        assert_refused(refused.err, field, allowed=allowed)
     (folder / "predictions.jsonl").unlink()
-    assert "damaged: predictions.jsonl" in posbench("show", str(folder), verb=True).err
+    damaged = posbench("show", str(folder), verb=True)
+    assert_refused(damaged.err, "DIR", str(folder), allowed="predictions.jsonl")
     (outputs / "config.yaml").write_text("{}")
     shown = posbench("show", str(outputs), verb=True)
     assert_refused(shown.err, "DIR", str(outputs), allowed="run", hint="evaluate")
