@@ -304,7 +304,9 @@ def recorded_config(folder: Path) -> Config:
     contents = run_contents(config)
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
-        allowed = "a run of this code with these libraries and files, on this kind of device"
+        allowed = (
+            "a run of this code with these libraries and files, on this kind of device"
+        )
         hint = f"repeat its command: {out.command}"
         raise UserError("run folder", str(folder), allowed, hint)
     return config
