@@ -195,6 +195,9 @@ def wrap_help(text: str, width: int) -> str:
     """Wrap a help text: paragraphs as a whole, indented lines below their descriptions."""
     wrapped = []
     for block in text.split("\n\n"):
+        if block.startswith("example: "):
+            wrapped.append(block)  # a command is copied as it stands
+            continue
         is_paragraph = not any(line.startswith(" ") for line in block.split("\n"))
         lines = [" ".join(block.split("\n"))] if is_paragraph else block.split("\n")
         new_lines = []

@@ -80,17 +80,18 @@ def test_examples_of_a_run_are_shown(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_says_how_it_is_called(
-    posbench: Callable[..., Result], verb: str
+    posbench: Callable[..., Result], verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     told = posbench(*verb.split(), "--help", verb=True)
-    lines = told.out.splitlines()
     assert (told.status, told.err) == (0, "") and "Raises" not in told.out
-    assert re.fullmatch(r"[A-Z].*\.", lines[0]) and lines[2].startswith(
-        f"usage: posbench {verb} "
-    )
-    assert any(
-        line.startswith("example: ") and f"posbench {verb} " in line for line in lines
-    )
+    summary, call, *rest = told.out.split("\n\n")
+    assert re.fullmatch(r"[A-Z].*\.", " ".join(summary.split()))
+    assert call.startswith(f"usage: posbench {verb} ")
+    (example,) = (block for block in rest if block.startswith("example: "))
+    assert f"posbench {verb} " in example
+    lines = told.out.replace(example, "").splitlines()
+    assert max(map(len, lines)) <= 80, "words of the help stay whole on a terminal"
     for args in (["-h"], *([["something", "--help"]] if verb != "lm_eval" else [])):
         assert posbench(*verb.split(), *args, verb=True).out == told.out
 

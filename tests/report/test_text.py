@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from posbench.files.atomic import write_csv
+from posbench.report.console import fit_columns, line_length
 from posbench.report.tables import (
     bias_table,
     findings_table,
@@ -112,6 +114,27 @@ def test_intervals_go_below_where_a_table_is_too_wide_and_lists_do_not() -> None
         assert (
             "6.6 [2.1, 8.5]" in out.getvalue()
         ) != broken and "[[0, 1.25], [3, 1.5]]" in out.getvalue()
+
+
+def test_a_table_for_80_columns_breaks_no_word() -> None:
+    source = "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle"
+    columns = [
+        ["name", "kv_retrieval", "loogle_timeline_reorder"],
+        ["metric", "accuracy", "exact_order"],
+        ["source", source, "2023"],
+        ["size", "500 questions at 75, 140 or 300 pairs", "214"],
+    ]
+    for room, is_whole in ((300, True), (60, True), (45, False)):
+        fitted = fit_columns(columns, room)
+        assert sum(max(map(line_length, column)) for column in fitted) <= room
+        # The name of a row is broken last, and a name only behind _, / and -.
+        assert ("loogle_timeline_reorder" in fitted[0]) is is_whole
+        for column, lines in zip(columns, fitted, strict=True):
+            for cell, text in zip(column, lines, strict=True):
+                assert "".join(text.split()) == "".join(cell.split())
+                for before, after in pairwise(text.split("\n")):
+                    assert f"{before} {after}" in cell or before[-1] in "_/-"
+    assert fit_columns(columns, 300) == columns
 
 
 def test_a_shortened_prompt_counts_once_and_the_mean_is_over_the_shortened() -> None:
