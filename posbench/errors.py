@@ -86,7 +86,9 @@ def in_one_line(error: BaseException) -> UserError | None:
         return error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = f"{str(error.filename)[:60]}..."
-        return UserError("file", name, "a name of at most 255 bytes", "shorten it")
+        return UserError(
+            "file", name, "a file name of at most 255 bytes", "shorten the name"
+        )
     return machine_error(error)
 
 
@@ -96,12 +98,12 @@ def machine_error(error: BaseException) -> MachineError | None:
         return None
     if isinstance(error, OSError):
         name = error.filename or "none named"
-        allowed = "a disk that takes and gives files"
-        hint = f"see to that ({error.strerror or error}), then repeat the command: it resumes"
+        allowed = "a file system that can be read and written"
+        hint = f"free space or correct the permissions ({error.strerror or error}), then repeat the command: it resumes"
         return MachineError("file", name, allowed, hint)
     text = " ".join(str(error).split())[:120]
-    hint = "set a smaller runtime.batch_size, or take a smaller model; the same command resumes"
-    return MachineError("memory", text, "enough of it", hint)
+    hint = "set a smaller runtime.batch_size or use a smaller model; the same command resumes"
+    return MachineError("memory", text, "enough memory", hint)
 
 
 class SeveralErrors(UserError):

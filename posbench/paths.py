@@ -33,7 +33,7 @@ def config_folders(user_folder: str | None, field: str = "--config-dir") -> list
         return [CONF]
     folder = Path(user_folder).expanduser().absolute()
     if not folder.is_dir():
-        allowed = "a folder with your YAML files"
+        allowed = "an existing folder with your YAML files"
         raise UserError(field, user_folder, allowed, "check the path")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

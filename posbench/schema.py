@@ -102,8 +102,8 @@ def _key_fault(
     names = [f.name for f in fields(cls)]
     new_name = getattr(cls, "renamed", {}).get(key)
     if new_name:
-        allowed = f"{prefix}.{new_name}, its name now"
-        hint = f"call it so: {prefix}.{new_name}={value}"
+        allowed = f"{prefix}.{new_name}, as the key is called now"
+        hint = f"set {prefix}.{new_name}={_typed(value)}"
         return UserError(field, value, allowed, hint)
     if key not in names:
         allowed = f"keys {', '.join(names)}" if names else "no keys"
@@ -119,6 +119,13 @@ def _key_fault(
         hint = f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
         return UserError(field, value, allowed, hint)
     return None
+
+
+def _typed(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)
 
 
 @cache
@@ -186,7 +193,7 @@ def resolve_target(
     if not isinstance(data, Mapping):
         plural = {"search": "searches", "study": "studies"}.get(prefix, f"{prefix}s")
         hint = f"posbench ls {plural} shows the choices"
-        raise UserError(prefix, data, "a choice of that group", hint)
+        raise UserError(prefix, data, f"a choice of {prefix}", hint)
     path = data.get("_target_")
     try:
         module, _, name = str(path).rpartition(".")

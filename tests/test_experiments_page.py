@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 
 from posbench import paths
-from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.report.experiments import PAPERS
 from posbench.run.folder import RunDir
 from posbench.stats.findings import FINDING_COLUMNS
+from tests.messages import assert_names, refused
 from tools.pages import (
     experiments_page,
     find_experiments,
@@ -138,15 +137,13 @@ def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None
     ]
     RunDir(sweep).write_json("jobs.json", listed)
     RunDir(sweep).seal("posbench experiment=tiny")
-    assert _line(tmp_path) == [
-        "`posbench experiment=tiny`",
-        "2.2",
-        "2 hold, 1 contradicted",
-    ]
+    command, minutes, verdicts = _line(tmp_path)
+    assert (command, minutes) == ("`posbench experiment=tiny`", "2.2")
+    assert_names(verdicts, "2 hold", "1 contradicted")
     failed = {"folder": None, "overrides": ["model=c"], "status": 1}
     RunDir(sweep).write_json("jobs.json", [*listed, failed])
     RunDir(sweep).seal("posbench experiment=tiny")
-    assert _line(tmp_path)[2] == "2 hold, 1 contradicted; unfinished or damaged: 1"
+    assert_names(_line(tmp_path)[2], "2 hold", "1 contradicted", "unfinished", "1")
 
 
 def test_the_page_shows_the_newest_version_of_an_experiment(tmp_path: Path) -> None:
@@ -166,6 +163,13 @@ def test_the_page_shows_the_newest_version_of_an_experiment(tmp_path: Path) -> N
 def test_damage_and_a_folder_that_is_none_are_told(tmp_path: Path) -> None:
     folder = _run(tmp_path / "yu2025_fig7/v001/a", 90, "holds")
     (folder / "findings.csv").write_text("model\n")
-    assert _line(tmp_path)[1:] == ["", "not run; unfinished or damaged: 1"]
-    with pytest.raises(UserError, match="DIR = "):
+    minutes, verdicts = _line(tmp_path)[1:]
+    assert minutes == ""
+    assert_names(verdicts, "not run", "damaged", "1")
+    with refused(
+        "DIR",
+        str(tmp_path / "none"),
+        allowed="outputs folder",
+        hint="posbench experiment=NAME",
+    ):
         experiments_page(tmp_path / "none")

@@ -85,7 +85,7 @@ def check_data(args: list[str]) -> int:
         print(f"{name:<10}{text}")
     _print_prompt(examples[0])
     faults.raise_any()
-    print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked_overrides])}")
+    print(f"\nto run it:\n\n    {shlex.join(['posbench', *asked_overrides])}")
     return 0
 
 

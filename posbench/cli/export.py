@@ -70,7 +70,7 @@ def export(args: list[str]) -> int:
         raise UserError(
             "export",
             " ".join(args),
-            "a run, --to FORMAT and --out DIR",
+            "one run, --to FORMAT and --out DIR",
             "posbench export --help",
         )
     form = base.find_format(to)
@@ -126,14 +126,14 @@ def verify(args: list[str]) -> int:
     folder = Path(args[0]).expanduser() if len(args) == 1 else Path()
     record = read_json(folder / write.RECORD)
     if record is None:
-        allowed = f"a folder of posbench export (it holds {write.RECORD})"
+        allowed = f"a folder that posbench export wrote (with {write.RECORD})"
         raise UserError(
             "DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR"
         )
     for name, digest in record["files"].items():
         file = folder / name
         if not file.is_file() or file_sha256(file) != digest:
-            hint = f"write it again: {record['command']}"
+            hint = f"export it again: {record['command']}"
             raise UserError(
                 "DIR", str(file), "the file as posbench export wrote it", hint
             )
@@ -262,11 +262,11 @@ def _method_to_write(
     twin = requested.twin()
     if exact and twin.folded(run.lm) is not None:
         allowed = (
-            "a format that holds the method as it is; "
+            "a format that keeps the method unchanged; "
             f"{form.name} scales the attention of all tokens"
         )
         raise UserError(
-            "--exact", form.name, allowed, "--to transformers, or leave --exact out"
+            "--exact", form.name, allowed, "set --to transformers, or leave out --exact"
         )
     return twin
 
@@ -275,11 +275,12 @@ def _fix(run: Run, method: Method) -> base.Fix:
     """The method on the model of a run, as a fix to be written."""
     config = run.model
     if config.rope == "none":
-        allowed = (
-            "checkpoint: other engines would rotate what this setting leaves alone"
-        )
+        allowed = "checkpoint: other engines would apply the rotary embedding that this setting removes"
         raise UserError(
-            "model.rope", config.rope, allowed, "take a model whose own config says it"
+            "model.rope",
+            config.rope,
+            allowed,
+            "export a model whose own config has no rotary embedding",
         )
     files = str(Path(sources.local(config.checkpoint)).resolve())
     dtype = read_checkpoint(config).facts.get_text_config().dtype or "float32"

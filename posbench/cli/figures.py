@@ -228,7 +228,10 @@ def figures(args: list[str]) -> int:
     count, remaining = option(args, "--jobs")
     if count is not None and not (count.isdecimal() and int(count)):
         raise UserError(
-            "--jobs", count, "a number from 1 on", "leave it out: one on each core"
+            "--jobs",
+            count,
+            "a whole number from 1 up",
+            "leave it out for one process per core",
         )
     console = make_wide_console()
     experiments = _select(remaining, console)
@@ -324,8 +327,8 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
         raise UserError(
             "figures",
             shlex.join(args),
-            "arguments that leave an experiment to run",
-            "name one: posbench ls experiments",
+            "arguments that match at least one experiment",
+            "choose one: posbench ls experiments",
         )
     return experiments
 
@@ -336,7 +339,9 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         if arg.startswith("experiment="):
             name = arg.removeprefix("experiment=")
             hint = f"posbench figures {name}"
-            raise UserError("experiment", name, "a name alone", hint)
+            raise UserError(
+                "experiment", name, "the name alone, without experiment=", hint
+            )
         if arg.startswith("-") and arg not in ("-m", "--multirun"):
             allowed = "--jobs N, --config-dir DIR, -m"
             raise UserError("flag", arg, allowed, "posbench figures --help")

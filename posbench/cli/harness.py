@@ -208,7 +208,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self.method: Method = self.posbench.method_under_test().build()
         self.method.check(self.lm)
         if self.method.rewrites or self.posbench.choice.reads_items:
-            allowed = "a method that looks at no items: the harness has none"
+            allowed = (
+                "a method that does not read items: prompts of the harness have none"
+            )
             hint = "run a task of posbench: posbench task=nq_multidoc method=NAME"
             raise UserError("model_args.method", method, allowed, hint)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
@@ -287,8 +289,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             owner = answers.get(_OWNER)
             is_foreign = owner is not None or len(answers) > 0
             if owner != self.identity and is_foreign:
-                allowed = "a new file, or one that this model, method and version of posbench filled"
-                hint = "give each method a file of its own: the harness does not tell their answers apart"
+                allowed = "a new file, or one that the same model, method and version of posbench wrote"
+                hint = "use one file per method: the harness does not keep their answers apart"
                 raise UserError("--use_cache", str(answers.filename), allowed, hint)
             answers[_OWNER] = self.identity
         super().set_cache_hook(cache_hook)

@@ -9,8 +9,10 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,41 +29,52 @@ if TYPE_CHECKING:
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
-  posbench                                         the embedded model, all stages, under a minute
+  posbench
+      the embedded model, all stages, under a minute
   posbench task=kv_retrieval model=mistral7b method=scale_channel
-  posbench model=DIR_OR_HUB_ID                     your own checkpoint: finds its channel, then measures
-  posbench model=endpoint model.base_url=http://localhost:8000/v1 model.name=NAME     a model behind a server
-  posbench method=[layer_scaling,scale_channel]    one inside the other
-  posbench -m method.factor=1,0.5,0,-0.5,-1        sweep; ends with one table and one figure
-  posbench study=rollout                           what happens inside the model
-  posbench experiment=yu2025_fig6                  one table or figure of a paper, seconds to minutes
-  posbench model=llama2_13b runtime=gpu runtime.device_map=auto     over all GPUs of this machine
+      a task, a model and a method by name
+  posbench model=DIR_OR_HUB_ID
+      your own checkpoint: finds its channel, then measures it
+  posbench model=endpoint model.base_url=http://HOST:8000/v1 model.name=NAME
+      a model behind a server
+  posbench method=[layer_scaling,scale_channel]
+      two methods, one inside the other
+  posbench -m method.factor=1,0.5,0,-0.5,-1
+      a sweep; ends with one table and one figure
+  posbench study=rollout
+      what happens inside the model
+  posbench experiment=yu2025_fig6
+      one table or figure of a paper, seconds to minutes
+  posbench model=llama2_13b runtime=gpu runtime.device_map=auto
+      a model spread over all GPUs of this machine
 
-Verbs; posbench VERB --help says more:
-  figures       many experiments, side by side; all that need no weights: 17 minutes on two cores
-  ls            what there is to choose from
-  ls runs       find runs again: what ran, score, bias, age, state
-  compare       runs side by side: one table, one figure
-  check-data    what a file of your own holds, and the command that asks it
+Verbs (posbench VERB --help says more):
+  figures       run many experiments side by side; those without downloaded
+                weights take 17 minutes on two cores
+  ls            list what can be chosen: models, tasks, methods, ...
+  ls runs       list runs: settings, score, bias, age, state
+  compare       set runs side by side in one table and one figure
+  check-data    say what a data file holds, and the command that runs it
   fetch         list and download what a config needs
-  validate      compose and check configs, run nothing
-  report        redraw a run or a sweep; of many runs write one gallery
-  rescore       score saved replies of a run or a sweep again, without a model
-  show          prompts, expected answers, replies and scores of a run
-  export        a run's fix as files that others load: a checkpoint, an adapter, code
-  verify        load what export wrote, and hold it against the method again
-  submit        send runs to a cluster; then: jobs, collect
-  jobs          how submitted runs stand
-  collect       gather submitted runs: the summary of a sweep
-  resume        go on with a run, told by its folder
-  lm_eval       lm-evaluation-harness under a method
-  completion    completion of verbs, names and keys for bash, zsh or fish
+  validate      compose and check configs without running them
+  report        redraw a run or a sweep; write a gallery of many runs
+  rescore       score the saved replies of a run again, without a model
+  show          show prompts, expected answers, replies and scores of a run
+  export        write a method into a checkpoint, an adapter or code
+  verify        load an export and compare it with the method
+  submit        send runs to a cluster
+  jobs          list the states of submitted runs
+  collect       summarise submitted runs
+  resume        continue the run in a folder
+  lm_eval       run lm-evaluation-harness under a method
+  completion    print shell completion for bash, zsh or fish
 
-Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
-files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
-same command resumes. Exit status: 0 done; 1 some rows failed (run again to retry them); 2 something to
-correct in the input; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C; 143 by
-SIGTERM.
+Every key can be set as key=value; `--cfg job` prints the whole config,
+`--config-dir DIR` adds your own YAML files, `--hydra-help` lists Hydra's flags.
+Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
+resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
+2 the input needs a correction; 3 the machine is at fault (disk, permission,
+memory); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 VERBS = {
@@ -177,7 +190,29 @@ def find_verb(name: str) -> Callable[[list[str]], int]:
 
 def usage(verb: Callable[[list[str]], int]) -> str:
     """What ``posbench VERB --help`` prints: the verb's docstring, without what it raises."""
-    return (inspect.getdoc(verb) or "").split("\n\nRaises:")[0]
+    text = (inspect.getdoc(verb) or "").split("\n\nRaises:")[0]
+    return wrap_help(text, shutil.get_terminal_size().columns)
+
+
+def wrap_help(text: str, width: int) -> str:
+    """Wrap a help text: paragraphs as a whole, indented lines below their descriptions."""
+    wrapped = []
+    for block in text.split("\n\n"):
+        if block.startswith("example: "):
+            wrapped.append(block)  # a command is copied as it stands
+            continue
+        is_paragraph = not any(line.startswith(" ") for line in block.split("\n"))
+        lines = [" ".join(block.split("\n"))] if is_paragraph else block.split("\n")
+        new_lines = []
+        for line in lines:
+            # The description follows the name after two spaces or more.
+            description = re.match(r" *(?:\S+(?: \S+)* {2,})?", line)
+            indent = " " * (description.end() if description else 0)
+            new_lines += textwrap.wrap(
+                line, width, subsequent_indent=indent, break_on_hyphens=False
+            ) or [""]
+        wrapped.append("\n".join(new_lines))
+    return "\n\n".join(wrapped)
 
 
 def _run(args: list[str]) -> int:
@@ -211,8 +246,10 @@ def _run(args: list[str]) -> int:
 def _refuse_unknown_verb(args: Sequence[str]) -> None:
     """Refuse a first word that is neither a verb nor ``key=value``."""
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
-        allowed = f"{', '.join(VERBS)}; a run has none: posbench key=value"
+        allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
+        if args[0] == "run":
+            hint = "leave it out"
         raise UserError("verb", args[0], allowed, hint)
 
 
@@ -271,9 +308,14 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
         run = prepare(composed)
         cluster = run.config.runtime.cluster
         if cluster:
-            hint = "posbench submit with the same arguments, or leave it out"
+            hint = (
+                "posbench submit with the same arguments, or leave out runtime/cluster"
+            )
             raise UserError(
-                "runtime/cluster", cluster.kind, "none: this runs here", hint
+                "runtime/cluster",
+                cluster.kind,
+                "none: a run without a verb runs on this machine",
+                hint,
             )
         for line in run.warnings:
             make_console().print(line, soft_wrap=True, markup=False)

@@ -37,5 +37,5 @@ def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     remaining = pieces[:index] + pieces[index + 2 :]
     if not value or flag in remaining:
         typed = " ".join(pieces[index:])
-        raise UserError(flag, typed, "given once, with a value", f"{flag} VALUE")
+        raise UserError(flag, typed, "the flag once, with a value", f"{flag} VALUE")
     return value[0], remaining

@@ -39,7 +39,7 @@ from posbench.report.index import find_run
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import open_run_dir
-from posbench.run.lease import in_use, process_start
+from posbench.run.lease import ONE_PROCESS, in_use, process_start
 from posbench.run.runtime import Cluster, Runtime
 from posbench.run.shards import Shard, missing_shards
 
@@ -95,7 +95,7 @@ def submit(args: list[str]) -> int:
     """
     count, remaining = option(args, "--shards")
     if not re.fullmatch("[1-9][0-9]{0,3}", count or "1"):
-        hint = "leave it out for one job a run"
+        hint = "leave it out for one job per run"
         raise UserError("--shards", count, "a whole number from 1 to 9999", hint)
     num_shards = int(count or 1)
     composed_jobs: list[ComposedConfig] = []
@@ -236,7 +236,10 @@ def _submit_jobs(
     except ImportError as error:
         hint = "python -m pip install 'posbench[cluster]'"
         raise UserError(
-            "runtime/cluster", cluster.kind, "submitit, which is not installed", hint
+            "runtime/cluster",
+            cluster.kind,
+            "a cluster, once submitit is installed",
+            hint,
         ) from error
     logs = job_records.log_folder(entries[0][0].parents[2], name)
     logs.mkdir(parents=True)
@@ -257,8 +260,8 @@ def _submit_jobs(
             for folder, _ in entries:
                 job_records.forget_submission(folder, name)
             shutil.rmtree(logs, ignore_errors=True)
-        hint = "see what it says, and give the same command again, or take runtime/cluster=local"
-        allowed = f"a cluster that takes jobs ({' '.join(str(error).split())})"
+        hint = "correct what it reports and repeat the command, or set runtime/cluster=local"
+        allowed = f"a cluster that accepts the jobs ({' '.join(str(error).split())})"
         raise UserError("runtime/cluster", cluster.kind, allowed, hint) from error
     finally:
         signal.signal(signal.SIGHUP, previous_handler)
@@ -358,7 +361,7 @@ def resume(args: list[str]) -> int:
             print(f"posbench: {error}", file=sys.stderr)
             return 1
         except UserError as error:
-            if error.allowed != "one process at a time":
+            if error.allowed != ONE_PROCESS:
                 raise
             # Another process was faster to take the run.
             time.sleep(POLL_SECONDS)
@@ -373,8 +376,8 @@ def _shard(flag: str, text: str) -> Shard:
     """The shard that the value of a flag names, as ``0/2``."""
     match = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
     if not match or int(match[1]) >= int(match[2]):
-        allowed = "I/N, the I-th of N from 0 on, as 0/2"
-        raise UserError(flag, text, allowed, "0/1 is all of a run")
+        allowed = "I/N, shard I of N, counted from 0, as 0/2"
+        raise UserError(flag, text, allowed, "0/1 makes the whole run")
     return Shard(int(match[1]), int(match[2]))
 
 
@@ -400,7 +403,7 @@ def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or any(name.startswith("-") for name in names):
         raise UserError(
-            "DIR", " ".join(names), "one folder, --json", "posbench jobs --help"
+            "DIR", " ".join(names), "one folder, and --json", "posbench jobs --help"
         )
     outputs = Path(Runtime.outputs)
     folder = find_run(names[0] if names else Runtime.outputs, outputs).absolute()

@@ -312,10 +312,8 @@ def _rescore_run(run: RunDir) -> None:
         rows = run.rows(evaluate.FILE)
         torn = run.num_torn_rows(evaluate.FILE)
         if torn or not rows or not run.done:
-            allowed = (
-                f"a finished run that evaluated, with whole rows (damaged here: {torn})"
-            )
-            hint = "repeat its command, with evaluate in the stages"
+            allowed = f"a finished run with the stage evaluate and undamaged rows (damaged: {torn})"
+            hint = "repeat its command with evaluate in stages=[...]"
             raise UserError("DIR", str(run.path), allowed, hint)
         task = read_recorded_task(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
@@ -343,8 +341,8 @@ def show(args: list[str]) -> int:
     folder = _folder("show", [arg for arg in args if arg not in flags])
     run = open_undamaged(folder)
     if not run.rows(evaluate.FILE):
-        hint = "add evaluate to its stages"
-        raise UserError("DIR", str(run.path), "a run that evaluated", hint)
+        hint = "repeat its command with evaluate in stages=[...]"
+        raise UserError("DIR", str(run.path), "a run with the stage evaluate", hint)
     examples = RunExamples.of(run, run.config("task"))
     if example_id is not None:
         if example_id not in examples.rows:

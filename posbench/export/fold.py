@@ -73,12 +73,9 @@ def _weight(lm: LM, name: str) -> nn.Parameter:
     if is_plain and not module.weight.is_meta:
         return module.weight
     kind = "offloaded" if is_plain else type(module).__name__
-    allowed = (
-        "weights in memory that are plain numbers; "
-        f"{name} of {lm.name} has {kind} weights"
-    )
+    allowed = f"plain weights in memory; {name} of {lm.name} has {kind} weights"
     raise UserError(
-        "--to", "checkpoint", allowed, "--to lora, which leaves them as they are"
+        "--to", "checkpoint", allowed, "use --to lora, which leaves them as they are"
     )
 
 
@@ -96,7 +93,7 @@ def _check_unshared(lm: LM, weights: Mapping[str, nn.Parameter]) -> None:
                 "--to",
                 "checkpoint",
                 allowed,
-                "--to lora, which leaves them as they are",
+                "use --to lora, which leaves them as they are",
             )
 
 

@@ -128,7 +128,7 @@ def architecture(fix: Fix) -> Architecture:
     if any(p.is_meta or not p.is_floating_point() for p in fix.lm.model.parameters()):
         refuse(
             fix,
-            "weights in memory that are plain numbers, neither quantised nor offloaded,",
+            "plain weights in memory, neither quantised nor offloaded,",
         )
     return ARCHITECTURES[model_type]
 

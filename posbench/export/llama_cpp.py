@@ -47,7 +47,7 @@ def serve(model: Path, tokens: int, adapter: Path | None = None) -> Any:
     try:
         return xllamacpp.Server(settings)
     except RuntimeError as error:
-        allowed = f"files that it loads ({error})"
+        allowed = f"files that llama.cpp can load ({error})"
         raise UserError("llama.cpp", model.name, allowed, "--to checkpoint") from error
 
 
@@ -89,9 +89,9 @@ def next_token(server: Any, prompts: Prompts, vocabulary: int) -> Tensor:
         if not 0.999 < row.exp().nansum() < 1.001:
             error = answer.get("error", {})
             reason = error.get("message", "its probabilities do not add up to 1")
-            allowed = f"prompts that it answers ({reason})"
+            allowed = f"prompts that llama.cpp can answer ({reason})"
             raise UserError(
-                "llama.cpp", f"{len(prompt)} tokens", allowed, "shorter prompts"
+                "llama.cpp", f"{len(prompt)} tokens", allowed, "use shorter prompts"
             )
     return log_probabilities
 

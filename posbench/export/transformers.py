@@ -152,10 +152,8 @@ def check_plain_weights(lm: LM, to: str) -> None:
     is_quantised = getattr(lm.model, "hf_quantizer", None) is not None
     if is_quantised or any(parameter.is_meta for parameter in lm.model.parameters()):
         kind = "quantised" if is_quantised else "offloaded"
-        allowed = (
-            f"weights in memory that are plain numbers; those of {lm.name} are {kind}"
-        )
-        hint = "export from the model that it was made of, or --to lora for a method that folds"
+        allowed = f"plain weights in memory; those of {lm.name} are {kind}"
+        hint = "export the model before its weights were packed or offloaded, or use --to lora for a method that folds"
         raise UserError("--to", to, allowed, hint)
 
 
@@ -224,8 +222,8 @@ def run_process(
             raise MachineError(
                 "--to",
                 to,
-                f"files that load; the process said: {reason}",
-                "please report it",
+                f"files that can be loaded; the process reported: {reason}",
+                "please report this line",
             )
         return torch.load(results)
 

@@ -238,7 +238,7 @@ def check_destination(out: Path) -> None:
 def check_agreement(comparison: Comparison, form: Format, fix: Fix) -> None:
     """Raise UserError where the files do not do what the method does."""
     if not comparison.holds:
-        allowed = f"files that do what the method does: {comparison.words}"
+        allowed = f"files that reproduce the method: {comparison.words}"
         hint = "please report it, with this line; another format may do: posbench export --help"
         raise UserError("--to", f"{form.name} of {fix.lm.name}", allowed, hint)
 

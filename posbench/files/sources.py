@@ -412,8 +412,8 @@ def _url_file(url: str) -> Path:
     """Where a URL is cached; its hash keeps URLs that end in the same name apart."""
     cache = cache_folder()
     if cache is None:
-        allowed = "a folder for downloads, where there is no home folder"
-        hint = "set that environment variable"
+        allowed = "a folder for downloads: this user has no home folder"
+        hint = "set POSBENCH_CACHE=DIR"
         raise MachineError("POSBENCH_CACHE", None, allowed, hint)
     name = url.rstrip("/").rpartition("/")[2] or "index"
     return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / name

@@ -214,7 +214,10 @@ def need_attention_interface(lm: LM) -> None:
     """Raise UserError unless a model's attention runs through the library's functions."""
     family = families.family_of(lm.model)
     if not family.interface:
-        allowed = (
-            f"a family whose attention runs through the library; {family.name} does not"
+        allowed = f"a family that uses the attention functions of transformers; {family.name} does not"
+        raise UserError(
+            "model",
+            lm.name,
+            allowed,
+            "choose a model of another family: docs/families.md",
         )
-        raise UserError("model", lm.name, allowed, "take another model")

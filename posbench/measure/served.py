@@ -24,7 +24,7 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
     if not model.base_url:
         return ()
     if task.repetition_penalty != 1:
-        allowed = "1.0: the API of a server has no such setting"
+        allowed = "1.0: the API of a server has no repetition penalty"
         hint = "set task.repetition_penalty=1"
         raise UserError(
             "task.repetition_penalty", task.repetition_penalty, allowed, hint

@@ -45,7 +45,12 @@ class Strings:
         """
         if self.length > lm.context_window:
             allowed = f"at most {lm.context_window} (context window of {lm.name})"
-            raise UserError("search.length", self.length, allowed, "shorten it")
+            raise UserError(
+                "search.length",
+                self.length,
+                allowed,
+                f"set search.length={lm.context_window}",
+            )
         rng = random.Random(f"posbench random strings {self.seed}")
         tokenizer = lm.need_tokenizer()
         if self.alphabet == "tokens":

@@ -131,7 +131,9 @@ class MethodChoice:
             missing = [k for k, v in values.items() if v is None and k in needed_keys]
             if missing:
                 key = f"method.{missing[0]}"
-                allowed = f"a value (the model has no {self.name} block with it)"
+                allowed = (
+                    f"a value (the model's YAML has no {self.name} block that sets it)"
+                )
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
                 raise UserError(key, None, allowed, hint.format(key=key))
             return build(self.cls, values, "method")
@@ -142,7 +144,12 @@ def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
     mapping = isinstance(nodes, Mapping) and len(nodes) > 0
     if not mapping or not all(isinstance(node, Mapping) for node in nodes.values()):
         hint = "write method=[layer_scaling,scale_channel]"
-        raise UserError(f"{config_path}.parts", nodes, "methods by name", hint)
+        raise UserError(
+            f"{config_path}.parts",
+            nodes,
+            "a mapping from names of methods to their keys",
+            hint,
+        )
     for key, value in keys.items():
         allowed = f"keys of {', '.join(nodes)}"
         hint = f"name the part: {config_path}.parts.NAME.{key}=..."

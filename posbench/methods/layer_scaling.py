@@ -37,7 +37,7 @@ class LayerScaling(Method):
 
     def __post_init__(self) -> None:
         if (self.points is None) == (self.scales is None):
-            allowed = "control points, or method.scales with one scale per layer, and not both"
+            allowed = "either control points or method.scales, with one scale per layer"
             hint = "find points: posbench stages=[search] search=genetic method=layer_scaling"
             raise UserError("method.points", self.points, allowed, hint)
 

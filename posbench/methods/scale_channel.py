@@ -442,4 +442,9 @@ def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     count = lm.layers
     if len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count:
         allowed = f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})"
-        raise UserError(name, list(layers), allowed, "layers are 0-based and inclusive")
+        raise UserError(
+            name,
+            list(layers),
+            allowed,
+            f"set {name}=[0,{count - 1}] or a part of it: layers are 0-based and inclusive",
+        )

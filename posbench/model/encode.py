@@ -160,7 +160,7 @@ class Encoder:
             return encoded
 
         if truncation == "refuse" or max_tokens < 1:
-            hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
+            hint = "shorten the prompts (kv_retrieval: task.pairs), or cut them with task.truncation=middle"
             if len(encoded.ids) <= max_tokens and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
                 raise UserError("prompt length", prompt_tokens, limit, hint)
@@ -172,7 +172,9 @@ class Encoder:
             removed += excess
             pieces = self._shorten(prompt, removed, truncation, document, separator)
             if not pieces or removed >= prompt_tokens:
-                hint = "shorten the task, or take a model with a larger context window"
+                hint = (
+                    "shorten the prompts, or use a model with a larger context window"
+                )
                 self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
             encoded = self._encode_pieces(pieces, form)
             excess = len(encoded.ids) - max_tokens
@@ -281,7 +283,7 @@ class Encoder:
     def _refuse_length(
         self, length: int, max_tokens: int, reserve: int, hint: str
     ) -> NoReturn:
-        window = f"context window {self.context_window} of {self.name}, {reserve} kept"
+        window = f"context window {self.context_window} of {self.name}, {reserve} kept for the reply"
         allowed = f"at most {max(max_tokens, 0)} tokens ({window})"
         raise UserError("prompt length", length, allowed, hint)
 

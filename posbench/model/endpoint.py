@@ -137,7 +137,10 @@ class Endpoint:
         except ImportError as error:
             hint = "pip install 'posbench[endpoint]'"
             raise UserError(
-                "model.base_url", config.base_url, "null without openai", hint
+                "model.base_url",
+                config.base_url,
+                "null: the package openai is not installed",
+                hint,
             ) from error
         self._client = openai.OpenAI(
             base_url=config.base_url,
@@ -186,7 +189,7 @@ class Endpoint:
                     self._choice_method = self._best_choice_method(prompt)
             except RequestError as error:
                 allowed = f"a server that answers ({error})"
-                hint = "see its log, or try the other model.api"
+                hint = "read the log of the server, or try the other model.api"
                 raise UserError(
                     "model.base_url", self._config.base_url, allowed, hint
                 ) from error
@@ -352,10 +355,8 @@ class Endpoint:
             cause = error.__cause__
             if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
                 raise
-            allowed = f"the address of a server that runs ({self._short_text(cause)})"
-            hint = (
-                "start it, or correct the address; then repeat the command: it goes on"
-            )
+            allowed = f"the address of a running server ({self._short_text(cause)})"
+            hint = "start the server or correct the address, then repeat the command: it resumes"
             raise UserError(
                 "model.base_url", self._config.base_url, allowed, hint
             ) from error

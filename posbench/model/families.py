@@ -139,8 +139,8 @@ def require_attention_interface(model: PreTrainedModel, name: str) -> None:
     """
     family = family_of(model)
     if not family.interface:
-        allowed = f"a family whose attention runs through the library's functions; {family.name} does not"
-        hint = "method=scale_channel needs none; docs/families.md lists the families"
+        allowed = f"a family that uses the attention functions of transformers; {family.name} does not"
+        hint = "set method=scale_channel, or choose a model of another family: docs/families.md"
         raise UserError("method", name, allowed, hint)
 
 

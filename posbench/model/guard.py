@@ -210,9 +210,9 @@ def not_finite_error(lm: Any, fault: str) -> UserError:
     """The error for a model that gives no numbers in its dtype, with what to change."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
     methods = [entry.name for entry in _entries.get(lm.model, []) if entry.changes]
-    hint = "take milder values in the command"
+    hint = "set milder parameters of the method"
     if methods:
-        hint = f"give {' and '.join(methods)} milder values"
+        hint = f"set milder parameters of {' and '.join(methods)}"
     wider_dtypes = {
         "float16": "bfloat16 or model.dtype=float32",
         "bfloat16": "float32",

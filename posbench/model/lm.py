@@ -153,7 +153,7 @@ class LM(Encoder):
         spans = find_items(prompt, items) if isinstance(items, str) else items
         if not spans:
             allowed = "spans of characters, or an expression that matches in the prompt"
-            raise UserError("items", items, allowed, r"such as r'Document .*'")
+            raise UserError("items", items, allowed, "pass items=r'Document .*'")
         encoded = self.encode(prompt, **form)
         self.items.add(encoded.ids, token_spans(encoded.offsets, spans))
         return encoded.ids

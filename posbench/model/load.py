@@ -278,8 +278,8 @@ def _load_checkpoint(
 ) -> LM:
     """The model of a config, with weights and tokenizer; the arguments are those of :func:`load`."""
     if config.base_url:
-        allowed = "null: what is behind a server is not loaded here"
-        hint = "leave it out, or run posbench with it"
+        allowed = "null: posbench.load reads a checkpoint, not a server"
+        hint = "leave out base_url, or run posbench model.base_url=URL"
         raise UserError("model.base_url", config.base_url, allowed, hint)
     target = torch_device(device)
     # From here on there is a folder on this machine, and nothing touches the network.
@@ -350,7 +350,7 @@ def _with_reader(
     num_tokens = tokenizer.vocab_size
     if num_tokens > num_rows:
         allowed = f"a tokenizer of at most {num_rows} tokens, as the embedding of that checkpoint; it has {num_tokens}"
-        hint = "take the tokenizer that belongs to the weights"
+        hint = "use the tokenizer that belongs to the weights"
         raise UserError("model.path", config.path, allowed, hint)
     if config.rope == "none":
         families.remove_rope(model)
@@ -371,7 +371,7 @@ def _explained(config: ModelConfig, device: torch.device | str) -> Iterator[None
     except UserError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
-        allowed = f"a device that holds the weights of {config.name}"
+        allowed = f"a device with room for the weights of {config.name}"
         hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
         raise MachineError("runtime.device", str(device), allowed, hint) from error
     # Whatever the libraries make of these files, it is the files that are wrong.
@@ -410,7 +410,9 @@ def _need_complete(config: ModelConfig, loading_info: Mapping[str, Any]) -> None
         if tensors
     ]
     if faults and not config.allow_partial:
-        allowed = f"weights with every tensor that its config.json asks for and no other ({'; '.join(faults)})"
+        allowed = (
+            f"exactly the tensors that config.json describes ({'; '.join(faults)})"
+        )
         hint = "get the checkpoint again, or set model.allow_partial=true to run with random tensors in place"
         raise UserError("model.path", config.path, allowed, hint)
     if config.allow_partial and not faults:

@@ -193,7 +193,7 @@ def check_rope(
     """
     family = families.family_of(lm.model)
     module = rotary_module(lm.model)
-    hint = "method=scale_channel needs no rotary embedding"
+    hint = "set method=scale_channel, which needs no rotary embedding"
     if not rotated_layers(lm.model):
         allowed = f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none"
     elif plain and getattr(module, "rope_type", "default") != "default":
@@ -201,9 +201,9 @@ def check_rope(
     elif getattr(module, _BUSY, None) == "by hand":
         # One that rotates by hand would rotate what the other has rotated.
         allowed = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
-        hint = "put that one last"
+        hint = "put ms_poe or moice last in the list"
     elif by_hand and not family.interface:
-        allowed = f"a family whose attention runs through the library's functions; {family.name} does not"
+        allowed = f"a family that uses the attention functions of transformers; {family.name} does not"
     else:
         return
     raise UserError("method", method, allowed, hint)

@@ -83,7 +83,7 @@ def track_cache_length(model: PreTrainedModel) -> Iterator[Callable[[], int]]:
 def need_mask_support(lm: LM, perturbation: str) -> None:
     """Raise UserError for FlashAttention, whose kernel takes no mask but its own."""
     if "flash" in str(families.text_config(lm.model)._attn_implementation):
-        allowed = f"sdpa or eager: {perturbation} needs a mask of its own"
+        allowed = f"sdpa or eager: flash_attention_2 takes no mask for {perturbation}"
         raise UserError(
             "model.attention", "flash_attention_2", allowed, "set model.attention=sdpa"
         )

@@ -57,7 +57,7 @@ def move_positions(
             library's functions, or a method rotates head by head (ms_poe, moice).
     """
     if not can_move(lm):
-        allowed = "a model with rotary position embedding (RoPE) in attention through the library's functions"
+        allowed = "a model with rotary position embedding (RoPE) that uses the attention functions of transformers"
         hint = "crop the mask, or take model=tiny"
         raise UserError("position ids of a span", lm.name, allowed, hint)
     rope.check_rope(lm, "position ids of a span", by_hand=True)

@@ -115,7 +115,12 @@ def read_flags(args: Sequence[str]) -> Any:
     resolves_nothing = flags.resolve and not (flags.cfg or flags.help)
     if several_modes or resolves_nothing or flags.experimental_rerun:
         allowed = "one of -m, --cfg job [--resolve], --info"
-        raise UserError("flag", typed, allowed, "to run again, repeat the command")
+        raise UserError(
+            "flag",
+            typed,
+            allowed,
+            "leave out all but one of them; to repeat a run, repeat its command",
+        )
     return flags
 
 

@@ -229,8 +229,8 @@ def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> User
         allowed = options.replace(" ", ", ")
         return UserError(group, choice, allowed, f"leave {group} out")
     key = str(getattr(error, "full_key", None) or "config")
-    hint = f"see posbench --cfg job ({reason})"
-    return UserError(key, " ".join(overrides), "what conf/ holds", hint)
+    hint = f"posbench --cfg job prints them ({reason})"
+    return UserError(key, " ".join(overrides), "keys and choices of conf/", hint)
 
 
 # Filling in

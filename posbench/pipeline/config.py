@@ -283,7 +283,9 @@ def _need_text(node: Any, key: str) -> None:
             _need_text(value, key)
     for text in (node, key):
         if isinstance(text, str) and SURROGATES.search(text):
-            raise UserError(key, node, "UTF-8 text", "type it again")
+            raise UserError(
+                key, node, "UTF-8 text", "remove the characters that are not UTF-8"
+            )
 
 
 def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
@@ -352,7 +354,7 @@ def _build_runtime(data: Mapping[str, Any]) -> Runtime:
 def _build_model(data: Any) -> ModelConfig:
     if not isinstance(data, Mapping):
         hint = "posbench ls models shows the choices"
-        raise UserError("model", data, "a choice of that group", hint)
+        raise UserError("model", data, "a choice of model", hint)
     if data.get("path") is None and data.get("base_url"):
         data = {**data, "path": ""}
     if data.get("path") is None:
@@ -372,7 +374,7 @@ def _build_study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
     study: Study = instantiate(data["study"], Study, "study")  # type: ignore[type-abstract]
     if "study" not in stages:
         if "stages" in typed and stages:
-            allowed = "stages with study in them"
+            allowed = "stages that include study"
             hint = "set stages=[study,report]"
             raise UserError("stages", list(stages), allowed, hint)
         data["stages"] = ["study", "report"]
@@ -397,7 +399,7 @@ def _need_used_groups(
         group = key.split(".")[0]
         if group in unused:
             value = data[group].get("name", group)
-            allowed = f"no {key}: study {data['study'].get('name')} looks at none"
+            allowed = f"no {key}: study {data['study'].get('name')} does not use one"
             raise UserError(group, value, allowed, "leave it out")
 
 
@@ -430,7 +432,7 @@ def _choose_method(
         chosen = is_experiment or "method" in groups
         if chosen and choice.name != NO_METHOD["name"]:
             allowed = f"none: posbench cannot reach into the server of {model.name}"
-            hint = "serve a model that has the method in it (posbench export), and leave method out"
+            hint = "serve a model with the method built in (posbench export), and leave out method"
             raise UserError("method", choice.name, allowed, hint)
         data["method"] = dict(NO_METHOD)
         return MethodChoice.of(data["method"])
@@ -476,7 +478,9 @@ def _resolve_stages(
         stages = tuple(stage for stage in stages if stage != "search")
     if stages == ("report",):
         hint = "posbench report DIR redraws a run"
-        raise UserError("stages", ["report"], "report after another stage", hint)
+        raise UserError(
+            "stages", ["report"], "report together with another stage", hint
+        )
     return stages, target
 
 
@@ -492,9 +496,9 @@ def _unserved(
     serves = search.serves.short_name()
     allowed = f"no search for method {choice.name} by {name}, which serves {serves} {search.place}"
     if any(issubclass(part.cls, search.serves) for part in choice.parts.values()):
-        hint = "search that method alone, then type here what it finds, with stages=[evaluate,report]"
+        hint = "search for that method alone, then set its parameters here with stages=[evaluate,report]"
     else:
-        hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
+        hint = f"add method={serves}, or choose another search: posbench ls searches"
     if "stages" in typed:
         return UserError("stages", list(stages), allowed, hint)
     return UserError("search", name, allowed, hint)
@@ -522,7 +526,7 @@ def _need_servable(
         hint = f"leave {group} out"
     name = data["model"]["name"]
     allowed = (
-        f"evaluate and report alone: nothing can be seen inside the server of {name}"
+        f"evaluate and report only: posbench cannot look inside the server of {name}"
     )
     hint = f"{hint}, or run the model here, without model.base_url"
     raise UserError(group, value, allowed, hint)

@@ -82,7 +82,7 @@ def show(
     if seconds is not None:
         message = f"at most about {duration(sum(seconds))}"
         if unknown:
-            message += f" without {unknown}, which cannot be told before"
+            message += f" without {unknown}, which cannot be estimated"
         message += f", from {TIMED_BATCHES} batches on this machine"
         console.print(f"time: {message}", soft_wrap=True)
         return

@@ -262,7 +262,7 @@ def claim_run(
     with claim(*location, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:
-            allowed = "rows from one content of each file"
+            allowed = "rows that were all made from the same files"
             raise UserError("run folder", str(out.path), allowed, "remove it")
         yield ClaimedRun(run, contents, facts)
 
@@ -304,8 +304,10 @@ def recorded_config(folder: Path) -> Config:
     contents = run_contents(config)
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):
-        allowed = "one of this code, these libraries and files, and this kind of device"
-        hint = f"give its command again: {out.command}"
+        allowed = (
+            "a run of this code with these libraries and files, on this kind of device"
+        )
+        hint = f"repeat its command: {out.command}"
         raise UserError("run folder", str(folder), allowed, hint)
     return config
 
@@ -385,6 +387,6 @@ def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:
     content = find_change(contents)
     if content:
         out.write_facts(STATUS, {"state": MIXED, "stages": {}})
-        allowed = "a file that stays as it is while a run reads it; it changed"
-        hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
+        allowed = "a file that does not change while a run reads it"
+        hint = f"remove {out.path} (its rows may come from either version) and repeat the command"
         raise UserError(content.source.field, str(content.file), allowed, hint)

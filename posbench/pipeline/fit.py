@@ -227,7 +227,7 @@ class FitToModel:
         if num_fitting < 2:
             name = self.reader.name
             allowed = f"a model whose window holds two items of {task.name}: {self._window_reason}"
-            hint = "take another task, or another model"
+            hint = "choose another task or another model"
             raise UserError("model", name, allowed, hint)
         evaluation_items, calibration_items = task.sizes[:2]
         stages = set(self.config.stages)
@@ -293,7 +293,7 @@ class FitToModel:
         unknown_words = _unknown_words(reader, worst.prompt)[:MAX_LISTED_WORDS]
         if unknown_words:
             allowed += f", such as {', '.join(map(repr, unknown_words))}"
-        hint = "write others (docs/own_data.md lists those of the embedded models), or take another model"
+        hint = "use words that it spells (docs/own_data.md lists those of the embedded models), or another model"
         value = f"{self.config.task.name}, question {worst.id}"
         raise UserError("task", value, allowed, hint)
 

@@ -309,10 +309,12 @@ def need_same_contents(
         recorded_content = recorded.get(content.key[:2], "not read")
         if recorded_content != content.held:
             allowed = (
-                f"what the run read ({recorded_content[:SHOWN_DIGITS]}; "
+                f"the content that the run read ({recorded_content[:SHOWN_DIGITS]}; "
                 f"now it holds {content.held[:SHOWN_DIGITS]})"
             )
-            hint = "bring that file back, or run the new one: posbench with the same arguments"
+            hint = (
+                "restore that file, or make a new run: posbench with the same arguments"
+            )
             file = str(content.file or content.source.id)
             raise UserError(content.source.field, file, allowed, hint)
 

@@ -116,7 +116,7 @@ def submitted_runs(root: Path) -> list[Path]:
         candidates = runs_in(root)
     folders = [folder for folder in candidates if (folder / SUBMITTED).is_file()]
     if not folders:
-        allowed = "an outputs folder or a run that jobs were submitted for"
+        allowed = "an outputs folder or a run for which jobs were submitted"
         hint = "no such folder"
         if root.is_dir():
             hint = "posbench submit ... runtime/cluster=slurm"

@@ -107,7 +107,7 @@ def need_text_model(config: Config) -> None:
     asks_texts = isinstance(task, EvaluationOnly) and task.path is None
     knows_few_words = model.path.startswith(paths.EMBEDDED)
     if asks_texts and knows_few_words and config.uses_model and config.uses_task:
-        allowed = f"kv_retrieval with model {model.name}, which knows its words only and reads short prompts"
+        allowed = f"kv_retrieval with model {model.name}, which knows only its words and reads short prompts"
         hint = (
             f"take a model that reads text: posbench task={task.name} model=mistral7b"
         )
@@ -128,7 +128,7 @@ def _need_remote_sources(
                 list_files(source)  # raises where it cannot be downloaded
             else:
                 about = f" ({source.about})" if source.about else ""
-                allowed = f"what is on this machine; this is not{about}"
+                allowed = f"files that are on this machine; this one is not{about}"
                 hint = f"posbench fetch {' '.join(composed.overrides)}"
                 raise UserError(source.field, source.id, allowed, hint)
 
@@ -262,6 +262,6 @@ def longest_prompts(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
         if len(continuations) < len(example.choices):
             choices = ", ".join(map(repr, example.choices))
             allowed = f"a tokenizer that tells the choices of {run.task.name} apart: {choices}"
-            hint = "take a model that reads this text; the embedded ones know the words of kv_retrieval only"
+            hint = "use a model that reads this text; the embedded ones know only the words of kv_retrieval"
             raise UserError("model", run.lm.name, allowed, hint)
         yield encoded.ids

@@ -130,7 +130,7 @@ def write_comparison(
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         value = " ".join(map(str, folders))
         hint = "posbench ls runs lists them"
-        raise UserError("RUN", value, "two runs or more, each once", hint)
+        raise UserError("RUN", value, "two or more different runs", hint)
     runs = label_runs([ComparedRun.of(folder) for folder in folders])
     first = runs[0]
     _need_one_task(runs)
@@ -265,7 +265,7 @@ def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
     if not difference["pairs"]:
         return (
             f"{run.label}: unpaired, {common} of its {len(run.prompts)} prompts "
-            f"were asked in {first.label}, too."
+            f"were also asked in {first.label}."
         )
     if common == len(run.prompts) == len(first.prompts):
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ Record = Mapping[str, Any]
 """One row of a list, by column; a column with a mapping prints as ``key=value`` pairs."""
 
 WIDE_COLUMNS = 10_000
-NARROW_CHARACTERS = 16
-"""Width up to which the lines of a column are not broken, if there is room for that."""
+WORD = re.compile(r"\S+")
+NAME_PART = re.compile(r"(?<=[A-Za-z][_/-])(?=[A-Za-z])")
+"""Where a name such as ``kv_retrieval`` or a path may break, if there is no room for it in one line."""
 
 
 def make_console(width: int | None = None) -> Console:
@@ -93,21 +95,93 @@ def _text(value: object) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """A table without empty columns; lines of wide columns may break."""
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    """A table without empty columns, as wide as the terminal at most."""
     names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
-    widths = {
-        name: max(len(line) for row in rows for line in row[name].split("\n"))
-        for name in names
-    }
-    narrowest = sum(min(w, NARROW_CHARACTERS) + 2 for w in widths.values()) - 2
-    for name in names:
-        unbroken = widths[name] <= NARROW_CHARACTERS
-        if narrowest > width:
-            # There is no room for that: only the first column, the name, stays whole.
-            unbroken = name == names[0]
-        header = name if len(name) <= widths[name] else name.replace(" ", "\n")
-        table.add_column(Text(header), no_wrap=unbroken, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[name]) for name in names))
+    columns = [[name, *(row[name] for row in rows)] for name in names]
+    gap = (
+        2
+        if sum(_narrowest_widths(columns, WORD)) + 2 * len(columns) <= width + 2
+        else 1
+    )
+    fitted = fit_columns(columns, width - gap * (len(names) - 1))
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+    table.padding = (0, gap, 0, 0)
+    for header, *_ in fitted:
+        table.add_column(Text(header), overflow="fold")
+    for cells in zip(*(column[1:] for column in fitted), strict=True):
+        table.add_row(*map(Text, cells))
     return table
+
+
+def fit_columns(
+    columns: Sequence[Sequence[str]], width: int, word: re.Pattern[str] = WORD
+) -> list[list[str]]:
+    """Break the cells of a table into lines, between words and, where that is too wide, inside names.
+
+    Args:
+        columns: Cells of each column, its header first.
+        width: Characters for all columns together, without what is between them.
+        word: What is broken last.
+
+    Returns:
+        The cells with line breaks; too wide together only where their longest words are. The first column,
+        the name of a row, is broken last.
+    """
+    narrowest = _narrowest_widths(columns, word)
+    if sum(narrowest) > width:
+        narrowest = [_longest_part(column, word) for column in columns]
+    widest = [max(map(line_length, column), default=0) for column in columns]
+    room = max(width - sum(narrowest), 0)
+    widths = list(narrowest)
+    # What one column does not need is left for those that need more.
+    by_need = sorted(range(len(columns)), key=lambda i: widest[i] - narrowest[i])
+    for count, i in enumerate(by_need):
+        share = room // (len(by_need) - count)
+        extra = min(max(widest[i] - narrowest[i], 0), share)
+        widths[i] += extra
+        room -= extra
+    return [
+        [_break_lines(cell, column_width, word) for cell in column]
+        for column, column_width in zip(columns, widths, strict=True)
+    ]
+
+
+def line_length(text: str) -> int:
+    """Length of the longest line of a text."""
+    return max(map(len, text.split("\n")))
+
+
+def _narrowest_widths(
+    columns: Sequence[Sequence[str]], word: re.Pattern[str]
+) -> list[int]:
+    """Widths of columns whose names are broken, but in the first column."""
+    if not columns:
+        return []
+    names = [len(name) for cell in columns[0] for name in word.findall(cell)]
+    others = [_longest_part(column, word) for column in columns[1:]]
+    return [max(names, default=0), *others]
+
+
+def _longest_part(column: Sequence[str], word: re.Pattern[str]) -> int:
+    """Length of the longest part of a column's cells that stays in one line."""
+    words = [found for cell in column for found in word.findall(cell)]
+    return max(
+        (len(part) for found in words for part in NAME_PART.split(found)), default=0
+    )
+
+
+def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
+    """A text in lines of a width; a name is broken only where it does not fit into a line."""
+    lines = []
+    for whole_line in text.split("\n"):
+        line = ""
+        for found in word.findall(whole_line):
+            parts = [found] if len(found) <= width else NAME_PART.split(found)
+            for number, part in enumerate(parts):
+                space = " " if line and number == 0 else ""
+                if line and len(line + space + part) > width:
+                    lines.append(line)
+                    line, space = "", ""
+                line += space + part
+        lines.append(line)
+    return "\n".join(lines)

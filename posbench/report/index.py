@@ -296,7 +296,9 @@ def _filter(runs: Sequence[RunSummary], text: str, outputs: Path) -> list[RunSum
     if keys and key not in keys:
         list_columns = ", ".join(name for name in keys if "." not in name)
         hint = near(key, keys, f"as task.{text}")
-        raise UserError("filter", text, f"{list_columns}, or a setting", hint)
+        raise UserError(
+            "filter", text, f"{list_columns}, or a setting such as task.pairs", hint
+        )
     passing = []
     for run, of_run in zip(runs, values, strict=True):
         value = of_run.get(key, "")
@@ -457,6 +459,6 @@ def find_run(name: str, outputs: Path) -> Path:
         run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)
     ]
     if len(matches) > 1:
-        hint = f"take the folder: {', '.join(map(str, matches))}"
-        raise UserError("RUN", name, "one run", hint)
+        hint = f"name its folder: {', '.join(map(str, matches))}"
+        raise UserError("RUN", name, "a name that fits one run only", hint)
     return matches[0] if matches else path

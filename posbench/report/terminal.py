@@ -13,6 +13,7 @@ from rich.text import Text
 
 from posbench.late import pd
 from posbench.report import tables
+from posbench.report.console import fit_columns, line_length
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import describe_prompts
 from posbench.report.paper import paper_sections
@@ -28,6 +29,8 @@ from posbench.stats.frames import metric_name
 
 INTERVAL = re.compile(r"(?<=\d) (\[[^\[\]]+\])$")
 """The interval at the end of a cell; the list of a swept setting is none."""
+WORD_OR_LIST = re.compile(r"\[.*\](?!\S)|\S+")
+"""What stays in one line of a table: an interval or a list of numbers, too."""
 MAX_SUBSETS = 24
 """Subsets and averages up to which the terminal shows them all, as the report does."""
 
@@ -136,17 +139,22 @@ def text_table(
         width: Characters of the terminal; in a wider table intervals stand below their
             numbers.
     """
-    table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
-    widths = []
+    columns = []
     for title, *cells in zip(header, *rows, strict=True):
-        # A title may break between its words, a cell may not.
-        widths.append(max(map(len, [*title.split(), *cells])))
-        text = title if len(title) <= widths[-1] else title.replace(" ", "\n")
-        table.add_column(Text(text), overflow="fold")
-    gaps = 3 * (len(header) - 1)
-    fits = sum(widths) + gaps <= width
-    for row in rows:
-        if not fits:
-            row = [INTERVAL.sub(r"\n\1", cell) for cell in row]
+        # A title may break between its words, a cell only where there is no room for it.
+        longest = max(map(len, [*title.split(), *cells]))
+        text = title if len(title) <= longest else title.replace(" ", "\n")
+        columns.append([text, *cells])
+    room = width - 3 * (len(header) - 1)
+    if sum(max(map(line_length, column)) for column in columns) > room:
+        columns = [
+            [title, *(INTERVAL.sub(r"\n\1", cell) for cell in cells)]
+            for title, *cells in columns
+        ]
+    columns = fit_columns(columns, room, WORD_OR_LIST)
+    table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
+    for title, *_ in columns:
+        table.add_column(Text(title), overflow="fold")
+    for row in zip(*(cells for _, *cells in columns), strict=True):
         table.add_row(*map(Text, row))
     return table

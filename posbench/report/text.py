@@ -232,7 +232,7 @@ def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str)
         return f"{method} raises the average from {unmodified_average} to {after} ({facts})"
     if high < 0:
         return f"{method} lowers the average from {unmodified_average} to {after} ({facts})"
-    text = f"{method} cannot be told from the unmodified model on average"
+    text = f"{method} does not differ measurably from the unmodified model on average"
     return f"{text}: {unmodified_average} before, {after} after ({facts})"
 
 
@@ -257,7 +257,7 @@ def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     models = _count(rows, "server")
     if models:
         names = " and ".join(map(str, models))
-        sentences.append(f"The replies are those of a server, of its model {names}.")
+        sentences.append(f"The replies come from a server, from its model {names}.")
     empty = sum(
         "finish" in row and not row["output"] and "note" not in row for row in rows
     )
@@ -267,7 +267,7 @@ def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     if notes:
         count = f"{notes.total()} of {len(rows)} prompts"
         sentences.append(
-            f"{count} have no score, the model did not read them: {_list_counts(notes)}."
+            f"{count} have no score because the model did not read them: {_list_counts(notes)}."
         )
     readers = _count(rows, "by")
     if readers:
@@ -283,7 +283,7 @@ def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     if surplus:
         count = f"{len(surplus)} prompts, by {np.mean(surplus):+.1f} on average"
         sentences.append(
-            f"The server counted other tokens than the tokenizer here in {count}."
+            f"The server counted other tokens than the tokenizer on this machine in {count}."
         )
     return " ".join(sentences)
 

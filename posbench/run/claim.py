@@ -132,7 +132,7 @@ def _holding(lock: Path) -> Iterator[None]:
             warned = True
         if waited > WAIT_SECONDS:
             allowed = f"free within {WAIT_SECONDS:g} seconds"
-            hint = "look for a posbench that hangs, and stop it"
+            hint = "stop the posbench process that holds it"
             raise MachineError("lock", str(lock), allowed, hint)
         time.sleep(random.uniform(0.02, 0.1))
     try:

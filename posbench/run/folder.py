@@ -550,7 +550,7 @@ def open_run(folder: Path) -> RunDir:
         hint = f"no such folder; check the path: {hint}"
     elif runs := runs_in(folder):
         listed = ", ".join(map(str, runs[:MAX_LISTED_RUNS]))
-        hint = f"take a run in it: {listed}"
+        hint = f"name one of its runs: {listed}"
         if len(runs) > MAX_LISTED_RUNS:
             hint += f" and {len(runs) - MAX_LISTED_RUNS} more"
     raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
@@ -579,7 +579,7 @@ def open_undamaged(
         if len(damaged) > MAX_LISTED_FILES:
             listed += f" and {len(damaged) - MAX_LISTED_FILES} more"
         allowed = f"files as the run left them; damaged: {listed}"
-        hint = f"make it again: {run.command or 'repeat the command that made it'}"
+        hint = f"make the run again: {run.command or 'repeat the command that made it'}"
         raise UserError("DIR", str(folder), allowed, hint)
     if not (run.done and (folder / MANIFEST).is_file()):
         message = "%s: without a manifest (unfinished, or of an older version): not all is checked"

@@ -24,6 +24,8 @@ from pathlib import Path
 
 from posbench.errors import MachineError, UserError
 
+ONE_PROCESS = "one process at a time"
+"""What a run folder allows that another process owns."""
 LEASE_SECONDS = 120.0
 """Seconds of silence after which a process of another machine may take a lock over: longer than a client of
 NFS believes its cache (60 seconds), and a renewal."""
@@ -87,8 +89,9 @@ class Lease:
                 raise
             lost = True
         if lost:
-            allowed = "held by this process until it ends; another one took it, or it was removed"
-            hint = f"silent for {LEASE_SECONDS:g} seconds (asleep, or cut off), this one stops; nothing is lost"
+            allowed = "a lock that this process holds until it ends; another process took or removed it"
+            silence = f"silent for {LEASE_SECONDS:g} seconds (asleep or cut off)"
+            hint = f"repeat the command: this process was {silence} and stopped; nothing is lost"
             raise MachineError("lock", str(self.file), allowed, hint)
 
     def free(self) -> None:
@@ -126,7 +129,7 @@ def owning(folder: Path) -> Iterator[None]:
         time.sleep(0.2)  # the process that was faster may have lost it as well
         if not lease.take():
             hint = "wait for the other run, or stop it"
-            raise UserError("run folder", str(folder), "one process at a time", hint)
+            raise UserError("run folder", str(folder), ONE_PROCESS, hint)
     OWNED[folder] = lease
     try:
         yield

@@ -67,7 +67,7 @@ class PromptBatcher:
             if example.document:
                 allowed = "a method that leaves prompts as they are: this task cuts its documents"
                 raise UserError(
-                    "method", method.short_name(), allowed, "take another task"
+                    "method", method.short_name(), allowed, "choose another task"
                 )
             prompt = ItemPrompt(example.prompt, example.items)
             prompt = method.rewrite(self.encoder, prompt)

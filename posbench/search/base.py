@@ -90,8 +90,8 @@ class Search(ABC):
         target = run.method.searched
         for name in sorted(set(target.pinned) & set(self.finds)):
             field = f"{target.where}.{name}"
-            allowed = "nothing typed, with the search stage: it finds this"
-            hint = "leave the search out: stages=[evaluate,report]"
+            allowed = "null with the stage search, which finds the value"
+            hint = "leave out the search: stages=[evaluate,report]"
             raise UserError(field, target.values[name], allowed, hint)
 
     def fields_for_model(

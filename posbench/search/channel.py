@@ -166,8 +166,8 @@ class ChannelSearch(DeploySearch):
         channel = self._pinned(run).get("channel")
         if run.method.target and not isinstance(channel, int | None):
             field = f"{run.method.target.where}.channel"
-            allowed = "one channel, with the search stage"
-            hint = "leave the search out: stages=[intervene,evaluate,report]"
+            allowed = "one channel with the stage search"
+            hint = "leave out the search: stages=[intervene,evaluate,report]"
             raise UserError(field, channel, allowed, hint)
         if isinstance(self.layers, tuple):
             check_layers(lm, "search.layers", self.layers)

@@ -108,7 +108,12 @@ class DeploySearch(Search):
         answered = [e for e in examples if e.answers and e.answers[0]]
         if not answered:
             allowed = "a task with known answers"
-            raise UserError("search.side_task", task.name, allowed, "take another one")
+            raise UserError(
+                "search.side_task",
+                task.name,
+                allowed,
+                "set search.side_task to another task",
+            )
         count = min(self.side_prompts, len(answered))
         indices = np.linspace(0, len(answered) - 1, count).round().astype(int)
         return [answered[i] for i in indices]
@@ -125,7 +130,7 @@ class DeploySearch(Search):
         if self.folds and last not in (None, "all"):
             field = f"{run.method.target.where}.last"
             allowed = f"all, with search.deploy={self.deploy}, which folds"
-            raise UserError(field, last, allowed, "leave one of the two out")
+            raise UserError(field, last, allowed, f"leave out {field} or search.deploy")
         if self.folds and run.method.trial().twin().folded(run.lm) is None:
             allowed = f"a method that folds into a {self.deploy}; {run.method.choice.name} with these keys does not"
             hint = "set search.deploy=transformers"
@@ -136,7 +141,7 @@ class DeploySearch(Search):
             num_unknown = tokens.count(run.lm.need_tokenizer().unk_token_id)
             if num_unknown > len(tokens) / 10:
                 allowed = f"text that the tokenizer of {run.lm.name} spells"
-                hint = "take another one, or another model"
+                hint = "set search.side_task to another task, or use another model"
                 raise UserError("search.side_task", self.side_task.name, allowed, hint)
 
     def rescore(

@@ -106,7 +106,7 @@ class GeneticSearch(ScaleSearch):
         y_can_change = min(self.reach_y, self.high - self.low) >= self.step_y
         if not self.low <= self.start <= self.high or not y_can_change:
             allowed = "low <= start <= high, with room for a step_y between, and reach_y of a step_y or more"
-            hint = "the paper takes search.low=1 search.start=1.5 search.high=2"
+            hint = "set the paper's values: search.low=1 search.start=1.5 search.high=2"
             value = [self.low, self.start, self.high]
             raise UserError("search.low", value, allowed, hint)
         if self.parents > self.population:

@@ -53,7 +53,7 @@ class ScaleSearch(Search):
         # The paper itself prints three times 0.333.
         if abs(sum(self.weights) - 1) > 5e-3:
             allowed = "three numbers from 0 up with sum 1"
-            hint = "the paper takes [0.2,0.3,0.5]"
+            hint = "set search.weights=[0.2,0.3,0.5], as in the paper"
             raise UserError("search.weights", list(self.weights), allowed, hint)
 
     def check(self, run: Run) -> None:
@@ -227,12 +227,12 @@ def calibration_questions(
     num_items = task.calibration_items
     gold_positions = getattr(task, "calibration_positions", None)
     if num_items is None or getattr(task, "calibration_path", None):
-        allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"
-        hint = "search there, then set the method's parameters here and stages=[evaluate,report]"
+        allowed = "a task that can put the answer of a calibration question anywhere: kv_retrieval, nq_multidoc"
+        hint = "search with one of these, then set the method's parameters here with stages=[evaluate,report]"
         raise UserError("task", task.name, allowed, hint)
     gold_positions = gold_positions or (0, num_items // 2, num_items - 1)
     if len(gold_positions) != len(POSITIONS):
-        allowed = "null, or the beginning, the middle and the end: three of them"
+        allowed = "null, or three positions: beginning, middle and end"
         hint = 'set task.calibration_positions=["0%","50%","100%"]'
         value = list(gold_positions)
         raise UserError("task.calibration_positions", value, allowed, hint)

@@ -62,7 +62,7 @@ def paper_filter(
     if num_positions - window + 1 - skip < MIN_POSITIONS:
         minimum = window + skip + MIN_POSITIONS - 1
         allowed = f"at least search.window + search.skip + 7 = {minimum}"
-        hint = "lengthen the strings or shorten the window"
+        hint = "raise search.length or lower search.window"
         raise UserError("search.length", num_positions, allowed, hint)
     means = sliding_mean(curves, window)[:, skip:]
 

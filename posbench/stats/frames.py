@@ -40,7 +40,7 @@ def need_single_value(frame: pd.DataFrame, name: str, *columns: str) -> None:
         values = frame[column].unique()
         if len(values) > 1:
             listed = ", ".join(str(value) for value in values)
-            hint = "draw one figure for each"
+            hint = f"draw one figure per {column}"
             raise UserError(f"{name} {column}", listed, "one", hint)
 
 

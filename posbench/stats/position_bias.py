@@ -204,12 +204,12 @@ def score_limit_note(
     estimates = list(positions)
     ceiling = 1 - NEGLIGIBLE_SHARE
     if not max(estimate.ci_low for estimate in estimates) > chance + NEGLIGIBLE_SHARE:
-        guess = f"a guess, {100 * chance:.1f} %" if chance else "zero"
+        guess = f"chance, {100 * chance:.1f} %" if chance else "zero"
         points = f"{100 * NEGLIGIBLE_SHARE:.0f} points"
-        note = f"floor: no score is surely {points} above {guess}"
+        note = f"floor: no score is reliably {points} above {guess}"
         share = chance + NEGLIGIBLE_SHARE
     elif not min(estimate.ci_high for estimate in estimates) < ceiling:
-        note = f"ceiling: no score is surely below {100 * ceiling:.0f} %"
+        note = f"ceiling: no score is reliably below {100 * ceiling:.0f} %"
         share = NEGLIGIBLE_SHARE
     else:
         return ""

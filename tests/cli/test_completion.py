@@ -13,6 +13,7 @@ from posbench.cli.completion import words
 from posbench.cli.main import VERBS
 from posbench.errors import choices
 from tests.conftest import Result
+from tests.messages import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,6 @@ def test_bash_completes_behind_its_own_word_breaks(
 
 def test_a_shell_that_is_not_known_is_refused(posbench: Callable[..., Result]) -> None:
     refused = posbench("completion", "tcsh", verb=True)
-    assert (refused.status, refused.out) == (
-        2,
-        "",
-    ) and "allowed: bash, zsh, fish" in refused.err
+    assert (refused.status, refused.out) == (2, "")
+    allowed, hint = ("bash", "zsh", "fish"), "posbench completion bash"
+    assert_refused(refused.err, "completion", "tcsh", allowed=allowed, hint=hint)

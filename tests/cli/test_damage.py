@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from posbench.cli.main import main
-from posbench.errors import UserError
 from posbench.run.folder import REDRAWN_FILES, RunDir, open_run_dir, open_undamaged
 from posbench.run.lease import owning
 from tests.conftest import Result, run_folders
+from tests.messages import assert_refused, refused
 
 WAYS = ("deleted", "emptied", "halved", "flipped", "swapped")
 OWN = ("provenance.json", "status.json", "manifest.json", "DONE", "report.html")
@@ -158,11 +158,8 @@ def test_damage_to_a_finished_run_is_named(
                         folder, REDRAWN_FILES
                     )
                 else:
-                    with pytest.raises(UserError) as told:
+                    with refused("DIR", str(folder), allowed=name, hint="posbench"):
                         open_undamaged(folder, REDRAWN_FILES)
-                    assert name in str(told.value) and str(told.value.hint).startswith(
-                        "make it again: posbench "
-                    )
             (folder / name).write_bytes(kept)
     assert open_undamaged(folder).done
     (folder / "subsets.csv").write_text("added\n")
@@ -264,8 +261,12 @@ def test_rows_are_never_dropped_by_rescore(
         for verb in ("rescore", "report"):
             told = posbench(verb, str(folder), verb=True)
             assert told.status == 2 and told.err.count("\n") == 1
-            assert (
-                "damaged: predictions.jsonl; next: make it again: posbench " in told.err
+            assert_refused(
+                told.err,
+                "DIR",
+                str(folder),
+                allowed="predictions.jsonl",
+                hint="posbench",
             )
         assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"]
 
@@ -292,7 +293,8 @@ def test_what_verbs_make_again_may_be_damaged(
     (folder / "figures" / "accuracy.png").unlink()
     with owning(folder):
         held = posbench("report", str(folder), verb=True)
-    assert held.status == 2 and "one process at a time" in held.err
+    assert held.status == 2
+    assert_refused(held.err, "run folder", str(folder), hint="wait")
     assert posbench("report", str(folder), verb=True).status == 0
     assert (
         open_undamaged(folder).done and (folder / "report.html").stat().st_size > 1000

@@ -13,6 +13,7 @@ from posbench.pipeline import execute
 from posbench.run.folder import open_run_dir
 from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import Result, run_folders
+from tests.messages import assert_refused
 
 FIXED = [
     "task.limit=4",
@@ -114,7 +115,7 @@ def test_rescore_refuses_data_that_is_not_the_runs(
     _fill(data, 2)
     refused = posbench("rescore", str(folder), verb=True)
     assert refused.status == 2 and refused.err.count("\n") == 1
-    assert str(data) in refused.err and "bring that file back" in refused.err
+    assert_refused(refused.err, "task.path", str(data), hint="posbench")
     # Without a record of the files, the prompts themselves tell.
     run = open_run_dir(folder)
     facts = run.facts("provenance.json")

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from posbench import paths
 from posbench.cli import figures
 from tests.conftest import PROCESS, Result
+from tests.messages import assert_line_names, assert_names, assert_refused
 
 SMALL = {"pairs": 4, "positions": [0, 3], "limit": 4}
 
@@ -157,10 +158,8 @@ def test_a_failure_stops_no_other(
         "killed": "failed",
         "wrong": "refused",
     }
-    assert (
-        "exit status 3: posbench: task.path = 'x': allowed: data; next: get it"
-        in result.err
-    )
+    assert_line_names(result.err, "status 3")
+    assert_refused(result.err, "task.path", "x", allowed="data", hint="get it")
     assert (
         "signal 9" in result.err
         and "experiment.title" in result.err
@@ -204,7 +203,8 @@ def test_a_stop_ends_all_processes(
         f"{MEET}\nif name == 'two': os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(300)"
     )
     result = call("--jobs", "2")
-    assert result.status == 143 and "the same command resumes" in result.err
+    assert result.status == 143
+    assert_line_names(result.err, "same command", "resumes")
     for name in ("one", "two"):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / f"began-{name}").read_text()), 0)
@@ -226,10 +226,8 @@ def test_which_experiments_run(
     child("(root / f'done-{name}').touch()")
     result = call("--jobs", "2")
     assert set(_states(result)) == {"lpes_one", "yu_one", "modelless"}
-    assert (
-        "left out: heavy (needs weights" in result.out
-        and "left out: trained (training" in result.out
-    )
+    assert_line_names(result.out, "left out", "heavy", "weights")
+    assert_line_names(result.out, "left out", "trained", "training")
     assert set(_states(call("paper=lpes"))) == {"lpes_one"}
     assert set(_states(call("heavy", "yu_one"))) == {"heavy", "yu_one"}
     # A model goes to all that look at one, and takes the place of the grid's.
@@ -239,10 +237,8 @@ def test_which_experiments_run(
     result = call(
         "model=hf", f"model.path={checkpoint}", "model.name=mine", "method=none"
     )
-    assert (
-        set(_states(result)) == {"lpes_one", "yu_one", "heavy"}
-        and "1 at a time" in result.out
-    )
+    assert set(_states(result)) == {"lpes_one", "yu_one", "heavy"}
+    assert_names(result.out, "1 at")
     assert re.search(
         "left out: modelless .*study causal_mask looks at none", result.out
     )
@@ -286,7 +282,9 @@ def test_it_says_what_to_fetch(
         "MIT",
     ):
         assert words in text, text
-    assert "\n  posbench fetch experiment=yu2025_table3 model=mistral7b" in result.err
+    assert_line_names(
+        result.err, "posbench fetch", "experiment=yu2025_table3", "model=mistral7b"
+    )
     assert "0 bytes" not in text
 
 
@@ -347,10 +345,8 @@ def test_killed_and_called_again(tmp_path: Path, outputs: Path) -> None:
     while not list(outputs.glob("*/v*/*/predictions.jsonl")) and time.monotonic() < end:
         time.sleep(0.05)
     running.terminate()
-    assert (
-        "the same command resumes" in running.communicate(timeout=60)[1]
-        and running.returncode == 143
-    )
+    assert_line_names(running.communicate(timeout=60)[1], "same command", "resumes")
+    assert running.returncode == 143
     kept = {
         p: p.stat().st_mtime_ns for p in outputs.glob("*/v*/tiny*/predictions.jsonl")
     }

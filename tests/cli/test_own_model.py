@@ -13,6 +13,7 @@ import yaml
 
 from posbench.embedded.tokenizer import build_tokenizer
 from tests.conftest import Result, run_folders
+from tests.messages import assert_line_names
 
 FOUND = ("channel", "factor", "layers")
 
@@ -64,10 +65,8 @@ def test_it_needs_nothing_else(
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["stages"] == ["search", "intervene", "evaluate", "report"]
     told = [line for line in result.out.splitlines() if " -> " in line]
-    assert (
-        f"task.pairs: 140 -> {config['task']['pairs']}, the window of {name} is 256 tokens"
-        in told
-    )
+    pairs = str(config["task"]["pairs"])
+    assert_line_names("\n".join(told), "task.pairs: 140", pairs, name, "256")
     found = yaml.safe_load((run / "found.yaml").read_text())["scale_channel"]
     method = json.loads((run / "method.json").read_text())
     assert [method[key] for key in FOUND] == [found[key] for key in FOUND]

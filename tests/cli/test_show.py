@@ -16,6 +16,7 @@ from posbench.errors import choices
 from posbench.report.console import make_console
 from posbench.run.folder import RunDir
 from tests.conftest import PROCESS, Result, run_folders
+from tests.messages import assert_refused
 
 
 def test_examples_of_a_run_are_shown(
@@ -58,36 +59,39 @@ def test_examples_of_a_run_are_shown(
         and "Json data: {" in text
     )
     # Mistakes are one line.
-    for args, words in (
-        ([str(folder), "--id", f"{ids[7]}9"], "did you mean 0-"),
-        ([str(folder), "--id"], "allowed: given once, with a value"),
-        ([], "allowed: one folder"),
-        ([str(outputs)], "it holds config.yaml"),
+    for args, field, allowed in (
+        ([str(folder), "--id", f"{ids[7]}9"], "--id", "id"),
+        ([str(folder), "--id"], "--id", "value"),
+        ([], "show", "folder"),
+        ([str(outputs)], "DIR", "config.yaml"),
     ):
         refused = posbench("show", *args, verb=True)
         assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1), (
             args
         )
-        assert words in refused.err
+        assert_refused(refused.err, field, allowed=allowed)
     (folder / "predictions.jsonl").unlink()
-    assert "damaged: predictions.jsonl" in posbench("show", str(folder), verb=True).err
+    damaged = posbench("show", str(folder), verb=True)
+    assert_refused(damaged.err, "DIR", str(folder), allowed="predictions.jsonl")
     (outputs / "config.yaml").write_text("{}")
-    assert "a run that evaluated" in posbench("show", str(outputs), verb=True).err
+    shown = posbench("show", str(outputs), verb=True)
+    assert_refused(shown.err, "DIR", str(outputs), allowed="run", hint="evaluate")
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_says_how_it_is_called(
-    posbench: Callable[..., Result], verb: str
+    posbench: Callable[..., Result], verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     told = posbench(*verb.split(), "--help", verb=True)
-    lines = told.out.splitlines()
     assert (told.status, told.err) == (0, "") and "Raises" not in told.out
-    assert re.fullmatch(r"[A-Z].*\.", lines[0]) and lines[2].startswith(
-        f"usage: posbench {verb} "
-    )
-    assert any(
-        line.startswith("example: ") and f"posbench {verb} " in line for line in lines
-    )
+    summary, call, *rest = told.out.split("\n\n")
+    assert re.fullmatch(r"[A-Z].*\.", " ".join(summary.split()))
+    assert call.startswith(f"usage: posbench {verb} ")
+    (example,) = (block for block in rest if block.startswith("example: "))
+    assert f"posbench {verb} " in example
+    lines = told.out.replace(example, "").splitlines()
+    assert max(map(len, lines)) <= 80, "words of the help stay whole on a terminal"
     for args in (["-h"], *([["something", "--help"]] if verb != "lm_eval" else [])):
         assert posbench(*verb.split(), *args, verb=True).out == told.out
 

@@ -11,7 +11,6 @@ import torch
 import transformers as hf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from posbench.errors import UserError
 from posbench.export import base, gguf
 from posbench.export.llama_cpp import next_token, serve, tokens
 from posbench.methods import Method
@@ -28,6 +27,7 @@ from tests.export.test_formats import (
     fix_of,
     measured,
 )
+from tests.messages import Tokens, refused
 from tests.models import BUILDERS, GROUPED, LOCAL, build
 from tests.rounding import assert_same, embedded_noise, family_noise, log_probabilities
 
@@ -108,7 +108,9 @@ def test_what_else_folds(method: Method, tmp_path: Path) -> None:
         found = measured(to, fix, tmp_path / to)
         assert found.holds and found.unmodified > 0.01
     if method is INTERPOLATED:
-        with pytest.raises(UserError, match="rotary embeddings change here"):
+        with refused(
+            "--to", "gguf-lora", allowed="rotary embeddings", hint="--to gguf"
+        ):
             measured("gguf-lora", fix, tmp_path / "refused")
 
 
@@ -219,10 +221,20 @@ def test_a_tokenizer_is_followed_or_refused(
     assert base.measure(form, fix, tmp_path, prompts).holds
     monkeypatch.setitem(gguf.SPLITS, regex, "qwen2")
     form.write(fix, tmp_path)
-    with pytest.raises(UserError, match=r"a tokenizer that llama\.cpp follows"):
+    with refused(
+        "model",
+        "model",
+        allowed=("tokenizer", "llama.cpp"),
+        hint=("--to checkpoint", "lora"),
+    ):
         form.read(fix, tmp_path, prompts)
     monkeypatch.delitem(gguf.SPLITS, regex)
-    with pytest.raises(UserError, match="byte-level"):
+    with refused(
+        "model",
+        "model",
+        allowed=("tokenizer", "byte-level"),
+        hint=("--to checkpoint", "lora"),
+    ):
         form.check(fix)
 
 
@@ -240,23 +252,19 @@ def test_half_precision_is_float16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "said"),
+    ("name", "method", "field", "allowed", "hint"),
     [
-        ("phi3", SCALED, "a model of type llama, .* not phi3.* convert_hf_to_gguf.py"),
-        ("gemma2", SCALED, "query_pre_attn_scalar 20 "),
-        (
-            "mistral-window",
-            SCALED,
-            r"\(31 tokens\) exceeds the available context size \(24 ",
-        ),
+        ("phi3", SCALED, "model", ("llama", "phi3"), "convert_hf_to_gguf.py"),
+        ("gemma2", SCALED, "model", "query_pre_attn_scalar 20", "--to checkpoint"),
+        ("mistral-window", SCALED, "llama.cpp", ("31 tokens", "24 tokens"), ()),
     ],
 )
 def test_what_llama_cpp_reads_otherwise_is_refused(
-    name: str, method: Method, said: str, tmp_path: Path
+    name: str, method: Method, field: str, allowed: Tokens, hint: Tokens, tmp_path: Path
 ) -> None:
     fix = fix_of(build(name), method, tmp_path / "model")
     for to in ("gguf", "gguf-lora"):
-        with pytest.raises(UserError, match=said):
+        with refused(field, allowed=allowed, hint=hint):
             measured(to, fix, tmp_path / to)
 
 
@@ -267,8 +275,8 @@ def test_no_distribution_is_no_agreement(tmp_path: Path) -> None:
     fix = base.Fix(load(build("llama")), Unmodified(), "x", lambda: load(model))
     fix.lm.model = model
     gguf.write_model(fix, Unmodified().folded(fix.lm), tmp_path / "model.gguf")
-    with pytest.raises(UserError, match="do not add up to 1"):
+    with refused("llama.cpp", "3 tokens", allowed="probabilities"):
         next_token(serve(tmp_path / "model.gguf", 16), [[1, 2, 3]], 260)
     (tmp_path / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:5000])
-    with pytest.raises(UserError, match="files that it loads"):
+    with refused("llama.cpp", "model.gguf", allowed="files", hint="--to checkpoint"):
         serve(tmp_path / "model.gguf", 16)

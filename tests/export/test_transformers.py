@@ -26,6 +26,7 @@ from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load
 from tests.conftest import Result
+from tests.messages import refused
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import assert_same, family_noise, log_probabilities
 
@@ -286,12 +287,17 @@ def test_code_that_goes_out_needs_transformers_alone(file: Path) -> None:
 
 def test_refusals() -> None:
     lm = load(build("llama"))
-    with pytest.raises(
-        UserError, match="holds unmodified; this one holds scale_channel"
+    with refused(
+        "--to",
+        "transformers",
+        allowed=("unmodified", "scale_channel"),
+        hint="--to checkpoint",
     ):
         Export().check(fix_of(lm, Unmodified()))
     with torch.device("meta"):
         bare = BUILDERS["llama"]()
-    with pytest.raises(UserError, match="those of bare are offloaded"):
+    with refused(
+        "--to", "transformers", allowed=("bare", "offloaded"), hint="--to lora"
+    ):
         Export().check(fix_of(LM(bare, None, "bare", 64), METHODS["layers"]))
     assert isinstance(find_format("transformers"), Export)

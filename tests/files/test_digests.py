@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from posbench.errors import UserError
 from posbench.files import digests, sources
 from posbench.files.digests import (
     content_keys,
@@ -20,6 +19,7 @@ from posbench.files.digests import (
     read_contents,
 )
 from posbench.files.sources import Source
+from tests.messages import refused
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_content_counts_and_the_place_does_not(tmp_path: Path) -> None:
     ) != content_keys(first, "task")
     one.unlink()
     assert find_change(first) == first[0]
-    with pytest.raises(UserError, match=r"task\.path"):
+    with refused("task.path", str(one), allowed="file", hint="path"):
         read_contents([_file(one)])
 
 
@@ -165,7 +165,10 @@ def test_an_index_that_names_anything_else_is_refused(
     (tmp_path / "model.safetensors.index.json").write_bytes(
         index.encode(errors="surrogateescape")
     )
-    with pytest.raises(
-        UserError, match="weight_map names safetensors files of its own folder"
+    with refused(
+        "model.path",
+        str(tmp_path / "model.safetensors.index.json"),
+        allowed=("weight_map", "safetensors"),
+        hint="checkpoint",
     ):
         sources.weight_files(tmp_path)

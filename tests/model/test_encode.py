@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 import posbench
 from posbench import paths
-from posbench.errors import UserError
 from posbench.model.lm import LM
 from posbench.schema import build, resolve_target
 from posbench.tasks import Task
 from tests.cli import task_files
+from tests.messages import refused
 from tests.models import BUILDERS
 
 LLAMA2 = (
@@ -141,8 +141,11 @@ def test_templates_and_the_beginning_of_sequence(
 
 
 def test_unknown_templates_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"model\.chat_template.*auto \| none \| vicuna"
+    with refused(
+        "model.chat_template",
+        "vicunna",
+        allowed=("auto", "none", "vicuna"),
+        hint="model.chat_template=auto",
     ):
         posbench.load("tiny", chat_template="vicunna")
 
@@ -166,8 +169,11 @@ def test_middle_truncation_is_longbenchs() -> None:
             assert (first, last) == (0, 0) or lm.tokenizer.decode([token]) == prompt[
                 first:last
             ]  # type: ignore[union-attr]
-    with pytest.raises(
-        UserError, match=r"201.*at most 50 tokens before any chat template"
+    with refused(
+        "prompt length",
+        201,
+        allowed=("50", "task.max_prompt_tokens"),
+        hint="task.truncation=middle",
     ):
         lm.encode(prompt, most=50)
     # Without a length of its own the prompt takes what window, template and answer leave.
@@ -175,7 +181,7 @@ def test_middle_truncation_is_longbenchs() -> None:
     cut = lm.encode(prompt, truncation="middle", reserve=10)
     assert 85 <= len(cut.ids) <= 90
     lm.context_window = 20
-    with pytest.raises(UserError, match="larger context window"):
+    with refused("prompt length", 216, allowed=("10", "20"), hint="context window"):
         lm.encode(prompt, truncation="middle", reserve=10)
 
 
@@ -210,7 +216,7 @@ def test_document_truncation_keeps_the_question(kind: Any) -> None:
     )
     assert fits.dropped == 0 and separator not in fits.text
     lm.context_window = 60
-    with pytest.raises(UserError, match="prompt length"):
+    with refused("prompt length", allowed=("30", "60"), hint="context window"):
         lm.encode(prompt, truncation=kind, document=span, reserve=30)
 
 
@@ -255,7 +261,12 @@ PROMPT = (
 def test_prompts_over_the_window_are_refused_or_cut_in_the_middle(tiny: LM) -> None:
     ids = tiny.encode(PROMPT).ids
     lm = posbench.load("tiny", context_window=len(ids) - 3)
-    with pytest.raises(UserError, match=f"at most {len(ids) - 4} tokens"):
+    with refused(
+        "prompt length",
+        len(ids),
+        allowed=str(len(ids) - 4),
+        hint="task.truncation=middle",
+    ):
         lm.encode(PROMPT, reserve=1)
     cut = lm.encode(PROMPT, reserve=1, truncation="middle")
     half = (len(ids) - 4) // 2

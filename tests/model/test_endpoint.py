@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from posbench.errors import UserError
 from posbench.model.encode import Encoded
 from posbench.model.endpoint import (
     Endpoint,
@@ -21,6 +20,7 @@ from posbench.model.endpoint import (
     text_encoder,
 )
 from posbench.model.load import ModelConfig, load
+from tests.messages import refused
 from tests.server import serving, value
 
 
@@ -156,12 +156,17 @@ def test_a_client_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(UserError, match=r"pip install 'posbench\[endpoint\]'"):
+    with refused(
+        "model.base_url",
+        "http://h/v1",
+        allowed="openai",
+        hint=("pip install", "posbench[endpoint]"),
+    ):
         Endpoint(ModelConfig(name="fake", base_url="http://h/v1"))
 
 
 def test_a_served_model_is_never_loaded_in_its_place() -> None:
-    with pytest.raises(UserError, match="is not loaded here"):
+    with refused("model.base_url", "http://h/v1", allowed="null", hint="leave"):
         load("tiny", base_url="http://h/v1")
 
 

@@ -5,11 +5,11 @@ import torch
 from transformers import GenerationConfig
 
 import posbench
-from posbench.errors import UserError
 from posbench.methods import ScaleChannel, Unmodified
 from posbench.model.hooks import fork_cache, replace_attribute
 from posbench.model.lm import length_batches
 from posbench.tasks import KVRetrieval
+from tests.messages import refused
 from tests.model.test_encode import reader
 from tests.models import BUILDERS, VOCABULARY, build
 from tests.rounding import (
@@ -248,7 +248,7 @@ def test_choices_on_one_prefill_equal_one_forward_each(family, method):
 
 
 def test_what_needs_a_tokenizer_or_a_list_says_so(tiny):
-    with pytest.raises(UserError, match="tokenizer"):
+    with refused("tokenizer", None, hint="tokenizer=..."):
         posbench.load(build("llama")).generate(["text"], max_new_tokens=1)
     with pytest.raises(TypeError, match=r"pass \[text\]"):
         tiny.generate("text", max_new_tokens=1)

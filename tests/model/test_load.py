@@ -14,7 +14,7 @@ from accelerate import dispatch_model
 import posbench
 from posbench import paths
 from posbench.cli.main import main
-from posbench.errors import UserError, choices
+from posbench.errors import choices
 from posbench.measure.items import attention_to_items
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Strings, average_states
@@ -26,6 +26,7 @@ from posbench.model.load import load
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
+from tests.messages import refused
 from tests.models import VOCABULARY, build
 from tests.rounding import assert_same, log_probabilities, noise_floor
 
@@ -150,8 +151,11 @@ def test_weights_that_do_not_fit_the_device(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14 GiB")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
-    with pytest.raises(
-        UserError, match=r"runtime\.device = 'cpu': .*runtime\.device_map=auto"
+    with refused(
+        "runtime.device",
+        "cpu",
+        allowed="random",
+        hint=("runtime.device_map=auto", "model.dtype=bfloat16"),
     ):
         load(checkpoint, device="cpu")
 
@@ -194,8 +198,11 @@ def test_float16_that_overflows_is_refused() -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1e4)
         model.model.layers[1].mlp.up_proj.weight.mul_(1e2)
-    with pytest.raises(
-        UserError, match=r"in float16 .*layer 2.*set model\.dtype=bfloat16 or"
+    with refused(
+        "model",
+        "model",
+        allowed=("float16", "layer 2"),
+        hint=("model.dtype=bfloat16", "model.dtype=float32"),
     ):
         probe(lm, ids)
     probe(posbench.load(model.to(torch.bfloat16)), ids)
@@ -208,7 +215,7 @@ def test_an_answer_longer_than_the_window_is_refused_even_with_truncation(
     checkpoint: Path,
 ) -> None:
     lm = load(checkpoint, context_window=20)
-    with pytest.raises(UserError, match="at most 0 tokens"):
+    with refused("prompt length", 59, allowed=("0", "20"), hint="task.max_new_tokens"):
         lm.encode(" ".join(WORDS[:30]), truncation="middle", reserve=20)
 
 

@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from posbench import paths
-from posbench.errors import UserError, choices
+from posbench.errors import choices
 from posbench.methods import ScaleChannel
 from posbench.model import families
 from posbench.model.load import load, model_config, with_blocks
+from tests.messages import refused
 from tests.models import BUILDERS, LAYERS, SHAPE, VOCABULARY, build
 from tests.parity.test_families import errors
 from tests.rounding import assert_same, family_noise, noise_floor
@@ -168,8 +169,10 @@ def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
     ids=["mpt", "falcon with alibi"],
 )
 def test_what_does_not_rotate_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(
-        UserError,
-        match=rf"model\.rope = 'none'.*this {model.config.model_type} model has no rotary embedding",
+    with refused(
+        "model.rope",
+        "none",
+        allowed=("checkpoint", model.config.model_type),
+        hint="model.rope=checkpoint",
     ):
         families.remove_rope(model)

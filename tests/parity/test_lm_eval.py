@@ -24,9 +24,9 @@ from lm_eval.tasks import TaskManager
 import posbench
 from posbench.cli.harness import PosbenchLM, configured
 from posbench.cli.main import main
-from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.tasks.kv_retrieval import WORDS
+from tests.messages import refused
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 
 NEUTRAL = {"method": "scale_channel", "factor": 1.0}
@@ -323,7 +323,12 @@ def test_whole_texts_are_scored_where_all_tokens_are_treated_alike():
                 lm.logits(ids[:, :-1])[0], ids[0, 1:], reduction="sum"
             )
             assert_same(nats, -loss, count * noise, "losses")
-    with pytest.raises(UserError, match="whole texts"):
+    with refused(
+        "method",
+        "scale_channel",
+        allowed="log-likelihoods",
+        hint=("loglikelihood_rolling", "last=all"),
+    ):
         ours(4, **HALF).loglikelihood_rolling(texts)
 
 
@@ -337,7 +342,7 @@ def test_a_cache_answers_its_own_method_alone(tmp_path: Path):
     again.lm.model.forward = None
     assert CachingLM(again, file).loglikelihood(pairs()) == scores
     assert CachingLM(again, file).generate_until(generations()) == texts
-    with pytest.raises(UserError, match="each method a file of its own"):
+    with refused("--use_cache", str(file), allowed="new file", hint="file"):
         CachingLM(ours(4, **NEUTRAL), file)
 
 
@@ -345,7 +350,7 @@ def test_a_cache_of_another_model_type_is_refused(stock: HFLM, tmp_path: Path):
     file = str(tmp_path / "answers.db")
     CachingLM(stock, file).loglikelihood(pairs()[:1])
     stock.set_cache_hook(CacheHook(None))
-    with pytest.raises(UserError, match="--use_cache"):
+    with refused("--use_cache", str(file), allowed="new file", hint="file"):
         CachingLM(ours(1), file)
 
 
@@ -454,7 +459,7 @@ def test_bad_arguments_are_one_line(
 
 
 def test_a_task_whose_choice_is_empty_is_one_line():
-    with pytest.raises(UserError, match="continuation"):
+    with refused("continuation", "0 tokens", allowed=("1", "512"), hint="choices"):
         ours(1).loglikelihood(asked("loglikelihood", (CONTEXTS[0], "")))
 
 
@@ -473,7 +478,7 @@ def test_generation_without_numbers_is_refused() -> None:
     asked = Instance(
         "generate_until", {}, (CONTEXTS[0], {"until": ["x"], "max_gen_toks": 2}), 0
     )
-    with pytest.raises(UserError, match="layer 2 gives NaN"):
+    with refused("model", "tiny", allowed=("layer 2", "NaN"), hint="unmodified"):
         lm.generate_until([asked], disable_tqdm=True)
 
 

@@ -14,6 +14,7 @@ from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.hooks import fork_cache
+from tests.messages import refused
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
 from tests.rounding import EPSILON, assert_same, family_noise, noise_floor
@@ -207,7 +208,7 @@ def test_inside_scaled_positions_the_scales_multiply_and_outside_it_is_refused()
     )
     with (
         inner.applied(lm),
-        pytest.raises(UserError, match="put that one last"),
+        refused("method", allowed=("ms_poe", "moice"), hint="last"),
         outer.applied(lm),
     ):
         pass

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import posbench
-from posbench.errors import UserError
 from posbench.measure.states import channel_input
 from posbench.methods import ScaleChannel
 from posbench.methods.ms_poe import MsPoE
@@ -16,6 +15,7 @@ from posbench.model import families
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.perturbations.subtract_channel import subtract_channel
+from tests.messages import refused
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.parity import plain
 from tests.rounding import assert_same, attention_noise, family_noise, states_noise
@@ -383,18 +383,20 @@ def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
 def test_positions_of_a_model_without_rope_cannot_be_moved(name):
     lm = posbench.load(build(name))
     assert not can_move(lm)
-    with pytest.raises(UserError) as error, move_positions(lm, LENGTHS, SPANS, TARGETS):
+    with (
+        refused("position ids of a span", lm.name, allowed="RoPE", hint="model=tiny"),
+        move_positions(lm, LENGTHS, SPANS, TARGETS),
+    ):
         pass
-    assert "rotary position embedding" in str(error.value) and "\n" not in str(
-        error.value
-    )
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
     lm = posbench.load(build("llama"))
     with (
         MsPoE().applied(lm),
-        pytest.raises(UserError, match="head by head"),
+        refused(
+            "method", "position ids of a span", allowed=("ms_poe", "moice"), hint="last"
+        ),
         move_positions(lm, LENGTHS, SPANS, TARGETS),
     ):
         pass
@@ -417,5 +419,13 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         crop_mask(lm, LENGTHS, SPANS, [0]),
         move_positions(lm, LENGTHS, SPANS, TARGETS),
     ):
-        with pytest.raises(UserError, match=r"model\.attention=sdpa"), block:
+        with (
+            refused(
+                "model.attention",
+                "flash_attention_2",
+                allowed=("sdpa", "eager"),
+                hint="model.attention=sdpa",
+            ),
+            block,
+        ):
             pass

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pandas as pd
-import pytest
 
-from posbench.errors import UserError
 from posbench.plots.search import convergence_figure, curve_figure
+from tests.messages import refused
 
 GENERATIONS = pd.DataFrame(
     {
@@ -66,7 +65,17 @@ def test_curve_has_points_scales_and_accuracies():
 
 
 def test_missing_columns_are_named():
-    with pytest.raises(UserError, match="columns missing: mean"):
+    with refused(
+        "generations",
+        "columns missing: mean",
+        allowed=("generation", "mean"),
+        hint="stage",
+    ):
         convergence_figure(GENERATIONS.drop(columns="mean"))
-    with pytest.raises(UserError, match="columns missing: fitness"):
+    with refused(
+        "search",
+        "columns missing: fitness",
+        allowed=("fitness", "unmodified"),
+        hint="stage",
+    ):
         curve_figure(PARTS, SEARCH.drop(columns="fitness"))

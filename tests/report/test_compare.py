@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from posbench.errors import UserError
 from posbench.pipeline.stages.evaluate import write_metrics
 from posbench.report.compare import (
     ComparedRun,
@@ -26,6 +25,7 @@ from posbench.run.folder import RunDir
 from posbench.schema import instantiate
 from posbench.tasks import Task
 from tests.conftest import Result
+from tests.messages import assert_names, assert_refused, refused
 
 TASK = {
     "_target_": "posbench.tasks.KVRetrieval",
@@ -152,11 +152,8 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     figure = drawn_of(
         label_runs([ComparedRun.of(runs[name]) for name in ("better", "best")])
     )
-    assert (
-        figure is not None
-        and figure.get_suptitle() == "tiny, n = 30"
-        and len(figure.axes[0].lines) == 3
-    )
+    assert figure is not None and len(figure.axes[0].lines) == 3
+    assert_names(figure.get_suptitle(), "tiny", "n = 30")
     assert {file.name for file in out.iterdir()} == {
         "comparison.csv",
         "accuracy.png",
@@ -166,7 +163,8 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
 
 def test_other_prompts_are_not_paired_and_that_is_said(runs: dict[str, Path]) -> None:
     alone, said = compared(runs, "better", "seed")
-    assert alone["pairs"] == 0 and "unpaired, 0 of its 90 prompts" in said
+    assert alone["pairs"] == 0
+    assert_names(said, "unpaired", "0", "90 prompts")
     paired, nothing = compared(runs, "better", "best")
     assert nothing == "" and alone["score"].value == pytest.approx(
         paired["score"].value
@@ -174,7 +172,7 @@ def test_other_prompts_are_not_paired_and_that_is_said(runs: dict[str, Path]) ->
     wide, narrow = (at["score"].ci_high - at["score"].ci_low for at in (alone, paired))
     assert wide > 1.2 * narrow
     # Neither asked all that the other did.
-    assert "unpaired, 60 of its 80 prompts" in compared(runs, "better", "other")[1]
+    assert_names(compared(runs, "better", "other")[1], "unpaired", "60", "80 prompts")
 
 
 def test_fewer_prompts_are_paired_over_those_that_both_asked(
@@ -182,7 +180,8 @@ def test_fewer_prompts_are_paired_over_those_that_both_asked(
 ) -> None:
     for names, sign in ((("better", "few"), 1), (("few", "better"), -1)):
         found, said = compared(runs, *names)
-        assert found["pairs"] == 36 and "over the 36 prompts" in said
+        assert found["pairs"] == 36
+        assert_names(said, "36 prompts")
         assert found["score"].value == pytest.approx(sign * 4 / 36)
 
 
@@ -216,18 +215,26 @@ def test_rows_that_do_not_tell_their_prompt_are_not_taken_for_the_same(
 def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     first = run(tmp_path, "aaaa0001", better)
     other = run(tmp_path, "aaaa0002", better, task={"name": "mine"})
-    for runs, words in {
-        (first,): "two runs or more",
-        (first, first): "each once",
-        (first, other): r"aaaa0002 \(task mine\).*runs of one task, kv_retrieval",
-        (first, tmp_path / "nowhere"): "no such folder",
-    }.items():
-        with pytest.raises(UserError, match=words):
+    for runs in ((first,), (first, first)):
+        value = " ".join(map(str, runs))
+        with refused("RUN", value, allowed="two", hint="posbench ls runs"):
             write_comparison(runs)
+    with refused(
+        "RUN",
+        f"{other} (task mine)",
+        allowed="kv_retrieval",
+        hint=("posbench ls runs", "task=kv_retrieval"),
+    ):
+        write_comparison((first, other))
+    nowhere = tmp_path / "nowhere"
+    with refused("RUN", str(nowhere), allowed="config.yaml", hint="path"):
+        write_comparison((first, nowhere))
     second = run(tmp_path, "aaaa0003", best)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("")
-    with pytest.raises(UserError, match="a comparison to replace"):
+    with refused(
+        "--out", str(tmp_path / "mine"), allowed=("folder", "comparison"), hint="folder"
+    ):
         write_comparison([first, second], tmp_path / "mine")
     old = tmp_path / "compare/aaaa0001_aaaa0003"
     old.mkdir(parents=True)
@@ -241,12 +248,16 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     assert header == [*pd.read_csv(old / "comparison.csv")] and [
         line[0] for line in lines
     ] == [*("aaaa0001", "aaaa0003")]
-    assert "RUN = 'x'" in posbench("compare", "x", "y", verb=True).err
+    absent = posbench("compare", "x", "y", verb=True)
+    assert_refused(absent.err, "RUN", "x", allowed="config.yaml")
     assert not (old / "of_another_version.png").exists(), (
         "it takes the place of the first"
     )
     assert len(pd.read_csv(old / "comparison.csv")) == 2
     (second / "DONE").unlink()
-    assert "finished run" in posbench("compare", str(first), str(second), verb=True).err
+    unfinished = posbench("compare", str(first), str(second), verb=True)
+    assert_refused(
+        unfinished.err, "RUN", str(second), allowed="finished", hint="state=done"
+    )
     (second / "metrics.csv").write_text("")
     assert "damaged" in posbench("compare", str(first), str(second), verb=True).err

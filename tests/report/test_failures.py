@@ -24,6 +24,7 @@ from posbench.run.replies import prompt_digest
 from posbench.tasks import Example, KVRetrieval, Task
 from posbench.tasks.leval_closed import LEvalClosed
 from posbench.tasks.nq_multidoc import NQMultiDoc
+from tests.messages import assert_names
 
 TARGETS = {KVRetrieval: "posbench.tasks.kv_retrieval.KVRetrieval"}
 
@@ -75,7 +76,7 @@ def test_an_example_in_words(tmp_path: Path) -> None:
     ]
     asked = {e.id: e for e in task.evaluation()}["15-1"]
     whole = examples.text("15-1", whole=True).splitlines()
-    assert whole[0] == "id 15-1, gold position 15 (0 to 29), 9 tokens"
+    assert_names(whole[0], "15-1", "position 15", "29", "9 tokens")
     start = whole.index("prompt:") + 1
     assert (
         "\n".join(
@@ -155,17 +156,11 @@ def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> Non
         gzip.compress(json.dumps({**row, "key": "k3", "value": "v3"}).encode())
     )
     text = RunExamples.of(run, config).text("1-0")
-    assert (
-        "no prompt of this row's checksum" in text
-        and "k3" not in text
-        and "expected: v2" in text
-    )
+    assert "checksum" in text and "k3" not in text and "expected: v2" in text
     data.unlink()
     text = RunExamples.of(run, config).text("1-0")
-    assert (
-        f"cannot be built again: {data} is not on this machine" in text
-        and "reply:  no" in text
-    )
+    assert_names(text, str(data), "not on this")
+    assert "reply:  no" in text
 
 
 def test_the_page_shows_some_wrong_answers_as_text(tmp_path: Path) -> None:
@@ -173,10 +168,9 @@ def test_the_page_shows_some_wrong_answers_as_text(tmp_path: Path) -> None:
     wrong = {e.id: "</pre><script>alert(1)</script>" for e in task.evaluation()[:12]}
     folder_of(tmp_path, task, wrong)
     page = render_run(tmp_path).read_text()
-    assert "12 of 40 examples are scored below 1 under some method; 5 of them" in page
-    assert (
-        "posbench show DIR --wrong --all" in page and page.count("<summary>id 0-") == 5
-    )
+    assert_names(page, "12 of 40", "examples", "below 1", "5 of them")
+    assert page.count("<summary>id 0-") == 5
+    assert_names(page, "posbench show DIR", "--wrong --all")
     assert "<script" not in page and "&lt;/pre&gt;&lt;script&gt;" in page
 
 

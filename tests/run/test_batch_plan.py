@@ -18,6 +18,7 @@ from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import run_folders
+from tests.messages import assert_line_names, assert_names
 
 CHANNEL = ["method.channel=15", "method.factor=-1.0", "method.layers=[1,3]"]
 TIMES = {
@@ -228,7 +229,7 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
         apart[folder.name] = files(folder)
     assert {folder.name: files(folder) for folder in run_folders(outputs)} == apart
     assert together < len(fills), "one pass over the prompts, not one for each job"
-    assert "2 runs that differ in their methods alone" in result.out
+    assert_line_names(result.out, "2 runs", "methods")
     # All is there: the same command reads no prompt.
     fills.clear()
     assert (
@@ -240,8 +241,10 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
 def test_what_shares_nothing_is_said(asked, capsys):
     run = run_of(*asked, "method=ms_poe")
     asks, _ = plan_of(run, {"ms_poe": run.method.build()})
-    assert asks.notes == ["ms_poe reads each prompt as one, and shares no prefill"]
+    (note,) = asks.notes
+    assert_names(note, "ms_poe", "no prefill")
     run = run_of(*asked, *CHANNEL, "runtime.share=10KiB")
     asks, _ = plan_of(run, {"scale_channel": run.method.build()})
-    assert len(asks.notes) == 1 and "runtime.share=10KiB is too small" in asks.notes[0]
+    (note,) = asks.notes
+    assert_names(note, "runtime.share=10KiB")
     assert not any(group.prefill_method for group in asks._groups)

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posbench.errors import MachineError, UserError
+from posbench.errors import MachineError
 from posbench.run import claim as folder
 from posbench.run.claim import claim, find
 from posbench.run.folder import RunDir, open_run, open_run_dir
 from posbench.run.lease import Lease
+from tests.messages import assert_names, refused
 
 ROWS: list[dict[str, Any]] = [
     {"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)
@@ -160,7 +161,12 @@ def test_a_kill_while_the_folder_is_made_leaves_nothing_in_the_way(
 def test_one_owner(tmp_path: Path) -> None:
     with (
         _claim(tmp_path, 1),
-        pytest.raises(UserError, match="one process at a time"),
+        refused(
+            "run folder",
+            str(tmp_path / "suite/v001/run"),
+            allowed="process",
+            hint="wait",
+        ),
         _claim(tmp_path, 1),
     ):
         pass
@@ -209,10 +215,20 @@ def test_siblings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("outputs", ["file", "file/below"])
 def test_outputs_in_the_way(outputs: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="can be written"):
+    with refused(
+        "runtime.outputs",
+        str(tmp_path / outputs),
+        allowed="folder",
+        hint=("runtime.outputs=DIR", str(tmp_path / "file")),
+    ):
         find(tmp_path / outputs, "suite", {"task": 1}, "run")
     with (
-        pytest.raises(UserError, match="can be written"),
+        refused(
+            "runtime.outputs",
+            str(tmp_path / outputs),
+            allowed="folder",
+            hint=("runtime.outputs=DIR", str(tmp_path / "file")),
+        ),
         _claim(tmp_path / outputs, 1),
     ):
         pass
@@ -232,7 +248,7 @@ def test_rows_of_another_run_are_dropped(
             and a.num_torn_rows("rows.jsonl") == 4
         )
         a.repair("rows.jsonl")
-        assert "dropped 4 damaged or foreign" in caplog.text
+        assert_names(caplog.text, "dropped 4")
         b.path.rename(b.path.with_name("c"))
         assert open_run_dir(b.path.with_name("c")).rows("rows.jsonl") == ROWS
 
@@ -285,7 +301,16 @@ def test_a_lock_that_stays_held_is_told(
 ) -> None:
     monkeypatch.setattr(folder, "WAIT_SECONDS", 0.05)
     assert Lease(tmp_path / "suite/.locks/versions.lock").take()
-    with pytest.raises(MachineError, match="free within"), _claim(tmp_path, 1):
+    with (
+        refused(
+            "lock",
+            str(tmp_path / "suite/.locks/versions.lock"),
+            allowed="seconds",
+            hint="stop",
+            error=MachineError,
+        ),
+        _claim(tmp_path, 1),
+    ):
         pass
     assert "waiting up to" in caplog.text and not list(tmp_path.glob("suite/v*"))
 
@@ -293,14 +318,17 @@ def test_a_lock_that_stays_held_is_told(
 def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
     with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
         for above in (a.path.parent, tmp_path):
-            with pytest.raises(
-                UserError, match=f"take a run in it: {a.path}, {b.path}"
+            with refused(
+                "DIR",
+                str(above),
+                allowed="config.yaml",
+                hint=(str(a.path), str(b.path)),
             ):
                 open_run(above)
 
 
 def test_open_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run folder"):
+    with refused("DIR", str(tmp_path), allowed="config.yaml", hint="posbench ls runs"):
         open_run(tmp_path)
     with _claim(tmp_path, 1) as run:
         assert open_run(run.path).path == run.path

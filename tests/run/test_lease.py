@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from posbench.errors import MachineError, UserError
+from posbench.errors import MachineError
 from posbench.run.folder import RunDir
 from posbench.run.lease import LEASE_SECONDS, Lease, in_use, is_held, owning
+from tests.messages import refused
 
 NODE = """
 set -e
@@ -118,14 +119,21 @@ def test_who_lost_the_lock_writes_no_more(tmp_path: Path) -> None:
             lambda: run.append("rows.jsonl", [{"row": 2}]),
             lambda: run.finish("done"),
         ):
-            with pytest.raises(MachineError, match="another one took it"):
+            with refused(
+                "lock", str(lock), allowed="process", hint="120", error=MachineError
+            ):
                 write()
         assert run.rows("rows.jsonl") == [{"row": 1}] and not run.done
         lock.unlink()
-        with pytest.raises(MachineError, match="another one took it"):
+        with refused(
+            "lock", str(lock), allowed="process", hint="120", error=MachineError
+        ):
             run.write_json("x.json", {})
     assert in_use(run.path), "the other one's lock stays"
-    with pytest.raises(UserError, match="one process at a time"), owning(run.path):
+    with (
+        refused("run folder", str(run.path), allowed="process", hint="wait"),
+        owning(run.path),
+    ):
         pass
 
 

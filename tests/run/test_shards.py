@@ -14,6 +14,7 @@ import pytest
 
 from posbench.run.folder import open_run_dir
 from tests.conftest import PROCESS, Result, run_folders
+from tests.messages import assert_line_names
 
 RUN = [
     "stages=[intervene,evaluate]",
@@ -95,5 +96,6 @@ def test_killed_at_work(
         )
         assert again.status == 0, again
     else:
-        assert process.returncode == 0 and "worker 1 ended with status -9" in out
+        assert process.returncode == 0
+        assert_line_names(out, "worker 1", "status -9")
     assert left(two) == left(one)

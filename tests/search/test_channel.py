@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import posbench
-from posbench.errors import UserError
 from posbench.measure.states import average_states
 from posbench.search import statistics
 from posbench.search.channel import ChannelSearch
+from tests.messages import refused
 from tests.models import VOCABULARY, WIDTH, build
 
 POSITIONS = 120
@@ -97,9 +97,19 @@ def test_channels_that_only_the_official_threshold_separates():
 
 
 def test_too_short_strings_are_refused():
-    with pytest.raises(UserError, match=r"search.length = 120.*at least"):
+    with refused(
+        "search.length",
+        120,
+        allowed=("137", "search.window", "search.skip"),
+        hint="search.window",
+    ):
         statistics.paper_filter(noisy_curves(), window=100, skip=30)
-    with pytest.raises(UserError, match="300"):
+    with refused(
+        "search.length",
+        300,
+        allowed=("300", "variant=official"),
+        hint="search.length=1000",
+    ):
         statistics.official_filter(np.zeros((9, 300, 4)))
 
 
@@ -151,7 +161,9 @@ def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
         -1.0,
     ]
     nothing = statistics.paper_filter(np.zeros((4, POSITIONS, 3)), window=20, skip=5)
-    with pytest.raises(UserError, match="search=exhaustive"):
+    with refused(
+        "search.candidates", "monotone", allowed="monotone", hint="search=exhaustive"
+    ):
         ChannelSearch().ask(nothing, [(0, 1)])
 
 

@@ -19,6 +19,7 @@ from posbench.search.scales import calibration_questions
 from posbench.tasks import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
+from tests.messages import assert_names
 from tests.rounding import assert_same, embedded_noise, log_probabilities
 
 CHANNEL = [
@@ -64,7 +65,7 @@ def test_a_gain_is_that_of_a_plain_loop_over_new_prompts(
     assert (facts["ci_low"], facts["ci_high"]) == pytest.approx(
         (low, high), abs=0.15 * (high - low)
     )
-    assert ("paste into the model's YAML" in result.out) == (facts["ci_low"] > 0)
+    assert ("paste" in result.out) == (facts["ci_low"] > 0)
     assert held_back.summary_line(facts) in result.out
 
 
@@ -104,10 +105,8 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
     neutral = [*CHANNEL, "search.factors=[1.0]"]
     result = posbench(*neutral)
     line = result.out.rstrip().splitlines()[-1]
-    assert result.status == 0 and line.startswith(
-        "the search gains nothing beyond noise: loss "
-    )
-    assert "on 24 held-back prompts, gain " in line and "paste" not in result.out
+    assert result.status == 0 and "paste" not in result.out
+    assert_names(line, "search", "noise", "loss", "24 held-back prompts", "gain")
     table = pd.read_csv(only(outputs) / held_back.TABLE_FILE)
     noise = embedded_noise("tiny", log_probabilities)
     assert_same(table["found"][0], table["unmodified"][0], noise, "losses")
@@ -118,7 +117,7 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
     assert again.out.rstrip().splitlines()[-1] == line, "of a finished run, too"
     later = posbench(*neutral, "stages=[search,evaluate]")
     assert later.status == 0 and later.out.rstrip().splitlines()[-1] == line
-    assert "the stages that follow run with what it found all the same" in later.out
+    assert_names(later.out, "stages", "follow", "found")
 
 
 def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.errors import UserError
 from posbench.stats import frames
 from tests.frames import AFTER, BEFORE, attention, metrics
+from tests.messages import refused
 
 
 def test_without_depth_the_largest_position_counts_as_one() -> None:
@@ -53,9 +53,14 @@ def test_gold_attention_is_that_of_the_item_with_the_answer() -> None:
 
 
 def test_what_is_missing_or_mixed_is_named() -> None:
-    with pytest.raises(UserError, match="columns missing: item"):
+    with refused(
+        "attention",
+        "columns missing: item",
+        allowed=("item", "attention"),
+        hint="stage",
+    ):
         frames.gold_attention(attention().drop(columns="item"))
-    with pytest.raises(UserError, match="metrics model = 'a, b': allowed: one"):
+    with refused("metrics model", "a, b", allowed="one"):
         frames.need_single_value(
             pd.concat([metrics(model=m) for m in "ab"]), "metrics", "model", "task"
         )

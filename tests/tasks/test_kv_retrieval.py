@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from posbench.errors import UserError
 from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.items import gold_indices
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt, official_prompt
+from tests.messages import refused
 
 DATA = Path(__file__).parents[1] / "data/kv_retrieval"
 LINE16 = DATA / "kv-retrieval-75_keys.line16.jsonl"
@@ -96,7 +96,12 @@ def test_a_percentage_is_the_index_of_whole_numbers() -> None:
 
 @pytest.mark.parametrize("label", ["101%", "-1%", "x%", "%", "nan%", "inf%", "1/0%"])
 def test_a_label_that_is_no_share_is_refused(label: str) -> None:
-    with pytest.raises(UserError, match=r"task\.positions.*inside the list"):
+    with refused(
+        "task.positions",
+        label,
+        allowed=("9", "task.pairs=10", "0%", "100%"),
+        hint="list",
+    ):
         gold_indices("positions", [label], "pairs", 10)
 
 
@@ -208,7 +213,12 @@ def test_finished_prompts_that_the_evaluation_asks_are_refused(
     mixed = KVRetrieval(
         path=str(LINE16), pairs=50, limit=1, prompt=prompt, calibration_path=str(file)
     )  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"line 2.*does not ask"):
+    with refused(
+        f"task.calibration_path: {mixed.calibration_path}, line 2",
+        "",
+        allowed=("questions", "evaluation"),
+        hint="line",
+    ):
         mixed.examples("calibration")
 
 
@@ -258,9 +268,14 @@ def test_the_official_files_are_fetched_by_size(
     monkeypatch.setattr("posbench.tasks.base.local", lambda _: file)
     with gzip.open(file, "wt") as stream:
         stream.write(f"{line}\n" * 499)
-    with pytest.raises(UserError, match="500 rows, as in the benchmark"):
+    with refused("task.path", allowed="500 rows", hint="posbench fetch"):
         task.examples("evaluation")
-    with pytest.raises(UserError, match="at most 300 with path=official"):
+    with refused(
+        "task.pairs",
+        301,
+        allowed=("300", "path=official"),
+        hint=("task.pairs=300", "task.path=null"),
+    ):
         KVRetrieval(path="official", pairs=301, positions=(0,))
 
 

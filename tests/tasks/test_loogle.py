@@ -14,7 +14,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from posbench import paths
-from posbench.errors import UserError
 from posbench.schema import build
 from posbench.tasks.loogle_timeline_reorder import (
     HUB,
@@ -25,6 +24,7 @@ from posbench.tasks.loogle_timeline_reorder import (
     roman,
     worst,
 )
+from tests.messages import line_refused, refused
 
 REPLIES = (
     Path(__file__).parents[1]
@@ -239,7 +239,12 @@ def test_a_zip_holds_the_same(tmp_path: Path) -> None:
     assert _task(tmp_path / "data.zip").examples("evaluation") == _task(file).examples(
         "evaluation"
     )
-    with pytest.raises(UserError, match=r"data.zip:longdep.*check the path"):
+    with refused(
+        "task.path",
+        f"{tmp_path / 'data.zip'}:longdep.jsonl",
+        allowed=".jsonl",
+        hint="longdep.jsonl",
+    ):
         _task(tmp_path / "data.zip", member="longdep.jsonl").examples("evaluation")
 
 
@@ -248,36 +253,55 @@ def test_the_hub_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"input": 3}, r'line 1.*"input"'),
-        ({"qa_pairs": None}, r'line 1.*"qa_pairs"'),
-        ({"qa_pairs": "[{'Q': "}, r'line 1.*Python literal in "qa_pairs"'),
-        ({"qa_pairs": "__import__('os')"}, r'line 1.*Python literal in "qa_pairs"'),
-        ({"qa_pairs": "['Q']"}, r"line 1.*list of dicts"),
-        ({"qa_pairs": repr([{"Q": "a", "A": "b"}])}, r'line 1.*"type"'),
-        ({"qa_pairs": repr([{**FIRST, "Q": ""}])}, r'line 1.*"Q"'),
-        ({"qa_pairs": repr([{**FIRST, "A": ["2", "1"]}])}, r'line 1.*"A"'),
-        ({"qa_pairs": repr([{**FIRST, "A": "first"}])}, r'line 1.*"A".*first is not'),
-        ({"qa_pairs": repr([{**FIRST, "A": "2,1,2"}])}, r'line 1.*"A".*2,1,2 is not'),
-        ({"qa_pairs": repr([OTHER])}, r'questions with "type": "timeline_reorder"'),
+        ({"input": 3}, ("input",)),
+        ({"qa_pairs": None}, ("qa_pairs",)),
+        ({"qa_pairs": "[{'Q': "}, ("qa_pairs", "Python literal")),
+        ({"qa_pairs": "__import__('os')"}, ("qa_pairs", "Python literal")),
+        ({"qa_pairs": "['Q']"}, ("qa_pairs", "dicts")),
+        ({"qa_pairs": repr([{"Q": "a", "A": "b"}])}, ('"type"',)),
+        ({"qa_pairs": repr([{**FIRST, "Q": ""}])}, ('"Q"',)),
+        ({"qa_pairs": repr([{**FIRST, "A": ["2", "1"]}])}, ('"A"',)),
+        ({"qa_pairs": repr([{**FIRST, "A": "first"}])}, ('"A"', "first")),
+        ({"qa_pairs": repr([{**FIRST, "A": "2,1,2"}])}, ('"A"', "2,1,2")),
     ],
 )
 def test_a_malformed_line_is_named(
-    change: dict[str, Any], message: str, tmp_path: Path
+    change: dict[str, Any], named: tuple[str, ...], tmp_path: Path
 ) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text(
-        json.dumps({"input": "text", "qa_pairs": repr([FIRST]), **change}) + "\n"
-    )
-    with pytest.raises(UserError, match=message):
+    with line_refused(tmp_path / "bad.jsonl", 1, *named):
+        _task(_written(tmp_path, change)).examples("evaluation")
+
+
+def test_a_file_without_a_question_of_the_task_is_named(tmp_path: Path) -> None:
+    file = _written(tmp_path, {"qa_pairs": repr([OTHER])})
+    with refused("task.path", str(file), allowed=("type", "timeline_reorder")):
         _task(file).examples("evaluation")
 
 
+def _written(folder: Path, change: dict[str, Any]) -> Path:
+    """A file of one line, changed in some fields."""
+    row = {"input": "text", "qa_pairs": repr([FIRST]), **change}
+    file = folder / "bad.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    return file
+
+
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent.jsonl.*bigai-nlco/LooGLE"):
+    with refused(
+        "task.path",
+        str(tmp_path / "absent.jsonl"),
+        allowed="file",
+        hint="huggingface.co/datasets/bigai-nlco/LooGLE",
+    ):
         _task(tmp_path / "absent.jsonl").examples("evaluation")
-    with pytest.raises(UserError, match="no calibration questions"):
+    with refused(
+        "stages",
+        "search",
+        allowed="loogle_timeline_reorder",
+        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+    ):
         _task(write(tmp_path / "a.jsonl", [FIRST])).examples("calibration")
 
 

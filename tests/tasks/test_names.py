@@ -12,6 +12,7 @@ from posbench.tasks import KVRetrieval, Task
 from posbench.tasks.base import read_recorded_task
 from posbench.tasks.ceval import CEval
 from posbench.tasks.longbench import LongBench
+from tests.messages import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -52,4 +53,5 @@ def test_a_model_file_with_an_earlier_name_is_refused(
     )
     assert main(["validate", "--config-dir", str(tmp_path), "model=mine"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "task.examples_per_position = 3: allowed: task.limit, its name now" in line
+    field = "task.examples_per_position"
+    assert_refused(line, field, 3, allowed="task.limit", hint="task.limit=3")

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posbench.errors import UserError
 from posbench.pipeline.compose import compose_one
 from posbench.schema import build
 from posbench.stats.scores import Tabulator
 from posbench.tasks.base import Example
 from posbench.tasks.zero_scrolls import LPES, NEW_TOKENS, ZeroSCROLLS
+from tests.messages import Tokens, line_refused, refused
 
 QASPER = (
     "You are given a scientific article and a question. Answer the question as concisely as you can, using "
@@ -324,70 +324,88 @@ def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("subset", "changed", "said"),
+    ("subset", "changed", "named"),
     [
-        ("qasper", {"id": ...}, '"id"'),
-        ("qasper", {"input": ""}, '"input"'),
-        ("qasper", {"input": "short"}, r"indices 0 <= .* <= 5, the length"),
-        ("qasper", {"output": None}, '"output"'),
-        ("quality", {"output": "none"}, '"output" with a letter'),
-        ("space_digest", {"output": "half"}, '"output" with a percentage'),
-        ("book_sum_sort", {"output": "1, 1, 2"}, '"output" with different numbers'),
-        ("qasper", {"document_start_index": "3"}, '"document_start_index"'),
-        ("qasper", {"document_start_index": -1}, "indices 0 <= "),
-        ("qasper", {"query_start_index": 3}, "indices 0 <= "),
-        ("qasper", {"query_end_index": ...}, '"query_end_index"'),
-        ("qasper", {"truncation_seperator": ...}, '"truncation_seperator"'),
-        ("qasper", {"document_start_index": 3}, "an instruction and an empty line"),
+        ("qasper", {"id": ...}, ('"id"',)),
+        ("qasper", {"input": ""}, ('"input"',)),
+        ("qasper", {"input": "short"}, ("document_start_index", "5")),
+        ("qasper", {"output": None}, ("output",)),
+        ("quality", {"output": "none"}, ("output", "letter")),
+        ("space_digest", {"output": "half"}, ("output", "percentage")),
+        ("book_sum_sort", {"output": "1, 1, 2"}, ("output", "different")),
+        ("qasper", {"document_start_index": "3"}, ("document_start_index",)),
+        ("qasper", {"document_start_index": -1}, ("0 <= document_start_index",)),
+        ("qasper", {"query_start_index": 3}, ("document_start_index", "<=")),
+        ("qasper", {"query_end_index": ...}, ("query_end_index",)),
+        ("qasper", {"truncation_seperator": ...}, ("truncation_seperator",)),
+        ("qasper", {"document_start_index": 3}, ("instruction", "line")),
         (
             "qasper",
             {"id": "q1", "input": row("qasper")["input"].replace("sky", "sun")},
-            '"input" that "id" q1 has',
+            ('"input"', '"id" q1'),
         ),
     ],
 )
 def test_a_malformed_line_is_named(
-    subset: str, changed: dict[str, Any], said: str, tmp_path: Path
+    subset: str, changed: dict[str, Any], named: tuple[str, ...], tmp_path: Path
 ) -> None:
     write(tmp_path, subset, row(subset), row(subset, **{"id": "q2", **changed}))
-    with pytest.raises(
-        UserError, match=rf"task\.path.*validation\.jsonl, line 2.*{said}"
-    ) as told:
+    with line_refused(tmp_path / subset / "validation.jsonl", 2, *named):
         ZeroSCROLLS(subsets=(subset,), path=str(tmp_path)).evaluation()
-    assert "\n" not in str(told.value)
 
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:
     task = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"qasper/validation\.jsonl.*hf\.co/datasets/tau/zero_scrolls"
+    with refused(
+        "task.path",
+        str(tmp_path),
+        allowed="qasper/validation.jsonl",
+        hint=("qasper.zip", "hf.co/datasets/tau/zero_scrolls"),
     ):
         task.evaluation()
     (tmp_path / "qasper.zip").write_bytes(b"PK torn")
-    with pytest.raises(UserError, match=r"qasper\.zip'.*readable \.zip"):
+    with refused("task.path", str(tmp_path / "qasper.zip"), allowed=".zip", hint="zip"):
         task.evaluation()
     write(tmp_path, "qasper").write_text('{"id": "q1"\n')
-    with pytest.raises(UserError, match=r"validation\.jsonl, line 1.*JSON"):
+    with refused(
+        f"task.path: {tmp_path / 'qasper/validation.jsonl'}, line 1",
+        "",
+        allowed="JSON object",
+        hint="line",
+    ):
         task.evaluation()
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "value", "allowed", "hint"),
     [
-        ({"subsets": ("qaspr",)}, "did you mean qasper"),
-        ({"subsets": ("qasper", "qasper")}, "each once"),
-        ({"subsets": ()}, "at least one"),
-        ({"max_new_tokens": 0}, r"task\.max_new_tokens"),
-        ({"limit": 0}, r"task\.limit"),
+        ({"subsets": ("qaspr",)}, "qaspr", "qasper", "qasper"),
+        (
+            {"subsets": ("qasper", "qasper")},
+            ["qasper", "qasper"],
+            "once",
+            "task.subsets=[gov_report]",
+        ),
+        ({"subsets": ()}, [], "qasper", "task.subsets=[gov_report]"),
+        ({"max_new_tokens": 0}, 0, ("1", "1000000"), "task.max_new_tokens=1"),
+        ({"limit": 0}, 0, ("1", "null"), "task.limit=1"),
     ],
 )
-def test_bad_fields(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_bad_fields(
+    given: dict[str, Any], value: object, allowed: Tokens, hint: Tokens
+) -> None:
+    (name,) = given
+    with refused(f"task.{name}", value, allowed=allowed, hint=hint):
         build(ZeroSCROLLS, given, "task")
 
 
 def test_there_is_nothing_to_calibrate_on() -> None:
-    with pytest.raises(UserError, match="no search on task zero_scrolls"):
+    with refused(
+        "stages",
+        "search",
+        allowed="zero_scrolls",
+        hint=("task=kv_retrieval", "stages=[evaluate,report]"),
+    ):
         ZeroSCROLLS().examples("calibration")
 
 

@@ -186,5 +186,5 @@ def _need_same_questions(
     if unknown_ids:
         value = f"no question {unknown_ids[0]}"
     allowed = f"the questions that {out.path.name} asked"
-    hint = "bring back the data or the version of posbench of that run, or run it again"
+    hint = "restore the data and the version of posbench of that run, or run it again"
     raise UserError("task", value, allowed, hint)

@@ -68,7 +68,9 @@ class Sampled(Study):
         window = run.lm.context_window
         if self.tokens > window:
             allowed = f"at most {window}, the context window of {run.lm.name}"
-            raise UserError("study.tokens", self.tokens, allowed, "take fewer tokens")
+            raise UserError(
+                "study.tokens", self.tokens, allowed, f"set study.tokens={window}"
+            )
         need_attention_interface(run.lm)
         self.rows(run.lm)
 

@@ -71,7 +71,10 @@ class Latency(TimingStudy):
         """See :meth:`Study.check`."""
         if self.floors and set(self.new_tokens) != {1}:
             raise UserError(
-                "study.floors", True, "a prompt alone", "study.new_tokens=[1]"
+                "study.floors",
+                True,
+                "true only with study.new_tokens=[1]",
+                "set study.new_tokens=[1]",
             )
         for name in sorted(set(self.methods) - set(run.all_methods)):
             allowed = ", ".join(run.all_methods)

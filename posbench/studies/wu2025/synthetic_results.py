@@ -92,7 +92,7 @@ class SyntheticResults(TrainedNetworks):
             allowed = (
                 "a folder with gaps.csv and sinks.csv of an earlier run of this study"
             )
-            hint = f"look at {file}"
+            hint = f"check {file}"
             raise UserError("study.published", self.published, allowed, hint)
         return table
 

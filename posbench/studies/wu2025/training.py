@@ -440,8 +440,8 @@ def train(
         run = training_folder(root, condition, seed)
         rows = [row for row in run.rows(ROWS) if row["iteration"] <= iterations]
         if not rows:
-            allowed = f"1000 or more: {run.path} is trained further, and was measured later only"
-            hint = "ask for more, or take another folder"
+            allowed = f"1000 or more: {run.path} was trained further and has no earlier measurement"
+            hint = "set study.iterations to 1000 or more, or choose another folder"
             raise UserError("iterations", iterations, allowed, hint)
         measured += [(condition, row) for row in rows]
     return measured
@@ -474,6 +474,6 @@ def _open(
     state: dict[str, Any] = torch.load(file, weights_only=True)
     if state["device"] != device.type:
         # The generators of a CPU and a GPU draw different numbers: it would no longer be the same training.
-        hint = f"go on on {state['device']}, or start anew"
-        raise UserError("checkpoint", str(file), f"one made on {device}", hint)
+        hint = f"resume on {state['device']}, or choose another folder"
+        raise UserError("checkpoint", str(file), f"a checkpoint made on {device}", hint)
     return state

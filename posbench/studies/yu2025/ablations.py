@@ -76,11 +76,11 @@ class Ablations(Study):
         if (search.variant, search.candidates) != ("paper", "monotone"):
             value = f"{search.variant}, {search.candidates}"
             allowed = "channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated"
-            raise UserError("search", value, allowed, "leave search= out")
+            raise UserError("search", value, allowed, "leave out search")
         if run.method.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
             raise UserError(
-                "method", run.method.choice.name, allowed, "leave the method out"
+                "method", run.method.choice.name, allowed, "leave out method"
             )
         search.check(run)
 
@@ -234,7 +234,7 @@ def channel_search(search: Search) -> ChannelSearch:
     """The search, where it is the channel search; another one is refused."""
     if not isinstance(search, ChannelSearch):
         allowed = "channel: the study takes its factors, layers and calibration losses"
-        raise UserError("search", type(search).__name__, allowed, "leave search= out")
+        raise UserError("search", type(search).__name__, allowed, "leave out search")
     return search
 
 

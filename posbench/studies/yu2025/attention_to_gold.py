@@ -113,7 +113,12 @@ class AttentionToGold(Study):
         numbers = [n for n in dict.fromkeys(self.items or ()) if n != task.items]
         if numbers and not hasattr(task, "pairs"):
             allowed = f"null with task {task.name}"
-            raise UserError("study.items", numbers, allowed, "take task=kv_retrieval")
+            raise UserError(
+                "study.items",
+                numbers,
+                allowed,
+                "set task=kv_retrieval, or study.items=null",
+            )
         return [task, *(replace(task, pairs=n) for n in numbers)]  # type: ignore[call-arg]
 
     def workload(self, run: Run) -> list[InspectionPasses]:

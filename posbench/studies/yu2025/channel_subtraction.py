@@ -79,7 +79,7 @@ class ChannelSubtraction(Study):
         shared.check_prompts(run)
         examples = self._examples(run)
         if any(self._item(e, "other") in e.gold_positions for e in examples):
-            allowed = "the depth of another item than the gold one"
+            allowed = "a depth other than that of the gold item"
             raise UserError("study.other", self.other, allowed, "set study.other=0.7")
 
     def _examples(self, run: Run) -> list[Example]:

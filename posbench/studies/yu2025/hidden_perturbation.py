@@ -90,7 +90,9 @@ class HiddenPerturbation(Study):
             raise UserError("study.length", self.length, allowed, hint)
         start, stop = self._span_tokens
         if not 0 < start < stop < self.length or stop > 2 * start:
-            allowed = "[start, end] inside the text as shares of it, no longer than what comes before it"
+            allowed = (
+                "[start, end] as shares of the text, no longer than the part before it"
+            )
             hint = "set study.span=[0.4,0.6]"
             raise UserError("study.span", list(self.span), allowed, hint)
         if self._cropped_layers(lm)[0] == lm.layers - 1:

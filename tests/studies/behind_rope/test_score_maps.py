@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import posbench as package
-from posbench.errors import UserError
 from posbench.measure.scores import score_maps
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
@@ -20,6 +19,7 @@ from posbench.studies.behind_rope.maps import long_table, stack_maps
 from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
+from tests.messages import refused
 from tests.models import BUILDERS
 from tests.rounding import assert_same, embedded_noise, noise_floor
 
@@ -152,19 +152,24 @@ def test_samples(tmp_path: Path) -> None:
     assert [
         len(row) for row in ScoreMap(samples=3, tokens=12, text=str(file)).rows(lm)
     ] == [12] * 3
-    with pytest.raises(UserError, match="pieces of"):
+    with refused(
+        "study.text",
+        "319 tokens",
+        allowed=("1000", "12"),
+        hint=("study.samples=26", "study.tokens"),
+    ):
         ScoreMap(samples=1000, tokens=12, text=str(file)).rows(lm)
-    with pytest.raises(UserError, match=r"study\.text"):
+    with refused("study.text", str(tmp_path / "absent"), allowed="UTF-8", hint="path"):
         ScoreMap(samples=2, tokens=12, text=str(tmp_path / "absent")).rows(lm)
 
 
 def test_families_that_cannot_be_listened_to_are_refused() -> None:
     for family, words in (
-        ("mpt", "runs through the library"),
+        ("mpt", "MPT"),
         ("gpt_neox", "post_attention_layernorm"),
     ):
         lm = package.load(BUILDERS[family]())
-        with pytest.raises(UserError, match=words):
+        with refused("model", lm.name, allowed=words):
             gram.gram_panels(lm, [_rows()])
 
 

@@ -14,6 +14,7 @@ from posbench.errors import choices
 from posbench.schema import required_fields
 from posbench.studies.cost.precision import compare
 from tests.conftest import Result, config_of, run_folders
+from tests.messages import assert_refused
 
 
 def test_compare_by_hand() -> None:
@@ -66,4 +67,5 @@ def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     assert set(drifts["method"]) == set(methods)
     assert (drifts[drifts["weights"] == "float32"]["largest"] < 1e-4).all()
     refused = posbench("study=precision", "method=ms_poe")
-    assert refused.status == 2 and "study precision looks at none" in refused.err
+    assert refused.status == 2
+    assert_refused(refused.err, "method", "ms_poe", allowed="precision", hint="leave")

@@ -13,6 +13,7 @@ import pytest
 from posbench.studies.cost import scorers as study
 from posbench.tasks.longbench import PROMPTS
 from tests.conftest import Result, run_folders
+from tests.messages import assert_refused
 
 REAL = os.environ.get("POSBENCH_DATA", "")
 
@@ -131,7 +132,14 @@ def test_a_study_without_its_files_says_which(
     tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
 ) -> None:
     nothing = posbench("study=scorers", f"study.data={tmp_path}")
-    assert nothing.status == 2 and "a folder with one of longbench" in nothing.err
+    assert nothing.status == 2
+    assert_refused(
+        nothing.err,
+        "study.data",
+        str(tmp_path),
+        allowed="longbench",
+        hint="study.data=DIR",
+    )
     (tmp_path / "longbench").mkdir()
     result = posbench("study=scorers", f"study.data={tmp_path}")
     assert (

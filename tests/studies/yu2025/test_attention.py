@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 import posbench as package
-from posbench.errors import UserError
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.measure.states import Site, Strings, average_states, moments
 from posbench.methods.scale_channel import ScaleChannel
@@ -49,6 +48,7 @@ from posbench.studies.yu2025.positional_channels import (
 )
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
+from tests.messages import Tokens, refused
 from tests.models import LAYERS, WIDTH, build
 from tests.parity.plain import batch
 from tests.rounding import (
@@ -536,23 +536,40 @@ def test_the_studies_on_a_trained_model(
 
 
 @pytest.mark.parametrize(
-    ("study", "message"),
+    ("study", "field", "allowed", "hint"),
     [
-        (AttentionToGold(layers=(9,)), "layers from 0 to 3"),
-        (AttentionToGold(layers=()), "layers from 0 to 3"),
-        (AttentionToGold(head_layer=4), "head_layer"),
-        (AttentionToGold(examples=1), "from 2 to 1000000"),
-        (AttentionToGold(items=(400,)), "at most 64"),
-        (Doubling(item=1.5), "a number from 0 to 1"),
-        (Doubling(factor=0.0), "above 0"),
-        (PositionalChannels(channels=(WIDTH,)), "channels from 0 to 47"),
-        (PositionalChannels(strings=3), "from 20 up"),
-        (PositionalChannels(length=600), "window of tiny"),
+        (AttentionToGold(layers=(9,)), "study.layers", "3", "study.layers=null"),
+        (AttentionToGold(layers=()), "study.layers", "3", "study.layers=null"),
+        (
+            AttentionToGold(head_layer=4),
+            "study.head_layer",
+            "3",
+            "study.head_layer=null",
+        ),
+        (AttentionToGold(examples=1), "study.examples", "2", "study.examples=2"),
+        (AttentionToGold(items=(400,)), "task.pairs", "64", "task.pairs=64"),
+        (Doubling(item=1.5), "study.item", ("0", "1"), "study.item=0"),
+        (Doubling(factor=0.0), "study.factor", "0", "study.factor=1"),
+        (
+            PositionalChannels(channels=(WIDTH,)),
+            "study.channels",
+            ("0", "47"),
+            "stages=[search]",
+        ),
+        (PositionalChannels(strings=3), "study.strings", "20", "study.strings=20"),
+        (
+            PositionalChannels(length=600),
+            "study.length",
+            ("512", "tiny"),
+            "study.length",
+        ),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(study: Study, message: str) -> None:
+def test_fields_that_do_not_fit_are_refused(
+    study: Study, field: str, allowed: Tokens, hint: Tokens
+) -> None:
     run: Any = SimpleNamespace(lm=package.load("tiny"), task=KVRetrieval(**SMALL))
-    with pytest.raises(UserError, match=message):
+    with refused(field, allowed=allowed, hint=hint):
         verify(study, "study")
         study.check(run)
 
