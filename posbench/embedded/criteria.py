@@ -94,7 +94,7 @@ def search_all(
     """
     first = statistics(lm, search)
     traversal = replace(search, candidates="all")
-    candidates = traversal.ask(first, search.layer_ranges(lm.layers, None))
+    candidates = traversal.list_candidates(first, search.layer_ranges(lm.layers, None))
     answers = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
     batches = [answers[i : i + BATCH] for i in range(0, len(answers), BATCH)]
     # [1 + candidates, examples]
@@ -125,10 +125,17 @@ def _choose(
     measured: ChannelStatistics,
     losses: dict[ScaleChannel | None, float],
 ) -> ScaleChannel | None:
-    """The choice of a search from the losses of all candidates; None where no channel passes its filter."""
+    """The candidate that a search chooses; None where no channel passes its filter, or none lowers the loss.
+
+    Args:
+        lm: The model.
+        search: The search.
+        measured: Statistics of the channels.
+        losses: Mean loss of each candidate; under None that of the unmodified model.
+    """
     if search.candidates == "monotone" and not measured.ranking:
         return None
-    candidates = search.ask(measured, search.layer_ranges(lm.layers, None))
+    candidates = search.list_candidates(measured, search.layer_ranges(lm.layers, None))
     candidate_means = [losses[candidate] for candidate in candidates]
     index = search.choose(candidate_means, losses[None])
     return None if index is None else candidates[index]

@@ -282,7 +282,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 
 
 def _read_gates(file: Path) -> dict[int, dict[str, Tensor]]:
-    """The tensors of a file's routers, by layer and by their name in the router."""
+    """The weights of the routers in a safetensors file, by layer and parameter name."""
     gates: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118, it is no mapping

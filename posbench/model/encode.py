@@ -147,8 +147,11 @@ class Encoder:
             separator: Text put where the document was cut.
             **form: See :meth:`render`.
 
+        Returns:
+            The token ids, the prompt as the model reads it, and how many of its tokens were cut (``dropped``).
+
         Raises:
-            UserError: The prompt does not fit and ``truncation`` is ``refuse``, or not even shortened.
+            UserError: The prompt does not fit, and may not be cut or does not fit even then.
         """
         max_tokens = self.context_window - reserve
         encoded = self._encode_pieces([Piece(prompt, 0)], form)

@@ -251,7 +251,7 @@ def render_sweep(folder: Path) -> Path:
     """Draw the figures of a sweep and write its report.html, whose path is returned.
 
     Raises:
-        UserError: It has neither scores nor verdicts, or a file cannot be read.
+        UserError: The sweep has neither scores nor verdicts, or a file cannot be read.
     """
     need_files(
         folder,

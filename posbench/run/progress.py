@@ -70,7 +70,7 @@ class Progress:
     def __str__(self) -> str:
         """Parts done, parts a second, time elapsed and time left, as far as they are known.
 
-        The speed is that up to the last part done: nothing seems to slow down while a long part runs.
+        The speed is measured at the last finished part, so that it does not fall while a long part runs.
         """
         now = clock()
         seconds = self._last_advance - self.began

@@ -26,7 +26,7 @@ from posbench.plots.search import (
     channel_figure,
 )
 from posbench.plots.section import Section
-from posbench.renamed import renamed_parameters
+from posbench.renamed import RenamedAttribute, renamed_parameters
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
@@ -229,8 +229,10 @@ class ChannelSearch(DeploySearch):
             monotone_only=monotone_only,
         )
 
+    ask = RenamedAttribute("list_candidates")
+
     @renamed_parameters(found="measured")
-    def ask(
+    def list_candidates(
         self,
         measured: ChannelStatistics,
         ranges: Sequence[tuple[int, int]],
@@ -283,7 +285,9 @@ class ChannelSearch(DeploySearch):
             averages = self.averages(run)
             measured, pool = self._filter(run, averages)
             pinned_channel = self._pinned(run).get("channel")
-            candidates = self.ask(measured, self.ranges(run), pinned_channel)
+            candidates = self.list_candidates(
+                measured, self.ranges(run), pinned_channel
+            )
             all_losses = self.losses(run, ROWS_FILE, candidates)
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
@@ -443,7 +447,7 @@ class ChannelSearch(DeploySearch):
         return text
 
     def sections(self, read: Read) -> list[Section]:
-        """What is shipped, the ten best candidates, and the channel along the strings."""
+        """The candidate chosen for deployment, the ten best by loss, and the channel's values over token positions."""
         sections = self.shipped_sections(read)
         table = read("search")
         channels = read("channels")

@@ -109,7 +109,7 @@ def index_at_percent(label: str, size: int) -> int:
 def gold_indices(
     field: str, positions: Sequence[int | str], size_field: str, size: int
 ) -> list[int]:
-    """Gold positions as 0-based indices; shares that meet in a short list are one position.
+    """Gold positions as 0-based indices, in their order; shares that fall on the same item are merged.
 
     Args:
         field: Key that holds the positions, without ``task.``.
@@ -118,7 +118,7 @@ def gold_indices(
         size: Number of items.
 
     Raises:
-        UserError: A position lies outside the list, or two indices are the same.
+        UserError: A position lies outside the list, or an index repeats another index or a share.
     """
     indices: list[int] = []
     from_shares: set[int] = set()

@@ -76,7 +76,9 @@ def _everything(lm: LM) -> dict[str, Any]:
     out: dict[str, Any] = dict(average_states(lm, SEARCH.drawn))
     pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
     found = SEARCH.statistics(out)
-    out["losses"] = candidate_losses(lm, pairs, SEARCH.ask(found, [(1, 2)], 5))
+    out["losses"] = candidate_losses(
+        lm, pairs, SEARCH.list_candidates(found, [(1, 2)], 5)
+    )
     for name, factor in (("plain", 1.0), ("scaled", -1.0)):
         with ScaleChannel(channel=5, factor=factor, layers=(1, 3)).applied(lm):
             out[f"{name} text"] = lm.generate(

@@ -133,7 +133,8 @@ def test_a_channel_planted_in_a_model_is_found(name):
     without = search.statistics(average_states(lm, search.drawn))
     assert planted in found.ranking and planted not in without.ranking
     assert any(
-        c.channel == planted for c in ChannelSearch(top_k=WIDTH).ask(found, [(1, 2)])
+        c.channel == planted
+        for c in ChannelSearch(top_k=WIDTH).list_candidates(found, [(1, 2)])
     )
 
 
@@ -151,9 +152,9 @@ def test_choice():
 
 def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
     found = statistics.paper_filter(noisy_curves(), window=20, skip=5)
-    everything = ChannelSearch(candidates="all").ask(found, [(1, 2)])
+    everything = ChannelSearch(candidates="all").list_candidates(found, [(1, 2)])
     assert {c.channel for c in everything} == set(range(10)) and len(everything) == 40
-    few = ChannelSearch(top_k=1).ask(found, [(1, 2)])
+    few = ChannelSearch(top_k=1).list_candidates(found, [(1, 2)])
     assert {c.channel for c in few} == {3} and [c.factor for c in few] == [
         0.5,
         0.0,
@@ -164,7 +165,7 @@ def test_exhaustive_traverses_every_channel_and_filter_keeps_the_best():
     with refused(
         "search.candidates", "monotone", allowed="monotone", hint="search=exhaustive"
     ):
-        ChannelSearch().ask(nothing, [(0, 1)])
+        ChannelSearch().list_candidates(nothing, [(0, 1)])
 
 
 @given(count=st.integers(1, 100))

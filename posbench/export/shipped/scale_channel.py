@@ -84,7 +84,7 @@ class PosbenchForCausalLM(Base):
         super().__init__(config)
         modules = config.posbench["where"]
         first, last = config.posbench["layers"]
-        # Whether the current forward runs the last tokens of a prompt, or generated ones.
+        # True while a forward runs the last tokens of a prompt, or generated ones; False for earlier tokens.
         self.runs_last_tokens = False
         for index, layer in enumerate(self.get_submodule(modules["layers"])):
             if first <= index <= last:

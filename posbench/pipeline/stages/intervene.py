@@ -106,10 +106,10 @@ def fill(runs: Sequence[Run]) -> None:
 def plan_attention(
     subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
 ) -> tuple[BatchPlan, Compute]:
-    """Plan the attention of prompts to their items, of runs that differ in their methods alone.
+    """Plan how to measure the attention to the items of prompts, for runs that differ only in their method.
 
     Args:
-        subjects: The methods.
+        subjects: The methods, each with its run.
         encoded: The prompts by the id of their example.
 
     Returns:

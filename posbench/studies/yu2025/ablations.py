@@ -96,7 +96,7 @@ class Ablations(Study):
         candidates = [
             candidate
             for channel in channels
-            for candidate in search.ask(monotone, ranges, channel)
+            for candidate in search.list_candidates(monotone, ranges, channel)
         ]
         losses = search.losses(run, LOSSES, candidates)  # [1 + C, prompts]
         mean_losses = dict(zip(candidates, losses[1:].mean(1).tolist(), strict=True))
@@ -144,7 +144,7 @@ class Ablations(Study):
             monotone: Statistics with the filter by monotonicity.
             unfiltered: Statistics without it.
         """
-        search.ask(monotone, [])
+        search.list_candidates(monotone, [])
         ranking = list(monotone.ranking)
         not_smoothest = ranking
         if self.smoothness == "random":
