@@ -182,7 +182,8 @@ def test_prompts_that_were_not_read_have_no_score(
         examples[3].id,
         examples[13].id,
     ]
-    assert said in describe_prompts(folder)  # as on its page
+    on_page = describe_prompts(folder)
+    assert_names(on_page, "2 of 18", "1 context overflow", "1 refused")
     metrics = pd.read_csv(folder / "metrics.csv").query(
         "gold_position == 'all' and metric == 'accuracy'"
     )
