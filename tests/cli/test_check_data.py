@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_asked_is_refused_as_by_the_run(
     file, *rest = f"{DATA / given[0]}.jsonl", *given[1:]
     assert main(["check-data", file, *rest]) == 2
     told = capsys.readouterr()
-    assert "the first prompt" in told.out and "to ask it" not in told.out
+    assert "the first prompt" in told.out and "to run it" not in told.out
     for verb in ([], ["validate"]):
         assert main([*verb, "task=own_data", f"task.path={file}", *rest]) == 2
         assert capsys.readouterr().err == told.err

@@ -144,7 +144,9 @@ def test_a_file_that_changes_during_a_run_ends_it(
     monkeypatch.setitem(execute.STAGES, "evaluate", disturbed)  # type: ignore[arg-type]
     ended = evaluate("method.factor=0.5")
     assert (
-        ended.status == 2 and ended.err.count("\n") == 1 and "it changed" in ended.err
+        ended.status == 2
+        and ended.err.count("\n") == 1
+        and "repeat the command" in ended.err
     )
     monkeypatch.undo()
     _fill(data, 1)

@@ -267,7 +267,7 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
         ),
         (
             [*GENETIC, "stages=[search]", "method.points=[[0,1.2]]"],
-            ["method.points", "nothing typed"],
+            ["method.points", "stages=[evaluate,report]"],
         ),
         (
             [*GENETIC, "stages=[search]", "search.step_x=1", "search.points=5"],
@@ -275,7 +275,7 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
         ),
         (
             [*GENETIC, "stages=[search]", "task.calibration_positions=[0,3]"],
-            ["task.calibration_positions", "three of them"],
+            ["task.calibration_positions", '["0%","50%","100%"]'],
         ),
         (
             [*GENETIC, "stages=[search]", "task.calibration_positions=[0,3,20]"],

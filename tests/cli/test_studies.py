@@ -114,11 +114,11 @@ def test_a_sweep_without_a_model_has_a_page(
         ),
         (
             ["study=doubling", "task=mmlu"],
-            "task = 'mmlu': allowed: kv_retrieval with model tiny, which knows its words only",
+            "task = 'mmlu': allowed: kv_retrieval with model tiny",
         ),
         (
             ["study=crop_mask", "task=mmlu"],
-            "task = 'mmlu': allowed: kv_retrieval with model tiny, which knows its words only",
+            "task = 'mmlu': allowed: kv_retrieval with model tiny",
         ),
         (["study=masks", "model=tiny"], "model = 'tiny': allowed: no model"),
         (
@@ -127,10 +127,10 @@ def test_a_sweep_without_a_model_has_a_page(
         ),
         (
             ["study=rollout", "stages=[evaluate]"],
-            "stages = ['evaluate']: allowed: stages with study",
+            "stages = ['evaluate']: allowed: stages",
         ),
         (["stages=[study]"], "posbench ls studies"),
-        (["study=masks", "method=none"], "study masks looks at none"),
+        (["study=masks", "method=none"], "allowed: no method: study masks"),
         (
             ["study=masks", "study._target_=posbench.model.lm.LM"],
             "a subclass of posbench.studies.base.Study",

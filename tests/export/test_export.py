@@ -56,7 +56,7 @@ def test_a_run_becomes_an_adapter(
     assert (
         again.status == 2
         and "adapter_config.json" in again.err
-        and "write it again" in again.err
+        and "posbench export" in again.err
     )
 
 
@@ -106,7 +106,7 @@ def test_the_price_is_that_of_a_plain_loop(
     [
         (
             ["model=tiny", "--to", "lora", "--exact"],
-            "--exact = 'lora': allowed: a format that holds the method",
+            "--exact = 'lora': allowed: a format",
         ),
         (
             ["model=tiny", "--to", "nothing"],
@@ -121,7 +121,7 @@ def test_the_price_is_that_of_a_plain_loop(
         (["model=tiny", "--to", "lora", "method.channel=99"], "method.channel = [99]"),
         (
             ["model=tiny_nope", "model.rope=none", "--to", "lora"],
-            "other engines would rotate",
+            "model.rope = 'none': allowed: checkpoint",
         ),
     ],
 )

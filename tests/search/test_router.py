@@ -165,7 +165,10 @@ def test_a_search_leaves_a_router_that_the_method_reads(posbench, outputs, tmp_p
         (["method.top_k=9"], ["method.top_k = 9", "1 to 7"]),
         (["model=tiny_nope"], ["method = 'moice'", "has none"]),
         (["search.longest=1"], ["search.longest = 1", "from 2 to 1000000"]),
-        (["method.weights=uniform"], ["method.weights = 'uniform'", "nothing typed"]),
+        (
+            ["method.weights=uniform"],
+            ["method.weights = 'uniform'", "stages=[evaluate,report]"],
+        ),
     ],
 )
 def test_refusals(args, words, posbench, outputs, tmp_path):

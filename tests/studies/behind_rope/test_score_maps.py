@@ -214,7 +214,7 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["study=gram", "model=tiny_alibi"], "runs through the library"),
+        (["study=gram", "model=tiny_alibi"], "model = 'tiny_alibi': allowed: a family"),
         (
             ["study=score_map", "study.tokens=100000"],
             "study.tokens = 100000: allowed: at most",

@@ -128,7 +128,7 @@ def test_processes_change_nothing(
         (["study.seeds=0"], "study.seeds = 0"),
         (["study.preset=long"], "quick | paper"),
         (["study.reference=wu2025.csv"], "study.reference = 'wu2025.csv'"),
-        (["method=scale_channel"], "looks at none"),
+        (["method=scale_channel"], "method = 'scale_channel': allowed: no method"),
     ],
 )
 def test_bad_study_is_refused(

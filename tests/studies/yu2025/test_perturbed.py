@@ -526,7 +526,7 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
         ),
         (
             ["study=hidden_perturbation", "study.channel=3", "study.span=[0.2,0.6]"],
-            "no longer than what comes before it",
+            "study.span = [0.2, 0.6]: allowed: [start, end]",
         ),
         (
             ["study=hidden_perturbation", "study.channel=3", "study.length=500"],
@@ -538,7 +538,7 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
         ),
         (
             ["study=channel_subtraction", "study.channel=3", "study.other=0.4"],
-            "another item than the gold one",
+            "study.other = 0.4: allowed: a depth",
         ),
         (
             ["study=channel_subtraction", "study.channel=3", "study.value=-1"],
