@@ -158,8 +158,6 @@ class LM(Encoder):
         self.items.add(encoded.ids, token_spans(encoded.offsets, spans))
         return encoded.ids
 
-    @guarded
-    @inference_mode
     def generate(
         self,
         rows: Sequence[Sequence[int]] | Sequence[str],
@@ -183,6 +181,8 @@ class LM(Encoder):
         )
         return [reply.text for reply in replies]
 
+    @guarded
+    @inference_mode
     def generate_replies(
         self,
         rows: Sequence[Sequence[int]] | Sequence[str],

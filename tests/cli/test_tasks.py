@@ -153,11 +153,11 @@ def test_a_task_runs_stops_and_goes_on(
     (folder / evaluate.FILE).write_bytes(b"".join(whole[:-1]))
     (folder / "DONE").unlink()
     made: list[int] = []
-    generate = LM.generate
+    generate = LM.generate_replies
     choose = LM.continuations
     monkeypatch.setattr(
         LM,
-        "generate",
+        "generate_replies",
         lambda lm, rows, **k: made.append(len(rows)) or generate(lm, rows, **k),
     )
     monkeypatch.setattr(

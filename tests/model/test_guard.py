@@ -36,6 +36,7 @@ STRINGS = Strings(count=20, length=12, alphabet="tokens")
 METHOD = ScaleChannel(channel=3, factor=0.0, layers=(0, 1))
 CALLS: dict[str, Callable[[LM], Any]] = {
     "generate": lambda lm: lm.generate([IDS], max_new_tokens=2),
+    "generate_replies": lambda lm: lm.generate_replies([IDS], max_new_tokens=2),
     "logits": lambda lm: lm.logits(torch.tensor([IDS])),
     "continuations": lambda lm: lm.continuations([IDS], [[[3], [4, 5]]]),
     "candidate_losses": lambda lm: candidate_losses(lm, [PAIR], [METHOD]),
@@ -83,7 +84,7 @@ def test_every_call_stops_and_names_model_layer_and_dtype(name: str, tiny: LM) -
     ):
         CALLS[name](tiny)
     assert told.value.status == 2
-    if name == "generate":
+    if name.startswith("generate"):
         assert CALLS[name](tiny) == before
     assert _hooks(tiny) == hooks
 
