@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+from posbench.errors import UserError
 from posbench.schema import Count, Several, Whole
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
@@ -36,6 +37,13 @@ class RollCall(Task):
     positions: tuple[int | str, ...] = ("0%", "50%", "100%")
     limit: Count = 10
     seed: Whole = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that contradict each other."""
+        if self.names > len(WORDS):
+            allowed = f"at most {len(WORDS)}, the words that there are"
+            hint = f"set task.names={len(WORDS)}"
+            raise UserError("task.names", self.names, allowed, hint)
 
     @property
     def items(self) -> int:  # type: ignore[override]

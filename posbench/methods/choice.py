@@ -153,6 +153,8 @@ def _check_parts(nodes: Any, keys: Mapping[str, Any], config_path: str) -> None:
     for key, value in keys.items():
         allowed = f"keys of {', '.join(nodes)}"
         hint = f"name the part: {config_path}.parts.NAME.{key}=..."
+        if key in nodes:
+            hint = f"set {config_path}.parts.{key}.KEY=..."
         raise UserError(f"{config_path}.{key}", value, allowed, hint)
 
 

@@ -299,7 +299,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         text = str(getattr(error, "override", None) or " ".join(overrides))
         key, sign, _ = text.partition("=")
         if not sign:
-            raise UserError("argument", text, "key=value", "posbench --help") from error
+            hint = "posbench --help; a verb comes first: posbench VERB --config-dir DIR"
+            raise UserError("argument", text, "key=value", hint) from error
         hint = f"close brackets and quotes; other signs stand in quotes: {key}=\"'a = (b)'\""
         raise UserError(key, text, "key=value, a list as [a,b]", hint) from error
 

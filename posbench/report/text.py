@@ -219,7 +219,7 @@ def _method_result(metrics: pd.DataFrame, averages: Any, method: str, verb: str)
     differences = differences[differences["method"] == method]
     if UNMODIFIED not in averages.index or differences.empty:
         n = averages.at[method, "n"]
-        return f"{method} {verb} {after} on average (n = {n}; no paired comparison was recorded)"
+        return f"{method} {verb} {after} on average (n = {n}; not compared with the unmodified model)"
     difference = differences.iloc[0]
     unmodified_average = pct(averages.at[UNMODIFIED, "value"])
     low = 100 * difference["ci_low"]

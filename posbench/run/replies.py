@@ -144,12 +144,16 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
 def is_cut(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
     """Whether a reply was cut off before it came to an answer.
 
+    One that may have a single token cannot begin with anything else, and is never cut.
+
     Args:
         task: The task.
         example: What was asked.
         reply: Has ``output`` and, where that is known, ``finish``.
     """
     if example.choices or reply.get("finish") != LENGTH or reply.get("note"):
+        return False
+    if (example.max_new_tokens or task.max_new_tokens) == 1:
         return False
     return not task.has_answer(example, str(reply["output"]))
 

@@ -258,6 +258,19 @@ class Prompts:
         frame = pd.DataFrame(rows)
         return frame.assign(depth=frame["gold_position"] / max(items - 1, 1))
 
+    def _need_own(self, batch: Sequence[Example]) -> None:
+        """Refuse examples with the id of another one, whose tokens would be read in their place."""
+        own = {example.id: example for example in self.examples}
+        for example in batch:
+            if own.get(example.id) != example:
+                allowed = (
+                    "an example of these Prompts: their tokens are known by its id"
+                )
+                hint = (
+                    "make Prompts of the changed ones: Prompts.of(run, examples=[...])"
+                )
+                raise UserError("example", example.id, allowed, hint)
+
     def results(
         self, rows: Mapping[str, Row], layers: LayerRange | None = None
     ) -> pd.DataFrame:
@@ -344,7 +357,12 @@ class Prompts:
         *,
         heads: bool = False,
     ) -> Array:
-        """Attention of the last token to the items of a batch; see :func:`attention_to_items`."""
+        """Attention of the last token to the items of a batch; see :func:`attention_to_items`.
+
+        Raises:
+            UserError: An example is not one of :attr:`examples`.
+        """
+        self._need_own(batch)
         encoded = [self.encoded[example.id] for example in batch]
         weights = attention_to_items(
             self.run.lm, encoded, batch, heads=heads, prefix=prefix
@@ -354,7 +372,12 @@ class Prompts:
     def replies(
         self, batch: Sequence[Example], prefix: Prefix | None = None
     ) -> list[Row]:
-        """``output`` and ``score`` (the task's metric) of each example of a batch."""
+        """``output`` and ``score`` (the task's metric) of each example of a batch.
+
+        Raises:
+            UserError: An example is not one of :attr:`examples`.
+        """
+        self._need_own(batch)
         rows = []
         batch_replies = reply_to_batch(
             self.run.lm, self.task, batch, self.encoded, prefix

@@ -159,6 +159,25 @@ def test_a_run_tells_a_method_the_items(posbench, outputs, tiny, examples) -> No
             assert replies[example.id] == reply
 
 
+@pytest.mark.parametrize(
+    "methods", ["even_items,scale_channel", "scale_channel,even_items"]
+)
+def test_a_method_that_reads_items_stands_in_a_list(methods, posbench, outputs) -> None:
+    """With strength 0 it changes nothing beside a method that runs the last token apart."""
+    neutral = "method.parts.even_items.strength=0"
+    for overrides in ([f"method=[{methods}]", neutral], ["method=scale_channel"]):
+        result = posbench(*overrides, "stages=[evaluate]", *SMALL)
+        assert result.status == 0, result.err
+    replies = []
+    for run in run_folders(outputs):
+        rows = [json.loads(line) for line in (run / "predictions.jsonl").open()]
+        changed = [row for row in rows if row["method"] != "none"]
+        replies.append({row["id"]: row["output"] for row in changed})
+    in_list, alone = replies
+    assert in_list == alone
+    assert len(in_list) == 12
+
+
 @pytest.mark.parametrize("order", ["reversed", "outside_in"])
 def test_a_run_asks_the_rewritten_prompt(
     order, posbench, outputs, tiny, task, examples

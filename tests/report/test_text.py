@@ -72,7 +72,7 @@ def test_headline_without_method_without_comparison_and_without_metrics() -> Non
         "60.0 % at its worst inner position, 84.0 % on average (n = 300)."
     )
     unpaired = metrics()[lambda f: f["metric"] == "accuracy"]
-    assert_names(headline(unpaired), "no paired comparison")
+    assert_names(headline(unpaired), "not compared with")
     assert_names(headline(None), "nothing", "scored")
 
 
