@@ -200,8 +200,11 @@ def tail(num_clusters: int) -> float:
 
 
 def quantiles(draws: Array, num_clusters: int) -> tuple[float, float]:
-    """Ends of the percentile interval of draws [R] of so many clusters; NaN for a single cluster."""
-    if num_clusters < 2:
+    """Ends of the percentile interval of draws [R] of so many clusters.
+
+    NaN for a single cluster, and where no draw has a value.
+    """
+    if num_clusters < 2 or np.isnan(draws).all():
         return np.nan, np.nan
     share_beyond = tail(num_clusters)
     low, high = np.nanquantile(draws, [share_beyond, 1 - share_beyond])

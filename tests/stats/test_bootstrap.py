@@ -18,6 +18,7 @@ from posbench.stats.bootstrap import (
     mean,
     normal,
     paired,
+    quantiles,
     resampled,
     statistic,
     tail,
@@ -278,3 +279,11 @@ def test_a_number_and_its_interval_have_the_same_decimals(
     numbers: tuple[float, float, float], form: str, said: str
 ) -> None:
     assert with_interval(*numbers, form) == said
+
+
+@pytest.mark.filterwarnings("error")
+def test_draws_without_a_value_have_no_interval() -> None:
+    none = np.full(50, np.nan)
+    assert np.isnan(quantiles(none, 10)).all()
+    some = np.concatenate([none, np.arange(50.0)])
+    assert quantiles(some, 10) == quantiles(np.arange(50.0), 10)
