@@ -1,7 +1,12 @@
 """The documentation site: ``make docs`` runs Sphinx with this file on the whole repository, so that its
 pages, and the links between them, are those of the repository."""
 
+import warnings
+
 from posbench.versions import __version__
+
+# The site looks at every name of a class, old ones among them.
+warnings.filterwarnings("ignore", ".* is now posbench", FutureWarning)
 
 PAGES = {
     "Start": ["docs/first_hour", "docs/words"],
