@@ -37,13 +37,12 @@ from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import identity, run_contents, threads
 from posbench.schema import Count, build
+from posbench.stats import cut_replies
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
 
 log = logging.getLogger(__name__)
-MAX_CUT_SHARE = 0.02
-"""Share of replies cut at the largest number of tokens, above which a warning is given."""
 MODEL_KEYS = (
     "revision",
     "dtype",
@@ -302,7 +301,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         self._num_cut = 0
         with self.method.applied(self.lm):
             replies = super().generate_until(requests, disable_tqdm=disable_tqdm)
-        if self._num_cut > MAX_CUT_SHARE * len(requests):
+        if self._num_cut > cut_replies.MAX_SHARE * len(requests):
             log.warning(
                 "%d of %d replies ended at max_gen_toks without an end of their own: a score may call right "
                 "answers wrong that had no room; raise max_gen_toks of the task",

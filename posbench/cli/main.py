@@ -248,8 +248,6 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
-        if args[0] == "run":
-            hint = "leave it out"
         raise UserError("verb", args[0], allowed, hint)
 
 

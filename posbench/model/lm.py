@@ -236,6 +236,7 @@ class LM(Encoder):
             pad_token_id=self._pad_id(),
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         )
+        stop_ids = set(stop_tokens.values())
         replies: dict[int, GeneratedReply] = {}
         for batch in _batches_or_one(prompts, batch_size, prefix):
             reply_ids = self._generate_batch(
@@ -244,12 +245,11 @@ class LM(Encoder):
             texts = tokenizer.batch_decode(reply_ids, skip_special_tokens=True)
             for index, text, ids in zip(batch, texts, reply_ids.tolist(), strict=True):
                 reply = cut_at_stop(text, stop_texts)
-                if reply != text or not set(stop_tokens.values()).isdisjoint(ids):
+                finish = LENGTH
+                if reply != text or not stop_ids.isdisjoint(ids):
                     finish = STOP
-                elif not set(end_ids).isdisjoint(ids):
+                elif any(end_id in ids for end_id in end_ids):
                     finish = END
-                else:
-                    finish = LENGTH
                 for stop_text in stop_tokens:
                     reply = reply.removesuffix(stop_text)
                 replies[index] = GeneratedReply(reply, finish)

@@ -98,12 +98,11 @@ def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
     """A table without empty columns, as wide as the terminal at most."""
     names = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     columns = [[name, *(row[name] for row in rows)] for name in names]
-    gap = (
-        2
-        if sum(_narrowest_widths(columns, WORD)) + 2 * len(columns) <= width + 2
-        else 1
-    )
-    fitted = fit_columns(columns, width - gap * (len(names) - 1))
+    num_gaps = len(columns) - 1
+    gap = 2
+    if sum(_narrowest_widths(columns, WORD)) + gap * num_gaps > width:
+        gap = 1
+    fitted = fit_columns(columns, width - gap * num_gaps)
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     table.padding = (0, gap, 0, 0)
     for header, *_ in fitted:
@@ -164,10 +163,9 @@ def _narrowest_widths(
 
 def _longest_part(column: Sequence[str], word: re.Pattern[str]) -> int:
     """Length of the longest part of a column's cells that stays in one line."""
-    words = [found for cell in column for found in word.findall(cell)]
-    return max(
-        (len(part) for found in words for part in NAME_PART.split(found)), default=0
-    )
+    names = [name for cell in column for name in word.findall(cell)]
+    parts = [part for name in names for part in NAME_PART.split(name)]
+    return max(map(len, parts), default=0)
 
 
 def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
@@ -175,13 +173,16 @@ def _break_lines(text: str, width: int, word: re.Pattern[str]) -> str:
     lines = []
     for whole_line in text.split("\n"):
         line = ""
-        for found in word.findall(whole_line):
-            parts = [found] if len(found) <= width else NAME_PART.split(found)
+        for name in word.findall(whole_line):
+            parts = [name]
+            if len(name) > width:
+                parts = NAME_PART.split(name)
             for number, part in enumerate(parts):
-                space = " " if line and number == 0 else ""
-                if line and len(line + space + part) > width:
+                # A space stands between names, and not between the parts of one.
+                longer = f"{line} {part}" if line and number == 0 else line + part
+                if line and len(longer) > width:
                     lines.append(line)
-                    line, space = "", ""
-                line += space + part
+                    longer = part
+                line = longer
         lines.append(line)
     return "\n".join(lines)

@@ -120,31 +120,29 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
         scores = run.task.checked_score(example, str(reply["output"]))
     # A server that applies the chat template itself counts the tokens.
     tokens = len(encoded.ids) if run.model.api == "completions" else 0
-    cut = {}
-    if is_cut(run.task, example, reply):
-        cut = {"cut": True}
-    other_gold = {}
-    if example.other_gold:
-        other_gold = {"other_gold": list(example.other_gold)}
-    return {
+    row = {
         "subset": example.subset,
         "gold_position": example.gold_position,
-        **other_gold,
         "cluster": example.cluster,
         **reply,
-        **cut,
         "scores": scores,
         "tokens": tokens or reply.get("prompt_tokens"),
         "dropped": encoded.dropped,
         "answers": list(example.answers),
         "prompt": prompt_digest(example),
     }
+    if example.other_gold:
+        row["other_gold"] = list(example.other_gold)
+    if is_cut(run.task, example, reply):
+        row["cut"] = True
+    return row
 
 
 def is_cut(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
     """Whether a reply was cut off before it came to an answer.
 
-    One that may have a single token cannot begin with anything else, and is never cut.
+    A reply of one token at most has no room for anything before its answer. A benchmark that prescribes the
+    length scores a reply as it stands.
 
     Args:
         task: The task.
@@ -153,7 +151,8 @@ def is_cut(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
     """
     if example.choices or reply.get("finish") != LENGTH or reply.get("note"):
         return False
-    if (example.max_new_tokens or task.max_new_tokens) == 1:
+    max_new_tokens = example.max_new_tokens or task.max_new_tokens
+    if max_new_tokens == 1 or task.prescribes_length:
         return False
     return not task.has_answer(example, str(reply["output"]))
 

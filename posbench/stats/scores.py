@@ -30,6 +30,8 @@ or ``all``; depth is index / (items - 1); n counts prompts; the interval is 95 %
 for a difference (docs/metrics.md). :data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up
 the curve over gold positions; their note says why no bias can be seen, where that is so."""
 
+OVER_ALL = {"gold_position": "all", "depth": np.nan}
+"""Cells of a row over all gold positions."""
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""
 
@@ -99,9 +101,7 @@ class Tabulator:
         """
         frame, metrics = score_frame(rows, self.task)
         task_metric = self.task.metric
-        items = self.task.items or 0
         totals = self._totals(frame, metrics)
-        over_all = {"gold_position": "all", "depth": np.nan}
         notes = self._cut_notes(frame)
         lines = []
         for group in self._groups(frame, metrics):
@@ -111,8 +111,7 @@ class Tabulator:
                     lines.append(
                         {
                             **self._line(group.method, group.label, estimate),
-                            "gold_position": str(int(position)),
-                            "depth": position / (items - 1) if items > 1 else np.nan,
+                            **self._position_cells(position),
                             "note": "",
                         }
                     )
@@ -126,7 +125,7 @@ class Tabulator:
                     if group.label != group.metric:
                         note = note or notes[self.unmodified]
                 line = self._line(group.method, group.label, total)
-                lines.append({**line, **over_all, "note": note})
+                lines.append({**line, **OVER_ALL, "note": note})
         lines += self._cut_lines(frame)
 
         statistics = position_bias.statistic_rows(
@@ -140,7 +139,7 @@ class Tabulator:
         )
         for method, statistic, estimate, note in statistics:
             line = self._line(method, statistic, estimate)
-            lines.append({**line, **over_all, "note": note})
+            lines.append({**line, **OVER_ALL, "note": note})
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def _cut_notes(self, frame: pd.DataFrame) -> dict[str, str]:
@@ -156,22 +155,23 @@ class Tabulator:
         """The share of cut replies of each method, at each gold position and over all; none where none was cut."""
         if not frame[cut_replies.COLUMN].any():
             return []
-        items = self.task.items or 0
         lines = []
         for method, rows in frame.groupby("method", sort=False):
-            parts = dict(iter(rows.groupby("gold_position")))
-            for position, part in [*parts.items(), ("all", rows)]:
+            parts = [
+                (self._position_cells(position), part)
+                for position, part in rows.groupby("gold_position")
+            ]
+            for cells, part in [*parts, (OVER_ALL, rows)]:
                 estimate = cut_replies.cut_share(part)
                 line = self._line(str(method), cut_replies.METRIC, estimate)
-                depth = np.nan
-                label = "all"
-                if position != "all":
-                    label = str(int(position))
-                    depth = position / (items - 1) if items > 1 else np.nan
-                lines.append(
-                    {**line, "gold_position": label, "depth": depth, "note": ""}
-                )
+                lines.append({**line, **cells, "note": ""})
         return lines
+
+    def _position_cells(self, position: float) -> dict[str, Any]:
+        """Cells of a row at a gold position: its index, and its depth where the number of items is known."""
+        items = self.task.items or 0
+        depth = position / (items - 1) if items > 1 else np.nan
+        return {"gold_position": str(int(position)), "depth": depth}
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         """Tabulate every subset with all metrics, and every named average with the task's own.

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -258,11 +259,14 @@ class Prompts:
         frame = pd.DataFrame(rows)
         return frame.assign(depth=frame["gold_position"] / max(items - 1, 1))
 
+    @cached_property
+    def _examples_by_id(self) -> dict[str, Example]:
+        return {example.id: example for example in self.examples}
+
     def _need_own(self, batch: Sequence[Example]) -> None:
         """Refuse examples with the id of another one, whose tokens would be read in their place."""
-        own = {example.id: example for example in self.examples}
         for example in batch:
-            if own.get(example.id) != example:
+            if self._examples_by_id.get(example.id) != example:
                 allowed = (
                     "an example of these Prompts: their tokens are known by its id"
                 )

@@ -96,6 +96,8 @@ class Task(ABC):
     items: ClassVar[int | None] = None
     # those per calibration prompt
     calibration_items: ClassVar[int | None] = None
+    # whether the benchmark prescribes the length of a reply, and scores one that reaches it as it stands
+    prescribes_length: ClassVar[bool] = False
     # keys of earlier releases, with their names of today
     renamed: ClassVar[Mapping[str, str]] = {}
     # score of a guess, where that means something
@@ -211,11 +213,14 @@ class Task(ABC):
 
 def check_gold_positions(example: Example) -> None:
     """Raise UserError for a gold position that is not among the items, or that occurs twice."""
+    if example.gold_position is None and not example.other_gold:
+        return
     gold = example.gold_positions
     num_items = len(example.items)
     # A task may leave the items out: then nothing looks at them.
     is_inside = not num_items or all(0 <= index < num_items for index in gold)
-    if is_inside and len(set(gold)) == len(gold) and (gold or not example.other_gold):
+    has_repetition = len(set(gold)) < len(gold)
+    if gold and is_inside and not has_repetition:
         return
     value = f"{list(gold or example.other_gold)} in example {example.id}"
     allowed = (

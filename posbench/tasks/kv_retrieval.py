@@ -165,12 +165,16 @@ class KVRetrieval(GoldPositionTask):
         if super().has_answer(example, text):
             return True
         reply = text.lower().lstrip(BEFORE_VALUE)
-        pairs = [example.prompt[start:end].lower() for start, end in example.items]
-        keys_and_values = [re.findall(r'"([^"]*)"', pair) for pair in pairs]
-        if any(reply.startswith(value) for _, value in keys_and_values):
+        values: dict[str, str] = {}
+        for start, end in example.items:
+            key, _, value = (
+                example.prompt[start + 1 : end - 1].lower().partition('": "')
+            )
+            values[key] = value
+        if any(value and reply.startswith(value) for value in values.values()):
             return True
         invented = UUID_LIKE.match(reply)
-        return invented is not None and invented[0] not in dict(keys_and_values)
+        return invented is not None and invented[0] not in values
 
     def held_back(self, count: int) -> list[Example]:
         """See :meth:`Task.held_back`: from another stream, or the next prompts of the file."""

@@ -105,6 +105,7 @@ class LEvalClosed(EvaluationOnly):
     source: ClassVar[str] = (
         "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
     )
+    prescribes_length: ClassVar[bool] = True
     licence: ClassVar[str] = "GPL-3.0"
     size: ClassVar[str] = (
         "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions asked twice"
@@ -136,10 +137,6 @@ class LEvalClosed(EvaluationOnly):
         for subset in self.subsets:
             for number, line in self._lines(subset):
                 yield from _examples(f"{subset}-{number}", subset, line)
-
-    def has_answer(self, example: Example, text: str) -> bool:
-        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
-        return True
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""

@@ -108,6 +108,7 @@ class LongBench(EvaluationOnly):
     source: ClassVar[str] = (
         "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
     )
+    prescribes_length: ClassVar[bool] = True
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "21 tasks, 4750 questions"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
@@ -146,10 +147,6 @@ class LongBench(EvaluationOnly):
         folder = self.place()
         for task in self.chosen:
             yield from self._task(folder, task)
-
-    def has_answer(self, example: Example, text: str) -> bool:
-        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
-        return True
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the gold texts, 0..1."""

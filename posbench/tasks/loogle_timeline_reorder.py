@@ -116,6 +116,7 @@ class LooGLETimelineReorder(EvaluationOnly):
     source: ClassVar[str] = (
         "Li et al. 2023, huggingface.co/datasets/bigai-nlco/LooGLE, longdep_qa"
     )
+    prescribes_length: ClassVar[bool] = True
     licence: ClassVar[str] = "CC BY-SA 4.0"
     size: ClassVar[str] = "214 questions on 96 documents"
 
@@ -144,10 +145,6 @@ class LooGLETimelineReorder(EvaluationOnly):
             allowed = f'questions with "type": "{TYPE}"'
             refuse("path", str(file), allowed, "take LooGLE's file longdep_qa")
         return examples
-
-    def has_answer(self, example: Example, text: str) -> bool:
-        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
-        return True
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """See :func:`reorder_scores`."""

@@ -261,20 +261,22 @@ def _field_faults(kind: type[Record], line: Line, error: ValidationError) -> Fau
     return faults
 
 
-def place_gold(record: RecordWithGold, position: int, num_items: int) -> list[int]:
-    """The places in a record that a prompt shows, in its order, the gold one at ``position``.
+def order_with_gold_at(
+    record: RecordWithGold, position: int, num_items: int
+) -> list[int]:
+    """Indices in a record of the items of a prompt, in its order, the gold one at ``position``.
 
     Args:
         record: The record.
         position: 0-based index in the prompt.
         num_items: Items of the prompt; of a longer record the last that are not gold are left out.
     """
-    others = [place for place in range(len(record.parts())) if place != record.gold]
-    num_left_out = len(others) + 1 - num_items
-    distractors = [place for place in others if place not in record.other_gold]
-    left_out = distractors[len(distractors) - num_left_out :]
-    shown = [place for place in others if place not in left_out]
-    return [*shown[:position], record.gold, *shown[position:]]
+    indices = range(len(record.parts()))
+    gold = {record.gold, *record.other_gold}
+    distractors = [index for index in indices if index not in gold]
+    kept = gold.union(distractors[: num_items - len(gold)])
+    others = [index for index in indices if index in kept and index != record.gold]
+    return [*others[:position], record.gold, *others[position:]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +374,7 @@ class OwnData(EvaluationOnly):
                 yield self._example(record, parts, None)
                 continue
             for position in positions:
-                order = place_gold(record, position, items)
+                order = order_with_gold_at(record, position, items)
                 yield self._example(record, [parts[i] for i in order], position, order)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
@@ -394,7 +396,7 @@ class OwnData(EvaluationOnly):
             record: The record.
             parts: What the prompt shows, in its order.
             position: Where the gold one stands; None where none is moved.
-            order: Place in the record of each part, where the gold one is moved.
+            order: Index in the record of each part, where the gold one is moved.
         """
         template = self.template or record.template
         head, tail = (
@@ -426,7 +428,7 @@ class OwnData(EvaluationOnly):
             prompt=prompt,
             answers=record.answers,
             gold_position=position,
-            other_gold=tuple(order.index(place) for place in record.other_gold),
+            other_gold=tuple(map(order.index, record.other_gold)),
             items=spans,
             cluster=record.id,
             subset=record.subset,

@@ -70,6 +70,7 @@ class ZeroSCROLLS(EvaluationOnly):
 
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "Shaham et al. 2023, arXiv:2305.14196, hub tau/zero_scrolls"
+    prescribes_length: ClassVar[bool] = True
     licence: ClassVar[str] = "MIT (code); the texts have those of the ten data sets"
     size: ClassVar[str] = (
         "10 tasks, about 20 validation questions each; test answers are private"
@@ -104,10 +105,6 @@ class ZeroSCROLLS(EvaluationOnly):
         folder = self.place()
         for subset in self.subsets:
             yield from self._subset(folder, subset)
-
-    def has_answer(self, example: Example, text: str) -> bool:
-        """True: the benchmark says how many tokens a reply may have, and scores it as it stands."""
-        return True
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """The best score over the references, and each ROUGE of summaries; empty without an answer."""

@@ -193,6 +193,18 @@ def test_what_holds_an_answer() -> None:
     assert task(prompt="compact").has_answer(example, "x")
 
 
+def test_quotation_marks_in_a_value_of_a_file_are_part_of_it() -> None:
+    example = Example(
+        id="x",
+        prompt='{"a": "say "no" twice", "b": ""}',
+        answers=("yes",),
+        gold_position=0,
+        items=((1, 22), (24, 31)),
+    )
+    assert task().has_answer(example, ' "say "no" twice" and')
+    assert not task().has_answer(example, "say something else")
+
+
 def test_a_first_line_or_a_right_reply_holds_an_answer(tmp_path: Any) -> None:
     example = Example(id="x", prompt="", answers=("Paris",))
     first_line = NQMultiDoc(reading="yu")

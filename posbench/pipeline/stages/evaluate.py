@@ -157,14 +157,12 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     for row in saved_rows:
         if "error" not in row and not row.get("note"):
             example = examples[row["id"]]
-            scores = task.checked_score(example, row["output"])
-            was_cut = row.pop("cut", False)
-            cut = is_cut(task, example, row)
-            if scores != row["scores"] or cut != was_cut:
-                num_changed += 1
-            row = {**row, "scores": scores}
-            if cut:
-                row["cut"] = True
+            rescored = {name: value for name, value in row.items() if name != "cut"}
+            rescored["scores"] = task.checked_score(example, row["output"])
+            if is_cut(task, example, row):
+                rescored["cut"] = True
+            num_changed += rescored != row
+            row = rescored
         rows.append(row)
     if num_changed:
         out.write_rows(FILE, rows)

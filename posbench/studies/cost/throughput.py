@@ -192,9 +192,9 @@ class Throughput(TimingStudy):
         tokens_computed: dict[str, int] = {}
 
         def count_tokens(way: str) -> Outputs:
-            before = lm.tokens_read
+            tokens_before = lm.tokens_read
             outputs = ways[way]()
-            tokens_computed[way] = lm.tokens_read - before
+            tokens_computed[way] = lm.tokens_read - tokens_before
             return outputs
 
         lengths = [len(lm.encode(example.prompt).ids) for example in examples]
