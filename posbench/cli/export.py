@@ -29,18 +29,20 @@ from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
-from posbench.report.folder import read_json, read_text
+from posbench.report.folder import read_csv, read_json, read_text
 from posbench.report.index import find_run
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, open_undamaged
 from posbench.search import deploy, held_back
 from posbench.search.base import FOUND_FILE
+from posbench.stats.frames import UNMODIFIED
+from posbench.stats.verdict import CANNOT_DO, FIXED, Verdict, run_verdict
 
 
 def export(args: list[str]) -> int:
     """Write a run's fix so that others can load it: a checkpoint, an adapter, or code.
 
-    usage: posbench export RUN --to FORMAT --out DIR [--exact]
+    usage: posbench export RUN --to FORMAT --out DIR [--exact] [--force]
            posbench export OVERRIDES --to FORMAT --out DIR [--exact]
 
       RUN           a run, its folder or hash, with what its search found
@@ -53,6 +55,7 @@ def export(args: list[str]) -> int:
                     vllm-plugin   a package for vLLM (layer_scaling)
       --out DIR     a new folder
       --exact       refuse what does not fold as it is
+      --force       write the fix of a run whose model cannot do the task
 
     What folds into weights scales the attention of all tokens. A method for the last token alone is written
     as that twin, and what it costs is measured on the calibration prompts, printed, and put on the model
@@ -65,7 +68,8 @@ def export(args: list[str]) -> int:
     to, remaining = option(remaining, "--to")
     out, remaining = option(remaining, "--out")
     exact = "--exact" in remaining
-    remaining = [arg for arg in remaining if arg != "--exact"]
+    forced = "--force" in remaining
+    remaining = [arg for arg in remaining if arg not in ("--exact", "--force")]
     if to is None or out is None or not remaining:
         raise UserError(
             "export",
@@ -79,6 +83,8 @@ def export(args: list[str]) -> int:
     write.check_destination(folder)
     origin = _origin(remaining, outputs)
     config = origin.config
+    if not forced:
+        _need_model_that_does_the_task(origin)
     silence_transformers()
     run = build_run(config, console)
     requested = run.method.build()
@@ -95,6 +101,8 @@ def export(args: list[str]) -> int:
         command=shlex.join(["posbench", "export", *args]),
         raw=_raw_to_record(config, fix),
         source=origin.source or run.method.origin().get("source", ""),
+        verdict=str(origin.verdict or ""),
+        is_fix=origin.verdict is not None and origin.verdict.name == FIXED,
         gain=origin.gain,
         price=price,
         effects=write.side_effects(
@@ -155,12 +163,14 @@ class Origin:
 
     Attributes:
         config: The config of its model, task and method.
+        verdict: What its run says of the position bias; None without a run, or where it measured none.
         gain: What a search gained on held-back prompts, in words.
         price: What folding costs, in words, as a search measured it.
         source: Where the method's constants come from.
     """
 
     config: Config
+    verdict: Verdict | None = None
     gain: str = ""
     price: str = ""
     source: str = ""
@@ -210,7 +220,19 @@ def _origin_of_run(folder: Path) -> Origin:
     result: dict[str, Any] = next(iter(results.values()), {})
     gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
     price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""
-    return Origin(config, gain, price, str(result.get("source", "")))
+    verdict = run_verdict(read_csv(folder / "metrics.csv"))
+    return Origin(config, verdict, gain, price, str(result.get("source", "")))
+
+
+def _need_model_that_does_the_task(origin: Origin) -> None:
+    """Refuse constants whose run shows a model that cannot do the task: nothing says that they fix anything."""
+    verdict = origin.verdict
+    if verdict is None or verdict.name != CANNOT_DO:
+        return
+    if origin.config.choice.name != UNMODIFIED:
+        allowed = "a run whose model does the task"
+        hint = "make the task easier, or add --force to write the files all the same"
+        raise UserError("RUN", f"verdict {verdict}", allowed, hint)
 
 
 def _config_of_record(raw: Mapping[str, Any]) -> Config:

@@ -48,6 +48,8 @@ class CardFacts:
         command: The command that wrote the files.
         raw: The config with the method's constants, as plain data.
         source: Where the constants come from.
+        verdict: What the run that they come from says of the position bias, in words; empty without one.
+        is_fix: Whether that verdict is ``fixed``.
         gain: What they gained on prompts held back from the search, in words.
         price: What folding costs, in words.
         effects: Side effects on other tasks, as :func:`side_effects` returns them.
@@ -58,6 +60,8 @@ class CardFacts:
     command: str
     raw: Mapping[str, Any]
     source: str = ""
+    verdict: str = ""
+    is_fix: bool = False
     gain: str = ""
     price: str = ""
     effects: Sequence[Sequence[str]] = ()
@@ -270,6 +274,7 @@ def card(
         constants=yaml.safe_dump(constants, sort_keys=False),
         effects=effects,
         gain=facts.gain,
+        is_fix=facts.is_fix,
         hub=not Path(fix.base).exists(),
         library=form.library,
         measured=comparison.words[0].upper() + comparison.words[1:],
@@ -278,5 +283,6 @@ def card(
         price=facts.price,
         source=facts.source,
         usage=form.usage(fix),
+        verdict=facts.verdict,
         versions=", ".join(versions),
     )

@@ -42,8 +42,9 @@ from posbench.report.text import (
 from posbench.run.folder import open_run_dir
 from posbench.schema import instantiate
 from posbench.search import held_back
-from posbench.search.base import Search
+from posbench.search.base import FOUND_FILE, Search
 from posbench.stats.frames import display_name, metric_name, rows_at_positions
+from posbench.stats.verdict import FIXED, Verdict, run_verdict
 from posbench.studies.base import Study
 
 VERDICT_RULE = (
@@ -133,14 +134,24 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += held_back.sections(read_csv(folder / held_back.TABLE_FILE))
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
-    if (folder / "found.yaml").is_file():
-        constants = read_text(folder / "found.yaml")
-        sections.append(Section("Found constants", block=constants))
+    if (folder / FOUND_FILE).is_file():
+        text = _use_of_constants(run_verdict(metrics))
+        constants = read_text(folder / FOUND_FILE)
+        sections.append(Section("Found constants", text, block=constants))
     if metrics is not None:
         return headline(metrics), sections
     if findings is not None:
         return study_answer(findings), sections
     return describe_measurements(folder) or headline(None), sections
+
+
+def _use_of_constants(verdict: Verdict | None) -> str:
+    """What constants that a search found are good for, by the verdict on the run that applied them."""
+    if verdict is None:
+        return "This run did not measure a position bias with them: do that before you use them elsewhere."
+    if verdict.name == FIXED:
+        return f"Paste into the model's YAML. Verdict of this run: {verdict}."
+    return f"No fix, so nothing to paste. Verdict of this run: {verdict}."
 
 
 def describe_measurements(folder: Path) -> str:

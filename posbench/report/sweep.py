@@ -27,7 +27,7 @@ from posbench.report.folder import need_files, read_csv, read_json, sweep_runs
 from posbench.report.page import VERDICT_RULE, write_page
 from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
-from posbench.report.text import study_answer, title, verdict_table
+from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
 from posbench.report.trend import MAX_SETTINGS, trends
 from posbench.run.folder import CONFIG, JOBS, RunDir, open_run_dir, open_undamaged
 from posbench.stats.frames import (
@@ -500,7 +500,17 @@ def sweep_table(
         compared = sum(counts.values())
         parts.append(f"of {compared} compared with the unmodified model, {changes}")
     if bias_values:
-        parts.append(f"the position bias from {_range(bias_values, '', ' points')}")
+        text = f"the position bias from {_range(bias_values, '', ' points')}"
+        unmeasured = [
+            f"{setting}: {tables.cell(biases[setting], '')}"
+            for setting in settings
+            if setting in biases and pd.isna(biases[setting].value)
+        ]
+        if len(unmeasured) > MAX_LISTED:
+            text += f" where it can be measured, not in {len(unmeasured)} settings"
+        elif unmeasured:
+            text += f" where it can be measured ({', '.join(unmeasured)})"
+        parts.append(text)
     return header, table, "; ".join(parts) + "."
 
 

@@ -32,6 +32,7 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
+from posbench.stats.verdict import run_verdict
 
 MAX_LISTED = 4
 """Claims of one verdict, or names, that a sentence lists."""
@@ -142,6 +143,7 @@ def headline(metrics: pd.DataFrame | None) -> str:
     averages: Any = (
         rows_over_all_positions(metrics).drop_duplicates("method").set_index("method")
     )
+    verdict = run_verdict(metrics)
     verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
     reasons = unmeasurable_bias(metrics)
     warnings = [
@@ -169,7 +171,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
         if biases:
             results.append(f"position bias in points: {', '.join(biases)}")
     sentences = [*warnings, "; ".join(results)]
-    return " ".join(f"{sentence}." for sentence in sentences if sentence)
+    texts = [f"{sentence}." for sentence in sentences if sentence]
+    if verdict:
+        texts.append(f"Verdict: {verdict.name}.")
+    return " ".join(texts)
 
 
 def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:

@@ -370,7 +370,8 @@ def _hides_bias(rows: pd.DataFrame) -> bool:
         mean(at_position["score"].to_numpy(), list(at_position["cluster"]))
         for _, at_position in rows.groupby("gold_position")
     ]
-    return bool(score_limit_note(positions, 0.0, rows["cluster"].nunique()))
+    average = mean(rows["score"].to_numpy(), list(rows["cluster"]))
+    return bool(score_limit_note(positions, average, 0.0, rows["cluster"].nunique()))
 
 
 def _halves(curve: Array) -> Array:

@@ -29,6 +29,7 @@ from posbench.run.folder import RunDir
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.verdict import Verdict
 from posbench.tasks import Example, Task
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ FOUND_FILE = "found.yaml"
 ROWS_FILE = "search.jsonl"
 STATE_FILE = "search_state.pt"
 CHECKSUM_BYTES = 32
+VERDICT_COMMENT = "# Verdict of this run: "
+"""How the first line of a ``found.yaml`` begins whose constants were evaluated."""
 Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
 """A table of the run folder by its name, None where it has none."""
 
@@ -181,7 +184,7 @@ class Search(ABC):
             # The search will not append to its rows again: their checksums can be recorded.
             checksums = run.out.checksums(self.row_files)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
-        text = (run.out.path / FOUND_FILE).read_text()
+        text = _without_verdict((run.out.path / FOUND_FILE).read_text())
         block = yaml.safe_load(text)[run.method.searched.name]
         run.method.use(self.parameters(block))
         self._report(run, block, text)
@@ -216,6 +219,10 @@ class Search(ABC):
             if name in self.row_files:
                 # Written anew, as rows carry the id of their run.
                 folder.write_rows(name, sibling.rows(name))
+            elif name == FOUND_FILE:
+                # The verdict is on the sibling's evaluation.
+                text = (sibling.path / name).read_text()
+                write_text(folder.path / name, _without_verdict(text))
             else:
                 write_bytes(folder.path / name, (sibling.path / name).read_bytes())
 
@@ -339,6 +346,30 @@ class Search(ABC):
         }
         text = yaml.safe_dump(data, sort_keys=False, width=1000)
         write_text(run.out.path / FOUND_FILE, text)
+
+
+def note_verdict(folder: RunDir, verdict: Verdict | None) -> None:
+    """Put the verdict on a run at the head of its ``found.yaml``, as a comment; nothing without a search.
+
+    Args:
+        folder: The run's folder.
+        verdict: The verdict; None where no position bias was measured.
+    """
+    file = folder.path / FOUND_FILE
+    if not file.is_file():
+        return
+    text = _without_verdict(file.read_text())
+    if verdict is not None:
+        text = f"{VERDICT_COMMENT}{verdict}\n{text}"
+    write_text(file, text)
+    folder.renew([FOUND_FILE])
+
+
+def _without_verdict(text: str) -> str:
+    """The text of ``found.yaml`` as the search wrote it."""
+    if text.startswith(VERDICT_COMMENT):
+        return text.partition("\n")[2]
+    return text
 
 
 def save_state(run: Run, state: dict[str, Any]) -> None:

@@ -14,6 +14,11 @@ TABLE_FILE = "held_back.csv"
 MIN_QUESTIONS = 6
 """Questions that a check needs: of fewer, gains of one sign are no rarer than one in twenty by chance."""
 
+SMALLEST_LOSS_GAIN = 0.02
+"""Nats per answer token worth naming: the right answer becomes 2 % more likely."""
+SMALLEST_SCORE_GAIN = 0.01
+"""Share of a fitness or score worth naming."""
+
 TABLE_COLUMNS = ("measure", "found", "unmodified", "gain", "ci_low", "ci_high", "n")
 """Columns of ``held_back.csv``, a single row; ``n`` counts prompts."""
 
@@ -53,8 +58,16 @@ def gain_facts(
 
 
 def shows_no_gain(facts: Mapping[str, Any]) -> bool:
-    """Whether there was a check, and it shows no gain: the interval does not lie above zero."""
-    return was_checked(facts) and not facts["ci_low"] > 0
+    """Whether there was a check, and it shows no gain worth naming, with an interval above zero."""
+    if not was_checked(facts):
+        return False
+    is_shown = facts["ci_low"] > 0 and facts["gain"] >= _smallest_gain(facts)
+    return not is_shown
+
+
+def _smallest_gain(facts: Mapping[str, Any]) -> float:
+    """The smallest gain worth naming."""
+    return SMALLEST_LOSS_GAIN if facts["measure"] == "loss" else SMALLEST_SCORE_GAIN
 
 
 def was_checked(facts: Mapping[str, Any]) -> bool:
@@ -67,9 +80,14 @@ def summary_line(facts: Mapping[str, Any]) -> str:
     if not was_checked(facts):
         reason = f"{facts['n']} are left, and {MIN_QUESTIONS} questions are needed"
         return f"what was found is not checked on held-back prompts: {reason}"
-    verdict = "the search gains"
-    if shows_no_gain(facts):
-        verdict += " nothing beyond noise"
+    smallest = _smallest_gain(facts)
+    if not shows_no_gain(facts):
+        change = "lowers" if facts["measure"] == "loss" else "raises"
+        verdict = f"the search {change} the {facts['measure']}"
+    elif facts["ci_high"] < smallest:
+        verdict = f"the search gains nothing worth naming ({smallest:g} or more)"
+    else:
+        verdict = f"cannot tell whether the search gains {smallest:g} or more"
     means = f"{facts['measure']} {facts['found']:.4g}"
     means += f", unmodified {facts['unmodified']:.4g}"
     interval = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])

@@ -187,36 +187,53 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
 
 
 def score_limit_note(
-    positions: Iterable[Estimate], chance: float, questions: int
+    positions: Iterable[Estimate], average: Estimate, chance: float, questions: int
 ) -> str:
     """Explain why the scores at the gold positions can show no bias, by their 95 % intervals.
 
     Args:
         positions: Mean score (0..1) at each gold position.
+        average: Mean score over all of them.
         chance: Score of a guess, 0..1.
         questions: Questions at each position.
 
     Returns:
         ``at the floor: ...`` where no score is surely above that of a guess, ``at the ceiling: ...`` where none
-        is surely below 1, both give or take :data:`NEGLIGIBLE_SHARE`; ``too few questions: ...`` where so many
-        could not show that even if all were wrong, or right (Wilson's interval); else empty.
+        is surely below 1, both give or take :data:`NEGLIGIBLE_SHARE`. Where so few questions could not show that
+        even if all were wrong, or right (Wilson's interval), and the average does not show it either,
+        ``nothing answered: ...`` if the average is no better than a guess, else ``too few questions: ...``.
+        Empty where a bias can be seen.
     """
     estimates = list(positions)
     ceiling = 1 - NEGLIGIBLE_SHARE
-    if not max(estimate.ci_low for estimate in estimates) > chance + NEGLIGIBLE_SHARE:
+    floor = chance + NEGLIGIBLE_SHARE
+    if not max(estimate.ci_low for estimate in estimates) > floor:
+        return _floor_note(average, chance, questions)
+    if not min(estimate.ci_high for estimate in estimates) < ceiling:
+        if questions < (least := _fewest_questions(NEGLIGIBLE_SHARE)):
+            return f"too few questions: ask {least} or more at each gold position"
+        return f"at the ceiling: no score is reliably below {100 * ceiling:.0f} %"
+    return ""
+
+
+def _floor_note(average: Estimate, chance: float, questions: int) -> str:
+    """Explain that no score is surely above that of a guess; see :func:`score_limit_note`."""
+    floor = chance + NEGLIGIBLE_SHARE
+    least = _fewest_questions(floor)
+    if questions >= least or average.ci_high <= floor:
         guess = f"chance, {100 * chance:.1f} %" if chance else "zero"
         points = f"{100 * NEGLIGIBLE_SHARE:.0f} points"
-        note = f"floor: no score is reliably {points} above {guess}"
-        share = chance + NEGLIGIBLE_SHARE
-    elif not min(estimate.ci_high for estimate in estimates) < ceiling:
-        note = f"ceiling: no score is reliably below {100 * ceiling:.0f} %"
-        share = NEGLIGIBLE_SHARE
-    else:
-        return ""
-    least = int(np.ceil(Z95**2 * (1 - share) / share))
-    if questions < least:
-        return f"too few questions: ask {least} or more at each gold position"
-    return f"at the {note}"
+        return f"at the floor: no score is reliably {points} above {guess}"
+    if average.value <= chance:
+        score = f"{100 * average.value:.1f} % of {average.n} prompts"
+        more = f"ask {least} or more questions at each gold position"
+        return f"nothing answered: {score}; make the task easier, or {more}"
+    return f"too few questions: ask {least} or more at each gold position"
+
+
+def _fewest_questions(share: float) -> int:
+    """Questions, none of them right, whose Wilson interval ends at a share."""
+    return int(np.ceil(Z95**2 * (1 - share) / share))
 
 
 def statistic_rows(
@@ -274,7 +291,8 @@ def statistic_rows(
         )
         positions = (mean(values, clusters) for values, clusters in groups)
         note = (notes or {}).get(method, "")
-        note = note or score_limit_note(positions, chance, questions)
+        average = mean(part[name].to_numpy(), list(part["cluster"]))
+        note = note or score_limit_note(positions, average, chance, questions)
         gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))

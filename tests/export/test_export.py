@@ -32,7 +32,9 @@ def test_a_run_becomes_an_adapter(
     run: Path, posbench: Callable[..., Result], tmp_path: Path
 ) -> None:
     out = tmp_path / "fix"
-    result = posbench("export", str(run), "--to", "lora", "--out", str(out), verb=True)
+    result = posbench(
+        "export", str(run), "--to", "lora", "--force", "--out", str(out), verb=True
+    )
     assert result.status == 0, result.err
     record = json.loads((out / RECORD).read_text())
     ran = json.loads((run / "method.json").read_text())
@@ -204,6 +206,7 @@ def test_other_weights_are_named(
         str(run_folders(outputs)[0]),
         "--to",
         "lora",
+        "--force",
         "--out",
         str(tmp_path / "fix"),
     ]

@@ -507,7 +507,7 @@ def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
     told = (
         "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
     )
-    assert found.summary == f"The search gains: {told}."
+    assert found.summary == f"The search lowers the loss: {told}."
     said = "ms_poe takes 1.25 times the time of unmodified (8 tokens; 1.20 to 1.50 over rounds)."
     assert slow.summary == said
 

@@ -193,6 +193,20 @@ def test_sweep_over_a_column_that_metrics_also_has(tmp_path):
     )
 
 
+def test_a_sweep_names_the_settings_whose_bias_cannot_be_measured():
+    """Newcomer, 9: the best setting had no position bias, and the sentence was silent about it."""
+    frames = []
+    for factor, bias in ((1.0, 0.3), (0.0, 0.2), (-1.0, None)):
+        note = "" if bias else "at the ceiling: why"
+        row = metrics().iloc[[-1]].assign(metric="position_bias", value=bias, note=note)
+        row["gold_position"] = "all"
+        frame = pd.concat([metrics(), row])
+        frames.append(frame.assign(run=f"r{factor}", factor=factor))
+    frame = pd.concat(frames)[["run", "factor", *metrics().columns]]
+    sentence = sweep_table(frame, swept_columns(frame))[2]
+    assert_names(sentence, "20.0 (0)", "30.0 points (1)", "the ceiling")
+
+
 def test_checkpoints_that_were_swept_are_told_apart():
     parts = [
         metrics().assign(**{"run": p[-1], "model.path": f"/home/all/{p}"})

@@ -390,8 +390,9 @@ def test_what_hides_a_position_bias_is_told_first_and_once() -> None:
         table = pd.DataFrame(rows, columns=list(metrics().columns))
         frame = pd.read_csv(StringIO(table.to_csv(index=False)))
         assert headline(frame).startswith(f"{said}x answers 0.0 % on average")
+        name = "cannot do the task" if note.startswith("at the") else "cannot tell"
         assert headline(frame[frame["method"] == "none"]).endswith(
-            "The unmodified model answers 0.0 % on average (n = 60)."
+            f"The unmodified model answers 0.0 % on average (n = 60). Verdict: {name}."
         )
         short = note.partition(":")[0]
         assert bias_table(frame)[1][0][1:] == [short, short]

@@ -106,7 +106,7 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
     result = posbench(*neutral)
     line = result.out.rstrip().splitlines()[-1]
     assert result.status == 0 and "paste" not in result.out
-    assert_names(line, "search", "noise", "loss", "24 held-back prompts", "gain")
+    assert_names(line, "search", "nothing", "loss", "24 held-back prompts", "gain")
     table = pd.read_csv(only(outputs) / held_back.TABLE_FILE)
     noise = embedded_noise("tiny", log_probabilities)
     assert_same(table["found"][0], table["unmodified"][0], noise, "losses")
@@ -145,6 +145,24 @@ def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     assert not {e.prompt for e in examples} & {
         e.prompt for e in calibration_questions(task)[0]
     }
+
+
+@pytest.mark.parametrize(
+    ("gains", "beginning"),
+    [
+        ([0.1, 0.2] * 20, "the search lowers the loss"),
+        ([0.01, 0.011] * 20, "the search gains nothing worth naming (0.02 or more)"),
+        ([-0.1, -0.2] * 20, "the search gains nothing worth naming (0.02 or more)"),
+        ([0.5, -0.45] * 20, "cannot tell whether the search gains 0.02 or more"),
+    ],
+)
+def test_a_gain_has_a_smallest_size(gains: list[float], beginning: str) -> None:
+    clusters = [str(number) for number in range(len(gains))]
+    facts = held_back.gain_facts(
+        "loss", [1 - gain for gain in gains], [1.0] * len(gains), clusters
+    )
+    assert held_back.summary_line(facts).startswith(beginning)
+    assert held_back.shows_no_gain(facts) == ("lowers" not in beginning)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,9 @@ def curve_tally(
                 )
             )
             means = (mean(at, range(questions)) for at in right.T)
+            average = mean(right.ravel(), np.repeat(range(questions), len(right.T)))
             limited = limited or bool(
-                position_bias.score_limit_note(means, 0, questions)
+                position_bias.score_limit_note(means, average, 0, questions)
             )
             for key, at in told[-1].by_statistic.items() if not limited else ():
                 tally.add(key, at, float(true[number][key]))

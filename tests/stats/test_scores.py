@@ -228,7 +228,19 @@ def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions
             "at the floor: no score is reliably 5 points above chance, 25.0 %",
         ),
         (0.25, 40, 100, ""),
-        (0.0, 60, 100, "too few questions: ask 61 or more at each gold position"),
+        (
+            0.0,
+            60,
+            100,
+            "at the floor: no score is reliably 5 points above chance, 1.0 %",
+        ),
+        (
+            0.0,
+            10,
+            100,
+            "nothing answered: 0.0 % of 30 prompts; make the task easier, "
+            "or ask 61 or more questions at each gold position",
+        ),
         (11 / 12, 12, 100, "too few questions: ask 73 or more at each gold position"),
     ],
 )
@@ -254,9 +266,8 @@ def test_the_questions_asked_for_are_the_fewest_that_can_tell(
     right: int, chance: float, wanted: int
 ) -> None:
     def told(n: int) -> str:
-        return score_limit_note(
-            [mean([right] * n, [str(i) for i in range(n)])] * 3, chance, n
-        )
+        at_position = mean([right] * n, [str(i) for i in range(n)])
+        return score_limit_note([at_position] * 3, at_position, chance, n)
 
     name = f"at the {'ceiling' if right else 'floor'}"
     assert told(wanted).startswith(name)

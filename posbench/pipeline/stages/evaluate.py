@@ -10,12 +10,15 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv, write_text
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
+from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
 from posbench.run.folder import RunDir
 from posbench.run.replies import STAGE, is_cut, plan_replies, scored_replies
+from posbench.search.base import note_verdict
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
+from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
 
 FILE = "predictions.jsonl"
@@ -128,6 +131,8 @@ def write_metrics(
         seed=getattr(task, "seed", 0),
     )
     write_csv(out.path / METRICS, tabulator.metrics(ordered))
+    # From what was written, as page and card are.
+    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
     subsets = tabulator.subsets(ordered)
     if len(subsets):
         write_csv(out.path / SUBSETS, subsets)

@@ -1,0 +1,177 @@
+"""One verdict on position bias for each method of a run, from its metrics.csv (docs/metrics.md)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from posbench.late import pd
+from posbench.stats.frames import (
+    SERVED,
+    UNMODIFIED,
+    display_name,
+    rows_at_positions,
+    rows_over_all_positions,
+)
+from posbench.stats.position_bias import NEGLIGIBLE_SHARE
+
+CANNOT_DO = "cannot do the task"
+NO_BIAS = "no bias"
+BIAS = "bias"
+FIXED = "fixed"
+NOT_FIXED = "not fixed"
+CANNOT_TELL = "cannot tell"
+VERDICTS = (CANNOT_DO, NO_BIAS, BIAS, FIXED, NOT_FIXED, CANNOT_TELL)
+
+SMALLEST_BIAS = 0.02
+"""Position bias (standard deviation over gold positions) worth naming.
+
+Of a straight line over five positions whose ends lie five points apart it is 0.02.
+"""
+FIXED_SHARE = 0.5
+"""Share of the position bias that a fix removes at least."""
+
+
+class Verdict(NamedTuple):
+    """A verdict, one of :data:`VERDICTS`, and the numbers or the obstacle behind it, in words."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        """The verdict with its reason."""
+        return f"{self.name} ({self.reason})"
+
+
+def run_verdict(metrics: pd.DataFrame | None) -> Verdict | None:
+    """The verdict on a run: that on its method, or without one on the model as it is.
+
+    Args:
+        metrics: Rows of metrics.csv of one run; None when nothing was scored.
+
+    Returns:
+        The verdict; None where no position bias was measured, as with fewer than three gold positions.
+    """
+    if metrics is None or "note" not in metrics:
+        return None
+    methods = list(dict.fromkeys(metrics["method"]))
+    base = SERVED if SERVED in methods else UNMODIFIED
+    verdict = _base_verdict(metrics, base)
+    others = [method for method in methods if method != base]
+    if verdict is None or not others:
+        return verdict
+    if verdict.name == CANNOT_DO:
+        return _verdict_above_floor(metrics, others[-1]) or verdict
+    if verdict.name == BIAS:
+        return _method_verdict(metrics, others[-1], base)
+    return verdict
+
+
+def _base_verdict(metrics: pd.DataFrame, base: str) -> Verdict | None:
+    """Whether the model as it is has a position bias; None where none was measured."""
+    bias = _row(metrics, base, "position_bias")
+    average = _score(metrics, base)
+    if bias is None or average is None:
+        return None
+    obstacle = _note(average) or _note(bias)
+    if obstacle.startswith("at the floor"):
+        return Verdict(CANNOT_DO, _without_problem(obstacle))
+    if obstacle.startswith("at the ceiling"):
+        reason = f"{display_name(base)} is {obstacle}"
+        if _shortfall(metrics, base) <= NEGLIGIBLE_SHARE:
+            return Verdict(NO_BIAS, reason)
+        return Verdict(CANNOT_TELL, reason)
+    if obstacle or pd.isna(bias.ci_low):
+        return Verdict(CANNOT_TELL, obstacle or "too few questions for an interval")
+    measured = f"position bias of {display_name(base)} {_interval(bias)} points"
+    if bias.ci_high < SMALLEST_BIAS:
+        return Verdict(NO_BIAS, f"{measured}, below {100 * SMALLEST_BIAS:g}")
+    if bias.ci_low > 0 and bias.value >= SMALLEST_BIAS:
+        return Verdict(BIAS, measured)
+    return Verdict(CANNOT_TELL, measured)
+
+
+def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
+    """Whether a method removes most of a bias that is there, without lowering the average.
+
+    It is fixed if the bias falls, by :data:`FIXED_SHARE` of what it was or more, and not fixed if the
+    interval of the change excludes so large a fall, or if the average falls.
+    """
+    before = _row(metrics, base, "position_bias")
+    after = _row(metrics, method, "position_bias")
+    change = _row(metrics, method, "position_bias_difference")
+    gain = _score(metrics, method, "difference")
+    assert before is not None
+    if gain is not None and gain.ci_high < 0:
+        return Verdict(
+            NOT_FIXED, f"{method} lowers the average by {_points(-gain.value)} points"
+        )
+    obstacle = _note(_score(metrics, method)) or _note(after)
+    was = f"position bias {_points(before.value)} points"
+    if obstacle.startswith("at the ceiling"):
+        # The standard deviation of three or more scores between 1 - d and 1 is at most d / sqrt(3).
+        removed = before.value - _shortfall(metrics, method) / math.sqrt(3)
+        name = FIXED if removed >= FIXED_SHARE * before.value else CANNOT_TELL
+        return Verdict(name, f"{was}; {method} is {obstacle}")
+    if obstacle.startswith("at the floor"):
+        return Verdict(NOT_FIXED, f"{was}; {method} is {obstacle}")
+    if after is None or change is None or obstacle or pd.isna(change.ci_low):
+        return Verdict(CANNOT_TELL, obstacle or f"{method} and {base} are not compared")
+    measured = f"{was}, with {method} {_points(after.value)}: change {_interval(change)} points"
+    enough = -FIXED_SHARE * before.value
+    if change.ci_high < 0 and change.value <= enough:
+        return Verdict(FIXED, measured)
+    if change.ci_low > enough:
+        return Verdict(NOT_FIXED, measured)
+    return Verdict(CANNOT_TELL, measured)
+
+
+def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
+    """What a method is worth that lifts a model off the floor; None where it stays there."""
+    average = _score(metrics, method)
+    note = _note(_row(metrics, method, "position_bias"))
+    if average is None or note.startswith("at the floor"):
+        return None
+    reason = f"{method} reaches {_percent(average)}, but the unmodified model is at the floor: "
+    return Verdict(CANNOT_TELL, f"{reason}there is no bias to compare with")
+
+
+def _shortfall(metrics: pd.DataFrame, method: str) -> float:
+    """How far below 1 the lowest end of the intervals of a method's scores by position lies."""
+    rows = rows_at_positions(metrics)
+    return float(1 - rows.loc[rows["method"] == method, "ci_low"].min())
+
+
+def _row(metrics: pd.DataFrame, method: str, metric: str) -> Any:
+    """The row of a statistic of a method; None where there is none."""
+    rows = metrics[(metrics["method"] == method) & (metrics["metric"] == metric)]
+    return next(rows.itertuples(), None)
+
+
+def _score(metrics: pd.DataFrame, method: str, metric: str = "") -> Any:
+    """The row of a method's score over all positions, or its ``difference``; None where there is none."""
+    rows = rows_over_all_positions(metrics, metric)
+    return next(rows[rows["method"] == method].itertuples(), None)
+
+
+def _note(row: Any) -> str:
+    """Why a number says nothing; empty where it does."""
+    note = getattr(row, "note", "")
+    return note if isinstance(note, str) else ""
+
+
+def _without_problem(note: str) -> str:
+    """The explanation in a note ``problem: explanation``."""
+    return note.partition(": ")[2] or note
+
+
+def _percent(row: Any) -> str:
+    return f"{100 * row.value:.1f} %"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:z.1f}"
+
+
+def _interval(row: Any) -> str:
+    return f"{_points(row.value)} [{_points(row.ci_low)}, {_points(row.ci_high)}]"

@@ -1,0 +1,177 @@
+"""One verdict for a run: on simulated readers whose bias is known, and in all that a run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from posbench.stats.scores import Tabulator
+from posbench.stats.verdict import (
+    BIAS,
+    CANNOT_DO,
+    CANNOT_TELL,
+    FIXED,
+    NO_BIAS,
+    NOT_FIXED,
+    VERDICTS,
+    Verdict,
+    run_verdict,
+)
+from posbench.tasks import KVRetrieval
+from tests.conftest import Result, run_folders
+from tests.messages import assert_names
+
+FLAT = (0.6, 0.6, 0.6, 0.6, 0.6)
+MIDDLE_LOST = (0.9, 0.5, 0.3, 0.5, 0.9)
+HALFWAY = (0.9, 0.78, 0.7, 0.78, 0.9)
+SOLVED = (1.0, 1.0, 1.0, 1.0, 1.0)
+NOTHING = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def verdict_of(questions: int, seed: int = 0, **shares: tuple[float, ...]) -> Any:
+    """The verdict on a run in which each method answers so large a share at each position.
+
+    One draw decides about a question at a position for all methods, as the same model is asked.
+    """
+    rng = np.random.default_rng(seed)
+    num_positions = len(next(iter(shares.values())))
+    luck = rng.random((questions, num_positions))
+    rows = []
+    for method, curve in shares.items():
+        for question, position in np.ndindex(luck.shape):
+            right = luck[question, position] < curve[position]
+            rows.append(
+                {
+                    "method": method,
+                    "id": f"{question}-{position}",
+                    "gold_position": position,
+                    "cluster": str(question),
+                    "scores": {"accuracy": float(right)},
+                }
+            )
+    tabulator = Tabulator(
+        task=KVRetrieval(pairs=num_positions),
+        model="m",
+        unmodified="none",
+        resamples=400,
+        seed=0,
+    )
+    # As it is read back from metrics.csv.
+    table = tabulator.metrics(rows).to_csv(index=False)
+    frame = pd.read_csv(StringIO(table), keep_default_na=False, na_values=[""])
+    return run_verdict(frame)
+
+
+@pytest.mark.parametrize(
+    ("questions", "shares", "name"),
+    [
+        (100, {"none": NOTHING}, CANNOT_DO),
+        (5, {"none": NOTHING}, CANNOT_TELL),
+        (100, {"none": SOLVED}, NO_BIAS),
+        (20, {"none": SOLVED}, CANNOT_TELL),
+        (3000, {"none": FLAT}, NO_BIAS),
+        (40, {"none": FLAT}, CANNOT_TELL),
+        (100, {"none": MIDDLE_LOST}, BIAS),
+        (100, {"none": MIDDLE_LOST, "x": SOLVED}, FIXED),
+        (300, {"none": MIDDLE_LOST, "x": (0.9, 0.85, 0.85, 0.85, 0.9)}, FIXED),
+        (300, {"none": MIDDLE_LOST, "x": MIDDLE_LOST}, NOT_FIXED),
+        (300, {"none": MIDDLE_LOST, "x": (0.9, 0.55, 0.35, 0.55, 0.9)}, NOT_FIXED),
+        (60, {"none": MIDDLE_LOST, "x": HALFWAY}, CANNOT_TELL),
+        (300, {"none": MIDDLE_LOST, "x": (0.3, 0.3, 0.3, 0.3, 0.3)}, NOT_FIXED),
+        (300, {"none": MIDDLE_LOST, "x": NOTHING}, NOT_FIXED),
+        (100, {"none": NOTHING, "x": NOTHING}, CANNOT_DO),
+        (100, {"none": NOTHING, "x": SOLVED}, CANNOT_TELL),
+        (3000, {"none": FLAT, "x": SOLVED}, NO_BIAS),
+    ],
+)
+def test_the_verdict_follows_what_was_planted(
+    questions: int, shares: dict[str, tuple[float, ...]], name: str
+) -> None:
+    verdict = verdict_of(questions, **shares)
+    assert verdict.name == name, verdict
+    assert verdict.reason
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.95])
+@pytest.mark.parametrize("questions", [10, 60])
+def test_hardly_an_unbiased_reader_has_a_bias(share: float, questions: int) -> None:
+    names = [verdict_of(questions, seed, none=(share,) * 5).name for seed in range(20)]
+    assert names.count(BIAS) <= 1
+
+
+def test_a_planted_bias_is_nearly_always_seen() -> None:
+    names = [verdict_of(40, seed, none=MIDDLE_LOST).name for seed in range(20)]
+    assert names.count(BIAS) >= 18
+
+
+def test_a_method_that_changes_nothing_fixes_nothing() -> None:
+    """Another draw of the same model, as if every reply had been asked again."""
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        luck = rng.normal(0, 0.01, 5)
+        again = tuple(float(share) for share in np.clip(MIDDLE_LOST + luck, 0, 1))
+        assert verdict_of(60, seed, none=MIDDLE_LOST, x=again).name != FIXED
+
+
+def test_two_positions_have_no_verdict() -> None:
+    assert verdict_of(50, none=(0.9, 0.1)) is None
+    assert run_verdict(None) is None
+
+
+def test_the_words_are_six() -> None:
+    assert len(set(VERDICTS)) == 6
+    assert str(Verdict(FIXED, "x")) == "fixed (x)"
+
+
+def test_a_model_that_answers_nothing_gets_no_fix(
+    small: list[str],
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+) -> None:
+    """Newcomer, 1: a random model, with a search, its page, its constants and its model card."""
+    few = [key for key in small if not key.startswith("task.limit")]
+    result = posbench(*few, "task.limit=60", "stages=[search,evaluate,report]")
+    assert result.status == 0, result.err
+    assert f"Verdict: {CANNOT_DO}." in " ".join(result.out.split())
+    (folder,) = run_folders(outputs)
+    head = (folder / "found.yaml").read_text().splitlines()[0]
+    assert head.startswith("#")
+    assert CANNOT_DO in head
+    page = (folder / "report.html").read_text()
+    assert CANNOT_DO in page
+    assert "Paste into" not in page
+
+    out = tmp_path / "fix"
+    export = ["export", str(folder), "--to", "transformers", "--out", str(out)]
+    refused = posbench(*export, verb=True)
+    assert refused.status == 2
+    assert_names(refused.err, "RUN", "cannot do", "--force")
+    assert not out.exists()
+    forced = posbench(*export, "--force", verb=True)
+    assert forced.status == 0, forced.err
+    card = (out / "README.md").read_text()
+    assert CANNOT_DO in card
+    assert "A fix against" not in card
+
+    finished = posbench(*few, "task.limit=60", "stages=[search,evaluate,report]")
+    assert "finished before" in finished.out, "the verdict is part of what was sealed"
+
+
+def test_a_fix_is_called_one(posbench: Callable[..., Result], outputs: Path) -> None:
+    result = posbench("task.limit=40", "stages=[search,evaluate,report]")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert FIXED in (folder / "found.yaml").read_text().splitlines()[0]
+    assert "Paste into" in (folder / "report.html").read_text()
+    # Another run copies what was found, but not the verdict on this one.
+    assert posbench("task.limit=40", "method.last=1", "stages=[search]").status == 0
+    (copy,) = set(run_folders(outputs)) - {folder}
+    block = (folder / "found.yaml").read_text().partition("\n")[2]
+    assert (copy / "found.yaml").read_text() == block
