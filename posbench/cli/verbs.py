@@ -1,9 +1,11 @@
-"""``posbench ls``, ``fetch``, ``validate``, ``report``, ``rescore`` and ``show``."""
+"""``posbench ls``, ``fetch``, ``validate``, ``report``, ``rescore``, ``audit`` and ``show``."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -15,12 +17,20 @@ from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.endpoint import describe_server as look_at_server
 from posbench.model.families import FAMILIES
+from posbench.model.load import load_without_weights, read_checkpoint
+from posbench.pipeline import audit as auditing
 from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import ComposedConfig, compose
-from posbench.pipeline.config import check_config, needs
+from posbench.pipeline.config import Config, check_config, needs
+from posbench.pipeline.execute import recorded_config, set_threads
 from posbench.pipeline.identity import need_same_contents
-from posbench.pipeline.prepare import PreparedRun, prepare
+from posbench.pipeline.prepare import (
+    PreparedRun,
+    build_run,
+    prepare,
+    silence_transformers,
+)
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import make_console, make_wide_console, show_lists
@@ -42,7 +52,7 @@ from posbench.run.folder import (
 )
 from posbench.run.lease import owning
 from posbench.run.runtime import Runtime
-from posbench.schema import build, resolve_target
+from posbench.schema import MAX_COUNT, build, resolve_target
 from posbench.tasks import Task
 from posbench.tasks.base import read_recorded_task
 
@@ -322,6 +332,80 @@ def _rescore_run(run: RunDir) -> None:
         page = render_run(run.path)
         run.renew((*rewritten, evaluate.FILE))
     print(f"{changed} of {len(rows)} scores changed; {page}")
+
+
+def audit(args: list[str]) -> int:
+    """Make some replies of a run again, each prompt alone and nothing shared, and compare them with its rows.
+
+    usage: posbench audit RUN [--share X] [--seed N]
+
+      RUN        a finished run that evaluated a model in this process
+      --share X  share of the rows, from 0 to 1 (0.02; 20 rows at least)
+      --seed N   of the random choice (0)
+
+    The model is loaded in float32. A reply may part from the recorded one where two tokens are so close that
+    rounding decides. The result stands in the run's provenance and on its page; the exit status is 2 where rows
+    differ otherwise. Runs whose rows several processes made are audited by themselves.
+
+    example: posbench audit outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
+    """
+    share_text, remaining = option(args, "--share")
+    seed_text, remaining = option(remaining, "--seed")
+    share = _number("--share", share_text or str(auditing.SHARE), 0, 1)
+    seed = _number("--seed", seed_text or "0", 0, MAX_COUNT)
+    if len(remaining) != 1 or remaining[0].startswith("-"):
+        hint = "posbench ls runs lists them"
+        raise UserError("RUN", " ".join(remaining), "one run", hint)
+    folder = find_run(remaining[0], Path(Runtime.outputs))
+    out = open_undamaged(folder, REDRAWN_FILES)
+    if not out.done or not out.rows_without_error(evaluate.FILE):
+        allowed = "a finished run with the stage evaluate"
+        raise UserError("RUN", str(folder), allowed, "posbench ls runs lists them")
+    config = recorded_config(folder)
+    if config.model.base_url or config.study:
+        allowed = "a run that evaluated a model in its own process"
+        raise UserError("RUN", str(folder), allowed, "choose another run")
+    with owning(folder):
+        result = _audit_run(config, out, share, int(seed))
+    auditing.need_agreement(out, result)
+    return 0
+
+
+def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing.Audit:
+    """Audit a finished run in float32, record the result, and redraw its page."""
+    silence_transformers()
+    set_threads(config)
+    checkpoint = read_checkpoint(config.model)
+    outline = load_without_weights(config.model, checkpoint, config.runtime.device)
+    made_in = auditing.dtype_name(outline)
+    in_float32 = replace(config.model, dtype="float32")
+    run = build_run(replace(config, model=in_float32), make_console())
+    run.out = out
+    if "search" in config.stages:
+        config.search.use_found(run)
+    result = auditing.audit_rows(run, made_in, share, seed)
+    auditing.record_audit(out, result)
+    page = render_run(out.path)
+    out.renew((PROVENANCE, *REDRAWN_FILES))
+    print(result.words)
+    print(f"report: {page}")
+    return result
+
+
+def _number(flag: str, text: str, lowest: float, highest: float) -> float:
+    """The number that is given with a flag.
+
+    Raises:
+        UserError: It is none, or out of its bounds.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not lowest <= number <= highest:
+        allowed = f"a number from {lowest:g} to {highest:g}"
+        raise UserError(flag, text, allowed, f"leave out {flag} for the default")
+    return number
 
 
 def show(args: list[str]) -> int:

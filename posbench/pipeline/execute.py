@@ -20,6 +20,7 @@ from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.items import probe_items
 from posbench.model.lm import LM
+from posbench.pipeline.audit import audit_shards
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import (
@@ -31,6 +32,7 @@ from posbench.pipeline.identity import (
     threads,
     version_key,
 )
+from posbench.pipeline.jobs import SUBMITTED
 from posbench.pipeline.prepare import (
     build_run,
     longest_prompts,
@@ -40,8 +42,22 @@ from posbench.pipeline.prepare import (
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
-from posbench.run.folder import STATUS, RunDir, State, open_run, run_id
-from posbench.run.shards import Shard, WorkerMain, WorkerPool, merge_records
+from posbench.run.folder import (
+    AUDIT,
+    PROVENANCE,
+    STATUS,
+    RunDir,
+    State,
+    open_run,
+    run_id,
+)
+from posbench.run.shards import (
+    Shard,
+    WorkerMain,
+    WorkerPool,
+    merge_records,
+    shard_folders,
+)
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -154,9 +170,13 @@ def _worker_pool(
 
 
 def _finish_shards(run: Run) -> None:
-    """Count what the makers of shards took as the run's: all rows are made."""
+    """Count what the makers of shards took as the run's: all rows are made. Audit what several of them made."""
     if run.workers:
         run.workers.finish()
+    is_submitted = (run.out.path / SUBMITTED).is_file()
+    was_audited = AUDIT in run.out.facts(PROVENANCE)
+    if shard_folders(run.out.path) or (is_submitted and not was_audited):
+        audit_shards(run)
     merge_records(run.out)
 
 

@@ -39,7 +39,7 @@ from posbench.report.text import (
     run_title,
     study_answer,
 )
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import AUDIT, PROVENANCE, open_run_dir
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import FOUND_FILE, Search
@@ -202,6 +202,12 @@ def describe_prompts(folder: Path) -> str:
     return " ".join(filter(None, [describe_cut_prompts(rows), describe_server(rows)]))
 
 
+def describe_audit(folder: Path) -> str:
+    """How many rows came out the same when they were made again plainly; empty where none were."""
+    provenance = read_json(folder / PROVENANCE) or {}
+    return str(provenance.get(AUDIT, {}).get("words", ""))
+
+
 def _study_sections(folder: Path, config: Mapping[str, Any]) -> list[Section]:
     """The verdicts of a study and its figures, as one section; none without a study."""
     facts = read_json(folder / "study.json")
@@ -248,7 +254,7 @@ def _score_sections(
     positions = tables.describe_positions(metrics)
     if positions:
         text = f"{text}; {positions}"
-    text = f"{text}. {describe_prompts(folder)}".strip()
+    text = f"{text}. {describe_prompts(folder)} {describe_audit(folder)}".strip()
     scores = Section(name, text, *tables.position_table(metrics))
     if len(rows_at_positions(metrics)):
         scores.title = f"{name} by gold position"

@@ -48,13 +48,16 @@ def scored_replies(
 
 
 def plan_replies(
-    subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
+    subjects: Sequence[Subject],
+    encoded: Mapping[str, Encoded],
+    examples: Sequence[Example] | None = None,
 ) -> tuple[BatchPlan, Compute]:
-    """Plan the replies to the evaluation examples, of runs that differ in their methods alone.
+    """Plan the replies to examples, of runs that differ in their methods alone.
 
     Args:
         subjects: The methods.
         encoded: The prompts by the id of their example.
+        examples: The examples; None: those of the evaluation.
 
     Returns:
         The plan, and a function that computes the rows of a batch.
@@ -80,7 +83,8 @@ def plan_replies(
     ) -> list[list[Example]]:
         return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
 
-    plan = BatchPlan.of(subjects, run.evaluation, encoded, make_batches)
+    asked = run.evaluation if examples is None else examples
+    plan = BatchPlan.of(subjects, asked, encoded, make_batches)
     return plan, compute
 
 

@@ -184,10 +184,14 @@ class Search(ABC):
             # The search will not append to its rows again: their checksums can be recorded.
             checksums = run.out.checksums(self.row_files)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
-        text = _without_verdict((run.out.path / FOUND_FILE).read_text())
-        block = yaml.safe_load(text)[run.method.searched.name]
+        self._report(run, self.use_found(run))
+
+    def use_found(self, run: Run) -> Mapping[str, Any]:
+        """Set ``run.found`` to what ``found.yaml`` holds; return the block of the method."""
+        text = (run.out.path / FOUND_FILE).read_text()
+        block: Mapping[str, Any] = yaml.safe_load(text)[run.method.searched.name]
         run.method.use(self.parameters(block))
-        self._report(run, block, text)
+        return block
 
     def _key(self, run: Run) -> str:
         """Hash of everything that the result of the search and its check follow from."""
@@ -226,13 +230,12 @@ class Search(ABC):
             else:
                 write_bytes(folder.path / name, (sibling.path / name).read_bytes())
 
-    def _report(self, run: Run, block: Mapping[str, Any], text: str) -> None:
+    def _report(self, run: Run, block: Mapping[str, Any]) -> None:
         """Print what was found, its gain on held-back prompts, and the block to paste.
 
         Args:
             run: The run.
             block: What ``found.yaml`` holds for the method.
-            text: The text of ``found.yaml``.
         """
         run.console.print(f"search chose {self.describe(block)}", soft_wrap=True)
         pinned = run.method.searched.pinned
@@ -257,6 +260,7 @@ class Search(ABC):
             line += "; the stages that follow run with what it found all the same"
         run.console.print(line, soft_wrap=True)
         if "evaluate" not in run.stages:
+            text = _without_verdict((run.out.path / FOUND_FILE).read_text())
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
     def _check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
