@@ -66,7 +66,7 @@ METHODS = {
     ],
     "two methods": [
         "method=[position_interpolation,ms_poe]",
-        "method.parts.position_interpolation.factor=1.5",
+        "method.parts.position_interpolation.scale=1.5",
         "stages=[evaluate]",
     ],
 }

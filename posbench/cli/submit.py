@@ -320,7 +320,8 @@ def resume(args: list[str]) -> int:
     usage: posbench resume RUN [--shard I/N] [--part I/N] [--config-dir DIR]
 
       --shard I/N  make the rows of shard I of N (from 0); whoever makes the last one finishes the run
-      --part I/N   the same, and leave the end to the process that owns the run: what runtime.workers does
+      --part I/N   the same, and leave the search and the end to the process that owns the run: what
+                   runtime.workers does
 
     While another process owns the run this one waits; then it does what is left, if anything is.
 
@@ -348,7 +349,9 @@ def resume(args: list[str]) -> int:
         try:
             command = _command(folder)
             config = recorded_config(folder)
-            if leaves_end:
+            if leaves_end and find_finished_run(config):
+                print("finished before: no part is left to make")
+            elif leaves_end:
                 make_shard(config, shard, make_console())
             elif shard.count > 1:
                 make_shard_and_finish(config, shard, command, make_console(), main)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -44,6 +44,7 @@ from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
 from posbench.run.folder import (
     AUDIT,
+    MIXED,
     PROVENANCE,
     STATUS,
     RunDir,
@@ -70,8 +71,6 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
 ROW_STAGES: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
 """Stages whose rows several runs make together, or several processes share out."""
 
-MIXED: Final = "mixed"
-"""State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
 PROBE_TOKENS = 64
 MAX_LISTED_MODELS = 8
 

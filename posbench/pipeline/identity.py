@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from posbench.files import sources
 from posbench.files.atomic import short_hash
 from posbench.files.digests import Content, content_keys, hash_paths, read_contents
 from posbench.files.hardware import describe_hardware
+from posbench.files.imports import user_files
 from posbench.late import torch
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, task_sources
@@ -108,7 +109,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     model = config.model
     runtime = config.runtime
     facts: dict[str, Any] = {
-        "code": source_digest(_class_files(config)),
+        "code": source_digest(user_files(_classes(config))),
         "data": short_hash(content_keys(read, "task"), DATA_DIGITS),
         "torch": version("torch"),
         "transformers": version("transformers"),
@@ -189,33 +190,36 @@ def fingerprint(read: Sequence[Content]) -> str:
     return short_hash(content_keys(checkpoint, "model"), DATA_DIGITS)
 
 
-def _class_files(config: Config) -> set[Path]:
-    """The files of the classes that take part, the user's own among them."""
+def _classes(config: Config) -> list[type]:
+    """The classes that take part, the user's own among them."""
     classes: list[type] = [*config.choice.classes]
     classes += [choice.cls for choice in config.all_methods.values()]
     if config.uses_task:
-        classes.append(type(config.task))
+        classes += _classes_inside(config.task)
     if "search" in config.stages:
-        classes.append(type(config.search))
+        classes += _classes_inside(config.search)
     if config.study:
-        classes.append(type(config.study))
-    class_files = [inspect.getsourcefile(cls) for cls in classes]
-    return {Path(file).resolve() for file in class_files if file}
+        classes += _classes_inside(config.study)
+    return classes
 
 
-def source_digest(class_files: Iterable[Path] = ()) -> str:
+def _classes_inside(part: Any) -> Iterator[type]:
+    """The class of a part of the config, and of the objects in its fields (a search's second task)."""
+    if is_dataclass(part):
+        yield type(part)
+        for field in fields(part):
+            yield from _classes_inside(getattr(part, field.name))
+
+
+def source_digest(further_files: Iterable[Path] = ()) -> str:
     """Return a hash of the code that can move a number: two codes never meet in one folder.
 
     Args:
-        class_files: Files of the classes that take part; those outside the package count, too.
+        further_files: Files of the user's code, by :func:`posbench.files.imports.user_files`.
     """
-    user_files = [
-        (file.name, _code_without_drawing(file))
-        for file in class_files
-        if not file.is_relative_to(paths.PACKAGE)
-    ]
+    further_code = [(file.name, _code_without_drawing(file)) for file in further_files]
     total = hashlib.sha256()
-    for name, code in sorted([*_package_code(), *user_files]):
+    for name, code in sorted([*_package_code(), *further_code]):
         total.update(name.encode() + code)
     return total.hexdigest()[:CODE_DIGITS]
 

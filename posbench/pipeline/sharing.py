@@ -27,7 +27,7 @@ from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.prepare import build_run, silence_transformers
 from posbench.pipeline.stages import search
 from posbench.run.base import IncompleteRun, Run
-from posbench.run.folder import STATUS, RunDir
+from posbench.run.folder import MIXED, STATUS, RunDir
 from posbench.run.lease import owning
 from posbench.run.shards import (
     HARDWARE,
@@ -136,25 +136,35 @@ def make_shard(
 ) -> tuple[RunDir, LM | None]:
     """Make a shard of the rows of a run that other processes may own, in a folder of its own.
 
+    One that a file changed under is made anew.
+
     Returns:
         The run's folder, and the model where it was needed.
 
     Raises:
-        UserError: Another process makes this shard, or a file changed.
+        UserError: Another process makes this shard, a file changed, or the run has still to search.
         IncompleteRun: Some rows failed.
     """
     contents = run_contents(config)
     run_identity = identity(config, contents)
+    main_out = RunLocation.of(config, run_identity, contents).find()
+    assert main_out, "its folder was made before"
+    if "search" in config.stages and not has_found_parameters(main_out):
+        spelled = f"{shard.index}/{shard.count}"
+        allowed = "a part of a run whose search is done: its method comes from there"
+        hint = f"posbench resume {main_out.path} --shard={spelled} searches first"
+        raise UserError("--part", spelled, allowed, hint)
     silence_transformers()
     set_threads(config)
     run = build_run(config, console, run_identity, contents)
-    main_out = RunLocation.of(config, run_identity, contents).find()
-    assert main_out, "its folder was made before"
     run.main_out = main_out
     run.out = shard.folder(main_out)
     run.shard = shard
     run.out.path.mkdir(parents=True, exist_ok=True)
     with owning(run.out.path):
+        if run.out.status()["state"] == MIXED:
+            for name in (STATUS, *(module.FILE for module in ROW_STAGES.values())):
+                (run.out.path / name).unlink(missing_ok=True)
         run.method.use(read_found_parameters(main_out))
         status = run.out.status()
         machines = [*status.get(HARDWARE, []), describe_hardware()]

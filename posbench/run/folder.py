@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 State = Literal["running", "done", "failed", "incomplete", "mixed"]
 """What ``status.json`` says of a run."""
+MIXED: Final = "mixed"
+"""State of a run that a file changed under: its rows may stem from either content, so none of them is used."""
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 STATUS = "status.json"

@@ -6,6 +6,7 @@ of its own, and what a dead one lacks is made by the others.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import shutil
@@ -24,13 +25,17 @@ from rich.console import Console
 
 from posbench.files.atomic import Row
 from posbench.late import torch
-from posbench.run.folder import RunDir
+from posbench.run.folder import MIXED, RunDir
 from posbench.run.lease import in_use
+
+log = logging.getLogger(__name__)
 
 SHARDS = ".parts"
 """Folder of the shards in that of a run; hidden, so no part of its results, and gone when it is done."""
 FOUND = "found.json"
-"""Parameters that the search found, for the processes that make shards."""
+"""What the search found, for the processes that make shards."""
+PARAMETERS = "parameters"
+"""Field of :data:`FOUND`: the parameters; null where there was no search."""
 HARDWARE = "hardware"
 """Field of a shard's status: the machines that made its rows."""
 PEAKS = ("resident", "cuda")
@@ -76,16 +81,21 @@ def missing_shards(out: RunDir, count: int) -> list[int]:
 
 
 def merge_rows(out: RunDir, file: str) -> None:
-    """Append to a run's file the rows that shards have and it lacks."""
+    """Append to a run's file the rows that shards have and it lacks.
+
+    Those of a shard that a file changed under are passed over, so that they are made again.
+    """
     folders = shard_folders(out.path)
     if not folders:
         return
     merged = set(map(_row_key, out.rows_without_error(file)))
     for folder in folders:
-        rows = {
-            _row_key(row): row
-            for row in RunDir(folder, out.id).rows_without_error(file)
-        }
+        shard_out = RunDir(folder, out.id)
+        if shard_out.status()["state"] == MIXED:
+            message = "%s: passed over, a file changed while its rows were made"
+            log.warning(message, folder)
+            continue
+        rows = {_row_key(row): row for row in shard_out.rows_without_error(file)}
         new_rows = [row for key, row in rows.items() if key not in merged]
         if new_rows:
             out.append(file, new_rows)
@@ -99,17 +109,17 @@ def _row_key(row: Row) -> tuple[object, ...]:
 def write_found_parameters(out: RunDir, parameters: Mapping[str, Any] | None) -> None:
     """Leave what the search found for the processes that make shards."""
     (out.path / SHARDS).mkdir(exist_ok=True)
-    out.write_json(f"{SHARDS}/{FOUND}", parameters or {})
+    out.write_facts(f"{SHARDS}/{FOUND}", {PARAMETERS: parameters})
 
 
 def has_found_parameters(out: RunDir) -> bool:
     """Return whether the search's result was left for the processes that make shards."""
-    return (out.path / SHARDS / FOUND).is_file()
+    return bool(out.facts(f"{SHARDS}/{FOUND}"))
 
 
 def read_found_parameters(out: RunDir) -> Mapping[str, Any] | None:
     """Return what the search found; None where there was no search."""
-    return out.read_json(f"{SHARDS}/{FOUND}") or None
+    return out.facts(f"{SHARDS}/{FOUND}").get(PARAMETERS)
 
 
 def merge_records(out: RunDir) -> None:

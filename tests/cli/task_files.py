@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+from posbench.tasks.kv_retrieval import WORDS
 from tests.tasks import (
     test_exams,
     test_leval_closed,
@@ -14,6 +17,22 @@ from tests.tasks import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
+
+
+def write_key_values(file: Path, seed: int) -> None:
+    """Write twelve key-value questions with 12 pairs each, other ones for each seed."""
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(12):
+        words = rng.sample(WORDS, 24)
+        records = list(zip(words[:12], words[12:], strict=True))
+        row = {
+            "ordered_kv_records": records,
+            "key": records[5][0],
+            "value": records[5][1],
+        }
+        lines.append(json.dumps(row) + "\n")
+    file.write_text("".join(lines))
 
 
 def _mmlu(_: Path) -> list[str]:

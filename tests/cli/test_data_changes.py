@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from posbench.pipeline import execute
 from posbench.run.folder import open_run_dir
-from posbench.tasks.kv_retrieval import WORDS
+from tests.cli.task_files import write_key_values
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused
 
@@ -24,25 +23,9 @@ FIXED = [
 ]
 
 
-def _fill(file: Path, seed: int) -> None:
-    """A file of key-value questions."""
-    rng = random.Random(seed)
-    lines = []
-    for _ in range(12):
-        words = rng.sample(WORDS, 24)
-        records = list(zip(words[:12], words[12:], strict=True))
-        row = {
-            "ordered_kv_records": records,
-            "key": records[5][0],
-            "value": records[5][1],
-        }
-        lines.append(json.dumps(row) + "\n")
-    file.write_text("".join(lines))
-
-
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    _fill(tmp_path / "data.jsonl", 1)
+    write_key_values(tmp_path / "data.jsonl", 1)
     return tmp_path / "data.jsonl"
 
 
@@ -66,7 +49,7 @@ def test_changed_data_is_another_run(
     (first / "DONE").unlink()
     rows = (first / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     (first / "predictions.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]))
-    _fill(data, 2)
+    write_key_values(data, 2)
     assert (
         evaluate("method.factor=0.5").status == 0
         and evaluate("method.factor=0.0").status == 0
@@ -80,7 +63,7 @@ def test_changed_data_is_another_run(
     assert asked[0] != asked[1] == asked[2], (
         "the second method is compared on its own prompts"
     )
-    _fill(data, 1)
+    write_key_values(data, 1)
     result = evaluate("method.factor=0.5")
     assert (
         result.status == 0
@@ -112,7 +95,7 @@ def test_rescore_refuses_data_that_is_not_the_runs(
     before = (folder / "metrics.csv").read_bytes()
     rescored = posbench("rescore", str(folder), verb=True)
     assert rescored.status == 0 and rescored.out.startswith("0 of ")
-    _fill(data, 2)
+    write_key_values(data, 2)
     refused = posbench("rescore", str(folder), verb=True)
     assert refused.status == 2 and refused.err.count("\n") == 1
     assert_refused(refused.err, "task.path", str(data), hint="posbench")
@@ -139,7 +122,7 @@ def test_a_file_that_changes_during_a_run_ends_it(
 
     def disturbed(*given: object) -> None:
         stage(*given)  # type: ignore[arg-type]
-        _fill(data, 2)
+        write_key_values(data, 2)
 
     monkeypatch.setitem(execute.STAGES, "evaluate", disturbed)  # type: ignore[arg-type]
     ended = evaluate("method.factor=0.5")
@@ -149,7 +132,7 @@ def test_a_file_that_changes_during_a_run_ends_it(
         and "repeat the command" in ended.err
     )
     monkeypatch.undo()
-    _fill(data, 1)
+    write_key_values(data, 1)
     (folder,) = run_folders(outputs)
     refused = evaluate("method.factor=0.5")
     assert (

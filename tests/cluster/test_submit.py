@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from posbench.pipeline import jobs
+from posbench.files.digests import Content
+from posbench.pipeline import jobs, sharing
+from posbench.pipeline.config import Config
 from posbench.pipeline.execute import make_run_folder, recorded_config
 from posbench.pipeline.jobs import Submission
 from posbench.run.folder import RunDir, open_run_dir
 from posbench.run.lease import owning, process_start
+from tests.cli.task_files import write_key_values
 from tests.conftest import PROCESS, Result, config_of, run_folders
 from tests.messages import assert_line_names, assert_names, assert_refused
 
@@ -128,6 +131,75 @@ def test_shards_one_after_another(
         assert (folder / name).read_bytes() == (serial / name).read_bytes(), name
     again = posbench("resume", str(folder), "--shard=0/3", verb=True)
     assert again.status == 0 and not (folder / ".parts").exists()
+
+
+def test_a_part_before_the_search_is_refused(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
+    """Its constants are the model file's; a shard searches first, and then a part can be made."""
+    args = [
+        *SMALL,
+        "stages=[search,evaluate]",
+        "search.strings=6",
+        "task.calibration_examples=6",
+    ]
+    serial = tmp_path / "serial"
+    assert posbench(*args, f"runtime.outputs={serial}", verb=True).status == 0
+    folder = make_run_folder(config_of(*args, f"runtime.outputs={outputs}"), "posbench")
+    early = posbench("resume", str(folder), "--part=0/2", verb=True)
+    assert early.status == 2
+    assert_refused(
+        early.err, "--part", "0/2", allowed="search", hint=("resume", "--shard=0/2")
+    )
+    assert posbench("resume", str(folder), "--shard=0/2", verb=True).status == 0
+    assert posbench("resume", str(folder), "--part=1/2", verb=True).status == 0
+    assert posbench(*args).status == 0
+    (finished,) = run_folders(serial)
+    for name in ("predictions.jsonl", "metrics.csv"):
+        assert (folder / name).read_bytes() == (finished / name).read_bytes(), name
+    late = posbench("resume", str(folder), "--part=0/2", verb=True)
+    assert late.status == 0 and not (folder / ".parts").exists()
+
+
+@pytest.mark.parametrize("then", ["shard", "plain"])
+def test_rows_of_a_shard_that_read_another_file_are_not_merged(
+    then: str,
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file that changed while a shard was made, and changed back."""
+    data = tmp_path / "data.jsonl"
+    write_key_values(data, seed=1)
+    original = data.read_text()
+    args = [*SMALL, f"task.path={data}", "task.pairs=12", "task.positions=[0,11]"]
+    serial = tmp_path / "serial"
+    assert posbench(*args, f"runtime.outputs={serial}", verb=True).status == 0
+    folder = make_run_folder(config_of(*args, f"runtime.outputs={outputs}"), "posbench")
+    with monkeypatch.context() as patch:
+        read = sharing.run_contents
+
+        def read_before_a_change(config: Config) -> list[Content]:
+            contents = read(config)
+            write_key_values(data, seed=2)
+            return contents
+
+        patch.setattr(sharing, "run_contents", read_before_a_change)
+        mixed = posbench("resume", str(folder), "--shard=0/2", verb=True)
+        assert mixed.status == 2
+        assert_refused(mixed.err, "task.path", str(data))
+    data.write_text(original)
+    if then == "shard":
+        for number in (1, 0):
+            shard = posbench("resume", str(folder), f"--shard={number}/2", verb=True)
+            assert shard.status == 0, shard.err
+    else:
+        plain = posbench(*args)
+        assert plain.status == 0, plain.err
+    (finished,) = run_folders(serial)
+    for name in ("predictions.jsonl", "metrics.csv"):
+        assert (folder / name).read_bytes() == (finished / name).read_bytes(), name
 
 
 def test_states_are_those_of_the_folders(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,59 @@ def test_a_folder_of_data_and_the_commit_of_hub_data_are_part_of_a_run(
         (folder / "gov_report.zip").write_text(sha)
         found += map(_name, configs)
     assert len(set(found)) == 4
+
+
+USERS_CODE = {
+    "users_identity.py": """
+from dataclasses import dataclass
+from users_identity_base import Base
+from users_identity_factor import factor
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Base):
+    '''Scales by a factor of another module.'''
+""",
+    "users_identity_base.py": """
+from posbench.methods import ScaleChannel
+
+class Base(ScaleChannel):
+    def changed(self, lm):
+        from users_identity_lazily import change
+        return change(self, lm)
+""",
+    "users_identity_factor.py": "def factor(): return -0.5\n",
+    "users_identity_lazily.py": "change = None\n",
+    "users_identity_unused.py": "",
+    "users_identity_task.py": """
+from posbench.tasks.kv_retrieval import KVRetrieval
+
+class Side(KVRetrieval):
+    pass
+""",
+    "task/side.yaml": "_target_: users_identity_task.Side\n",
+    "method/mine.yaml": "_target_: users_identity.Mine\nchannel: 3\nlayers: [1, 2]\nfactor: 0.5\n",
+}
+
+
+@pytest.mark.parametrize("changed", [name for name in USERS_CODE if ".py" in name])
+def test_all_of_a_users_code_is_part_of_a_run(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class's own file, its base class's, and what they import, also inside a function."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which --config-dir adds
+    for name, text in USERS_CODE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    overrides = ["method=mine", "stages=[search]", "search.side_task=side"]
+    try:
+        config = config_of(f"--config-dir={tmp_path}", "model=tiny", *overrides)
+        before = _name(config)
+        assert _name(config) == before
+        (tmp_path / changed).write_text(USERS_CODE[changed] + "# changed\n")
+        assert (_name(config) != before) is (changed != "users_identity_unused.py")
+    finally:
+        for name in [name for name in sys.modules if name.startswith("users_identity")]:
+            del sys.modules[name]
 
 
 def test_libraries_are_part_of_a_run(

@@ -1,0 +1,121 @@
+"""The Python files that a user's classes are made of, whatever module they stand in."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import NamedTuple
+
+from posbench import paths
+
+LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
+"""Folders of installed libraries, whose versions are recorded."""
+
+
+class ModuleLocation(NamedTuple):
+    """Where a module lies; a package also has folders, a namespace package folders alone."""
+
+    file: Path | None
+    folders: list[str] | None
+
+
+def user_files(classes: Iterable[type]) -> set[Path]:
+    """Return the files of classes and their base classes, and of all that these import, however indirectly.
+
+    Imports inside functions count. posbench, the standard library and installed libraries do not, except for
+    the installed package of a class itself.
+    """
+    classes = list(classes)
+    own_packages = {cls.__module__.partition(".")[0] for cls in classes}
+    pending = [base.__module__ for cls in classes for base in cls.__mro__]
+    seen = set[str]()
+    files = set[Path]()
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        location = _locate(name)
+        if location is None or location.file is None:
+            continue
+        is_own = name.partition(".")[0] in own_packages
+        if _is_users(location.file, is_own):
+            files.add(location.file)
+            pending += _imported_modules(name, location)
+    return files
+
+
+def _is_users(file: Path, is_own: bool) -> bool:
+    """Whether a file is a user's; ``is_own``: it is of the package of a class of theirs."""
+    if file.is_relative_to(paths.PACKAGE):
+        return False
+    if LIBRARY_FOLDERS.intersection(file.parts):
+        return is_own
+    return not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
+
+
+def _locate(name: str) -> ModuleLocation | None:
+    """Where a module lies; None where there is none. Nothing is imported for it."""
+    module = sys.modules.get(name)
+    if module is not None:
+        file = getattr(module, "__file__", None)
+        folders = getattr(module, "__path__", None)
+        return _location(file, folders)
+    parent = name.rpartition(".")[0]
+    search_path: list[str] | None = None
+    if parent:
+        package = _locate(parent)
+        if package is None or package.folders is None:
+            return None
+        search_path = package.folders
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, search_path)
+        if spec:
+            file = spec.origin if spec.has_location else None
+            return _location(file, spec.submodule_search_locations)
+    return None
+
+
+def _location(file: str | None, folders: Iterable[str] | None) -> ModuleLocation:
+    path = Path(file).resolve() if file else None
+    if path and not path.is_file():
+        path = None
+    return ModuleLocation(path, None if folders is None else list(folders))
+
+
+def _imported_modules(name: str, location: ModuleLocation) -> Iterator[str]:
+    """Yield the names of all that a module may import, with the packages around each.
+
+    ``from a import b`` may name the module ``a.b``, or what ``a`` holds.
+    """
+    package = name if location.folders is not None else name.rpartition(".")[0]
+    for node in _import_statements(location.file):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            try:
+                base = resolve_name("." * node.level + (node.module or ""), package)
+            except ImportError:
+                continue  # it reaches beyond the outermost package, and fails when it is run
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        for imported in names:
+            parts = imported.split(".")
+            for count in range(1, len(parts) + 1):
+                yield ".".join(parts[:count])
+
+
+def _import_statements(file: Path | None) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a module; none where it is no Python, or none of this version's."""
+    if file is None or file.suffix != ".py":
+        return []
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
