@@ -169,8 +169,9 @@ def _rising_panels(facts: pd.DataFrame) -> list[Finding]:
 
 
 def _smallest_product(facts: pd.DataFrame, panel: str) -> float:
-    """Smallest difference of two products worth naming: a share of the mean on the panel's diagonal."""
-    return SMALLEST_SHARE * abs(float(facts.loc[panel, "diagonal"]))
+    """Smallest difference of two products worth naming: a share of the panel's range, without its tails."""
+    row = facts.loc[panel]
+    return float(SMALLEST_SHARE * (row["score_high"] - row["score_low"]))
 
 
 def _pattern_turns(facts: pd.DataFrame) -> Finding:

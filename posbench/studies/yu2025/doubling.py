@@ -190,7 +190,7 @@ class Doubling(Study):
                 scores,
                 "gold",
                 UNMODIFIED,
-                f"Accuracy depends on attention to the gold item ({SOURCE}), at every position",
+                f"Accuracy depends on attention to the gold item ({SOURCE})",
                 f"score with the weight of the gold item {change}",
             ),
             _finding(
