@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pandas as pd
 
 from posbench import paths
 from posbench.files.atomic import write_csv
-from posbench.report.experiments import PAPERS
+from posbench.report.experiments import PAPERS, trains_networks
 from posbench.run.folder import RunDir
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.messages import assert_names, refused
@@ -27,6 +29,8 @@ TABLES_AND_FIGURES = {
     "behind_rope": (0, 16),
 }
 """Counted in the papers: they number their tables and figures from 1 without a gap."""
+MAKE_GALLERY = "python tools/pages.py gallery outputs --out docs/gallery.md"
+CLAIM_ON_MODELS = re.compile(r"(.*?)(?: \(((?:all|both|tiny)[a-z_0-9, ]*)\))?")
 README = paths.EXPERIMENTS / "README.md"
 
 
@@ -59,6 +63,56 @@ def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -
         for item in e.get("covers", ())
     }
     assert covers <= known, covers - known
+
+
+def test_each_caption_has_panels_in_the_gallery_and_no_picture_is_shown_twice() -> None:
+    page = (paths.EXPERIMENTS.parent / "docs/gallery.md").read_text(encoding="utf-8")
+    images = paths.EXPERIMENTS.parent / "docs/gallery"
+    wanted = set[str]()
+    for name, config in read_experiments().items():
+        experiment = config["experiment"]
+        if experiment.get("needs_weights") or trains_networks(config):
+            continue
+        panels = experiment["panels"]
+        assert set(experiment.get("covers", panels)) == set(panels), name
+        of_experiment = {
+            f"{name}-{panel.replace('/', '-')}.png"
+            for names in panels.values()
+            for panel in names
+        }
+        pictures = {(images / image).read_bytes() for image in of_experiment}
+        assert len(pictures) == len(of_experiment), name
+        wanted |= of_experiment
+    assert set(re.findall(r"\(gallery/([^)]+\.png)\)", page)) == wanted, MAKE_GALLERY
+    assert {file.name for file in images.glob("*.png")} == wanted, MAKE_GALLERY
+
+
+def test_a_claim_has_one_verdict_on_a_model_in_the_whole_gallery() -> None:
+    page = (paths.EXPERIMENTS.parent / "docs/gallery.md").read_text(encoding="utf-8")
+    verdicts: dict[tuple[str, str], set[str]] = {}
+    for claim, models, verdict in _gallery_verdicts(page):
+        for model in models:
+            verdicts.setdefault((claim, model), set()).add(verdict)
+    assert len(verdicts) > 50
+    assert {key: v for key, v in verdicts.items() if len(v) > 1} == {}
+
+
+def _gallery_verdicts(page: str) -> Iterator[tuple[str, list[str], str]]:
+    """Each claim that an entry lists, the models that it lists it on, and the verdict."""
+    for entry in page.split("\n### ")[1:]:
+        seen = re.search(r"\*We see:\* (.*)", entry)
+        made = re.search(r"^`posbench[^;]*; ([a-z_, ]+);", entry, re.MULTILINE)
+        if not seen or not made:
+            continue
+        for verdict, claims in re.findall(
+            r"(Holds|Contradicted|Inconclusive): (.*?)\.(?= [A-Z][a-z]+: |$)", seen[1]
+        ):
+            for claim in claims.split("; "):
+                text, listed = CLAIM_ON_MODELS.fullmatch(claim).groups()
+                models = (listed or "").split(", ")
+                if not listed or listed.startswith(("all", "both")):
+                    models = made[1].split(", ")
+                yield text, models, verdict
 
 
 def _told(text: str) -> list[list[str]]:

@@ -32,7 +32,7 @@ from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
 from posbench.model.families import FAMILIES
-from posbench.report.collect import Entry, Result, collect_entries
+from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS, trains_networks
 from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import GROUPS, heading, paper_of, paper_shows
@@ -45,6 +45,7 @@ from posbench.schema import describe_type
 from posbench.tasks.own_data import KINDS, Record
 
 MAX_PNG_BYTES = 100_000
+MAX_PANELS = 3
 EXPERIMENTS_HEADER = ("item", "what it shows", "command", "minutes", "status")
 TRAINING_STATUS = "training: hours ([results](results/wu2025/README.md))"
 
@@ -355,7 +356,7 @@ def _run_status(entry: Entry) -> str:
 
 
 def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
-    """The gallery in short, with one to three figures of each entry.
+    """The gallery in short, with the figures of each entry that stand for the paper's.
 
     Args:
         entries: What is shown.
@@ -379,23 +380,21 @@ def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, 
             if summary:
                 texts.append(f"*We see:* {summary}")
             texts += entry.faults
-            for result, name in _first_figures(entry):
-                image = f"{entry.name}-{result.label}-{name}.png"
-                figures[image] = result.folder / "figures" / f"{name}.png"
+            for panel in _shown_panels(entry):
+                image = f"{entry.name}-{panel.result.label}-{panel.figure}.png"
+                figures[image] = panel.file
                 link = f"![{heading(entry)}]({images}/{image})"
-                caption = entry.label_prefix(result) + result.figures[name]
+                caption = entry.label_prefix(panel.result) + panel.caption
                 texts.append(f"{link}\\\n{caption}")
             if entry.command:
                 texts.append(f"`{entry.command}`; {entry.origin}.")
     return "\n\n".join(texts), figures
 
 
-def _first_figures(entry: Entry) -> list[tuple[Result, str]]:
-    """The first figure of the first two results; of a single one, its first three."""
-    results = [result for result in entry.results if result.figures]
-    if len(results) > 1:
-        return [(result, next(iter(result.figures))) for result in results[:2]]
-    return [(result, name) for result in results for name in result.figures][:3]
+def _shown_panels(entry: Entry) -> list[Panel]:
+    """The figures that stand for the paper's; of an experiment that names none, the first three."""
+    named = [panel for panel in entry.panels if panel.covers]
+    return named or entry.panels[:MAX_PANELS]
 
 
 def shrink_png(file: Path) -> bytes:

@@ -43,6 +43,8 @@ class Experiment:
         title: What it shows, with paper, table or figure.
         paper: The paper.
         covers: The paper's tables and figures that it regenerates, as ``Table 1``.
+        panels: The figures of its runs that show each of these, as ``tiny/maps``: a run's model, or a sweep, and a
+            figure; where no such run is shown, the figure of the first run that has one.
         grid: Swept unless the user types the key.
         reference: The paper's numbers.
         claims: What the paper reads off the figure, where it prints no numbers.
@@ -54,6 +56,7 @@ class Experiment:
     title: str
     paper: Literal["", "yu2025", "lpes", "wu2025", "behind_rope"] = ""
     covers: tuple[str, ...] = ()
+    panels: dict[str, list[str]] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
     reference: Reference | None = None
     claims: tuple[str, ...] = ()

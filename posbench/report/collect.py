@@ -93,6 +93,31 @@ class Result:
         return Scores(table, headline(metrics))
 
 
+class Panel(NamedTuple):
+    """A figure of a result.
+
+    Attributes:
+        covers: The tables and figures of the paper that it shows, as ``Figure 3, Figure 4``; empty for others.
+        result: Whose figure it is.
+        figure: Its name.
+    """
+
+    covers: str
+    result: Result
+    figure: str
+
+    @property
+    def caption(self) -> str:
+        """What it shows, behind the paper's figures that it stands for."""
+        caption = self.result.figures[self.figure]
+        return f"{self.covers}: {caption}" if self.covers else caption
+
+    @property
+    def file(self) -> Path:
+        """The picture."""
+        return self.result.folder / "figures" / f"{self.figure}.png"
+
+
 class Scores(NamedTuple):
     """Scores as a table of text, and the result in a sentence."""
 
@@ -135,6 +160,41 @@ class Entry:
         else:
             config = {}
         return config.get("experiment") or {}
+
+    @cached_property
+    def panels(self) -> list[Panel]:
+        """All figures, each picture once: first those that the experiment names for its captions, in that order."""
+        covers: dict[tuple[int, str], list[str]] = {}
+        for item, names in (self.experiment.get("panels") or {}).items():
+            for name in names:
+                key = self._find_figure(name)
+                if key:
+                    covers.setdefault(key, []).append(item)
+        for index, result in enumerate(self.results):
+            for figure in result.figures:
+                covers.setdefault((index, figure), [])
+        panels = []
+        pictures = set[bytes]()
+        for (index, figure), items in covers.items():
+            panel = Panel(", ".join(items), self.results[index], figure)
+            picture = panel.file.read_bytes()
+            if picture not in pictures:
+                pictures.add(picture)
+                panels.append(panel)
+        return panels
+
+    def _find_figure(self, name: str) -> tuple[int, str] | None:
+        """Index of the result and the figure that a panel names, as ``tiny/maps``; see ``Experiment.panels``."""
+        label, _, figure = name.rpartition("/")
+        with_figure = [
+            index
+            for index, result in enumerate(self.results)
+            if figure in result.figures
+        ]
+        for index in with_figure:
+            if self.results[index].label == label:
+                return index, figure
+        return (with_figure[0], figure) if with_figure else None
 
     @property
     def command(self) -> str:

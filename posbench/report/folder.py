@@ -45,7 +45,7 @@ REQUIRED_COLUMNS = {
     "subsets_summary": SUBSET_COLUMNS,
     "attention": ATTENTION,
     "attention_summary": ATTENTION,
-    "findings": FINDINGS,
+    "findings": tuple(name for name in FINDINGS if name != "holds_if"),
     "trend": TREND,
 }
 """Columns that a table must have; tables of searches and studies are read by their own modules."""

@@ -10,7 +10,7 @@ from typing import Any
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
-from posbench.report.collect import Entry, Result, collect_entries
+from posbench.report.collect import Entry, Panel, collect_entries
 from posbench.report.experiments import PAPERS
 from posbench.report.folder import need_destination
 from posbench.report.page import figure_size, render_html
@@ -106,12 +106,10 @@ def _write_entry(entry: Entry, root: Path) -> dict[str, Any]:
         What the page says of it.
     """
     pages = []
-    figures = []
     for result in entry.results:
         page = _copy_file(result.folder / "report.html", root, entry, result.label)
         pages.append((result.label, page))
-        for name in result.figures:
-            figures.append(_copy_figure(entry, result, name, root))
+    figures = [_copy_figure(entry, panel, root) for panel in entry.panels]
     return {
         "name": entry.name,
         "title": heading(entry),
@@ -144,19 +142,20 @@ def _write_tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
     return kinds
 
 
-def _copy_figure(entry: Entry, result: Result, name: str, root: Path) -> dict[str, Any]:
+def _copy_figure(entry: Entry, panel: Panel, root: Path) -> dict[str, Any]:
     """Copy one figure as PNG and PDF; its files, size in pixels, caption and label."""
-    png = result.folder / "figures" / f"{name}.png"
-    pdf = result.folder / "figures" / f"{name}.pdf"
-    stem = f"{result.label}-{name}"
+    png = panel.file
+    pdf = png.with_suffix(".pdf")
+    label = panel.result.label
+    stem = f"{label}-{panel.figure}"
     with open(png, "rb") as stream:
         header = stream.read(PNG_HEADER_BYTES)
     return {
         "png": _copy_file(png, root, entry, stem),
         "pdf": _copy_file(pdf, root, entry, stem),
         **figure_size(header),
-        "caption": result.figures[name],
-        "label": result.label if len(entry.results) > 1 else "",
+        "caption": panel.caption,
+        "label": label if len(entry.results) > 1 else "",
     }
 
 

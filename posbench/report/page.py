@@ -48,8 +48,9 @@ from posbench.stats.verdict import FIXED, Verdict, run_verdict
 from posbench.studies.base import Study
 
 VERDICT_RULE = (
-    "A claim holds where its whole 95 % interval lies on the claimed side, is contradicted on the other, and "
-    "else inconclusive; p is adjusted for the claims that were tested together."
+    "A claim holds where its whole 95 % interval passes the smallest effect worth naming (holds if), is "
+    "contradicted where it stays below, and is else inconclusive; p is adjusted for the claims that were "
+    "tested together."
 )
 TIME_PHRASES = {
     "ratio": "takes {} times the time of",

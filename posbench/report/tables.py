@@ -113,13 +113,19 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
         models: Whether a column names the model of each finding.
 
     Returns:
-        The table; it has a column of notes only if a finding has a note.
+        The table; it has a column of notes, and one of bounds, only if a finding has one.
     """
     findings = findings.fillna({"note": "", "model": ""})
+    bounds = pd.Series("", index=findings.index)
+    if "holds_if" in findings:  # a run of an older version has none
+        bounds = findings["holds_if"].astype(object).fillna("")
+    findings = findings.assign(holds_if=bounds)
     header = ["verdict"]
     if models:
         header.append("model")
     header += ["claim", "value", "statistic", "p (Holm)", "n"]
+    if findings["holds_if"].any():
+        header.append("holds if")
     if findings["note"].any():
         header.append("note")
     rows = []
@@ -135,6 +141,7 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
             "statistic": finding.statistic,
             "p (Holm)": _p_value(finding.p_holm),
             "n": str(finding.n),
+            "holds if": str(finding.holds_if),
             "note": str(finding.note),
         }
         rows.append([cells[name] for name in header])

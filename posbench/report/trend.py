@@ -18,7 +18,12 @@ from posbench.run.folder import RunDir, open_undamaged
 from posbench.schema import resolve_target
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, estimate_row, findings_table
+from posbench.stats.findings import (
+    SMALLEST_SHARE,
+    Finding,
+    estimate_row,
+    findings_table,
+)
 from posbench.stats.frames import (
     UNMODIFIED,
     gold_attention,
@@ -250,8 +255,10 @@ class _Trend:
         estimate = percentile(values[0], values[1:], n)
         text = f"rank correlation of the {statistic} with {self.axis}{restriction}{self.subset_note}"
         is_above = sign > 0 if self.claims else estimate.value > 0
-        judge = Finding.above if is_above else Finding.below
-        finding = judge(claim, text, estimate)
+        if is_above:
+            finding = Finding.above(claim, text, estimate, SMALLEST_SHARE)
+        else:
+            finding = Finding.below(claim, text, estimate, -SMALLEST_SHARE)
         self.findings.append(finding if self.claims else finding.control())
 
     def _peak(

@@ -26,12 +26,17 @@ FINDING_COLUMNS = (
     "value",
     "ci_low",
     "ci_high",
+    "holds_if",
     "n",
     "p",
     "p_holm",
     "note",
 )
 """Columns of ``findings.csv``."""
+SMALLEST_SHARE = 0.05
+"""Smallest effect worth naming: as a share of what is changed, of all examples, or as a correlation."""
+SMALLEST_POINTS = 1.0
+"""Smallest difference of two scores worth naming, in points."""
 ALPHA = 0.05
 MIN_OBSERVATIONS = 6  # with fewer a sign test cannot reach ALPHA at all
 CONSTANT = "nothing varies here: every draw gives one value, or none"
@@ -44,7 +49,8 @@ class Finding:
 
     The verdict is ``holds`` where the number's interval lies on the claimed side of a bound, ``contradicted``
     where it lies on the other, ``inconclusive`` where it contains the bound, and ``not testable`` where the
-    run says nothing about the claim.
+    run says nothing about the claim. The bound of an effect is the smallest one worth naming, not zero
+    (:data:`SMALLEST_SHARE`, :data:`SMALLEST_POINTS`).
 
     Attributes:
         kind: Whose claim it is: a paper's, or a control of ours.
@@ -54,6 +60,7 @@ class Finding:
         value: The number.
         ci_low: Lower end of its 95 % interval; NaN where it has none.
         ci_high: Upper end.
+        holds_if: Where the number must lie for the claim to hold, in words; empty for an exact claim.
         n: Observations behind it.
         p: Two-sided p of the claim's bound; NaN for an exact claim.
         p_holm: ``p`` adjusted within its family, see :func:`correct_findings`.
@@ -67,6 +74,7 @@ class Finding:
     value: float
     ci_low: float = math.nan
     ci_high: float = math.nan
+    holds_if: str = ""
     n: int
     p: float = math.nan
     p_holm: float = math.nan
@@ -167,6 +175,7 @@ class Finding:
         is_bound_itself = estimate.ci_low == estimate.ci_high in (low, high)
         p = math.nan if is_bound_itself else p_value(estimate, low, high)
         finding = cls.tested(is_inside, claim, statistic, estimate, p, note)
+        finding = replace(finding, holds_if=_describe_bounds(low, high))
         if is_inside or is_beyond or finding.verdict == "not testable":
             return finding
         # The interval as it is printed decides, whatever the last digit of p.
@@ -179,7 +188,7 @@ class Finding:
         claim: str,
         statistic: str,
         estimate: Estimate,
-        bound: float = 0.0,
+        bound: float,
         note: str = "",
     ) -> Self:
         """State the claim that a number lies above a bound; see :meth:`within`."""
@@ -192,7 +201,7 @@ class Finding:
         claim: str,
         statistic: str,
         estimate: Estimate,
-        bound: float = 0.0,
+        bound: float,
         note: str = "",
     ) -> Self:
         """State the claim that a number lies below a bound; see :meth:`within`."""
@@ -215,9 +224,23 @@ class Finding:
         notes = "; ".join(filter(None, [note, self.note]))
         return replace(self, verdict="not testable", p=math.nan, note=notes)
 
+    def inconclusive(self, note: str = "") -> Self:
+        """The same number, which decides nothing, as a tie does; the note, put before its own, says why."""
+        notes = "; ".join(filter(None, [note, self.note]))
+        return replace(self, verdict="inconclusive", note=notes)
+
     def control(self) -> Self:
         """The same finding as a control of ours, which no paper claims."""
         return replace(self, kind="control")
+
+
+def _describe_bounds(low: float, high: float) -> str:
+    """Where a number must lie to be between two bounds, one of which may be infinite, in words."""
+    if math.isinf(high):
+        return f"above {low:.3g}"
+    if math.isinf(low):
+        return f"below {high:.3g}"
+    return f"between {low:.3g} and {high:.3g}"
 
 
 @renamed_parameters(at="estimate")

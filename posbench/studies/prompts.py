@@ -27,7 +27,14 @@ from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Request, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
-from posbench.stats.findings import Finding, estimate, estimate_row, join_findings
+from posbench.stats.findings import (
+    SMALLEST_POINTS,
+    SMALLEST_SHARE,
+    Finding,
+    estimate,
+    estimate_row,
+    join_findings,
+)
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
@@ -41,6 +48,8 @@ CROP_LAYERS = (1, 7)
 RETRIEVAL_LAYERS = (15, 20)
 """Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
 MIN_LAYERS_FOR_SHARE = 16  # of fewer layers a share of the paper's says little
+BOUNDS = {"share": SMALLEST_SHARE, "point": SMALLEST_POINTS / 100}
+"""Names of the smallest effects worth naming in ``yu2025_claims.csv``; its scores lie between 0 and 1."""
 NO_ROPE_NOTE = "the model has no rotary embedding in attention that runs through the library's functions"
 
 
@@ -522,8 +531,8 @@ def judge_claims(
 ) -> list[Finding]:
     """Judge a study's claims of ``yu2025_claims.csv`` by a table of effects.
 
-    A claim holds where the interval of an effect, and that of ``also``, lies above a bound. A claim without its
-    effect is not testable.
+    A claim holds where the interval of an effect, and that of ``also``, lies on a side of a bound: a number or one of
+    :data:`BOUNDS`, as a share of the effect ``of`` if it has one. A claim without its effect is not testable.
 
     Args:
         table: Effects, see :func:`effects_table`.
@@ -533,7 +542,17 @@ def judge_claims(
         **words: Values of the placeholders in the statistics' names.
     """
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
-    columns = ("study", "kind", "effects", "claim", "statistic", "bound", "also")
+    columns = (
+        "study",
+        "kind",
+        "effects",
+        "claim",
+        "statistic",
+        "side",
+        "bound",
+        "of",
+        "also",
+    )
     claims = reference.read_table("yu2025_claims.csv", *columns)
     findings = []
     for claim in claims[claims["study"] == study].itertuples():
@@ -557,12 +576,15 @@ def _judged_claim(
         if effect in effects
     ]
     text = "; ".join(filter(None, [note, *quotes]))
-    bound = float(claim.bound or 0)
-    finding = Finding.above(claim.claim, statistic, effects[name], bound, text)
+    bound = BOUNDS[claim.bound] if claim.bound in BOUNDS else float(claim.bound)
+    if claim.of:
+        bound *= effects[claim.of].value
+    judge = Finding.below if claim.side == "below" else Finding.above
+    finding = judge(claim.claim, statistic, effects[name], bound, text)
     parts = [finding]
     if claim.also and claim.also != name:
         also = effects[claim.also]
-        parts.append(Finding.above(claim.claim, statistic, also, bound, text))
+        parts.append(judge(claim.claim, statistic, also, bound, text))
     return join_findings(parts, numbers_of=finding)
 
 

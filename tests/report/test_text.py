@@ -261,7 +261,7 @@ def _judged() -> pd.DataFrame:
         "inconclusive": (0, -1, 1),
     }
     found = [
-        Finding.above("A claim", f"statistic of {word}", Estimate(*numbers, 50))
+        Finding.above("A claim", f"statistic of {word}", Estimate(*numbers, 50), 0)
         for word, numbers in at.items()
     ]
     found += [
@@ -308,7 +308,7 @@ def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> Non
     assert holds.startswith(counts)
     assert_names(holds, "statistic of holds", "1.00 [0.50, 1.50]", "of two: 2")
     assert_names(contradicted, "statistic of contradicted", "-1.00 [-1.50, -0.50]")
-    unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50))
+    unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50), 0)
     said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.10 [-1.00, 1.00])."
     assert study_answer(findings.findings_table([unsure], "tiny")) == said
 

@@ -10,11 +10,13 @@ import pandas as pd
 import pytest
 from scipy.stats import norm
 
+from posbench.report import tables
 from posbench.stats import findings
 from posbench.stats.bootstrap import Z95, Estimate, difference, normal
 from posbench.stats.findings import (
     ALPHA,
     FINDING_COLUMNS,
+    SMALLEST_SHARE,
     Finding,
     correct_findings,
     holm,
@@ -43,8 +45,37 @@ def test_a_claim_holds_where_the_whole_interval_lies_on_its_side(
     assert Finding.below("c", "s", AT, bound).verdict == below
 
 
+@pytest.mark.parametrize("n", [10, 100, 10_000])
+def test_an_effect_too_small_to_name_never_holds_however_sure_it_is(n: int) -> None:
+    rng = np.random.default_rng(n)
+    sample = rng.normal(0.4 * SMALLEST_SHARE, 0.01, n)
+    finding = Finding.above("c", "s", normal(sample), SMALLEST_SHARE)
+    assert finding.ci_low > 0, "the sample tells it from zero"
+    assert finding.verdict == "contradicted"
+    larger = Finding.above("c", "s", normal(sample + SMALLEST_SHARE), SMALLEST_SHARE)
+    assert larger.verdict == "holds"
+
+
+def test_the_bound_stands_beside_the_verdict() -> None:
+    judged = [
+        Finding.above("c", "s", AT, 0.05),
+        Finding.below("c", "s", AT, -1.0),
+        Finding.within("c", "s", AT, -5, 5),
+        Finding.that(True, "c", "s", (1, 2)),
+    ]
+    words = [finding.holds_if for finding in judged]
+    assert words == ["above 0.05", "below -1", "between -5 and 5", ""]
+    header, rows = tables.findings_table(findings.findings_table(judged, "tiny"))
+    assert [row[header.index("holds if")] for row in rows] == words
+
+
+def test_a_tie_decides_nothing() -> None:
+    tie = Finding.that(False, "c", "s", (0.5, 4), "two of four").inconclusive("a tie")
+    assert tie.verdict == "inconclusive" and tie.note == "a tie; two of four"
+
+
 def test_a_number_keeps_its_interval_or_has_none() -> None:
-    found = Finding.above("claim", "points", AT, note="read this")
+    found = Finding.above("claim", "points", AT, 0, "read this")
     assert (found.value, found.ci_low, found.ci_high, found.n, found.note) == (
         *AT,
         "read this",
@@ -119,8 +150,8 @@ def test_an_interval_that_widens_never_gets_a_surer_verdict_and_p_says_what_the_
     ):
         at = Estimate(value, value - low, value + high, int(n))
         wide = Estimate(value, value - 2 * low, value + 3 * high, int(n))
-        narrow = Finding.above("c", "s", at)
-        wider = Finding.above("c", "s", wide)
+        narrow = Finding.above("c", "s", at, 0)
+        wider = Finding.above("c", "s", wide, 0)
         assert wider.verdict in (narrow.verdict, "inconclusive") and wider.p >= narrow.p
         assert (at.ci_low > 0 or at.ci_high < 0) == (
             p_value(at) < ALPHA or p_value(at, low=0) < ALPHA
@@ -154,7 +185,7 @@ def test_an_interval_that_widens_never_gets_a_surer_verdict_and_p_says_what_the_
 def test_what_the_data_cannot_say_is_not_testable(
     at: tuple[float, ...], verdict: str
 ) -> None:
-    found = Finding.above("c", "s", Estimate(*at))
+    found = Finding.above("c", "s", Estimate(*at), 0)
     assert found.verdict == verdict and math.isnan(found.p) == (
         verdict == "not testable"
     )
@@ -207,10 +238,10 @@ def test_a_verdict_rests_on_the_adjusted_p_and_controls_are_a_family_of_their_ow
     None
 ):
     barely = [
-        Finding.above(f"{i}", "s", Estimate(2.1, 2.1 - 1.96, 2.1 + 1.96, 50))
+        Finding.above(f"{i}", "s", Estimate(2.1, 2.1 - 1.96, 2.1 + 1.96, 50), 0)
         for i in range(3)
     ]
-    clear = Finding.below("x", "s", Estimate(9, 8, 10, 50))
+    clear = Finding.below("x", "s", Estimate(9, 8, 10, 50), 0)
     alone, *rest = correct_findings([barely[0].control(), *barely, clear])
     assert alone.verdict == "holds" and alone.p_holm == alone.p
     assert [each.verdict for each in rest] == ["inconclusive"] * 3 + ["contradicted"]
@@ -225,7 +256,7 @@ def test_of_claims_that_are_all_at_their_bound_one_in_twenty_families_is_wrong()
     alone = 0
     for _ in range(families):
         values = rng.normal(0, 1, (8, 60))
-        family = [Finding.above("c", "s", normal(each)) for each in values]
+        family = [Finding.above("c", "s", normal(each), 0) for each in values]
         alone += any(each.verdict != "inconclusive" for each in family)
         wrong += any(
             each.verdict != "inconclusive" for each in correct_findings(family)
@@ -236,13 +267,13 @@ def test_of_claims_that_are_all_at_their_bound_one_in_twenty_families_is_wrong()
     )
     clusters = [str(i) for i in range(40)]
     drawn = [rng.integers(-1, 2, 40) for _ in range(60)]
-    family = [Finding.above("c", "s", difference(each, clusters)) for each in drawn]
+    family = [Finding.above("c", "s", difference(each, clusters), 0) for each in drawn]
     assert sum(each.verdict == "holds" for each in correct_findings(family)) <= 1
 
 
 def test_a_claim_of_several_parts_holds_where_all_do() -> None:
     high, low, wide = (
-        Finding.above("c", "s", Estimate(*at, 50))
+        Finding.above("c", "s", Estimate(*at, 50), 0)
         for at in ((2, 1, 3), (-2, -3, -1), (0.5, -1, 2))
     )
     silent = Finding.untestable("c", "s", "no")
@@ -259,7 +290,7 @@ def test_a_claim_of_several_parts_holds_where_all_do() -> None:
     )
     assert join_findings([high, silent]).verdict == "not testable"
     # Of many parts one falls barely by chance.
-    barely = Finding.above("c", "s", Estimate(-2, -2 - 1.96, -2 + 1.96, 50))
+    barely = Finding.above("c", "s", Estimate(-2, -2 - 1.96, -2 + 1.96, 50), 0)
     assert (
         barely.verdict == "contradicted"
         and join_findings([barely, *[high] * 5]).verdict == "inconclusive"

@@ -24,7 +24,7 @@ from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, estimate, join_findings
+from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, join_findings
 from posbench.studies.base import Tables
 from posbench.studies.behind_rope.maps import (
     long_table,
@@ -163,8 +163,15 @@ def _rising_panels(facts: pd.DataFrame) -> list[Finding]:
         rank = facts["rising"][panel]
         note = f"rank correlation of product and key {rank:.2f}, mean over queries"
         near = estimate(facts.loc[panel], "near")
-        findings.append(Finding.above(claim, NEAR_KEYS, near, note=note))
+        bound = _smallest_product(facts, panel)
+        findings.append(Finding.above(claim, NEAR_KEYS, near, bound, note))
     return findings
+
+
+def _smallest_product(facts: pd.DataFrame, panel: str) -> float:
+    """Smallest difference of two products worth naming: a share of the panel's range, without its tails."""
+    row = facts.loc[panel]
+    return float(SMALLEST_SHARE * (row["score_high"] - row["score_low"]))
 
 
 def _pattern_turns(facts: pd.DataFrame) -> Finding:
@@ -173,8 +180,11 @@ def _pattern_turns(facts: pd.DataFrame) -> Finding:
     statistic = f"(g): {NEAR_KEYS}"
     output = estimate(facts.loc["g"], "near")
     normed = estimate(facts.loc["h"], "near")
-    turned = Finding.below(claim, statistic, output, note=f"(h): {normed.words}")
-    turned_back = Finding.above(claim, statistic, normed)
+    note = f"(h): {normed.words}"
+    bound = -_smallest_product(facts, "g")
+    turned = Finding.below(claim, statistic, output, bound, note)
+    bound = _smallest_product(facts, "h")
+    turned_back = Finding.above(claim, statistic, normed, bound)
     return join_findings([turned, turned_back], numbers_of=turned)
 
 

@@ -21,7 +21,7 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Seed, Several
-from posbench.stats.findings import Finding, estimate, join_findings
+from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, join_findings
 from posbench.studies.base import Study, Tables
 from posbench.studies.behind_rope.maps import (
     long_table,
@@ -203,7 +203,9 @@ def _near_keys(first: pd.Series, later: pd.DataFrame) -> Finding:
         f"later layers with an interval above 0: {above}, below: {below}, of {len(later)}; "
         f"first: {estimate(first, 'near').words}"
     )
-    return Finding.above(claim, statistic, estimate(later.iloc[0], "near"), note=note)
+    # Scores are logarithms of weights: a difference of 0.05 changes a weight by 5 %.
+    near = estimate(later.iloc[0], "near")
+    return Finding.above(claim, statistic, near, SMALLEST_SHARE, note)
 
 
 def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
@@ -229,8 +231,10 @@ def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
 
 def _differs_from_0(claim: str, statistic: str, layer: pd.Series, note: str) -> Finding:
     """Whether a layer's shift differs from 0, on either side."""
-    side = Finding.above if layer["shift"] > 0 else Finding.below
-    return side(claim, statistic, estimate(layer, "shift"), note=note)
+    shift = estimate(layer, "shift")
+    if shift.value > 0:
+        return Finding.above(claim, statistic, shift, SMALLEST_SHARE, note)
+    return Finding.below(claim, statistic, shift, -SMALLEST_SHARE, note)
 
 
 def _normalised_size(later: pd.DataFrame) -> Finding:

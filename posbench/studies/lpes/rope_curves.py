@@ -17,7 +17,13 @@ from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
 from posbench.schema import Count, Several
 from posbench.stats.bootstrap import difference
-from posbench.stats.findings import Finding, estimate, estimate_row, join_findings
+from posbench.stats.findings import (
+    SMALLEST_SHARE,
+    Finding,
+    estimate,
+    estimate_row,
+    join_findings,
+)
 from posbench.studies.base import Study, Tables
 from posbench.tasks import Example
 from posbench.theory.waves import rope_decay_bound, rope_wave
@@ -158,10 +164,12 @@ class RopeCurves(Study):
         note = f"mean over layers by scale: {means}; {table['n'].iloc[0]} prompts; judged by each step"
         share_and_count = (is_rising.mean(), len(is_rising))
         summary = Finding.that(True, claim, statistic, share_and_count, note)
-        steps = [
-            Finding.above(claim, statistic, estimate(row, "change"))
-            for row in table[table["scale"] > min(SCALES)].to_dict("records")
-        ]
+        steps = []
+        for row in table[table["scale"] > min(SCALES)].to_dict("records"):
+            before = row["attention"] - row["change"]
+            change = estimate(row, "change")
+            bound = SMALLEST_SHARE * before
+            steps.append(Finding.above(claim, statistic, change, bound))
         return [join_findings(steps, numbers_of=summary)]
 
 

@@ -17,7 +17,7 @@ from posbench.run.base import Run
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import Finding, estimate, estimate_row
+from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, estimate_row
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
@@ -87,11 +87,14 @@ class Rollout(Study):
             first = shares[metric, 0]
             statistic = f"share of {entities} with the first token a sink, minus the strongest other"
             note = f"first token: {first:.3f}, strongest other of the first half: {first - lead.value:.3f}"
-            findings.append(Finding.above(claim, statistic, lead, note=note))
+            findings.append(Finding.above(claim, statistic, lead, SMALLEST_SHARE, note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"
         for kind in RESIDUAL_SHARES:
-            findings.append(Finding.above(claim, f"{statistic}, {kind}", changes[kind]))
+            finding = Finding.above(
+                claim, f"{statistic}, {kind}", changes[kind], SMALLEST_SHARE
+            )
+            findings.append(finding)
         return findings
 
 

@@ -23,7 +23,12 @@ from posbench.schema import Seed
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.findings import Finding, estimate, estimate_columns
+from posbench.stats.findings import (
+    SMALLEST_POINTS,
+    Finding,
+    estimate,
+    estimate_columns,
+)
 from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrast_columns
@@ -41,12 +46,12 @@ TWO = "top-2 channels"
 NO_MONOTONICITY = "without monotonicity"
 NO_SMOOTHNESS = "without smoothness"
 CLAIMS = {
-    NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
-    NO_SMOOTHNESS: "without the filter by smoothness performance may decline",
-    "without validation": "without the validation set performance declines more",
-    TWO: "with two channels most models lose",
-    "last 16 tokens": "with the last 16 tokens most models lose",
-    "all tokens": "with all tokens most models lose",
+    NO_MONOTONICITY: "without the filter by monotonicity the average falls",
+    NO_SMOOTHNESS: "without the filter by smoothness the average falls",
+    "without validation": "without the validation set the average falls",
+    TWO: "with two channels the average falls",
+    "last 16 tokens": "with the last 16 tokens the average falls",
+    "all tokens": "with all tokens the average falls",
 }
 
 
@@ -205,7 +210,11 @@ class Ablations(Study):
         full_setting = _setting_text(full)
         claim = "The method raises the average (Yu et al. 2025, Tables 1 and 6)"
         statistic = "full method minus unmodified, points"
-        findings = [Finding.above(claim, statistic, estimate(full, "gain", 100))]
+        findings = [
+            Finding.above(
+                claim, statistic, estimate(full, "gain", 100), SMALLEST_POINTS
+            )
+        ]
         claims = {
             name: f"{claim} (Yu et al. 2025, Table 6)" for name, claim in CLAIMS.items()
         }
@@ -223,7 +232,7 @@ class Ablations(Study):
                 note = "it chooses what the full method chooses"
             elif change.ci_low > 0:
                 note = "better than the full method"
-            finding = Finding.below(claim, statistic, change, note=note)
+            finding = Finding.below(claim, statistic, change, -SMALLEST_POINTS, note)
             if name == CONTROL:
                 finding = finding.control()
             findings.append(finding)

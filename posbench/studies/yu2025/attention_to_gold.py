@@ -25,7 +25,13 @@ from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
 from posbench.stats.correlation import permutation_p, spearman
-from posbench.stats.findings import Finding, estimate, estimate_row, join_findings
+from posbench.stats.findings import (
+    SMALLEST_SHARE,
+    Finding,
+    estimate,
+    estimate_row,
+    join_findings,
+)
 from posbench.stats.position_bias import dip_from_rows, position_curves
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
@@ -53,6 +59,10 @@ DEEP = (
     f"The layers that follow the gold item are the deep ones ({SOURCE}, Appendix F)",
     "share of pairs of a retrieval-related and another layer in which the former is the deeper one",
 )
+PART = (
+    "Only a part of the heads of a retrieval-related layer follows the gold item (Yu et al. 2025, Figure 13)",
+    "share of the layer's heads that are retrieval-related",
+)
 LINK = (
     f"Attention to the gold item in the retrieval-related layers follows the position bias ({SOURCE})",
     "Spearman correlation over the gold positions of attention and score",
@@ -74,8 +84,8 @@ class AttentionToGold(Study):
     The retrieval score of a layer or head is the share of examples in which it gives the gold item the
     largest weight of all items, minus the share that is left when gold positions are shuffled: 0 for one that
     looks at one place (a vertical line in Figure 2a), near 1 for one that always finds the gold item (the
-    diagonal of Figure 2b). A retrieval-related layer or head also exceeds the largest score of any under
-    shuffled positions (95 %).
+    diagonal of Figure 2b). That of a retrieval-related layer or head is worth naming (``least``), and exceeds the
+    largest score of any under shuffled positions (95 %).
 
     Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the
     retrieval-related layers by eye (15 to 20 of Mistral-7B).
@@ -87,8 +97,8 @@ class AttentionToGold(Study):
         head_layer: Layer whose heads are drawn (Figure 13: 15); None is the layer with the best score.
         least: Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say,
             leaves out those that find the gold item at the two ends of the prompt alone.
-        show: Figures to draw: layers (2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths
-            (2c).
+        show: Figures to draw, and claims to judge: layers (2a, 2b, 12), scores of heads, heads of one layer (13),
+            curves, lengths (2c).
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"pairs": "items"}
@@ -97,7 +107,7 @@ class AttentionToGold(Study):
     items: tuple[int, ...] | None = None
     layers: tuple[int, ...] | None = None
     head_layer: int | None = None
-    least: float = 0.0
+    least: float = SMALLEST_SHARE
     show: Annotated[tuple[View, ...], MinLen(1)] = get_args(View)
 
     def check(self, run: Run) -> None:
@@ -287,15 +297,26 @@ class AttentionToGold(Study):
         examples = tables["examples"]
         num_items = tables["maps"]["item"].max() + 1
         examples_of_task = examples[examples["items"] == num_items]
-        findings = _layer_findings(layers, tables["heads"])
+        findings = []
+        if {"maps", "heads"} & set(self.show):
+            findings += _layer_findings(layers, tables["heads"], self.least)
+        if "head_maps" in self.show:
+            findings.append(_part_finding(tables))
+        claims = []
+        if "gold" in self.show:
+            claims += [LINK, DIP]
+        if "lengths" in self.show:
+            claims.append(LENGTH)
         if self.layers is None and not layers["retrieval"].any():
             note = "no layer is retrieval-related: study.layers=[...] names some"
-            for claim in (LINK, DIP, LENGTH):
+            for claim in claims:
                 finding = Finding.untestable(*claim, note, len(examples_of_task))
                 findings.append(finding)
             return findings
-        findings += _position_findings(examples_of_task, tables)
-        findings.append(_length_finding(examples))
+        if "gold" in self.show:
+            findings += _position_findings(examples_of_task, tables)
+        if "lengths" in self.show:
+            findings.append(_length_finding(examples))
         return findings
 
 
@@ -310,7 +331,9 @@ def _attention_rows(
     ]
 
 
-def _layer_findings(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
+def _layer_findings(
+    layers: pd.DataFrame, heads: pd.DataFrame, least: float
+) -> list[Finding]:
     """Whether some layer follows the gold item, and whether such layers lie deeper than the others."""
     is_related = layers["retrieval"]
     related = layers.loc[is_related, "layer"].to_numpy()
@@ -326,6 +349,7 @@ def _layer_findings(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
     if len(related):
         p = min(2 * best["p"], 1.0)  # the permutation test has one side
     follow = Finding.tested(True, *FOLLOW, estimate(best, "score"), p, note)
+    follow = replace(follow, holds_if=f"above {least:.3g}")
 
     note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}; no interval: one model"
     is_deeper = np.subtract.outer(related, unrelated) > 0
@@ -333,7 +357,23 @@ def _layer_findings(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
         return [follow, Finding.untestable(*DEEP, note)]
     share = is_deeper.mean()
     deep = Finding.that(share > 0.5, *DEEP, (share, is_deeper.size), note)
+    deep = replace(deep, holds_if=f"above {0.5 + SMALLEST_SHARE:.3g}")
+    if abs(share - 0.5) <= SMALLEST_SHARE:
+        deep = deep.inconclusive("as many pairs speak for it as against it")
     return [follow, deep]
+
+
+def _part_finding(tables: Tables) -> Finding:
+    """Whether some heads of the drawn layer follow the gold item, and some do not."""
+    layer = tables["head_maps"]["layer"].iloc[0]
+    heads = tables["heads"]
+    of_layer = heads.loc[heads["layer"] == layer, "retrieval"]
+    share = of_layer.mean()
+    note = f"layer {layer}: {of_layer.sum()} of {len(of_layer)} heads; no interval: one model"
+    if not of_layer.any():
+        return Finding.untestable(*PART, f"none follows it; {note}", len(of_layer))
+    finding = Finding.that(share < 1, *PART, (share, len(of_layer)), note)
+    return replace(finding, holds_if="below 1")
 
 
 def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
@@ -364,12 +404,13 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
         spearman(attention_draws, score_draws), examples["cluster"].nunique()
     )
     rho = float(spearman(attention, score))
-    link = Finding.above(*LINK, Estimate(rho, low, high, len(examples)), note=note)
+    correlation = Estimate(rho, low, high, len(examples))
+    link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note)
 
     dip, _ = dip_from_rows(examples, "attention", RESAMPLES)
     score_dip, _ = dip_from_rows(examples, "score", RESAMPLES)
     note = f"the same of the score: {score_dip.value:.2f} [{score_dip.ci_low:.2f}, {score_dip.ci_high:.2f}]"
-    return [link, Finding.above(*DIP, dip, note=note)]
+    return [link, Finding.above(*DIP, dip, SMALLEST_SHARE, note)]
 
 
 def _length_finding(examples: pd.DataFrame) -> Finding:
@@ -409,7 +450,7 @@ def _length_finding(examples: pd.DataFrame) -> Finding:
     steps = []
     for value, step_draws in zip(growth, growth_draws, strict=True):
         step = bootstrap.percentile(value, step_draws, n, num_questions)
-        steps.append(Finding.above(*LENGTH, step, note=note))
+        steps.append(Finding.above(*LENGTH, step, SMALLEST_SHARE, note))
     return join_findings(steps)
 
 

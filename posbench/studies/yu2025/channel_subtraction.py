@@ -301,6 +301,8 @@ def _effects(
         scores[kind_and_item] = shared.values_and_clusters(rows, "score")
     effects: dict[str, Estimate] = {}
     for role, item in items.items():
+        level = bootstrap.mean(*attention[UNMODIFIED, item])
+        effects[f"{role}_unmodified"] = level
         changed = (role, item)
         unmodified = (UNMODIFIED, item)
         control = (f"{role}_control", item)

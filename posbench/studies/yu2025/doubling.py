@@ -18,7 +18,7 @@ from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses
 from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
-from posbench.stats.findings import Finding, estimate
+from posbench.stats.findings import SMALLEST_POINTS, Finding, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
@@ -190,7 +190,7 @@ class Doubling(Study):
                 scores,
                 "gold",
                 UNMODIFIED,
-                f"Accuracy depends on attention to the gold item ({SOURCE}), at every position",
+                f"Accuracy depends on attention to the gold item ({SOURCE})",
                 f"score with the weight of the gold item {change}",
             ),
             _finding(
@@ -233,7 +233,7 @@ def _finding(
     )
     if mode == "other":
         return Finding.below(claim, statistic, points, MAX_CONTROL_GAIN, note)
-    return Finding.above(claim, statistic, points, note=note)
+    return Finding.above(claim, statistic, points, SMALLEST_POINTS, note)
 
 
 @plot.styled

@@ -316,6 +316,9 @@ def _effects(changes: Changes, variants: Sequence[str], resamples: int) -> pd.Da
             lambda means: means["crop"] - np.abs(means["shift"]),
             resamples=resamples,
         )
+        effects["shift_size"] = bootstrap.statistic(
+            groups, lambda means: np.abs(means["shift"]), resamples=resamples
+        )
     return shared.effects_table(effects)
 
 

@@ -20,7 +20,14 @@ from posbench.schema import Count, Seed
 from posbench.search.base import Search
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate
-from posbench.stats.findings import Finding, estimate, estimate_columns, estimate_row
+from posbench.stats.findings import (
+    SMALLEST_POINTS,
+    SMALLEST_SHARE,
+    Finding,
+    estimate,
+    estimate_columns,
+    estimate_row,
+)
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import LayerRange, Prompts, check_prompts
 from posbench.studies.yu2025.ablations import (
@@ -140,7 +147,9 @@ class LayerSelection(Study):
         claim = "Searching the layers improves on the published range"
         statistic = "best minus published range, points of the score"
         note = f"layers {' against '.join(ranges)}"
-        findings = [Finding.above(claim, statistic, gain, note=note).control()]
+        findings = [
+            Finding.above(claim, statistic, gain, SMALLEST_POINTS, note).control()
+        ]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
             "published": f"The layers to scale are more likely to be retrieval-related ({SOURCE})",
@@ -154,7 +163,7 @@ class LayerSelection(Study):
                     claim, statistic, "all layers", retrieval.n
                 )
             else:
-                finding = Finding.above(claim, statistic, retrieval)
+                finding = Finding.above(claim, statistic, retrieval, SMALLEST_SHARE)
             if name == "best":
                 finding = finding.control()
             findings.append(finding)
@@ -162,14 +171,16 @@ class LayerSelection(Study):
             edge = row["edge"]
             claim = f"Scaling the {edge} layers, too, does harm ({SOURCE})"
             statistic = f"calibration loss of ranges with the {edge} layers minus without, nats per token"
-            findings.append(Finding.above(claim, statistic, estimate(row, "change")))
+            change = estimate(row, "change")
+            findings.append(Finding.above(claim, statistic, change, SMALLEST_SHARE))
         if CONTROL in settings.index:
             # Minus the difference, so that its ends change places.
             value, low, high, n = estimate(settings.loc[CONTROL], "difference", -100)
             loss = Estimate(value, high, low, n)
             claim = "Control: a random channel with the best of its ranges stays below the published setting"
             statistic = "published range minus control, points of the score"
-            findings.append(Finding.above(claim, statistic, loss).control())
+            finding = Finding.above(claim, statistic, loss, SMALLEST_POINTS)
+            findings.append(finding.control())
         return findings
 
 

@@ -26,7 +26,7 @@ from posbench.search.base import STATE_FILE
 from posbench.search.channel import ChannelSearch
 from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, estimate, estimate_row
+from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, estimate_row
 from posbench.studies.base import Study, Tables
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
@@ -319,7 +319,9 @@ class PositionalChannels(Study):
         )
         statistic = "share of channels that pass, minus the share that pass with shuffled positions"
         gain = difference_of_shares(passing, passing_shuffled, count)
-        findings.append(Finding.above(FILTER, statistic, gain, note=note).control())
+        findings.append(
+            Finding.above(FILTER, statistic, gain, SMALLEST_SHARE, note).control()
+        )
         findings.append(self._start_finding(layers))
         return findings
 

@@ -347,6 +347,73 @@ def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
     assert row[5] == 1 and row.drop(5).max() == 0
 
 
+def test_a_layer_that_follows_too_rarely_to_name_is_not_related() -> None:
+    rng = np.random.default_rng(2)
+    gold = np.repeat([0, 5, 11], 3000)
+    follows = rng.random((9000, 2)) < (0.9, 0.04)
+    largest = np.where(follows, gold[:, None], rng.integers(0, 12, (9000, 2)))
+    ones = np.ones((9000, 2))
+    ids = [str(i) for i in range(9000)]
+    found = retrieval_scores(largest, ones, ones, gold, ids, AttentionToGold().least)
+    assert found["p"].max() < 0.01 and found["score_ci_low"].min() > 0
+    assert found["retrieval"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("related", "verdict"),
+    [
+        ([2, 3], "holds"),
+        ([0], "contradicted"),
+        ([1, 2], "inconclusive"),  # as many pairs for as against
+        ([], "not testable"),
+    ],
+)
+def test_deep_layers_that_follow_and_a_tie(related: list[int], verdict: str) -> None:
+    layers = pd.DataFrame(
+        {
+            "layer": range(4),
+            "retrieval": [layer in related for layer in range(4)],
+            "threshold": 0.02,
+            "vertical": 0.9,
+            "p": 0.001,
+            "n": 900,
+        }
+    )
+    score = layers["retrieval"] * 0.8
+    layers = layers.assign(
+        score=score, score_ci_low=score - 0.01, score_ci_high=score + 0.01
+    )
+    examples = pd.DataFrame({"items": [8, 8]})
+    maps = pd.DataFrame({"item": range(8)})
+    heads = pd.DataFrame({"retrieval": [True, True, False]})
+    tables = {"layers": layers, "heads": heads, "maps": maps, "examples": examples}
+    follow, deep = AttentionToGold(show=("maps",)).findings(tables)
+    assert deep.verdict == verdict
+    assert follow.verdict == ("holds" if related else "inconclusive")
+
+
+@pytest.mark.parametrize(
+    ("related", "verdict"),
+    [(1, "holds"), (3, "contradicted"), (0, "not testable")],
+)
+def test_figure_13_says_that_a_part_of_the_heads_follows(
+    related: int, verdict: str
+) -> None:
+    heads = pd.DataFrame(
+        {"layer": [0, 0, 1, 1, 1], "retrieval": [False] * 2 + [True] * 3}
+    )
+    heads.loc[2 + related :, "retrieval"] = False
+    tables = {
+        "layers": pd.DataFrame({"retrieval": [True]}),
+        "heads": heads,
+        "head_maps": pd.DataFrame({"layer": [1]}),
+        "maps": pd.DataFrame({"item": range(8)}),
+        "examples": pd.DataFrame({"items": [8, 8]}),
+    }
+    (part,) = AttentionToGold(show=("head_maps",)).findings(tables)
+    assert part.verdict == verdict and part.n == 3
+
+
 def test_statistics_over_gold_positions() -> None:
     rng = np.random.default_rng(2)
     x = rng.random((5, 9))
@@ -595,7 +662,8 @@ def _with_dips(dips: list[float], noise: float) -> pd.DataFrame:
     ("dips", "noise", "verdict"),
     [
         ([0.17, 0.41, 0.23], 0.02, "contradicted"),  # a line through these rises
-        ([0.17, 0.41, 0.41], 0.1, "inconclusive"),
+        ([0.17, 0.41, 0.46], 0.1, "inconclusive"),
+        ([0.17, 0.41, 0.43], 0.02, "contradicted"),  # it grows too little to name
         ([0.1, 0.25, 0.4], 0.02, "holds"),
         ([0.1, 0.25, 0.4], 2.0, "inconclusive"),
     ],
