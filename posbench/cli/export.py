@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -21,12 +21,12 @@ from posbench.errors import UserError
 from posbench.export import base, write
 from posbench.export.write import CardFacts
 from posbench.files import sources
-from posbench.files.digests import file_sha256, read_contents
+from posbench.files.digests import Content, file_sha256, read_contents
 from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
-from posbench.pipeline.identity import need_same_contents
+from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
 from posbench.report.folder import read_csv, read_json, read_text
@@ -97,6 +97,7 @@ def export(args: list[str]) -> int:
         price = write.folding_price(run, requested, method)
     if price:
         console.print(Text(price), soft_wrap=True)
+    contents = read_contents([config.model.checkpoint])
     facts = CardFacts(
         command=shlex.join(["posbench", "export", *args]),
         raw=_raw_to_record(config, fix),
@@ -105,10 +106,8 @@ def export(args: list[str]) -> int:
         is_fix=origin.verdict is not None and origin.verdict.name == FIXED,
         gain=origin.gain,
         price=price,
-        effects=write.side_effects(
-            outputs, run.model.name, run.task.name, asdict(requested)
-        ),
-        base=[content.fact for content in read_contents([config.model.checkpoint])],
+        effects=_side_effects(outputs, run, contents, requested, method),
+        base=[content.fact for content in contents],
         versions=_versions("torch", "transformers", form.package),
     )
     prompts = write.comparison_prompts(run)
@@ -291,6 +290,36 @@ def _method_to_write(
             "--exact", form.name, allowed, "set --to transformers, or leave out --exact"
         )
     return twin
+
+
+def _side_effects(
+    outputs: Path,
+    run: Run,
+    contents: Sequence[Content],
+    requested: Method,
+    written: Method,
+) -> list[list[str]]:
+    """What runs of other tasks measured, see :func:`posbench.export.write.side_effects`.
+
+    Args:
+        outputs: Folder of runs.
+        run: Model, task and method.
+        contents: The files of the model.
+        requested: The method that was asked for.
+        written: The method that the files hold, the same or its twin.
+    """
+    weights = fingerprint(contents)
+    name = run.method.choice.name
+
+    def effects(method: Method) -> list[list[str]]:
+        constants = {"name": name, **asdict(method)}
+        return write.side_effects(outputs, weights, run.task.name, constants)
+
+    rows = effects(written)
+    if written != requested:
+        for task, points, n in effects(requested):
+            rows.append([f"{task} (before folding)", points, n])
+    return rows
 
 
 def _fix(run: Run, method: Method) -> base.Fix:

@@ -118,7 +118,8 @@ USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_re
 
 
 LAST_TOKEN_USAGE = """- The last token of a prompt is treated apart: a whole prompt goes in one call, padded on the
-  left. So no `prefill_chunk_size`, no prompt that goes on from a filled cache, no `--continuous-batching`.
+  left. A prompt that goes on from a filled cache, or with `prefill_chunk_size`, is refused; no
+  `--continuous-batching`.
 """
 
 

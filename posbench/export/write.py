@@ -24,7 +24,7 @@ from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.report.folder import need_destination, read_csv, read_json
 from posbench.run.base import Run
-from posbench.run.folder import runs_in
+from posbench.run.folder import PROVENANCE, runs_in
 from posbench.stats.bootstrap import paired, with_interval
 from posbench.stats.frames import rows_over_all_positions
 from posbench.tasks import Example
@@ -141,15 +141,16 @@ def _answer_losses(
 
 
 def side_effects(
-    outputs: Path, model: str, task: str, method: Mapping[str, Any]
+    outputs: Path, weights: str, task: str, method: Mapping[str, Any]
 ) -> list[list[str]]:
-    """What the same constants did to other tasks, from runs of the same model.
+    """What the same method did to other tasks, from runs with the same weights.
 
     Args:
         outputs: Folder of runs, which may not exist.
-        model: Name of the model.
+        weights: Digest of the checkpoint, as the identity of a run has it: another
+            checkpoint may have the same name.
         task: Name of the task that is left out.
-        method: Fields of the method.
+        method: Name and fields of the method.
 
     Returns:
         Rows of task, difference from the unmodified model in points, and n.
@@ -157,22 +158,34 @@ def side_effects(
     rows: list[list[str]] = []
     if not outputs.is_dir():
         return rows
+    constants = _as_recorded(method)
     for folder in runs_in(outputs):
-        run_method = read_json(folder / "method.json")
+        recorded = _as_recorded(read_json(folder / "method.json") or {})
         metrics = read_csv(folder / "metrics.csv")
-        if run_method is None or metrics is None:
+        if not recorded or metrics is None:
             continue
-        if {key: run_method.get(key) for key in method} != dict(method):
+        if {key: recorded.get(key) for key in constants} != constants:
             continue
-        is_side_effect = (metrics["model"] == model) & (metrics["task"] != task)
-        for row in rows_over_all_positions(
-            metrics[is_side_effect], "difference"
-        ).itertuples():
+        identity = (read_json(folder / PROVENANCE) or {}).get("identity", {})
+        if identity.get("weights") != weights:
+            continue
+        other_tasks = metrics[metrics["task"] != task]
+        for row in rows_over_all_positions(other_tasks, "difference").itertuples():
             points = with_interval(
                 100 * row.value, 100 * row.ci_low, 100 * row.ci_high, "+z.1f"
             )
             rows.append([str(row.task), points, str(row.n)])
     return rows
+
+
+def _as_recorded(value: Any) -> Any:
+    """A method's parameters in one form: JSON's lists, and a single value without its list."""
+    if isinstance(value, Mapping):
+        return {key: _as_recorded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        entries = [_as_recorded(entry) for entry in value]
+        return entries[0] if len(entries) == 1 else entries
+    return value
 
 
 def write(

@@ -177,17 +177,81 @@ def test_files_that_do_not_do_it_are_removed(
     assert not list(tmp_path.iterdir())
 
 
-def test_side_effects_of_the_same_constants_are_told(
-    run: Path, posbench: Callable[..., Result], outputs: Path, tmp_path: Path
-) -> None:
-    from posbench.export.write import side_effects
+CONSTANTS = [
+    "method=scale_channel",
+    "method.channel=3",
+    "method.factor=-0.5",
+    "method.layers=[1,2]",
+    "runtime.resamples=100",
+]
+WORDS = f"task.path={Path(__file__).parents[1] / 'data' / 'own' / 'words.jsonl'}"
 
-    ran = json.loads((run / "method.json").read_text())
-    ran.pop("source", None)
-    assert side_effects(outputs, "random", "kv_retrieval", ran) == []
-    ((task, told, n),) = side_effects(outputs, "random", "another", ran)
-    assert task == "kv_retrieval" and "[" in told and int(n) == 36
-    assert side_effects(outputs, "random", "another", {**ran, "factor": 7.5}) == []
+
+def effects_on_card(folder: Path) -> list[str]:
+    """The tasks under the side effects of a model card."""
+    _, _, section = (folder / CARD).read_text().partition("## Side effects")
+    section, _, _ = section.partition("## Made by")
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    return [cells[1].strip() for cells in rows[2:]]
+
+
+@pytest.fixture
+def side_effect_runs(
+    checkpoint: Path, posbench: Callable[..., Result], tmp_path: Path
+) -> list[str]:
+    """Arguments of a model that has runs of other tasks, beside runs that are not its own."""
+    model = ["model=tiny", f"model.path={checkpoint}"]
+    # Another checkpoint under the same name.
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"] *= 1.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    runs = {
+        "side": [*model, *CONSTANTS],
+        "folded": [*model, *CONSTANTS, "method.last=all"],
+        "other_factor": [*model, *CONSTANTS, "method.factor=0.5"],
+        "other_weights": ["model=tiny", f"model.path={other}", *CONSTANTS],
+    }
+    for name, call in runs.items():
+        task = ["task=own_data", f"task.name={name}", WORDS]
+        result = posbench(*call, *task, "stages=[evaluate]")
+        assert result.status == 0, result.err
+    return model
+
+
+def test_a_card_lists_the_side_effects_of_the_same_method_on_the_same_weights(
+    side_effect_runs: list[str],
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+) -> None:
+    call = ["export", *side_effect_runs, *CONSTANTS, *SMALL]
+    call += ["task.pairs=8", "task.calibration_pairs=8"]
+    out = tmp_path / "fix"
+    end = ["--out", str(out), "--outputs", str(outputs)]
+    written = posbench(*call, "--to", "checkpoint", *end, verb=True)
+    assert written.status == 0, written.err
+    # The files hold the method for all tokens; the side task was asked with that for the last one.
+    assert effects_on_card(out) == ["folded", "side (before folding)"]
+
+
+def test_the_unmodified_model_has_no_side_effects(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    call = ["export", "model=tiny", "method=none", *SMALL, "--to", "gguf"]
+    # A run of the same weights under a method.
+    task = ["task=own_data", WORDS, "stages=[evaluate]", "runtime.resamples=100"]
+    assert posbench("model=tiny", "method=scale_channel", *task).status == 0
+    out = tmp_path / "base"
+    end = ["--out", str(out), "--outputs", str(outputs)]
+    written = posbench(*call, *end, verb=True)
+    assert written.status == 0, written.err
+    assert effects_on_card(out) == []
 
 
 def test_other_weights_are_named(

@@ -247,6 +247,58 @@ def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> 
             )
 
 
+@pytest.mark.parametrize("what", ["last token", "last three"])
+def test_a_prompt_in_several_calls_is_refused(
+    served: Callable[[Path], Any], what: str, tmp_path: Path
+) -> None:
+    """Which tokens of a prompt are its last ones shows only at its end."""
+    lm = load(build("llama-gqa"))
+    model = served(export(lm, METHODS[what], tmp_path / "out"))
+    ids = torch.tensor([PROMPTS[0]])
+    whole = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    one_call = "filled cache.* one call"
+    cache = model(ids[:, :30]).past_key_values
+    with pytest.raises(ValueError, match=one_call):
+        model(ids[:, 30:], past_key_values=cache)
+    for length in (30, 39):
+        cache = model(ids[:, :length]).past_key_values
+        with pytest.raises(ValueError, match=one_call):
+            model.generate(**whole, past_key_values=cache, max_new_tokens=2)
+        with pytest.raises(ValueError, match=one_call):
+            model.generate(**whole, prefill_chunk_size=length, max_new_tokens=2)
+
+
+def test_where_all_tokens_are_scaled_a_prompt_may_come_in_several_calls(
+    served: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    lm = load(build("llama-gqa"))
+    method = METHODS["all tokens"]
+    model = served(export(lm, method, tmp_path / "out"))
+    ids = torch.tensor([PROMPTS[0]])
+    cache = model(ids[:, :30]).past_key_values
+    got = model(ids[:, 30:], past_key_values=cache).logits[:, -1]
+    with method.applied(lm):
+        wanted = lm.model(ids).logits[:, -1]
+    assert_same(got, wanted, family_noise("llama-gqa"), "an export")
+
+
+@pytest.mark.parametrize("what", ["last token", "last three"])
+def test_candidates_of_speculation_are_generated_tokens(
+    served: Callable[[Path], Any], what: str, tmp_path: Path
+) -> None:
+    """Neither those that come with the prompt nor those on a filled cache change the reply."""
+    lm = load(build("llama-gqa"))
+    model = served(export(lm, METHODS[what], tmp_path / "out"))
+    for length in (8, 16, 24):
+        # Prompts that repeat themselves, so that candidates are found.
+        ids = torch.tensor([PROMPTS[0][:4] * (length // 4)])
+        inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+        how = dict(max_new_tokens=16, do_sample=False)
+        wanted = model.generate(**inputs, **how)
+        got = model.generate(**inputs, **how, prompt_lookup_num_tokens=3)
+        assert torch.equal(got, wanted)
+
+
 def test_never_loaded_as_the_unmodified_model(checkpoint: Path, tmp_path: Path) -> None:
     lm = load(str(checkpoint), dtype="float32")
     folder = export(lm, LayerScaling(scales=(1.0, 2.0, 1.0, 1.0)), tmp_path / "out")

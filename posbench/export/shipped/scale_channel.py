@@ -75,7 +75,9 @@ class PosbenchForCausalLM(Base):
     """The model with scaled channels.
 
     A call with an empty cache is a prompt; what follows on that cache is generated, and
-    is scaled. Each call without a cache is a prompt of its own.
+    is scaled. Each call without a cache is a prompt of its own. Where only the last tokens
+    of a prompt are scaled, one that comes in several calls is refused: which tokens are
+    last shows only at its end.
     """
 
     config_class = PosbenchConfig
@@ -140,13 +142,37 @@ class PosbenchForCausalLM(Base):
             return args, {**kwargs, "hidden_states": hidden}
         return (hidden, *args[1:]), kwargs
 
+    @wraps(Base.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Inputs of a forward of ``generate``, with ``is_generate_call`` for :meth:`forward`."""
+        cache = kwargs.get("past_key_values")
+        is_filled = cache is not None and cache.get_seq_length() > 0
+        if is_filled and kwargs.get("is_first_iteration"):
+            self.refuse_second_call()
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return {**inputs, "is_generate_call": True}
+
+    def refuse_second_call(self) -> None:
+        """Refuse a prompt that goes on from a filled cache, if only its last tokens are scaled."""
+        if self.config.posbench["last"]:
+            raise ValueError(
+                "this prompt goes on from a filled cache (past_key_values, "
+                "prefill_chunk_size): the last tokens of a prompt are scaled, so give "
+                "it whole, in one call with an empty cache; after it a call takes one "
+                "generated token, or generate() all of them"
+            )
+
     @wraps(Base.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Logits [B, T, V] of T tokens, or of those in ``logits_to_keep``.
 
         A prompt runs in two passes, as the method changes its last tokens alone: the earlier tokens, then the
         last ones. Where the cache holds tokens already, all new ones are generated, and the method changes all.
+
+        Raises:
+            ValueError: Several tokens that ``generate`` did not make follow on a filled cache.
         """
+        is_generate_call = kwargs.pop("is_generate_call", False)
         bound = inspect.signature(Base.forward).bind(self, *args, **kwargs).arguments
         arguments = {**bound, **bound.get("kwargs", {})}
         arguments.pop("self")
@@ -175,7 +201,13 @@ class PosbenchForCausalLM(Base):
         if self.config.posbench["last"]:
             check_left_padding(arguments.get("attention_mask"), num_last)
         if cache.get_seq_length():  # all tokens are generated ones
+            if num_tokens > 1 and not is_generate_call:
+                self.refuse_second_call()
             num_last = num_tokens
+        elif is_generate_call and isinstance(logits_to_keep, int):
+            # Assisted generation lets candidates follow on the prompt, and asks for the
+            # logits of the prompt's last token and of theirs.
+            num_last += max(logits_to_keep - 1, 0)
         num_last = min(num_last, num_tokens)
         num_earlier = num_tokens - num_last
         # 0 keeps the logits of all tokens; indices choose among them below.
