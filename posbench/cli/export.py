@@ -26,6 +26,7 @@ from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
+from posbench.pipeline.fit import FitToModel
 from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
@@ -197,7 +198,8 @@ def _config_of_overrides(overrides: list[str]) -> Config:
             raise UserError(
                 "export", key, "keys of model, method, task and runtime", hint
             )
-    return prepare(compose_one(*overrides, "stages=[evaluate]"), download=False).config
+    composed = compose_one(*overrides, "stages=[evaluate]")
+    return prepare(composed, download=False, asks_calibration=True).config
 
 
 def _origin_of_run(folder: Path) -> Origin:
@@ -216,6 +218,10 @@ def _origin_of_run(folder: Path) -> Origin:
         {**raw, "method": _with_constants(raw["method"], constants)}
     )
     need_same_contents([config.model.checkpoint], run.facts(PROVENANCE))
+    # A run without a search asked no calibration prompts.
+    fit = FitToModel(config, read_checkpoint(config.model), asks_calibration=True)
+    fit.fit_task()
+    config = fit.config
     result: dict[str, Any] = next(iter(results.values()), {})
     gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
     price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""

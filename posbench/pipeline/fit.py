@@ -50,12 +50,16 @@ class FitToModel:
     Attributes:
         config: The config as it fits so far.
         reader: The model without its weights.
+        asks_calibration: Whether calibration prompts are asked: by a search, or by an export.
         adjustments: The changes by the dotted key of the field.
     """
 
-    def __init__(self, config: Config, reader: CheckpointReader) -> None:
+    def __init__(
+        self, config: Config, reader: CheckpointReader, asks_calibration: bool = False
+    ) -> None:
         self.config = config
         self.reader = reader
+        self.asks_calibration = asks_calibration or "search" in config.stages
         self.adjustments = dict[str, Adjustment]()
 
     def fit_task(self) -> None:
@@ -234,7 +238,7 @@ class FitToModel:
         fields = []
         if MEASURING_STAGES & stages:
             fields.append(evaluation_items)
-        if "search" in stages:
+        if self.asks_calibration:
             fields.append(calibration_items)
         values = {
             name: num_fitting

@@ -40,12 +40,15 @@ class PreparedRun:
     reader: CheckpointReader | None = None
 
 
-def prepare(composed: ComposedConfig, download: bool = True) -> PreparedRun:
+def prepare(
+    composed: ComposedConfig, download: bool = True, asks_calibration: bool = False
+) -> PreparedRun:
     """Check a composed config, look for all that it reads, and fit its defaults to the model.
 
     Args:
         composed: The config as composed.
         download: Whether what is not on this machine may be downloaded; else it is an obstacle.
+        asks_calibration: Whether calibration prompts are asked beside those of the stages.
 
     Raises:
         UserError: The obstacles, all of them.
@@ -72,7 +75,7 @@ def prepare(composed: ComposedConfig, download: bool = True) -> PreparedRun:
     encoder: Any = (
         text_encoder(config.model) if is_served else read_checkpoint(config.model)
     )
-    fit = FitToModel(config, encoder)
+    fit = FitToModel(config, encoder, asks_calibration)
     _note_method_left_out(fit, composed.raw["method"]["name"])
     if encoder.tokenizer:
         with faults.collecting():

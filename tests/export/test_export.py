@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from posbench.cli.main import main
 from posbench.export.write import CARD, RECORD
+from posbench.pipeline.compose import compose_one
+from posbench.pipeline.prepare import prepare
 from tests.conftest import Result, run_folders
 from tests.messages import assert_names, assert_refused
 
@@ -67,7 +69,6 @@ def test_the_price_is_that_of_a_plain_loop(
 ) -> None:
     import posbench as package
     from posbench.methods import ScaleChannel
-    from posbench.pipeline.compose import compose_one
     from posbench.schema import instantiate
     from posbench.tasks import Task
 
@@ -252,6 +253,36 @@ def test_the_unmodified_model_has_no_side_effects(
     written = posbench(*call, *end, verb=True)
     assert written.status == 0, written.err
     assert effects_on_card(out) == []
+
+
+@pytest.mark.parametrize(
+    "typed", [[], ["task.records=words", "task.prompt=compact", "task.pairs=8"]]
+)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_calibration_prompts_fit_the_window_as_in_validate(
+    typed: list[str],
+    has_run: bool,
+    checkpoint: Path,
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
+) -> None:
+    # The default is 50 calibration pairs.
+    call = [f"model={checkpoint}", "model.context_window=128", "task.limit=2", *typed]
+    searched = prepare(compose_one(*call, "stages=[search,evaluate]")).config.task
+    assert 2 < searched.calibration_pairs < 50
+    origin = [*call, *CONSTANTS]
+    if has_run:
+        result = posbench(*origin, "stages=[evaluate]")
+        assert result.status == 0, result.err
+        origin = [str(run_folders(outputs)[0])]
+    out = tmp_path / "fix"
+    result = posbench("export", *origin, "--to", "lora", "--out", str(out), verb=True)
+    assert result.status == 0, result.err
+    task = json.loads((out / RECORD).read_text())["raw"]["task"]
+    assert task["calibration_pairs"] == searched.calibration_pairs
+    assert task["pairs"] == searched.pairs
+    assert posbench("verify", str(out), verb=True).status == 0
 
 
 def test_other_weights_are_named(
