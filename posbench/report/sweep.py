@@ -18,6 +18,7 @@ from posbench.files.atomic import (
     write_json,
     write_text,
 )
+from posbench.files.parse import Objects
 from posbench.late import Figure, pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
@@ -173,7 +174,7 @@ def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
     if not runs:
         return
     facts = read_json(runs[0] / "experiment.json")
-    references = [read_json(run / "reference.json") or [] for run in runs]
+    references = [read_json(run / "reference.json", Objects) or [] for run in runs]
     rows = list[Row]()
     for run, reference in zip(runs, references, strict=True):
         metrics = read_csv(run / "metrics.csv")
@@ -238,7 +239,7 @@ def _csv_record(values: Sequence[str]) -> str:
 def summarise_again(folder: Path, console: Console) -> None:
     """Collect a sweep again whose runs have changed since."""
     open_undamaged(folder, only=[JOBS])
-    jobs = read_json(folder / JOBS)
+    jobs = read_json(folder / JOBS, Objects)
     # The outputs may have moved: the runs are where they lie now.
     runs = iter(sweep_runs(folder))
     for job in jobs:

@@ -16,6 +16,7 @@ from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash, write_bytes, write_csv, write_text
 from posbench.files.digests import read_contents
+from posbench.files.parse import read_yaml
 from posbench.files.sources import Source
 from posbench.late import pd, torch
 from posbench.methods import Method
@@ -181,8 +182,14 @@ class Search(ABC):
             # The search will not append to its rows again: their checksums can be recorded.
             checksums = run.out.checksums(self.row_files)
             run.out.mark("search", key=key, copied_from=copied_from, files=checksums)
-        text = (run.out.path / FOUND_FILE).read_text()
-        block = yaml.safe_load(text)[run.method.searched.name]
+        file = run.out.path / FOUND_FILE
+        hint = f"remove {run.out.path}, and repeat the command"
+        text = file.read_text()
+        found: dict[str, Row] = read_yaml(file, dict[str, Row], hint=hint)
+        name = run.method.searched.name
+        if name not in found:
+            raise UserError(str(file), list(found), f"a block {name}", hint)
+        block = found[name]
         run.method.use(self.parameters(block))
         self._report(run, block, text)
 
