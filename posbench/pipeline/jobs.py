@@ -51,6 +51,7 @@ class Submission:
         first: Number of its first job; None: it needed none.
         shards: Number of its jobs.
         pids: Process number and start of local jobs.
+        command: The command that submitted the run; empty in records of earlier versions.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Submission:
     first: Annotated[int, Ge(0), Le(10**9)] | None = None
     shards: Count = 1
     pids: tuple[tuple[int, str], ...] = ()
+    command: str = ""
 
     def logs(self, folder: Path) -> Path:
         """Return where the logs of its jobs are, by the run's folder."""
