@@ -22,6 +22,7 @@ from typing import (
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
 from posbench.errors import Faults, UserError, near
 from posbench.renamed import keep_old_names, old_hooks
@@ -29,10 +30,13 @@ from posbench.renamed import keep_old_names, old_hooks
 T = TypeVar("T")
 
 MAX_COUNT = 1_000_000
+MAX_SHOWN = 120
+"""Characters of a value from outside that a message repeats."""
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 Whole = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Several = Annotated[int, Ge(2), Le(MAX_COUNT)]
 Tokens = Annotated[int, Ge(1), Le(10**9)]
+Threads = Annotated[int, Ge(1), Le(1024)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Scale = Annotated[float, Gt(1e-6), Le(1e6)]
 FLOAT32_LIMIT = 3e38
@@ -131,6 +135,59 @@ def _typed(value: Any) -> str:
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls))
+
+
+def check_shape(data: Any, shape: Any, label: str, hint: str) -> Any:
+    """Check plain data from outside against a type, which may be or hold dataclasses, and make the objects.
+
+    Args:
+        data: The data.
+        shape: The type.
+        label: Where the data comes from, as messages name it.
+        hint: The next step where it has another shape.
+
+    Raises:
+        UserError: The first field that is missing, unknown, or of another type, with its value.
+    """
+    try:
+        return _shape_adapter(shape).validate_python(data)
+    except ValidationError as error:
+        # A union reports every branch; the shortest path is that of the field itself.
+        detail = min(error.errors(), key=lambda detail: len(detail["loc"]))
+        path = ".".join(str(part) for part in detail["loc"])
+        field = f"{label}: {path}" if path else label
+        value = None if detail["type"].startswith("missing") else detail["input"]
+        raise UserError(field, shortened(value), _allowed(detail), hint) from error
+
+
+def _allowed(detail: ErrorDetails) -> str:
+    """What would have been allowed where pydantic found a fault."""
+    kind = detail["type"]
+    if kind.startswith("missing"):
+        return "a value: this field is missing"
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return "no such field"
+    if kind == "dataclass_type":
+        return "an object with named fields"
+    if kind == "too_short":
+        return f"{detail['ctx']['min_length']} or more entries"
+    return detail["msg"].lower().removeprefix("input should be ")
+
+
+def no_other_keys(cls: type[T]) -> type[T]:
+    """Mark a dataclass for :func:`check_shape`: a key that is none of its fields is refused."""
+    return with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
+
+
+@cache
+def _shape_adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)
+
+
+def shortened(value: Any) -> Any:
+    """A value as a message can hold it."""
+    text = value if isinstance(value, str) else repr(value)
+    return value if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
 
 
 def _union_members(kind: Any) -> tuple[Any, ...]:

@@ -13,11 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posbench import paths
 from posbench.cli import main
 from posbench.errors import UserError, choices
+from posbench.files.parse import CORRECT_FILE, read_yaml
 
 CHOICES = {
     "bash": """_posbench() {
@@ -128,7 +127,7 @@ def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[s
 
     cls: Any = {"model": ModelConfig, "runtime": Runtime}.get(group)
     if cls is None:
-        config = yaml.safe_load((paths.CONF / "config.yaml").read_text())
+        config = read_yaml(paths.CONF / "config.yaml", hint=CORRECT_FILE)
         choice_of_group: dict[str, str] = {}
         for entry in config["defaults"]:
             if isinstance(entry, dict):
@@ -139,5 +138,5 @@ def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[s
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             return []
-        cls, _ = resolve_target(yaml.safe_load(file.read_text()), object, group)
+        cls, _ = resolve_target(read_yaml(file, hint=CORRECT_FILE), object, group)
     return [f"{group}.{key}" for key in default_values(cls)]

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.text import Text
 
 from posbench import paths, versions
@@ -22,6 +21,7 @@ from posbench.export import base, write
 from posbench.export.write import CardFacts
 from posbench.files import sources
 from posbench.files.digests import Content, file_sha256, read_contents
+from posbench.files.parse import Object, read_yaml
 from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
 from posbench.pipeline.compose import compose_one
@@ -30,7 +30,7 @@ from posbench.pipeline.fit import FitToModel
 from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
-from posbench.report.folder import read_csv, read_json, read_text
+from posbench.report.folder import RUN_AGAIN, read_csv, read_json
 from posbench.report.index import find_run
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, open_undamaged
@@ -132,22 +132,22 @@ def verify(args: list[str]) -> int:
     example: posbench verify fix
     """
     folder = Path(args[0]).expanduser() if len(args) == 1 else Path()
-    record = read_json(folder / write.RECORD)
+    record = write.read_record(folder)
     if record is None:
         allowed = f"a folder that posbench export wrote (with {write.RECORD})"
         raise UserError(
             "DIR", " ".join(args), allowed, "posbench export RUN --to FORMAT --out DIR"
         )
-    for name, digest in record["files"].items():
+    for name, digest in record.files.items():
         file = folder / name
         if not file.is_file() or file_sha256(file) != digest:
-            hint = f"export it again: {record['command']}"
+            hint = f"export it again: {record.command}"
             raise UserError(
                 "DIR", str(file), "the file as posbench export wrote it", hint
             )
-    form = base.find_format(record["format"])
-    config = _config_of_record(record["raw"])
-    need_same_contents([config.model.checkpoint], {"files": record["base"]})
+    form = base.find_format(record.format)
+    config = _config_of_record(record.raw)
+    _need_same_base(record, config)
     silence_transformers()
     run = build_run(config, make_console())
     fix = _fix(run, run.method.build())
@@ -155,6 +155,17 @@ def verify(args: list[str]) -> int:
     write.check_agreement(comparison, form, fix)
     print(comparison.words)
     return 0
+
+
+def _need_same_base(record: write.Record, config: Config) -> None:
+    """Refuse weights that are not those of a record, and a record that names none for its model."""
+    checkpoint = config.model.checkpoint
+    files = [entry for entry in record.base if entry.get("field") == checkpoint.field]
+    if not all("name" in entry for entry in files) or not files:
+        allowed = f"entries with field {checkpoint.field} and a name, one for each file of the model"
+        hint = f"export it again: {record.command}"
+        raise UserError(f"{write.RECORD}: base", record.base, allowed, hint)
+    need_same_contents([checkpoint], {"files": files})
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,7 @@ def _origin_of_run(folder: Path) -> Origin:
     raw = run.config("task", "model", "method")
     results: dict[str, Any] = {}
     if (folder / FOUND_FILE).is_file():
-        results = yaml.safe_load(read_text(folder / FOUND_FILE))
+        results = read_yaml(folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN)
     constants = read_json(folder / "method.json")
     if constants is None and "parts" in raw["method"]:
         constants = {"parts": results}
@@ -242,6 +253,11 @@ def _need_model_that_does_the_task(origin: Origin) -> None:
 
 def _config_of_record(raw: Mapping[str, Any]) -> Config:
     """The config of a run that recorded only the groups which took part in it."""
+    missing = [group for group in ("model", "method", "task") if group not in raw]
+    if missing:
+        allowed = f"a config with {', '.join(missing)}"
+        hint = "repeat the command that wrote it"
+        raise UserError("recorded config", list(raw), allowed, hint)
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
     return check_config(
         {**compose_one("method=none").raw, **groups, "stages": ["evaluate"]}

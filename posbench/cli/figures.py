@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from posbench import paths
 from posbench.cli.options import option
 from posbench.errors import UserError, choices, in_one_line, near
 from posbench.files import sources
+from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.execute import find_finished_run, missing_sources
@@ -362,9 +362,9 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     files = [folder / f"{name}.yaml" for folder in folders]
     file = next(file for file in files if file.is_file())
     try:
-        data = yaml.safe_load(file.read_text())
+        data = read_yaml(file, hint=CORRECT_FILE)
         return {**data["experiment"], "trains": trains_networks(data)}
-    except (yaml.YAMLError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         return {}  # composing it tells what is wrong
 
 

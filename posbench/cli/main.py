@@ -241,7 +241,7 @@ def _run(args: list[str]) -> int:
         for line in record.get("error", "").splitlines():
             print(f"posbench: {line}", file=sys.stderr)
     if len(records) > 1 or any(record["multirun"] for record in records):
-        summarise(records, make_console())
+        summarise(records, make_console(), command=command)
     return max((record["status"] for record in records), default=0)
 
 

@@ -121,7 +121,9 @@ def submit(args: list[str]) -> int:
         folder = make_run_folder(config, command).absolute()
         state = _submission_state(folder, config, queue)
         entry = _entry(folder, composed, config, state)
-        entry = replace(entry, id=submission_id, number=number, runs=len(runs))
+        entry = replace(
+            entry, id=submission_id, number=number, runs=len(runs), command=command
+        )
         if state == "submitted":
             entry = replace(
                 entry,
@@ -449,11 +451,13 @@ def collect(args: list[str]) -> int:
             print(f"posbench: {folder}: {row['state']}{message}", file=sys.stderr)
     # Several commands may have submitted the same runs: one summary for all of them.
     summaries: dict[tuple[Path, ...], list[dict[str, Any]]] = {}
+    commands: dict[tuple[Path, ...], str] = {}
     for submissions in job_records.runs_by_submission(list(rows)).values():
         entry = submissions[0][0]
         folders = tuple(folder for _, folder in submissions)
         all_done = all(rows[folder]["state"] == "done" for folder in folders)
         if entry.multirun and len(submissions) == entry.runs and all_done:
+            commands[folders] = entry.command or _command(folders[0])
             summaries[folders] = [
                 {
                     "multirun": True,
@@ -463,8 +467,8 @@ def collect(args: list[str]) -> int:
                 }
                 for submission, folder in submissions
             ]
-    for records in summaries.values():
-        summarise(records, make_console())
+    for folders, records in summaries.items():
+        summarise(records, make_console(), command=commands[folders])
     num_done = sum(row["state"] == "done" for row in rows.values())
     print(f"{num_done} of {len(rows)} runs done", file=sys.stderr)
     return 0 if num_done == len(rows) else 1

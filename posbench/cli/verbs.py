@@ -8,13 +8,12 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from posbench import paths
 from posbench.cli.options import option
 from posbench.cli.runs import split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
+from posbench.files.parse import CORRECT_FILE, Object, read_yaml
 from posbench.model.endpoint import describe_server as look_at_server
 from posbench.model.families import FAMILIES
 from posbench.model.load import load_without_weights, read_checkpoint
@@ -107,19 +106,19 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
     records: list[dict[str, object]] = []
     for name in choices(*folders):
         files = [folder / f"{name}.yaml" for folder in folders]
-        text = next(file for file in files if file.is_file()).read_text()
-        records.append({"name": name, **_facts(kind, text)})
+        file = next(file for file in files if file.is_file())
+        records.append({"name": name, **_facts(kind, file)})
     return records
 
 
-def _facts(kind: str, text: str) -> dict[str, object]:
-    """What `posbench ls` shows of a choice, by column, from the text of its file."""
-    data = yaml.safe_load(text) or {}
+def _facts(kind: str, file: Path) -> dict[str, object]:
+    """What `posbench ls` shows of a choice, by column, from its file."""
+    data = read_yaml(file, Object | None, hint=CORRECT_FILE) or {}
     if kind == "tasks":
         cls, _ = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
         return {column: getattr(cls, column) for column in TASK_COLUMNS}
     if kind != "experiments":
-        return {"what": _first_sentence(text) or data.get("path")}
+        return {"what": _first_sentence(file.read_text()) or data.get("path")}
     experiment = data.get("experiment") or {}
     needs = ""
     if trains_networks(data):

@@ -6,13 +6,15 @@ Nothing is left of files that do not do what the method does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
 import numpy as np
 import yaml
+from annotated_types import MinLen
 
 from posbench import paths
 from posbench.errors import UserError
@@ -25,6 +27,7 @@ from posbench.methods.unmodified import Unmodified
 from posbench.report.folder import need_destination, read_csv, read_json
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, runs_in
+from posbench.schema import no_other_keys
 from posbench.stats.bootstrap import paired, with_interval
 from posbench.stats.frames import rows_over_all_positions
 from posbench.tasks import Example
@@ -67,6 +70,23 @@ class CardFacts:
     effects: Sequence[Sequence[str]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     base: Sequence[Mapping[str, str]] = ()
+
+
+@no_other_keys
+@dataclass(frozen=True, kw_only=True)
+class Record(CardFacts):
+    """What :func:`write` records of an export, for ``posbench verify``.
+
+    Attributes:
+        format: Name of the format.
+        measured: How far the files are from the method, or why that was not measured.
+        files: SHA-256 of each file by its name.
+    """
+
+    format: str
+    measured: Mapping[str, Any]
+    base: Annotated[Sequence[Mapping[str, str]], MinLen(1)] = field()
+    files: Annotated[Mapping[str, str], MinLen(1)]
 
 
 def comparison_examples(run: Run) -> list[Example]:
@@ -217,13 +237,13 @@ def write(
             check_agreement(comparison, form, fix)
         write_text(folder / CARD, card(form, fix, facts, comparison))
         digests = {name: file_sha256(file) for name, file in _files(folder).items()}
-        record = {
-            "format": form.name,
+        record = Record(
             **asdict(facts),
-            "measured": asdict(comparison),
-            "files": digests,
-        }
-        write_json(folder / RECORD, record)
+            format=form.name,
+            measured=asdict(comparison),
+            files=digests,
+        )
+        write_json(folder / RECORD, asdict(record))
         # safetensors writes files that nobody else may read.
         mode = (folder / RECORD).stat().st_mode
         for name in digests:
@@ -240,14 +260,29 @@ def _files(folder: Path) -> dict[str, Path]:
     }
 
 
+def read_record(folder: Path) -> Record | None:
+    """The record of an export; None in any other folder.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    hint = "export it again: posbench export RUN --to FORMAT --out DIR"
+    record: Record | None = read_json(folder / RECORD, Record, hint)
+    return record
+
+
 def check_destination(out: Path) -> None:
     """Refuse a folder that holds anything but an unchanged export: it would be lost."""
-    digests = (read_json(out / RECORD) or {}).get("files", {})
-    is_unchanged = bool(digests) and not out.is_symlink()
-    if is_unchanged and out.is_dir():
-        is_unchanged = all(
-            name == RECORD or digests.get(name) == file_sha256(file)
-            for name, file in _files(out).items()
+    record = None
+    with suppress(UserError):  # a record that cannot be read is none of ours
+        record = read_record(out)
+    is_unchanged = record is not None and not out.is_symlink()
+    if record is not None and is_unchanged:
+        files = _files(out)
+        # A name tells a foreign file before all of them are read.
+        is_unchanged = files.keys() <= {RECORD, *record.files} and all(
+            name == RECORD or record.files[name] == file_sha256(file)
+            for name, file in files.items()
         )
     need_destination(out, is_unchanged, f"{KIND} as it was written")
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posbench.errors import UserError, is_machine_fault
 from posbench.late import pd
 from posbench.renamed import keep_old_names
 
@@ -66,7 +67,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     # What a killed process left behind.
     shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
-    new.mkdir(parents=True)
+    try:
+        new.mkdir(parents=True)
+    except OSError as error:
+        if is_machine_fault(error):
+            raise
+        allowed = f"a folder that can be made ({error.strerror})"
+        raise UserError("--out", str(out), allowed, "name another folder") from error
     try:
         yield new
     except BaseException:

@@ -18,6 +18,7 @@ from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
 from posbench.files.atomic import short_hash, write_text
+from posbench.files.parse import parse_json
 from posbench.files.sources import CHECKPOINT_PATTERNS, Source
 
 MIN_CACHED_BYTES = 1 << 22
@@ -163,7 +164,7 @@ def _cache_file(file: Path) -> Path | None:
 def _cached_hash(cache_file: Path, current_stamp: tuple[int, ...]) -> str:
     """The cached hash; empty where there is none, or the file changed since."""
     try:
-        entry = json.loads(cache_file.read_text())
+        entry = parse_json(cache_file.read_text())
         unchanged = tuple(entry["stamp"]) == current_stamp
         checksum = str(entry["sha256"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -6,7 +6,6 @@ Of a URL's download pooch would replace ten lines; sizes, states and messages, w
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from rich.table import Table
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_bytes
+from posbench.files.parse import parse_json, read_text
 from posbench.late import hub_errors
 
 WEIGHTS_PATTERN = "model*.safetensors"
@@ -179,7 +179,7 @@ def checkpoint_config(source: Source) -> dict[str, Any]:
     """The config.json of a checkpoint on this machine; empty where that cannot be read."""
     file = Path(paths.model_path(source.id)) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(read_text(file))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
@@ -196,7 +196,7 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / single_file).is_file() or not index.is_file():
         return [single_file]
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(read_text(index))["weight_map"]
         names = sorted(set(weight_map.values()))
         pattern = r"[^/\\]+\.safetensors"
         outside = [name for name in names if not re.fullmatch(pattern, name)]

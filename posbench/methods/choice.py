@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posbench.errors import UserError, renamed
+from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.files.sources import Source
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
@@ -175,7 +174,7 @@ def all_choices(
         files |= {file.stem: file for file in (folder / "method").glob("*.yaml")}
     choices = {}
     for name, file in sorted(files.items()):
-        data = yaml.safe_load(file.read_text())
+        data = read_yaml(file, hint=CORRECT_FILE)
         cls, node = resolve_target(data, Method, "method")  # type: ignore[type-abstract]
         values = default_values(cls)
         for key, value in (node | blocks.get(name, {})).items():

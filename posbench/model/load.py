@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
 from annotated_types import Ge, Gt, Le
 from safetensors import SafetensorError, safe_open
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
+from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.late import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,7 +26,7 @@ from posbench.late import (
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
-from posbench.schema import Count, Positive, Tokens, build
+from posbench.schema import Positive, Threads, Tokens, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -74,7 +74,7 @@ class ModelConfig:
     # tokens the model reads; None takes the checkpoint's ``max_position_embeddings``
     context_window: Tokens | None = None
     # CPU threads; None leaves torch's choice
-    threads: Count | None = None
+    threads: Threads | None = None
     # runs a checkpoint that lacks tensors, or has others, with random ones in their place, the same at every
     # load; its name then ends in ``-partial`` in every table
     allow_partial: bool = False
@@ -251,7 +251,7 @@ def model_config(source: str, **values: Any) -> ModelConfig:
     """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced."""
     file = paths.CONF / "model" / f"{source}.yaml"
     if file.is_file():
-        data = {"name": source, **yaml.safe_load(file.read_text())}
+        data = {"name": source, **read_yaml(file, hint=CORRECT_FILE)}
     else:
         data = {"name": Path(source).name, "path": source}
     return build(ModelConfig, with_blocks({**data, **values}), "model")
@@ -451,6 +451,8 @@ def torch_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         result = torch.device(device)
+        if result.type == "meta":
+            raise RuntimeError("tensors there hold no numbers")
         torch.empty(0, device=result)
     except (RuntimeError, AssertionError) as error:
         devices = "no CUDA device"

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +27,7 @@ from hydra.errors import HydraException
 from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.files import sources
+from posbench.files.parse import CORRECT_FILE, read_yaml
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {
@@ -180,7 +180,7 @@ def parse_request(
         own_folders = [folder / "experiment" for folder in folders[1:]]
         file = _find_experiment(experiment_names[-1], [paths.EXPERIMENTS, *own_folders])
         config = file.stem
-        experiment = dict(yaml.safe_load(file.read_text()))
+        experiment = read_yaml(file, hint=CORRECT_FILE)
         hydra_mode = any(o.key_or_group == "hydra.mode" for o in parsed)
         if not multirun and not hydra_mode:
             _refuse_sweeper_params(experiment)

@@ -26,7 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from posbench import paths
-from posbench.errors import UserError, choices, near
+from posbench.errors import UserError, choices, is_machine_fault, near
+from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
     GROUPS,
@@ -46,7 +47,7 @@ from posbench.pipeline.multirun import (
     write_record,
 )
 from posbench.run.runtime import Cluster, Runtime
-from posbench.schema import default_values, resolve_target
+from posbench.schema import default_values, resolve_target, shortened
 
 GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
 """Groups whose members may have a block in a model's file, which they take constants from."""
@@ -133,7 +134,16 @@ def compose(
     ):
         records_folder = Path(scratch)
         sys.argv = ["posbench", *_hydra_arguments(args, flags, request)]
-        configs = compose_directly(flags, request)
+        try:
+            configs = compose_directly(flags, request)
+        except (OSError, RecursionError) as error:
+            # OmegaConf raises OSError for a file that holds a number, and calls itself for each level.
+            if is_machine_fault(error):
+                raise
+            typed = shortened(" ".join(flags.overrides))
+            allowed = "mappings in every file, none of them nested deeply"
+            hint = f"look at the overrides and the files in {folders[-1]} ({error})"
+            raise UserError("config", typed, allowed, hint) from error
         if configs is not None:
             _run_in_turn(
                 configs,
@@ -413,7 +423,8 @@ def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
         for folder in folders
     )
     file = next(file for file in files if file.is_file())
-    cls, _ = resolve_target(yaml.safe_load(file.read_text()), object, "model")
+    data = read_yaml(file, hint=CORRECT_FILE)
+    cls, _ = resolve_target(data, object, "model")
     return default_values(cls)
 
 

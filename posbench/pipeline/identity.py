@@ -306,7 +306,9 @@ def need_same_contents(
     if not entries:
         return
     recorded = {
-        (entry["field"], entry["name"]): entry.get("sha256", entry.get("commit"))
+        (entry["field"], entry["name"]): (
+            entry.get("sha256") or entry.get("commit", "not read")
+        )
         for entry in entries
     }
     for content in read_contents(needed):

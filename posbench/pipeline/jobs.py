@@ -12,13 +12,17 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import write_json
-from posbench.run.folder import CONFIG, RunDir, open_run_dir, runs_in
+from posbench.files.parse import read_json
+from posbench.run.folder import CONFIG, open_run_dir, runs_in
 from posbench.run.lease import in_use, is_alive
 from posbench.run.shards import is_running, missing_shards
+from posbench.schema import Count, no_other_keys
 
 SUBMITTED = ".submitted.json"
 """File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
@@ -30,6 +34,7 @@ LAUNCHER_PREFIXES = ("srun:", "submitit ", "INFO ")
 """Beginnings of lines that submitit and srun print of themselves, as that a task failed."""
 
 
+@no_other_keys
 @dataclass(frozen=True)
 class Submission:
     """One time that a run was submitted.
@@ -46,6 +51,7 @@ class Submission:
         first: Number of its first job; None: it needed none.
         shards: Number of its jobs.
         pids: Process number and start of local jobs.
+        command: The command that submitted the run; empty in records of earlier versions.
     """
 
     id: str
@@ -56,9 +62,10 @@ class Submission:
     number: int = 0
     runs: int = 1
     jobs: str = ""
-    first: int | None = None
-    shards: int = 1
+    first: Annotated[int, Ge(0), Le(10**9)] | None = None
+    shards: Count = 1
     pids: tuple[tuple[int, str], ...] = ()
+    command: str = ""
 
     def logs(self, folder: Path) -> Path:
         """Return where the logs of its jobs are, by the run's folder."""
@@ -76,11 +83,13 @@ def submissions(folder: Path) -> list[Submission]:
     Raises:
         UserError: Their file is damaged.
     """
-    entries = []
-    for fields in RunDir(folder).read_json(SUBMITTED):
-        overrides = tuple(fields["overrides"])
-        pids = tuple((pid, start) for pid, start in fields["pids"])
-        entries.append(Submission(**{**fields, "overrides": overrides, "pids": pids}))
+    file = folder / SUBMITTED
+    if not file.is_file():
+        return []
+    hint = f"remove {file}: posbench submit sends that run again"
+    entries: list[Submission] = read_json(
+        file, Annotated[list[Submission], MinLen(1)], hint=hint
+    )
     return entries
 
 

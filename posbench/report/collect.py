@@ -10,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from posbench import paths
+from posbench.files.parse import CORRECT_FILE, Objects, read_yaml
 from posbench.late import DataFrame, pd
 from posbench.report import tables
 from posbench.report.folder import CAPTIONS, read_csv, read_json, sweep_runs
@@ -156,7 +155,7 @@ class Entry:
         if self.runs:
             config = self.runs[0].config()
         elif file.is_file():
-            config = yaml.safe_load(file.read_text())
+            config = read_yaml(file, hint=CORRECT_FILE)
         else:
             config = {}
         return config.get("experiment") or {}
@@ -232,7 +231,7 @@ class Entry:
         """The paper's cells that were measured, as :func:`posbench.report.paper.paper_cells` has them."""
         frames = []
         for result in self.results:
-            reference = read_json(result.folder / "reference.json") or []
+            reference = read_json(result.folder / "reference.json", Objects) or []
             if result.metrics is None or not reference:
                 continue
             name = "subsets_summary" if result.is_sweep else "subsets"
@@ -364,7 +363,7 @@ def _entry(
     jobs: list[Any] = []
     num_older = 0
     if sweep:
-        jobs = read_json(sweep / JOBS)
+        jobs = read_json(sweep / JOBS, Objects)
         runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
         for run in runs:
             if run not in faults:

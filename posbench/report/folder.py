@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posbench.errors import UserError
+from posbench.files import parse
+from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.run.folder import JOBS
 from posbench.stats.findings import FINDING_COLUMNS as FINDINGS
 from posbench.stats.scores import METRIC_COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
+RUN_AGAIN = "repeat the run that wrote it"
+"""The next step where a file of a run cannot be read."""
 CAPTIONS = "captions.json"
 """Captions of the figures beside them, by file name."""
 TEXT_COLUMNS = {
@@ -120,7 +121,7 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
 
 def sweep_runs(sweep: Path) -> list[Path]:
     """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
-    jobs = read_json(sweep / JOBS) or []
+    jobs = read_json(sweep / JOBS, Objects) or []
     recorded = [Path(job["folder"]) for job in jobs if job["folder"]]
     suites = {run.parents[1].name for run in recorded}
     folders = []
@@ -135,16 +136,12 @@ def sweep_runs(sweep: Path) -> list[Path]:
 
 def read_text(path: Path) -> str:
     """A text file's content; empty where there is none."""
-    return read_file(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text") or ""
+    return read_file(path, parse.read_text, "UTF-8 text") or ""
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's content; None where there is none."""
-    return read_file(
-        path,
-        lambda p: json.loads(p.read_text(encoding="utf-8")),
-        "JSON as posbench writes it",
-    )
+def read_json(path: Path, shape: Any = parse.Object, hint: str = RUN_AGAIN) -> Any:
+    """A JSON file's content, as :func:`posbench.files.parse.read_json` checks it; None where there is none."""
+    return parse.read_json(path, shape, hint=hint) if path.is_file() else None
 
 
 def read_file(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
@@ -155,15 +152,14 @@ def read_file(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
     """
     try:
         return parse(path) if path.is_file() else None
-    # Errors of pandas, json and Unicode are ValueErrors.
-    except (ValueError, csv.Error, yaml.YAMLError) as error:
+    # Errors of pandas and Unicode are ValueErrors.
+    except (ValueError, csv.Error) as error:
         raise unreadable_file_error(path, error, allowed) from error
 
 
 def unreadable_file_error(path: Path, error: Exception, allowed: str) -> UserError:
     """The error of a file that cannot be read."""
-    hint = f"repeat the run that wrote it ({error})"
-    return UserError(path.name, str(path), allowed, hint)
+    return parse.unreadable(path, error, allowed, RUN_AGAIN)
 
 
 def need_destination(out: Path, is_ours: bool, kind: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from posbench.files.atomic import Row
+from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
@@ -42,7 +43,7 @@ def paper_sections(
         UserError: reference.json is malformed.
     """
     facts = read_json(folder / "experiment.json") or {}
-    reference = read_json(folder / "reference.json") or []
+    reference = read_json(folder / "reference.json", Objects) or []
     if not facts and not reference:
         return []
     try:

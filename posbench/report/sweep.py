@@ -18,6 +18,7 @@ from posbench.files.atomic import (
     write_json,
     write_text,
 )
+from posbench.files.parse import Objects
 from posbench.late import Figure, pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
@@ -56,7 +57,11 @@ FILES_READ = [
 
 
 def summarise(
-    jobs: Sequence[dict[str, Any]], console: Console, folder: Path | None = None
+    jobs: Sequence[dict[str, Any]],
+    console: Console,
+    folder: Path | None = None,
+    *,
+    command: str,
 ) -> Path | None:
     """Collect the finished runs of a multirun into one folder, and print it.
 
@@ -66,6 +71,7 @@ def summarise(
         console: Where the summary is printed.
         folder: Sweep folder to write again; None makes ``sweep__<axes>__<hash>/``
             beside the runs.
+        command: The command of the sweep; a run may have been made by another one before.
 
     Returns:
         The sweep folder, or None when no job finished.
@@ -104,8 +110,8 @@ def summarise(
         write_csv(folder / "trend.csv", trend)
         write_csv(folder / "findings.csv", findings)
     write_json(folder / JOBS, list(jobs))
-    _show(folder, console)
-    RunDir(folder).seal(RunDir(run_folders[0]).command)
+    _show(folder, console, command)
+    RunDir(folder).seal(command)
     return folder
 
 
@@ -144,7 +150,7 @@ def _sweep_folder(varied: Sequence[str], runs: Sequence[Path]) -> Path:
     return runs[0].parent / f"sweep__{name}__{short_hash(run_names)}"
 
 
-def _show(folder: Path, console: Console) -> None:
+def _show(folder: Path, console: Console, command: str) -> None:
     """Print the result of a sweep, and draw its page."""
     summary = read_csv(folder / "summary.csv")
     if summary is None:
@@ -164,7 +170,7 @@ def _show(folder: Path, console: Console) -> None:
         show_findings(folder, console)
         subsets = read_csv(folder / "subsets_summary.csv")
         show_reference(folder, summary, subsets, console)
-    console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
+    console.print(f"sweep: {render_sweep(folder, command)}", soft_wrap=True)
 
 
 def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
@@ -173,7 +179,7 @@ def _write_experiment(folder: Path, runs: Sequence[Path]) -> None:
     if not runs:
         return
     facts = read_json(runs[0] / "experiment.json")
-    references = [read_json(run / "reference.json") or [] for run in runs]
+    references = [read_json(run / "reference.json", Objects) or [] for run in runs]
     rows = list[Row]()
     for run, reference in zip(runs, references, strict=True):
         metrics = read_csv(run / "metrics.csv")
@@ -238,17 +244,21 @@ def _csv_record(values: Sequence[str]) -> str:
 def summarise_again(folder: Path, console: Console) -> None:
     """Collect a sweep again whose runs have changed since."""
     open_undamaged(folder, only=[JOBS])
-    jobs = read_json(folder / JOBS)
+    jobs = read_json(folder / JOBS, Objects)
     # The outputs may have moved: the runs are where they lie now.
     runs = iter(sweep_runs(folder))
     for job in jobs:
         if job["folder"]:
             job["folder"] = str(next(runs))
-    summarise(jobs, console, folder)
+    summarise(jobs, console, folder, command=RunDir(folder).command)
 
 
-def render_sweep(folder: Path) -> Path:
+def render_sweep(folder: Path, command: str = "") -> Path:
     """Draw the figures of a sweep and write its report.html, whose path is returned.
+
+    Args:
+        folder: The sweep.
+        command: The command that makes it; empty takes the one that its manifest records.
 
     Raises:
         UserError: The sweep has neither scores nor verdicts, or a file cannot be read.
@@ -265,7 +275,7 @@ def render_sweep(folder: Path) -> Path:
     trend = read_csv(folder / "trend.csv")
     findings = read_csv(folder / "findings.csv")
     if summary is None:
-        return _render_verdicts(folder)
+        return _render_verdicts(folder, command)
     axes = setting_columns(summary)
     drawn_runs = _spread_runs(summary, axes)
     num_drawn = drawn_runs.nunique()
@@ -298,7 +308,12 @@ def render_sweep(folder: Path) -> Path:
         [axis for axis in axes if axis not in METRIC_COLUMNS and axis != "run"],
     )
     return write_page(
-        folder, page_title, sentence, sections, models, provenance=_command(folder)
+        folder,
+        page_title,
+        sentence,
+        sections,
+        models,
+        provenance={"command": command or RunDir(folder).command},
     )
 
 
@@ -326,7 +341,7 @@ def _score_figure(
     return figure, f"Left: {left}. Right: {right}.{drawn_note}"
 
 
-def _render_verdicts(folder: Path) -> Path:
+def _render_verdicts(folder: Path, command: str) -> Path:
     """The page of a sweep whose runs judged claims and scored nothing."""
     findings = read_csv(folder / "findings_summary.csv")
     if findings is None:
@@ -356,17 +371,8 @@ def _render_verdicts(folder: Path) -> Path:
         page_title,
         study_answer(findings),
         sections,
-        provenance=_command(folder),
+        provenance={"command": command or RunDir(folder).command},
     )
-
-
-def _command(folder: Path) -> dict[str, str]:
-    """The command that made a sweep, from the provenance of its runs."""
-    for run in sweep_runs(folder):
-        command = open_run_dir(run).command
-        if command:
-            return {"command": command}
-    return {}
 
 
 def _add_setting_to_model(findings: pd.DataFrame) -> pd.DataFrame:

@@ -17,6 +17,7 @@ from typing import Any
 
 from posbench.errors import MachineError, UserError, is_machine_fault
 from posbench.files.atomic import write_text
+from posbench.files.parse import parse_json
 from posbench.run.folder import PROVENANCE, RunDir, as_json, recorded_run_ids, run_id
 from posbench.run.lease import LEASE_SECONDS, Lease, owning
 
@@ -178,7 +179,7 @@ def _read_version_key(version: Path) -> Any:
     if not file.is_file():
         return None
     try:
-        return json.loads(file.read_bytes())
+        return parse_json(file.read_bytes())
     except ValueError:
         log.warning("%s: damaged; no run is added to that version", file)
         return None

@@ -17,6 +17,7 @@ import yaml
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash, write_text
+from posbench.files.parse import parse_yaml, read_json, read_text
 from posbench.renamed import RenamedAttribute
 from posbench.run.jsonl import checksum, read_rows, to_lines
 from posbench.run.lease import need_owned
@@ -45,8 +46,6 @@ REDRAWN_FILES = ("figures/", "report.html")
 """What ``posbench report`` makes again from the other files."""
 MAX_LISTED_RUNS = 8
 MAX_LISTED_FILES = 4
-YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C library's loader, many times faster, where there is one."""
 
 
 @dataclass
@@ -70,21 +69,18 @@ class RunDir:
         text = json.dumps(data, indent=2, sort_keys=True, default=str) + "\n"
         write_text(self.path / name, text)
 
-    def read_json(self, name: str) -> Any:
-        """Read a JSON file; an empty dict where there is none.
+    def read_json(self, name: str) -> Row:
+        """Read the object of a JSON file; an empty one where there is no file.
 
         Raises:
-            UserError: The file is damaged.
+            UserError: The file is damaged, or holds no object.
         """
         file = self.path / name
         if not file.is_file():
             return {}
-        try:
-            return json.loads(file.read_bytes())
-        except ValueError as error:
-            hint = f"remove {self.path} and repeat the command that made it"
-            allowed = "JSON as posbench writes it"
-            raise UserError(name, str(file), allowed, hint) from error
+        hint = f"remove {self.path} and repeat the command that made it"
+        facts: Row = read_json(file, hint=hint)
+        return facts
 
     def config(self, *groups: str) -> dict[str, Any]:
         """Read the recorded config; empty where there is none.
@@ -94,8 +90,8 @@ class RunDir:
         """
         file = self.path / CONFIG
         config: Any = None
-        with suppress(yaml.YAMLError, UnicodeDecodeError):
-            config = yaml.load(file.read_text(), YAML) if file.is_file() else {}
+        with suppress(ValueError):
+            config = parse_yaml(read_text(file)) if file.is_file() else {}
         if not isinstance(config, dict) or not all(
             isinstance(config.get(group), dict) for group in groups
         ):
@@ -128,7 +124,7 @@ class RunDir:
             if self.id and facts["run"] != self.id:
                 return {}
             return dict(facts)
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return {}
 
     @property

@@ -49,6 +49,6 @@ def read_rows(file: Path, run_id: str) -> tuple[list[Row], int]:
             if row.pop("run", "") != run_id and run_id:
                 raise ValueError("another run's")
             rows.append(row)
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             invalid += 1
     return rows, invalid

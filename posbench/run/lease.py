@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from posbench.errors import MachineError, UserError
+from posbench.files.parse import parse_json
+from posbench.schema import check_shape
 
 ONE_PROCESS = "one process at a time"
 """What a run folder allows that another process owns."""
@@ -31,6 +33,8 @@ LEASE_SECONDS = 120.0
 NFS believes its cache (60 seconds), and a renewal."""
 RENEWALS_PER_LEASE = 6
 FREE = ".free"
+LeaseHolder = tuple[str, int, str]
+"""Machine, process number and start of the process that holds a lock."""
 
 OWNED = dict[Path, "Lease"]()
 """Locks of the run folders that this process owns."""
@@ -182,10 +186,11 @@ def _is_held(file: Path) -> bool:
         with open(file) as stream:
             text = stream.read()
             renewed = os.fstat(stream.fileno()).st_mtime
-        machine, pid, start = json.loads(text)
+        holder = parse_json(text)
+        machine, pid, start = check_shape(holder, LeaseHolder, str(file), "wait")
     except FileNotFoundError:
         return True  # freed, or taken over, at this moment
-    except ValueError:
+    except (ValueError, UserError):
         pass  # it is being written, or its process died over that
     if machine is not None and machine == _machine_id() and os.name == "posix":
         return is_alive(pid, start)

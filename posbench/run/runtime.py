@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from posbench.errors import UserError
-from posbench.schema import MAX_COUNT, Count, Positive, Tokens, Whole
+from posbench.schema import MAX_COUNT, Count, Positive, Threads, Tokens, Whole
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])(i?)B")
 """A size as ``4GiB``, or with powers of 1000 as ``4GB``: number, prefix, and ``i`` for powers of 1024."""
@@ -77,7 +77,7 @@ class Runtime:
     # (moves rounding, too)
     share: str | None = "4GiB"
     # CPU threads; None takes the model's, or leaves torch's choice
-    threads: Count | None = None
+    threads: Threads | None = None
     outputs: str = "outputs"  # folder that receives the runs
     # seconds between lines of progress where there is no terminal; 0: no such lines
     log_every: Whole = 30

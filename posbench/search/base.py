@@ -16,6 +16,7 @@ from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash, write_bytes, write_csv, write_text
 from posbench.files.digests import read_contents
+from posbench.files.parse import read_yaml
 from posbench.files.sources import Source
 from posbench.late import pd, torch
 from posbench.methods import Method
@@ -188,8 +189,13 @@ class Search(ABC):
 
     def use_found(self, run: Run) -> Mapping[str, Any]:
         """Set ``run.found`` to what ``found.yaml`` holds; return the block of the method."""
-        text = (run.out.path / FOUND_FILE).read_text()
-        block: Mapping[str, Any] = yaml.safe_load(text)[run.method.searched.name]
+        file = run.out.path / FOUND_FILE
+        hint = f"remove {run.out.path}, and repeat the command"
+        found: dict[str, Row] = read_yaml(file, dict[str, Row], hint=hint)
+        name = run.method.searched.name
+        if name not in found:
+            raise UserError(str(file), list(found), f"a block {name}", hint)
+        block = found[name]
         run.method.use(self.parameters(block))
         return block
 

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from posbench.errors import Faults, SeveralErrors, UserError, near
+from posbench.files.parse import parse_json
 
 T = TypeVar("T")
 MAX_FAULTS = 10
 """Faults of a file that are reported together."""
+MAX_LINE_CHARACTERS = 1 << 23
+"""Length of a line of JSON: the longest documents of the benchmarks have a tenth of it."""
 
 
 class Line(dict[str, Any]):
@@ -240,12 +243,16 @@ def _rows(
                         raise ValueError("another number of columns than the header")
                     yield number, row
                 return
-            for number, text in enumerate(stream, start=1):
+            while text := stream.readline(MAX_LINE_CHARACTERS):
+                number += 1
                 if not text.strip():
                     continue
+                line = Line({}, field, file_label, number)
+                if len(text) == MAX_LINE_CHARACTERS and not text.endswith("\n"):
+                    line.refuse(f"lines of fewer than {MAX_LINE_CHARACTERS} characters")
                 row = None
                 with nullcontext() if faults is None else faults.collecting():
-                    row = _parse_object(text, Line({}, field, file_label, number))
+                    row = _parse_object(text, line)
                 if row is not None:
                     yield number, row
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
@@ -264,21 +271,14 @@ def _rows(
 def _parse_object(text: str, line: Line) -> dict[str, Any]:
     """The JSON object in a line's text."""
     try:
-        fields = json.loads(text, parse_constant=_refuse_constant)
+        fields = parse_json(text)
         if not isinstance(fields, dict):
             raise ValueError("not an object")
-        if "\\ud" in text.lower():
-            # Half of a pair of surrogates is no text.
-            json.dumps(fields, ensure_ascii=False).encode()
         return fields
     except UnicodeError as error:
         line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
     except ValueError as error:
         line.refuse(f"one JSON object in UTF-8 per line ({error})")
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _open(file: Path, member: str) -> Any:

@@ -173,6 +173,8 @@ def test_sweep_page(tmp_path):
         "<title>scale_channel on tiny, kv, by method.factor - posbench</title>" in page
     )
     assert_names(page, "gpt", "none of these", "Source: Table 1.")
+    tables = re.findall("<table.*?</table>", page, re.DOTALL)
+    assert tables and all("<td" in table for table in tables), "a table without rows"
     assert (tmp_path / "figures" / "sweep.pdf").is_file() and (
         tmp_path / "figures" / "attention.pdf"
     ).is_file()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import io
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pandas as pd
 import pytest
 
 from posbench.report import sweep
+from posbench.run.folder import JOBS, RunDir
+from tests.conftest import Result
 from tests.frames import metrics
 from tests.frames import sweep as summary
 
@@ -46,3 +50,25 @@ def test_a_figure_shows_some_of_many_settings() -> None:
     assert max(b - a for a, b in pairwise(drawn)) < 0.31, "spread evenly"
     few = summary([0.0, 0.5, 1.0])
     assert set(sweep._spread_runs(few, ["method.factor"])) == set(few["run"])
+
+
+def test_a_sweep_is_reproduced_by_its_own_command(
+    small: list[str], posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """A run that was made alone before keeps its command; the sweep has its own."""
+    settings = [*small, "stages=[evaluate]", "method.channel=3", "method.layers=[1,2]"]
+    assert posbench(*settings, "method.factor=0.5").status == 0
+    assert posbench("-m", *settings, "method.factor=0.5,0").status == 0
+    (file,) = outputs.glob(f"*/*/*/{JOBS}")
+    wanted = "method.factor=0.5,0"
+
+    def assert_reproducible() -> None:
+        assert wanted in RunDir(file.parent).command
+        page = html.unescape((file.parent / "report.html").read_text())
+        command = page.partition("How to reproduce")[2].partition("</pre>")[0]
+        assert "posbench -m " in command and wanted in command
+
+    assert_reproducible()
+    for verb in ("report", "rescore"):
+        assert posbench(verb, str(file.parent), verb=True).status == 0
+        assert_reproducible()
