@@ -131,7 +131,14 @@ def test_bookkeeping_of_submitted_runs(
 def test_record_of_an_export(run: Path, tmp_path: Path, posbench: Command) -> None:
     fix = tmp_path / "fix"
     written = posbench(
-        "export", str(run), "--to", "checkpoint", "--out", str(fix), verb=True
+        "export",
+        str(run),
+        "--to",
+        "checkpoint",
+        "--force",
+        "--out",
+        str(fix),
+        verb=True,
     )
     assert written.status == 0, written.err
     data: dict[str, Any] = json.loads((fix / RECORD).read_text())
@@ -242,7 +249,7 @@ def test_files_of_a_run(
 ) -> None:
     args = [verb, str(run)]
     if verb == "export":
-        args += ["--to", "checkpoint", "--out", str(tmp_path / "fix")]
+        args += ["--to", "checkpoint", "--force", "--out", str(tmp_path / "fix")]
     if (verb, name) == ("rescore", "metrics.csv"):
         pytest.skip("rescore makes it anew")
     data = {"name": "none"}
@@ -288,7 +295,7 @@ def test_a_place_where_no_folder_can_be_made(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     out = out.replace("{here}", str(tmp_path))
-    args = ["export", str(run), "--to", "checkpoint", "--out", out]
+    args = ["export", str(run), "--to", "checkpoint", "--force", "--out", out]
     result = posbench(*args, verb=True)
     assert result.status == 2
     assert_refused(result.err, "--out", out, allowed="folder", hint="folder")
@@ -299,7 +306,7 @@ def test_a_foreign_folder_is_refused_unread(
 ) -> None:
     """A file of a terabyte, which takes no room, would be read for an hour."""
     fix = tmp_path / "fix"
-    args = ["export", str(run), "--to", "checkpoint", "--out", str(fix)]
+    args = ["export", str(run), "--to", "checkpoint", "--force", "--out", str(fix)]
     assert posbench(*args, verb=True).status == 0
     with open(fix / "0.bin", "wb") as stream:
         stream.truncate(1 << 40)
