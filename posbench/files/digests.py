@@ -105,6 +105,16 @@ def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, An
     return data
 
 
+def hash_sources(files: Iterable[Content], group: str) -> dict[str, str]:
+    """By the path or id of each source that a group of the config names, a hash of what it holds."""
+    keys_by_id: dict[str, list[tuple[str, str]]] = {}
+    for content in files:
+        if content.source.field.partition(".")[0] == group:
+            keys = keys_by_id.setdefault(content.source.id, [])
+            keys.append((content.name, content.held))
+    return {name: short_hash(sorted(keys), 12) for name, keys in keys_by_id.items()}
+
+
 def find_change(files: Iterable[Content]) -> Content | None:
     """The first file that no longer holds what it held; a new time stamp alone is no change."""
     for content in files:

@@ -106,7 +106,6 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         config: The run.
         read: What its files hold, by :func:`run_contents`.
     """
-    model = config.model
     runtime = config.runtime
     facts: dict[str, Any] = {
         "code": source_digest(user_files(_classes(config))),
@@ -114,12 +113,8 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
-    if config.uses_model and model.base_url:
-        # What the server computes with is not known: its address and the model's name there stand for it.
-        facts["tokenizer"] = fingerprint(read)
-        for name in SERVED_SETTINGS:
-            facts[name] = getattr(model, name)
-        return facts
+    if config.uses_model and config.model.base_url:
+        return facts | model_identity(config, read)
     # A login node may lack what its jobs have.
     if runtime.device == "auto":
         facts["device"] = torch_device(runtime.device).type
@@ -128,11 +123,25 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     for name in RUNTIME_SETTINGS:
         facts[name] = getattr(runtime, name)
     facts["threads"] = threads(config)
-    if config.uses_model:
-        facts["weights"] = fingerprint(read)
-        for name in MODEL_SETTINGS:
-            facts[name] = getattr(model, name)
-    return facts
+    return facts | model_identity(config, read)
+
+
+def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
+    """Return what of a run's identity tells its model: weights, and how they are computed with.
+
+    Args:
+        config: The run.
+        read: What its files hold, by :func:`run_contents`.
+    """
+    if not config.uses_model:
+        return {}
+    model = config.model
+    if model.base_url:
+        # What the server computes with is not known: its address and the model's name there stand for it.
+        served = {name: getattr(model, name) for name in SERVED_SETTINGS}
+        return {"tokenizer": fingerprint(read), **served}
+    settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
+    return {"weights": fingerprint(read), **settings}
 
 
 def threads(config: Config) -> int | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from posbench import paths
 from posbench.errors import Faults, UserError
-from posbench.files.digests import Content, hash_paths
+from posbench.files.digests import Content, hash_paths, hash_sources
 from posbench.files.sources import cached_path, list_files
 from posbench.late import transformers
 from posbench.measure import served
@@ -20,7 +20,7 @@ from posbench.model.load import CheckpointReader, load_without_weights, read_che
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.fit import Adjustment, FitToModel
-from posbench.pipeline.identity import input_sources
+from posbench.pipeline.identity import input_sources, model_identity
 from posbench.run.base import Run
 from posbench.tasks.base import EvaluationOnly
 
@@ -180,6 +180,8 @@ def build_run(
         console=console,
         identity=identity or {},
         all_methods=config.all_methods,
+        model_identity=model_identity(config, contents),
+        method_files=hash_sources(contents, "method"),
     )
 
 

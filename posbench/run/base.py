@@ -72,6 +72,8 @@ class Run:
         console: Where progress and tables go.
         identity: Model, weights, code and kernel: part of every stage key.
         all_methods: Methods by name; empty unless the study measures them all.
+        model_identity: Of the identity, what tells the model: weights, precision, kernel.
+        method_files: Of each path that a method's constants name, a digest of what the file holds.
         out: The claimed folder; not set while the config is checked.
         shard: Of the rows that several processes make, those that this process makes.
         main_out: The run's own folder, where ``out`` is that of a shard.
@@ -88,6 +90,8 @@ class Run:
     console: Console
     identity: Mapping[str, Any]
     all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
+    model_identity: Mapping[str, Any] = field(default_factory=dict)
+    method_files: Mapping[str, str] = field(default_factory=dict)
     out: RunDir = field(init=False)
     shard: Shard = field(default_factory=Shard)
     main_out: RunDir | None = None

@@ -30,10 +30,18 @@ from posbench.model.store import (
 )
 from posbench.run.base import Run
 from posbench.run.cost import WorkEstimate
-from posbench.run.folder import RunDir
-from posbench.run.rows import RowKey, is_out_of_memory
+from posbench.run.folder import RowKey
+from posbench.run.proofs import (
+    COMPUTATION,
+    REQUEST,
+    Decoding,
+    computation_digest,
+    decoding_of,
+    request_digest,
+)
+from posbench.run.rows import is_out_of_memory
 from posbench.run.runtime import Runtime
-from posbench.run.shards import merge_rows
+from posbench.run.shards import finished_keys, merge_rows
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example
 
@@ -145,6 +153,8 @@ class BatchPlan:
         self._groups: list[PrefillGroup] = []
         # Of a subject whose method rewrites prompts, what it asks, by the id of the example.
         self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
+        # By subject and decoding.
+        self._computations: dict[tuple[int, Decoding], str] = {}
         # The group that is prefilled, and the prefix of the batch that is run.
         self._stored_group: int | None = None
         self._store: PrefixStore | None = None
@@ -220,6 +230,28 @@ class BatchPlan:
         if rewritten:
             return rewritten[request.example.id]
         return AskedPrompt(request.example, self.encoded[request.example.id])
+
+    def proof(self, request: Request) -> dict[str, str]:
+        """Return what the row of a request proves itself by: what was asked, and what answered."""
+        subject = request.subject
+        asked = self.asked_prompt(request)
+        decoding = decoding_of(subject.run.task, request.example)
+        cached = (id(subject), decoding)
+        if cached not in self._computations:
+            computation = computation_digest(subject.run, subject.method, decoding)
+            self._computations[cached] = computation
+        return {
+            REQUEST: request_digest(asked.encoded.ids, request.example.choices),
+            COMPUTATION: self._computations[cached],
+        }
+
+    def _proofs_of(self, run: Run) -> dict[RowKey, dict[str, str]]:
+        """What the rows of a run prove themselves by, by method and id."""
+        return {
+            tuple(request.key.values()): self.proof(request)
+            for request in self.order
+            if request.subject.run is run
+        }
 
     def _num_tokens(self, request: Request) -> int:
         return len(self.asked_prompt(request).encoded.ids)
@@ -404,7 +436,8 @@ class BatchPlan:
             stage: The stage.
             compute: Rows of a batch.
         """
-        merge_rows(run.out, file)
+        proofs = self._proofs_of(run)
+        merge_rows(run.out, file, proofs)
         with self._sharing_reported(run, stage):
             if run.main_out or run.workers:
                 shard_rows = self._complete_shard(run, file, stage, compute)
@@ -413,16 +446,23 @@ class BatchPlan:
                     return shard_rows
             if run.workers:
                 run.workers.wait(file)
-                merge_rows(run.out, file)
+                merge_rows(run.out, file, proofs)
             return run.rows.complete(
-                file, stage, self.batches, _request_key, compute, self.order
+                file,
+                stage,
+                self.batches,
+                _request_key,
+                compute,
+                self.order,
+                self.proof,
             )
 
     def _complete_shard(
         self, run: Run, file: str, stage: str, compute: Compute
     ) -> list[Row]:
         """Compute the rows of this process's shard, while the workers of the run make the others."""
-        finished = _finished_keys(run.main_out or run.out, file)
+        out = run.main_out or run.out
+        finished = finished_keys(out, file, self._proofs_of(run))
         missing = [
             batch
             for batch in self.batches
@@ -440,7 +480,9 @@ class BatchPlan:
             run.console.print(f"{stage}: {message}", markup=False)
         if not own_batches:
             return []
-        return run.rows.complete(file, stage, own_batches, _request_key, compute)
+        return run.rows.complete(
+            file, stage, own_batches, _request_key, compute, proof=self.proof
+        )
 
     def fill(self, run: Run, file: str, stage: str, compute: Compute) -> None:
         """Compute the rows that the runs of the plan lack, and append each to the folder of its run.
@@ -458,9 +500,11 @@ class BatchPlan:
             return
         finished = dict[Path, set[RowKey]]()
         for batch in self.batches:
-            out = batch[0].subject.run.out
+            subject_run = batch[0].subject.run
+            out = subject_run.out
             if out.path not in finished:
-                finished[out.path] = _finished_keys(out, file)
+                proofs = self._proofs_of(subject_run)
+                finished[out.path] = finished_keys(out, file, proofs)
 
         def is_missing(request: Request) -> bool:
             row_key = tuple(request.key.values())
@@ -486,7 +530,7 @@ class BatchPlan:
                         failed.add(id(subject))
                     else:
                         missing_rows = [
-                            {**request.key, **row}
+                            {**request.key, **row, **self.proof(request)}
                             for request, row in zip(batch, rows, strict=True)
                             if is_missing(request)
                         ]
@@ -504,8 +548,3 @@ class BatchPlan:
         if computed < self.requested_tokens:
             message = f"{computed:,} of {self.requested_tokens:,} prompt tokens computed, the others shared"
             run.console.print(f"{stage}: {message}", soft_wrap=True, markup=False)
-
-
-def _finished_keys(out: RunDir, file: str) -> set[RowKey]:
-    """Method and id of the rows that a file has."""
-    return {(row.get("method"), row.get("id")) for row in out.rows_without_error(file)}

@@ -24,6 +24,10 @@ from posbench.run.lease import need_owned
 
 log = logging.getLogger(__name__)
 
+RowKey = tuple[Any, ...]
+"""Values of the fields that identify a row."""
+Proofs = Mapping[RowKey, Mapping[str, Any]]
+"""What each row of a run carries to prove that it is the run's, by the row's key."""
 State = Literal["running", "done", "failed", "incomplete", "mixed"]
 """What ``status.json`` says of a run."""
 MIXED: Final = "mixed"
@@ -469,6 +473,29 @@ class RunDir:
             log.warning(message, self.path / name, invalid, errored)
             self.write_rows(name, valid)
 
+    def proven_rows(
+        self, name: str, fields: Sequence[str], proofs: Proofs
+    ) -> list[Row]:
+        """Return the rows of a file; those that carry another proof than this run's rows do are dropped from it.
+
+        Args:
+            name: Name of the JSON-lines file.
+            fields: Names of the fields that identify a row.
+            proofs: By the values of these fields, what the row carries where it is this run's.
+        """
+        kept = []
+        unproven = []
+        for row in self.rows(name):
+            proof = proofs.get(tuple(row.get(field) for field in fields), {})
+            if is_proven(row, proof):
+                kept.append(row)
+            else:
+                unproven.append((row, proof))
+        if unproven:
+            warn_of_unproven(self.path / name, unproven)
+            self.write_rows(name, kept)
+        return kept
+
     def sort(self, name: str, rank: Callable[[Row], int]) -> None:
         """Sort the rows of a file by ``rank``: rows that were made again go where they would have been."""
         rows = self.rows(name)
@@ -496,6 +523,26 @@ class RunDir:
             except OSError as error:
                 log.warning("%s: passed over (%s)", folder, error)
         return None
+
+
+def is_proven(row: Row, proof: Mapping[str, Any]) -> bool:
+    """Return whether a row carries what it has to prove itself by."""
+    return all(row.get(name) == value for name, value in proof.items())
+
+
+def warn_of_unproven(
+    file: Path, unproven: Sequence[tuple[Row, Mapping[str, Any]]]
+) -> None:
+    """Say that rows of a file are passed over, and by what the first one differs.
+
+    Args:
+        file: The file.
+        unproven: Each of these rows, and what it should carry.
+    """
+    row, proof = unproven[0]
+    field = next(name for name, value in proof.items() if row.get(name) != value)
+    message = "%s: %s = %r: allowed: %r, what this run asks and computes; next: %d such rows are made again"
+    log.warning(message, file, field, row.get(field), proof[field], len(unproven))
 
 
 def run_id(version_key: Mapping[str, Any], name: str) -> str:

@@ -14,6 +14,13 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LENGTH
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
+from posbench.run.proofs import (
+    COMPUTATION,
+    REQUEST,
+    computation_digest,
+    decoding_of,
+    request_digest,
+)
 from posbench.tasks import Example, Task
 
 STAGE = "evaluate"
@@ -103,6 +110,15 @@ def _served_replies(
         reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
         return _row(run, example, prompt, reply)
 
+    def proof(request: Request) -> Row:
+        # What tokens the server makes of the text is not known.
+        text = prompt_digest(request.example).encode()
+        decoding = decoding_of(run.task, request.example)
+        return {
+            REQUEST: request_digest(list(text), request.example.choices),
+            COMPUTATION: computation_digest(run, request.subject.method, decoding),
+        }
+
     requests = [
         Request(subject, example) for subject in subjects for example in run.evaluation
     ]
@@ -113,6 +129,7 @@ def _served_replies(
         key=lambda request: request.key,
         compute=compute,
         workers=run.model.concurrency,
+        proof=proof,
     )
 
 

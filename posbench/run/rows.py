@@ -11,16 +11,16 @@ from typing import Any
 from posbench.files.atomic import Row
 from posbench.late import torch
 from posbench.renamed import renamed_parameters
-from posbench.run.folder import RunDir
+from posbench.run.folder import RowKey, RunDir
 from posbench.run.progress import Progress
 
 log = logging.getLogger(__name__)
 
-RowKey = tuple[Any, ...]
-"""Values of the fields that identify a row."""
-
 Key = Callable[[Any], Mapping[str, Any]]
 """The fields that identify the row of an item."""
+
+Proof = Callable[[Any], Mapping[str, Any]]
+"""What the row of an item proves itself by: a row that carries something else is computed again."""
 
 Compute = Callable[[Sequence[Any]], list[Row]]
 """The rows of a batch of items, one per item, in order, without the fields that identify them."""
@@ -30,6 +30,11 @@ ShowProgress = Callable[[str, int, int], AbstractContextManager[Progress]]
 
 FAILURES_IN_A_ROW = 3
 """Failed requests one after another, for each thread, after which no more are tried."""
+
+
+def no_proof(item: Any) -> Mapping[str, Any]:
+    """Return nothing: the row of an item is known by its key alone."""
+    return {}
 
 
 class IncompleteRun(Exception):
@@ -53,6 +58,7 @@ class ResumableRows:
         key: Key,
         compute: Compute,
         order: Sequence[Any] | None = None,
+        proof: Proof = no_proof,
     ) -> list[Row]:
         """Compute every row that a file lacks, batch by batch, and return all rows.
 
@@ -67,6 +73,7 @@ class ResumableRows:
             key: Fields that identify the row of an item.
             compute: Rows of a batch, one per item, in order, without these fields.
             order: Items in the order of the rows; None: that of the batches.
+            proof: What the row of an item proves itself by.
 
         Returns:
             All rows, in that order.
@@ -75,7 +82,7 @@ class ResumableRows:
             IncompleteRun: Some batch failed; its rows carry the error and are retried next time.
         """
         all_items = [item for batch in batches for item in batch]
-        key_fields, rows = self._read_rows(file, all_items, key)
+        key_fields, rows = self._read_rows(file, all_items, key, proof)
 
         def is_missing(item: Any) -> bool:
             return tuple(key(item).values()) not in rows
@@ -96,7 +103,7 @@ class ResumableRows:
                         advance(len(part))
                         continue
                     try:
-                        new_rows = _compute_rows(part, key, compute)
+                        new_rows = _compute_rows(part, key, compute, proof)
                     except RuntimeError as error:
                         log.error("%s: %s", file, error)
                         new_rows = [{**key(item), "error": str(error)} for item in part]
@@ -133,6 +140,7 @@ class ResumableRows:
         key: Key,
         compute: Callable[[Any], Row],
         workers: int,
+        proof: Proof = no_proof,
     ) -> list[Row]:
         """Compute every row that a file lacks, item by item in several threads, and return all rows.
 
@@ -145,18 +153,19 @@ class ResumableRows:
             key: Fields that identify the row of an item.
             compute: Row of an item, without these fields.
             workers: Number of threads.
+            proof: What the row of an item proves itself by.
 
         Raises:
             IncompleteRun: Some rows failed, or so many one after another that the others were not tried.
         """
-        key_fields, rows = self._read_rows(file, items, key)
+        key_fields, rows = self._read_rows(file, items, key, proof)
         pending = [item for item in items if tuple(key(item).values()) not in rows]
         num_failed = 0
         failures_in_a_row = 0
 
         def try_to_compute(item: Any) -> Row:
             try:
-                return {**key(item), **compute(item)}
+                return {**key(item), **compute(item), **proof(item)}
             except RuntimeError as error:
                 log.error("%s: %s", file, error)
                 return {**key(item), "error": str(error)}
@@ -184,17 +193,19 @@ class ResumableRows:
         return self._ordered(file, rows, [key(item) for item in items], num_failed)
 
     def _read_rows(
-        self, file: str, items: Sequence[Any], key: Key
+        self, file: str, items: Sequence[Any], key: Key, proof: Proof
     ) -> tuple[list[str], dict[RowKey, Row]]:
         """Names of the fields that identify a row, and the rows of a file by the values of these fields.
 
-        A half-written last line is cut off; rows without all of these fields are left out.
+        A half-written last line is cut off, and rows that prove to be others are dropped; rows without all
+        of these fields are left out.
         """
         self.out.repair(file)
         fields = list(key(items[0])) if items else []
+        proofs = {tuple(key(item).values()): proof(item) for item in items}
         rows = {
             _row_key(row, fields): row
-            for row in self.out.rows(file)
+            for row in self.out.proven_rows(file, fields, proofs)
             if all(name in row for name in fields)
         }
         return fields, rows
@@ -243,7 +254,9 @@ def _split(batch: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
     return [batch[start : start + size] for start in range(0, len(batch), size)]
 
 
-def _compute_rows(items: Sequence[Any], key: Key, compute: Compute) -> list[Row] | None:
+def _compute_rows(
+    items: Sequence[Any], key: Key, compute: Compute, proof: Proof
+) -> list[Row] | None:
     """Rows of items; None where they are too many for the memory and can be split.
 
     Raises:
@@ -251,7 +264,10 @@ def _compute_rows(items: Sequence[Any], key: Key, compute: Compute) -> list[Row]
     """
     try:
         rows = compute(items)
-        return [{**key(item), **row} for item, row in zip(items, rows, strict=True)]
+        return [
+            {**key(item), **row, **proof(item)}
+            for item, row in zip(items, rows, strict=True)
+        ]
     except RuntimeError as error:
         if not is_out_of_memory(error) or len(items) == 1:
             raise

@@ -25,7 +25,14 @@ from rich.console import Console
 
 from posbench.files.atomic import Row
 from posbench.late import torch
-from posbench.run.folder import MIXED, RunDir
+from posbench.run.folder import (
+    MIXED,
+    Proofs,
+    RowKey,
+    RunDir,
+    is_proven,
+    warn_of_unproven,
+)
 from posbench.run.lease import in_use
 
 log = logging.getLogger(__name__)
@@ -80,29 +87,55 @@ def missing_shards(out: RunDir, count: int) -> list[int]:
     ]
 
 
-def merge_rows(out: RunDir, file: str) -> None:
+def merge_rows(out: RunDir, file: str, proofs: Proofs) -> None:
     """Append to a run's file the rows that shards have and it lacks.
 
-    Those of a shard that a file changed under are passed over, so that they are made again.
+    Rows that do not prove to be the run's, and those of a shard that a file changed under, are passed over,
+    so that they are made again.
+
+    Args:
+        out: The run's folder.
+        file: Name of the JSON-lines file.
+        proofs: By method and id, what each row of the run has to carry.
     """
     folders = shard_folders(out.path)
     if not folders:
         return
-    merged = set(map(_row_key, out.rows_without_error(file)))
+    merged = finished_keys(out, file, proofs)
     for folder in folders:
         shard_out = RunDir(folder, out.id)
         if shard_out.status()["state"] == MIXED:
             message = "%s: passed over, a file changed while its rows were made"
             log.warning(message, folder)
             continue
-        rows = {_row_key(row): row for row in shard_out.rows_without_error(file)}
+        rows = dict[RowKey, Row]()
+        unproven = list[tuple[Row, Mapping[str, Any]]]()
+        for row in shard_out.rows_without_error(file):
+            key = _row_key(row)
+            if key not in proofs:
+                continue
+            if is_proven(row, proofs[key]):
+                rows[key] = row
+            else:
+                unproven.append((row, proofs[key]))
+        if unproven:
+            warn_of_unproven(folder / file, unproven)
         new_rows = [row for key, row in rows.items() if key not in merged]
         if new_rows:
             out.append(file, new_rows)
         merged |= rows.keys()
 
 
-def _row_key(row: Row) -> tuple[object, ...]:
+def finished_keys(out: RunDir, file: str, proofs: Proofs) -> set[RowKey]:
+    """Return method and id of the rows of a file that are proven, see :func:`merge_rows`."""
+    return {
+        _row_key(row)
+        for row in out.rows_without_error(file)
+        if _row_key(row) in proofs and is_proven(row, proofs[_row_key(row)])
+    }
+
+
+def _row_key(row: Row) -> RowKey:
     return row.get("method"), row.get("id")
 
 

@@ -27,6 +27,7 @@ from posbench.renamed import RenamedAttribute, keep_old_names, renamed_parameter
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.run.folder import RunDir
+from posbench.run.proofs import COMPUTATION, computation_digest
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
@@ -331,8 +332,12 @@ class Search(ABC):
             return [{"value": value} for value in self.measure_batch(run, batch)]
 
         label = f"search: check, {name}"
-        with run.method.with_target(method).applied(run.lm):
-            rows = run.rows.complete(held_back.ROWS_FILE, label, batches, key, compute)
+        whole_method = run.method.with_target(method)
+        proof = {COMPUTATION: computation_digest(run, whole_method)}
+        with whole_method.applied(run.lm):
+            rows = run.rows.complete(
+                held_back.ROWS_FILE, label, batches, key, compute, proof=lambda _: proof
+            )
         return {row["id"]: row["value"] for row in rows}
 
     @renamed_parameters(how="description")

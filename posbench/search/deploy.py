@@ -19,6 +19,12 @@ from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
+from posbench.run.proofs import (
+    COMPUTATION,
+    REQUEST,
+    computation_digest,
+    request_digest,
+)
 from posbench.schema import Count, NonNegative
 from posbench.search import held_back
 from posbench.search.base import ROWS_FILE, Read, Search
@@ -282,9 +288,19 @@ class DeploySearch(Search):
                 for score, answer in zip(scores, answers, strict=True)
             ]
 
+        computations = [computation_digest(run, method) for method in methods]
+
+        def proof(item: tuple[int, str]) -> Row:
+            index, id_ = item
+            prompt, answer = pairs[id_]
+            return {
+                REQUEST: request_digest([*prompt, *answer], ()),
+                COMPUTATION: computations[index],
+            }
+
         variant = "the side task" if split == "side" else "all tokens scaled"
         label = f"search: {len(methods)} again, {variant}"
-        rows = run.rows.complete(DEPLOY_ROWS, label, batches, key, compute)
+        rows = run.rows.complete(DEPLOY_ROWS, label, batches, key, compute, proof=proof)
         losses = {(row["method"], row["id"]): row["loss"] for row in rows}
         return np.array(
             [[losses[index, id_] for id_ in pairs] for index in range(len(methods))]

@@ -14,7 +14,13 @@ from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
 from posbench.run.folder import RunDir
-from posbench.run.replies import STAGE, is_cut, plan_replies, scored_replies
+from posbench.run.replies import (
+    STAGE,
+    is_cut,
+    plan_replies,
+    prompt_digest,
+    scored_replies,
+)
 from posbench.search.base import note_verdict
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
@@ -176,11 +182,20 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     return num_changed
 
 
+def _asks(examples: Mapping[str, Example], row: Row) -> bool:
+    """Whether the prompt of a row is that of its example; of an old row the id alone tells."""
+    example = examples.get(row["id"])
+    if example is None:
+        return False
+    digest = prompt_digest(example)
+    return bool(row.get("prompt", digest) == digest)
+
+
 def _need_same_questions(
     task: Task, examples: Mapping[str, Example], rows: Sequence[Row], out: RunDir
 ) -> None:
     """Refuse a task that asks other questions than a run did."""
-    unknown_ids = [row["id"] for row in rows if row["id"] not in examples]
+    unknown_ids = [row["id"] for row in rows if not _asks(examples, row)]
     checksum = _questions_checksum(list(examples.values()))
     same = out.read_json(PROMPTS).get("questions", checksum) == checksum
     if same and not unknown_ids:

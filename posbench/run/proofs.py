@@ -1,0 +1,78 @@
+"""What a row proves itself by: digests of what was asked, and of what answered."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from posbench.files.atomic import short_hash
+from posbench.methods import Method
+from posbench.run.base import Run
+from posbench.tasks import Example, Task
+
+REQUEST = "request"
+"""Column of rows: a digest of the prompt's token ids, and of its choices."""
+COMPUTATION = "computation"
+"""Column of rows: a digest of what answered, by :func:`computation_digest`."""
+DIGITS = 12
+
+Decoding = tuple[Any, ...]
+"""How a reply is decoded; empty where none is."""
+
+
+def request_digest(ids: Sequence[int], choices: Sequence[str]) -> str:
+    """Return a digest of a prompt's token ids and of the choices that are scored after it."""
+    total = hashlib.sha256(np.asarray(ids, "<i8").tobytes())
+    for choice in choices:
+        total.update(b"\0" + choice.encode(errors="surrogatepass"))
+    return total.hexdigest()[:DIGITS]
+
+
+def decoding_of(task: Task, example: Example) -> Decoding:
+    """Return what decides when a reply ends, and how it is decoded; empty where choices are scored."""
+    if example.choices:
+        return ()
+    return (
+        example.max_new_tokens or task.max_new_tokens,
+        example.min_new_tokens,
+        example.stop,
+        task.repetition_penalty,
+    )
+
+
+def computation_digest(run: Run, method: Method, decoding: Decoding = ()) -> str:
+    """Return a digest of what answers: weights, precision, kernel, method with its constants, decoding.
+
+    Args:
+        run: The run, with the identity of its model.
+        method: The method; of a file that a constant names, what it holds counts.
+        decoding: By :func:`decoding_of`.
+    """
+    facts = {
+        "model": run.model_identity,
+        "method": _describe(method, run.method_files),
+        "decoding": decoding,
+    }
+    return short_hash(facts, DIGITS)
+
+
+def _describe(value: Any, files: Mapping[str, str]) -> Any:
+    """A value as plain data, with the class of each object; the order of methods in a list counts."""
+    if is_dataclass(value):
+        cls = type(value)
+        constants = [
+            [field.name, _describe(getattr(value, field.name), files)]
+            for field in fields(value)
+        ]
+        return [f"{cls.__module__}.{cls.__qualname__}", constants]
+    if isinstance(value, Mapping):
+        return [[key, _describe(part, files)] for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [_describe(part, files) for part in value]
+    if isinstance(value, str):
+        return files.get(value, value)
+    return value
