@@ -97,6 +97,29 @@ def test_a_claim_has_one_verdict_on_a_model_in_the_whole_gallery() -> None:
     assert {key: v for key, v in verdicts.items() if len(v) > 1} == {}
 
 
+def test_the_page_of_claims_says_what_the_gallery_says() -> None:
+    gallery = (paths.EXPERIMENTS.parent / "docs/gallery.md").read_text(encoding="utf-8")
+    in_gallery = {
+        (claim, model): verdict.lower()
+        for claim, models, verdict in _gallery_verdicts(gallery)
+        for model in models
+    }
+    page = (paths.EXPERIMENTS / "results/yu2025_claims.md").read_text(encoding="utf-8")
+    header, _, *rows = (line for line in page.splitlines() if line.startswith("| "))
+    names = header.strip("| ").split(" | ")[1:]
+    compared = 0
+    for row in rows:
+        claim, *verdicts = (cell.strip() for cell in row.strip("|").split("|"))
+        if len(verdicts) != len(names) or "Control" in claim:
+            continue
+        for model, verdict in zip(names, verdicts, strict=True):
+            shown = in_gallery.get((re.sub(r" \(Yu.*?\)$", "", claim), model))
+            if shown and verdict in ("holds", "contradicted"):
+                assert verdict == shown, (claim, model)
+                compared += 1
+    assert compared > 50
+
+
 def _gallery_verdicts(page: str) -> Iterator[tuple[str, list[str], str]]:
     """Each claim that an entry lists, the models that it lists it on, and the verdict."""
     for entry in page.split("\n### ")[1:]:

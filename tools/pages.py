@@ -181,13 +181,14 @@ def claims_page(folder: Path) -> str:
         f"- {model}: {count_verdicts(findings[findings['model'] == model])}"
         for model in models
     ]
-    commands = "\n".join(f"    {command}" for _, command in newest.values())
+    commands = dict.fromkeys(command for _, command in newest.values())
     return "\n\n".join(
         [
             "\n".join(counts),
             markdown(["claim", *models], overview),
             *sections,
-            f"## How\n\nThe verdicts are those of these runs:\n\n{commands}",
+            "## How\n\nThe verdicts are those of these runs:",
+            "\n".join(f"    {command}" for command in commands),
         ]
     )
 

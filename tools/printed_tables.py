@@ -286,9 +286,10 @@ def _yu_statements(data: pd.DataFrame) -> Iterator[Statement]:
         late_gain = gains.iloc[:, 1:].mean(axis=1)
         text = f"largest gain on {task}, last four positions"
         yield _largest(section, text, printed_late, 0.05, late_gain)
-    text = "models without a gain on KV retrieval"
-    without_gain = (gain <= FLOAT_ERROR).sum()
-    note = f"losses: {_top_three(-gain)}"
+    # "At most positions, except for LLaMA-2-13B": one model.
+    text = "models without a gain at most positions of KV retrieval"
+    without_gain = ((gains > FLOAT_ERROR).mean(axis=1) <= 0.5).sum()
+    note = f"losses of the average: {_top_three(-gain)}"
     yield Statement(section, text, 1, 0, without_gain, len(gain), note)
 
     gains = _gains(data, f"{YU}, Table 2", "LongBench", "Ours", "Original")
