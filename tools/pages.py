@@ -30,6 +30,7 @@ from posbench import paths
 from posbench.errors import UserError, choices, complain
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
+from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.model.families import FAMILIES
 from posbench.report.collect import Entry, Panel, collect_entries
@@ -40,7 +41,7 @@ from posbench.report.page import read_run
 from posbench.report.paper import AGREEMENT
 from posbench.report.tables import findings_table
 from posbench.report.text import count_verdicts, tally_verdicts
-from posbench.run.folder import open_undamaged
+from posbench.run.folder import JOBS, open_undamaged
 from posbench.schema import describe_type
 from posbench.tasks.own_data import KINDS, Record
 
@@ -195,7 +196,7 @@ def claims_page(folder: Path) -> str:
 
 def _read_provenance(folder: Path) -> dict[str, Any]:
     """The provenance of a run; of a sweep that of its first run, as each records the command of the sweep."""
-    jobs = read_json(folder / "jobs.json") or []
+    jobs = read_json(folder / JOBS, Objects) or []
     runs = [job["folder"] for job in jobs if job["folder"]]
     run_folder = folder.parent / Path(runs[0]).name if runs else folder
     provenance: dict[str, Any] | None = read_json(run_folder / "provenance.json")
