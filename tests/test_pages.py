@@ -102,6 +102,7 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
         (["nothing"], "invalid choice: 'nothing'"),
         (["families", "x"], "families takes no DIR"),
         (["claims"], "claims takes a DIR"),
+        (["tables", "x"], "tables needs --out FILE"),
         (["run", "a", "b"], "unrecognized arguments: b"),
     ],
 )
@@ -113,7 +114,7 @@ def test_a_page_that_cannot_be_made_is_refused(
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert reason in error
-    assert "{families,data,claims,run,experiments,gallery} [DIR]" in error
+    assert "{families,data,claims,run,experiments,tables,gallery} [DIR]" in error
 
 
 def test_a_folder_without_claims_is_refused(
@@ -235,3 +236,22 @@ def test_a_run_as_markdown_has_the_numbers_of_its_tables(
     for value in means:
         assert f"{100 * value:.1f} [" in page
     assert json.loads((folder / "provenance.json").read_text())["command"] in page
+
+
+def test_tables_of_a_run_stand_between_their_marks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    write_csv(run / "counts.csv", pd.DataFrame({"verdict": ["a|b"], "cells": [3]}))
+    write_csv(run / "unnamed.csv", pd.DataFrame({"x": [1]}))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- counts -->\nold\n<!-- /counts -->\nafter\n")
+    assert pages.main(["tables", str(run), "--out", str(page)]) == 0
+    table = "| verdict | cells |\n| --- | --- |\n| a\\|b | 3 |"
+    marked = f"<!-- counts -->\n\n{table}\n\n<!-- /counts -->"
+    assert page.read_text() == f"before\n{marked}\nafter\n"
+    page.write_text("no marks\n")
+    assert pages.main(["tables", str(run), "--out", str(page)]) == 2
+    assert_line_names(capsys.readouterr().err, "--out", str(page), str(run), "NAME.csv")

@@ -4,6 +4,7 @@ python tools/pages.py families           which architectures work, from the code
 python tools/pages.py data               the fields of a file of your own, from the code
 python tools/pages.py claims DIR         verdicts on papers' claims, of all studies in a folder of runs
 python tools/pages.py run DIR            one run: its sentence, text and tables
+python tools/pages.py tables DIR         the tables of one run, each between the marks of its name in FILE
 python tools/pages.py experiments DIR    every table and figure of the papers, with the status of its newest run
 python tools/pages.py gallery DIR        the figures of all runs; they go to a folder beside FILE, which has its name
 
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("page", choices=[*FROM_CODE, *FROM_RUNS, "gallery"])
+    pages = [*FROM_CODE, *FROM_RUNS, "tables", "gallery"]
+    parser.add_argument("page", choices=pages)
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path)
     arguments = parser.parse_args(argv)
@@ -65,8 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{arguments.page} takes no DIR: it is made from the code")
     if not from_code and not arguments.folder:
         parser.error(f"{arguments.page} takes a DIR: a run, or a folder of runs")
+    if arguments.page == "tables" and not arguments.out:
+        parser.error("tables needs --out FILE, whose marks name the tables")
     try:
-        make_page(arguments.page, arguments.folder, arguments.out)
+        if arguments.page == "tables":
+            fill_tables(arguments.folder, arguments.out)
+        else:
+            make_page(arguments.page, arguments.folder, arguments.out)
     except UserError as error:
         complain(error)
         return error.status
@@ -99,6 +106,27 @@ def make_page(name: str, folder: Path | None, out: Path | None) -> None:
     if images:
         _write_images(out.with_suffix(""), images)
     write_text(out, text)
+    print(out)
+
+
+def fill_tables(folder: Path, out: Path) -> None:
+    """Write each table of a run between the marks of its name in a file, where the file has such marks.
+
+    Raises:
+        UserError: The file has marks for none of the run's tables, or the same ones twice.
+    """
+    open_undamaged(folder)
+    text = out.read_text(encoding="utf-8") if out.is_file() else ""
+    csv_files = sorted(folder.glob("*.csv"))
+    named = [file for file in csv_files if f"<!-- {file.stem} -->" in text]
+    if not named:
+        allowed = f"a file with the marks of a table of {folder}"
+        hint = "put <!-- NAME --> and <!-- /NAME --> where NAME.csv shall stand"
+        raise UserError("--out", str(out), allowed, hint)
+    for file in named:
+        table = pd.read_csv(file, dtype=str, keep_default_na=False)
+        page = markdown(list(table), table.to_numpy().tolist())
+        write_text(out, between_marks(out, file.stem, page))
     print(out)
 
 

@@ -259,8 +259,14 @@ def agreement(ours: Estimate, paper: Estimate, margin: float) -> str:
     high = difference + to_90_percent * np.hypot(
         max(ours.ci_high - ours.value, 0), paper.value - paper.ci_low
     )
-    contains_bound = low <= -margin <= high or low <= margin <= high
-    if ours.n < MIN_OBSERVATIONS or contains_bound:
+    if ours.n < MIN_OBSERVATIONS:
+        return "inconclusive"
+    return equivalence(float(low), float(high), margin)
+
+
+def equivalence(low: float, high: float, margin: float) -> str:
+    """``agrees`` where the interval of a difference lies within +-margin, ``differs`` beyond, or ``inconclusive``."""
+    if low <= -margin <= high or low <= margin <= high:
         return "inconclusive"
     if -margin < low and high < margin:
         return "agrees"

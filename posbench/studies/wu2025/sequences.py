@@ -28,8 +28,6 @@ class Mixture:
         copies: Items of each of the two classes of a sequence (the burstiness B).
         noise: Standard deviation of an item around its class mean, as a multiple of that of the means.
         anisotropy: Weight of omega in the vectors of ``fixed``.
-        test_component: Omega of the test sequences: the training's or, as in the official code, a ``fresh``
-            one for each test set.
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
@@ -41,7 +39,6 @@ class Mixture:
     copies: Several = 4
     noise: NonNegative = 0.75
     anisotropy: NonNegative = 0.75
-    test_component: Literal["training", "fresh"] = "training"
 
     @property
     def items(self) -> int:
@@ -111,8 +108,13 @@ def draw_world(mixture: Mixture, rng: torch.Generator) -> ClassWorld:
     means = std * _normal(mixture.classes, mixture.width, rng=rng)
     class_labels = _integers(mixture.labels, mixture.classes, rng=rng)
     label_vectors = std * _normal(mixture.labels, mixture.width, rng=rng)
-    shared = std * _normal(mixture.width, rng=rng)
+    shared = draw_omega(mixture, rng)
     return ClassWorld(means, class_labels, label_vectors, shared)
+
+
+def draw_omega(mixture: Mixture, rng: torch.Generator) -> Tensor:
+    """Draw a shared component omega of the ``fixed`` vocabulary, [D]."""
+    return mixture.std * _normal(mixture.width, rng=rng)
 
 
 def _normal(*shape: int, rng: torch.Generator) -> Tensor:
@@ -199,7 +201,7 @@ def novel_sequences(
 
     Args:
         mixture: The data.
-        world: Classes and labels of the training.
+        world: Labels of the training, and the shared component of these sequences.
         count: Sequences B.
         rng: Generator, on the device of the world.
 
@@ -210,10 +212,8 @@ def novel_sequences(
     labels = _integers(mixture.labels, count, 2, rng=rng)
     slots = _slots(mixture, count, rng)
     item_means = means.gather(1, slots[:, :, None].expand(-1, -1, mixture.width))
-    shared = world.shared
-    if mixture.test_component == "fresh":
-        shared = mixture.std * _normal(mixture.width, rng=rng)
-    vectors = _vectors(mixture, torch.cat([item_means, means], 1), shared, rng)
+    all_means = torch.cat([item_means, means], 1)
+    vectors = _vectors(mixture, all_means, world.shared, rng)
     return NovelSequences(vectors[:, :-2], vectors[:, -2:], slots, labels)
 
 

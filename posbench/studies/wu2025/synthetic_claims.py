@@ -176,7 +176,10 @@ class _Sink(NamedTuple):
 def _sinks(sinks: pd.DataFrame) -> list[Finding]:
     """Appendix K.4: sinks are on the mask's centre nodes, by token and by item (two tokens)."""
     plain = sinks[
-        (sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")
+        (sinks["vocabulary"] == "gaussian")
+        & (sinks["bias"] == "none")
+        & ~sinks["residual"]
+        & (sinks["pe"] == "none")
     ]
     groups = tables.last_iterations(plain).groupby(["depth", "mask"], sort=False)
     findings: list[Finding] = []

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import scipy
 
 from posbench.errors import renamed
 from posbench.files.atomic import Row
@@ -14,7 +15,7 @@ from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.stats import reference
-from posbench.stats.bootstrap import Z95, Estimate
+from posbench.stats.bootstrap import Z95, normal
 from posbench.studies.wu2025.network import Attention
 from posbench.studies.wu2025.sequences import Mixture, copying_gap
 from posbench.studies.wu2025.training import PAIRS, Measured
@@ -22,25 +23,36 @@ from posbench.theory import masks
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
+GAP_SETTINGS = [*SETTINGS, "omega"]
+"""Columns that tell gaps apart: the condition, and the shared component omega of the test sets."""
 CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
 PAIR_LABELS = [f"{a} - {b}" for a, b in PAIRS]
 HALF_COPYING_GAP = copying_gap(Mixture()) * 0.5
 """Gap of copying the first item's label in half of the sequences: 0.277."""
-NEAR = 0.05  # difference of gaps that count as the same: seeds spread by about 0.04
+NEAR = 0.05  # difference of gaps that count as the same
 TEST_SD = 0.0067
 """Of a gap over its 10,000 test sequences, measured on trained networks."""
 PAPER_SEEDS = 5
-PAPER_HALF_WIDTH = Z95 * TEST_SD / PAPER_SEEDS**0.5
-"""Of the 95 % interval of the paper's means over its trainings."""
+MIN_SEEDS = 3  # below, the variance between seeds is not estimated
+FEW_SEEDS_VERDICTS = {
+    "agrees": "this network agrees",
+    "differs": "this network differs",
+    "inconclusive": "cannot tell",
+}
+"""What fewer than `MIN_SEEDS` seeds say of these networks alone."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
+PE_LABELS = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}
 CONDITIONS_PER_ROW = 6  # of a figure of gaps
 MIN_GAP_LIMIT = 0.15  # of the axis of gaps, whose ends are this or larger
 
 
 def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Tables of trainings: ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`compare_cells`.
+
+    ``omega`` is that of the test sets of the ``fixed`` vocabulary: the ``training``'s, or ``fresh``, means over
+    ``draws`` whose standard deviation is ``draw_sd``; ``none`` in another vocabulary.
 
     Args:
         measured: Rows of trainings with their conditions.
@@ -54,26 +66,7 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
             "seed": row["seed"],
             "iteration": row["iteration"],
         }
-        for a, b in PAIRS:
-            gap = row[f"gap_{a}_{b}"]
-            half = Z95 * row[f"sd_{a}_{b}"]
-            gap_row = {
-                **run,
-                "pair": f"{a}-{b}",
-                "acc_ab": row[f"acc_{a}_{b}"],
-                "acc_ba": row[f"acc_{b}_{a}"],
-                "gap": gap,
-                "ci_low": gap - half,
-                "ci_high": gap + half,
-                "n": row["n"],
-                "train_loss": row["train_loss"],
-                "train_accuracy": row["train_accuracy"],
-                "novel_first": row["novel_first"],
-                "novel_middle": row["novel_middle"],
-                "novel_last": row["novel_last"],
-                "hardware": row["hardware"],
-            }
-            gaps.append(gap_row)
+        gaps += [{**run, **gap_row} for gap_row in _gap_rows(condition.vocabulary, row)]
         shares = zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
         for token, (by_head, by_entry) in enumerate(shares):
             sink_row = {
@@ -92,12 +85,64 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
     }
 
 
+def _gap_rows(vocabulary: str, row: Row) -> list[Row]:
+    """The gaps of one measurement, by omega of the test sets and pair of items."""
+    training = {
+        "n": row["n"],
+        "train_loss": row["train_loss"],
+        "train_accuracy": row["train_accuracy"],
+    }
+    rows = []
+    for a, b in PAIRS:
+        gap = row[f"gap_{a}_{b}"]
+        half = Z95 * row[f"sd_{a}_{b}"]
+        gap_row = {
+            "omega": "training" if vocabulary == "fixed" else "none",
+            "pair": f"{a}-{b}",
+            "acc_ab": row[f"acc_{a}_{b}"],
+            "acc_ba": row[f"acc_{b}_{a}"],
+            "gap": gap,
+            "ci_low": gap - half,
+            "ci_high": gap + half,
+            "draws": 1,
+            "draw_sd": 0.0,
+            **training,
+            **{f"novel_{item}": row[f"novel_{item}"] for item in Mixture().places},
+            "hardware": row["hardware"],
+        }
+        rows.append(gap_row)
+    if "fresh_omega" not in row:
+        return rows
+    draws = pd.DataFrame(row["fresh_omega"])
+    mean = draws.mean()
+    for a, b in PAIRS:
+        draw_gaps = (draws[f"acc_{a}_{b}"] - draws[f"acc_{b}_{a}"]).to_numpy()
+        estimate = normal(draw_gaps)
+        gap_row = {
+            "omega": "fresh",
+            "pair": f"{a}-{b}",
+            "acc_ab": mean[f"acc_{a}_{b}"],
+            "acc_ba": mean[f"acc_{b}_{a}"],
+            "gap": estimate.value,
+            "ci_low": estimate.ci_low,
+            "ci_high": estimate.ci_high,
+            "draws": len(draws),
+            "draw_sd": draw_gaps.std(ddof=1),
+            **training,
+            **{f"novel_{item}": mean[f"novel_{item}"] for item in Mixture().places},
+            "hardware": row["hardware"],
+        }
+        rows.append(gap_row)
+    return rows
+
+
 def combine(*tables: pd.DataFrame) -> pd.DataFrame:
     """Rows of `tabulated` tables together, where a training in several tables is taken from one of them.
 
-    It is the table in which the training is longest, and the first of those.
+    It is the table in which the training is longest, and the first of those; for each omega of the test sets
+    separately, as an older table may lack one of them.
     """
-    key = [*SETTINGS, "seed"]
+    key = [*_settings_of(tables[0]), "seed"]
     rows = pd.concat(tables, keys=range(len(tables)), names=["table"])
     rows = rows.reset_index("table")
     ends = rows.groupby([*key, "table"])["iteration"].transform("max")
@@ -108,39 +153,62 @@ def combine(*tables: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(key, kind="stable", ignore_index=True)
 
 
+def _settings_of(table: pd.DataFrame) -> list[str]:
+    """`GAP_SETTINGS`, without the omega in a table of sinks."""
+    return [name for name in GAP_SETTINGS if name in table]
+
+
 def last_iterations(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of each condition at the iteration where seeds times iterations is largest.
 
-    So a single seed that is ahead of the others does not stand for all.
+    So a single seed that is ahead of the others does not stand for all; of two such iterations it is the later
+    one. Where an iteration was reached by `MIN_SEEDS` seeds, those that fewer have reached are left out.
     """
-    seeds = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique")
-    work = seeds * frame["iteration"]
-    most_work = work.groupby([frame[name] for name in SETTINGS]).transform("max")
-    return frame[work == most_work]
+    settings = _settings_of(frame)
+    conditions = [frame[name] for name in settings]
+    seeds = frame.groupby([*settings, "iteration"])["seed"].transform("nunique")
+    enough = seeds >= MIN_SEEDS
+    none_has_enough = ~enough.groupby(conditions).transform("any")
+    work = (seeds * frame["iteration"]).where(enough | none_has_enough, 0)
+    most_trained = frame[work == work.groupby(conditions).transform("max")]
+    ends = most_trained.groupby(settings)["iteration"].transform("max")
+    return most_trained[most_trained["iteration"] == ends]
 
 
 def mean_over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds of each condition, iteration and pair.
 
-    The interval is of the test sequences; ``spread`` is the standard deviation over seeds, ``novel`` the
-    accuracy on new classes, over the three items.
+    The interval is of the test sequences and their omegas, for these networks; ``spread`` is the standard
+    deviation over seeds, ``draw_sd`` that over draws of omega, ``test_sd`` that of one network's gap over its
+    tests, ``novel`` the accuracy on new classes, over the three items.
     """
     half = (gaps["ci_high"] - gaps["ci_low"]) / 2
-    rows = gaps.assign(variance=half**2)
+    rows = gaps.assign(variance=half**2, draw_variance=gaps["draw_sd"] ** 2)
+    of_sequences = (half / Z95) ** 2
+    of_draws = rows["draw_variance"] / rows["draws"]
+    rows["test_variance"] = of_sequences.where(rows["draws"] == 1, of_draws)
     rows["novel"] = rows[["novel_first", "novel_middle", "novel_last"]].mean(axis=1)
-    groups = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False)
+    groups = rows.groupby([*GAP_SETTINGS, "iteration", "pair"], sort=False)
     table = groups.agg(
         gap=("gap", "mean"),
         variance=("variance", "sum"),
         seeds=("seed", "nunique"),
         spread=("gap", "std"),
+        draws=("draws", "min"),
+        draw_variance=("draw_variance", "mean"),
+        test_variance=("test_variance", "mean"),
         train_loss=("train_loss", "mean"),
         n=("n", "sum"),
         train_accuracy=("train_accuracy", "mean"),
         novel=("novel", "mean"),
     ).reset_index()
     half = np.sqrt(table.pop("variance")) / table["seeds"]
-    return table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
+    return table.assign(
+        ci_low=table["gap"] - half,
+        ci_high=table["gap"] + half,
+        draw_sd=np.sqrt(table.pop("draw_variance")),
+        test_sd=np.sqrt(table.pop("test_variance")),
+    )
 
 
 def read_printed_cells(file: str) -> pd.DataFrame:
@@ -155,13 +223,15 @@ def read_printed_cells(file: str) -> pd.DataFrame:
 def compare_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     """The paper's cells with ours :func:`last_iterations`, of the conditions that were trained.
 
-    The verdict is that of :func:`posbench.stats.reference.agreement` with margin `NEAR`, or ``not learned``
-    where the training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once,
-    with the paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
+    A cell of the ``fixed`` vocabulary stands here for each omega of the test sets. ``difference`` is ours minus
+    the paper's, with the 90 % interval of :func:`_difference_half_width`; the verdict is where it lies, `NEAR`
+    being the same number, in the words of `FEW_SEEDS_VERDICTS` where seeds are few, or ``not learned`` where the
+    training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once, with the
+    paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
     """
     columns = [
         "figure",
-        *SETTINGS,
+        *GAP_SETTINGS,
         "pair",
         "paper",
         "gap",
@@ -170,10 +240,14 @@ def compare_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
         "iteration",
         "seeds",
         "spread",
+        "draws",
+        "draw_sd",
         "train_loss",
         "train_accuracy",
         "novel",
         "difference",
+        "difference_ci_low",
+        "difference_ci_high",
         "counted",
         "near_zero",
         "verdict",
@@ -182,23 +256,49 @@ def compare_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     printed = pd.concat([read_printed_cells(file) for file in files])
     cells = printed.merge(mean_over_seeds(last_iterations(gaps)), on=CELL)
+    half = np.array([_difference_half_width(row) for row in cells.itertuples()])
     cells["difference"] = cells["gap"] - cells["paper"]
+    cells["difference_ci_low"] = cells["difference"] - half
+    cells["difference_ci_high"] = cells["difference"] + half
     paper_scale = cells["scale"] == "paper"
-    cell = [cells[name] for name in ("figure", *CELL)]
+    cell = [cells[name] for name in ("figure", *CELL, "omega")]
     cells["counted"] = paper_scale | ~paper_scale.groupby(cell).transform("any")
     cells["near_zero"] = cells["paper"].abs() <= NEAR
     cells["verdict"] = [_cell_verdict(row) for row in cells.itertuples()]
     return cells[columns].reset_index(drop=True)
 
 
+def _difference_half_width(row: Any) -> float:
+    """Half-width of the 90 % interval of ours minus the paper's cell, the variance between seeds included.
+
+    A mean of ours over S seeds and D draws of the test sets has variance b / S, where b is that between the
+    seeds' means; the paper's, over five seeds of one draw each, has (b + (1 - 1/D) d) / 5, where d is the
+    variance between draws. Degrees of freedom are Satterthwaite's. With fewer than `MIN_SEEDS` seeds b is the
+    variance of the tests alone, so that the interval is for these networks.
+    """
+    between_seeds = row.test_sd**2
+    if row.seeds >= MIN_SEEDS:
+        between_seeds = max(between_seeds, row.spread**2)
+    seed_part = between_seeds * (1 / row.seeds + 1 / PAPER_SEEDS)
+    draw_part = row.draw_sd**2 * (1 - 1 / row.draws) / PAPER_SEEDS
+    variance = seed_part + draw_part
+    if row.seeds < MIN_SEEDS:
+        return float(reference.Z90 * variance**0.5)
+    squares = seed_part**2 / (row.seeds - 1)
+    if row.draws > 1:
+        squares += draw_part**2 / (row.seeds * (row.draws - 1))
+    quantile = scipy.special.stdtrit(variance**2 / squares, 0.95)
+    return float(quantile * variance**0.5)
+
+
 def _cell_verdict(row: Any) -> str:
     """Whether our gap agrees with the paper's cell."""
     if row.train_loss > CHANCE:
         return "not learned"
-    low = row.paper - PAPER_HALF_WIDTH
-    high = row.paper + PAPER_HALF_WIDTH
-    ours = Estimate(row.gap, row.ci_low, row.ci_high, row.n)
-    return reference.agreement(ours, Estimate(row.paper, low, high, PAPER_SEEDS), NEAR)
+    low = row.difference_ci_low
+    high = row.difference_ci_high
+    verdict = reference.equivalence(low, high, NEAR)
+    return FEW_SEEDS_VERDICTS[verdict] if row.seeds < MIN_SEEDS else verdict
 
 
 def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
@@ -216,14 +316,19 @@ def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
 def condition_label(row: Mapping[str, Any], between: str = ", ") -> str:
     """A condition in words, without its bias and scale."""
     masks_in_words = {"full": "no mask", "decay": "decay mask"}
-    pe_in_words = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}
     words = [masks_in_words.get(row["mask"], row["mask"])]
     if row["mask"] != "decay" or row["pe"] != "none":
-        words.insert(0, pe_in_words[row["pe"]])
+        words.insert(0, PE_LABELS[row["pe"]])
     words.append(f"depth {row['depth']}")
     if not row["residual"]:
         words.append("no residual")
     return between.join(words)
+
+
+def omega_suffix(row: Mapping[str, Any]) -> str:
+    """What to add to the label of a condition of the ``fixed`` vocabulary."""
+    texts = {"training": ", training's omega", "fresh": ", fresh omegas"}
+    return texts.get(row["omega"], "")
 
 
 def scale_suffix(row: Mapping[str, Any]) -> str:
@@ -272,6 +377,11 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
             f"Dotted: copying by position alone, one item ({2 * HALF_COPYING_GAP:.3f}) or two in turn "
             f"({HALF_COPYING_GAP:.3f})."
         )
+        if vocabulary == "fixed":
+            caption += (
+                " The same networks are tested with the training's omega and with fresh ones, as in the official "
+                "program."
+            )
         figures[f"gaps_{name}"] = (gaps_figure(rows, cells), caption)
         if rows["iteration"].nunique() > 1:
             caption = f"The same gaps over the training ({kind})."
@@ -322,9 +432,11 @@ def _draw_copying_gaps(axes: Axes, largest: float) -> None:
 def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     """Gaps at the end, three bars for each condition; the paper's as diamonds."""
     last = last_iterations(gaps)
-    key = [*SETTINGS, "pair"]
+    key = [*GAP_SETTINGS, "pair"]
     mean = mean_over_seeds(last).merge(cells[[*key, "paper"]], "left", key)
-    condition = mean.groupby(SETTINGS, sort=False).ngroup()
+    # The training's omega stands above the fresh ones.
+    mean = mean.sort_values("omega", ascending=False, kind="stable")
+    condition = mean.groupby(GAP_SETTINGS, sort=False).ngroup()
     mean = mean.assign(
         line=condition // CONDITIONS_PER_ROW, x=condition % CONDITIONS_PER_ROW
     )
@@ -341,14 +453,19 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
             bars = mean[(mean["pair"] == pair) & (mean["line"] == line)]
             dots = seeds[(seeds["pair"] == pair) & (seeds["line"] == line)]
             _draw_bars(axes, bars, dots, index)
-        ticks = [
-            f"{condition_label(row, chr(10))}\n{row['iteration'] / 1000:g}k its"
-            for row in bars.to_dict("records")
-        ]
+        ticks = [_tick_label(row) for row in bars.to_dict("records")]
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.6, max(len(ticks), 3) - 0.4)
     plot.add_legend_below(figure)
     return figure
+
+
+def _tick_label(row: Row) -> str:
+    """The label of a condition below its bars, a line for each fact."""
+    facts = [condition_label(row, "\n"), f"{row['iteration'] / 1000:g}k its"]
+    if row["omega"] != "none":
+        facts.append(f"omega: {row['omega']}")
+    return "\n".join(facts)
 
 
 def _draw_bars(axes: Axes, bars: pd.DataFrame, dots: pd.DataFrame, index: int) -> None:
@@ -375,10 +492,11 @@ def _panels(
     frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame], None]
 ) -> Figure:
     """A panel for each condition, three in a row, drawn from its settings and rows."""
-    groups = list(frame.groupby(SETTINGS, sort=False))
+    settings = _settings_of(frame)
+    groups = list(frame.groupby(settings, sort=False))
     figure, panels = plot.new_panels(len(groups), 3, 1.6, n=frame["n"])
     for index, (axes, (key, rows)) in enumerate(zip(panels, groups, strict=True)):
-        draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
+        draw(axes, dict(zip(settings, key, strict=True)), rows)
         if index % 3:
             axes.set_ylabel("")
             axes.tick_params(labelleft=False)
@@ -397,8 +515,9 @@ def curves_figure(
         cells: The paper's cells.
         by_data: Name each panel after its data, not after its network.
     """
-    key = [*SETTINGS, "pair"]
+    key = [*GAP_SETTINGS, "pair"]
     gaps = gaps.merge(cells[[*key, "paper"]], "left", key)
+    gaps = gaps.sort_values("omega", ascending=False, kind="stable")
     largest = np.nanmax(gaps[["gap", "paper"]].abs())
     return _panels(gaps, partial(_draw_curves, largest=largest, by_data=by_data))
 
@@ -421,6 +540,8 @@ def _draw_curves(
             }
             axes.plot([100], line["paper"].iloc[:1], clip_on=False, **diamond)
     title = condition_label(condition)
+    if condition["omega"] != "none":
+        title += f"\nomega: {condition['omega']}"
     if by_data:
         std = scale_suffix(condition) or ", std 1/sqrt(D)"
         title = f"bias: {condition['bias']}{std}"

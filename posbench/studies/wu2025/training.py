@@ -28,12 +28,14 @@ from posbench.theory import masks
 
 PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
 """Items whose accuracies are compared; a gap above 0 is a bias to the earlier one."""
+OMEGA_DRAWS = 5  # draws of the test sets with fresh omegas
 TEST_BATCH = 2000  # test sequences at a time
 CHECKPOINT_EVERY = 2000  # iterations
 REPORT_EVERY = 100  # iterations between two reports of progress, and two looks at the loss on a GPU
 TEST_SEED_OFFSET = (
     1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
 )
+FRESH_SEED_OFFSET = 2_000_000  # the same of the test sets with fresh omegas
 ROWS = "rows.jsonl"
 CHECKPOINT = "checkpoint.pt"
 FACTS = "training.json"
@@ -235,7 +237,8 @@ class Ensemble:
         Returns:
             A row for each seed: loss (nats) and accuracy on the training's data; accuracy on new classes by
             item (``novel_``) and of each paired set (``acc_``); gaps with standard errors (``sd_``); both sink
-            metrics by token.
+            metrics by token. For the ``fixed`` vocabulary also ``fresh_omega``, the accuracies of
+            `OMEGA_DRAWS` draws of test sets with other omegas than the training's.
         """
         rows = []
         count = self.condition.sequences
@@ -259,6 +262,12 @@ class Ensemble:
                 gap = earlier - scores[f"acc_{b}_{a}"]
                 row[f"gap_{a}_{b}"] = float(gap.mean())
                 row[f"sd_{a}_{b}"] = float(gap.std(ddof=1) / count**0.5)
+            if self.condition.vocabulary == "fixed":
+                rng = torch.Generator().manual_seed(FRESH_SEED_OFFSET + seed)
+                row["fresh_omega"] = [
+                    self._fresh_omega_accuracies(network, world, rng)
+                    for _ in range(OMEGA_DRAWS)
+                ]
             rows.append(row)
         return rows
 
@@ -314,11 +323,48 @@ class Ensemble:
             scores[f"novel_{name}"] = _hits(network, data.add_query(novel, world, item))
         for pair in PAIRS:
             for right, copy in (pair, pair[::-1]):
-                if condition.test_component == "fresh":
-                    novel = data.novel_sequences(condition, world, count, rng)
                 sequences = data.add_query(novel, world, places[right], places[copy])
                 scores[f"acc_{right}_{copy}"] = _hits(network, sequences)
         return scores
+
+    def _fresh_omega_accuracies(
+        self, network: AttentionNetwork, world: data.ClassWorld, rng: torch.Generator
+    ) -> dict[str, float]:
+        """Accuracies on test sets with fresh omegas, drawn once as the official program draws them.
+
+        Its first set, first-middle, has an omega of its own; its other five share one. All draws together have
+        as many sequences as the sets with the training's omega.
+
+        Args:
+            network: One network.
+            world: Its classes and labels.
+            rng: Generator of omegas and test sequences.
+
+        Returns:
+            Accuracy on new classes by item (``novel_``, with the five's omega) and of each paired set (``acc_``).
+        """
+        condition = self.condition
+        count = -(-condition.sequences // OMEGA_DRAWS)
+        first_set = world._replace(shared=data.draw_omega(condition, rng))
+        other_sets = world._replace(shared=data.draw_omega(condition, rng))
+        accuracies = {}
+        places = condition.places
+        for name, item in places.items():
+            novel = data.novel_sequences(condition, other_sets, count, rng)
+            hits = _hits(network, data.add_query(novel, other_sets, item))
+            accuracies[f"novel_{name}"] = float(hits.mean())
+        for pair in PAIRS:
+            for right, copy in (pair, pair[::-1]):
+                test_world = other_sets
+                if (right, copy) == PAIRS[0]:
+                    test_world = first_set
+                novel = data.novel_sequences(condition, test_world, count, rng)
+                sequences = data.add_query(
+                    novel, test_world, places[right], places[copy]
+                )
+                hits = _hits(network, sequences)
+                accuracies[f"acc_{right}_{copy}"] = float(hits.mean())
+        return accuracies
 
     def train(
         self, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]

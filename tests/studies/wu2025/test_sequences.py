@@ -10,6 +10,7 @@ from posbench.studies.wu2025.sequences import (
     Mixture,
     add_query,
     copying_gap,
+    draw_omega,
     draw_world,
     novel_sequences,
     training_batch,
@@ -125,14 +126,15 @@ def test_copying_policies() -> None:
     assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture), abs=0.02)
 
 
-def test_fresh_component_moves_the_tests_alone() -> None:
-    shared = Mixture(vocabulary="fixed")
-    fresh = Mixture(vocabulary="fixed", test_component="fresh")
-    world = draw_world(shared, rng())
-    direction = world.shared / world.shared.norm()
-    along = [
-        novel_sequences(m, world, 500, rng(1)).items @ direction
-        for m in (shared, fresh)
-    ]
-    assert along[0].mean() > 0.4
-    assert abs(along[1].mean()) < 0.25
+def test_a_fresh_omega_moves_all_items_alike() -> None:
+    mixture = Mixture(vocabulary="fixed")
+    world = draw_world(mixture, rng())
+    other = world._replace(shared=draw_omega(mixture, rng(1)))
+    trained, fresh = (
+        novel_sequences(mixture, of, 500, rng(2)) for of in (world, other)
+    )
+    length = (1 + mixture.anisotropy**2) ** 0.5
+    shift = mixture.anisotropy * (other.shared - world.shared) / length
+    assert torch.allclose(fresh.items - trained.items, shift, atol=1e-6)
+    assert torch.allclose(fresh.queries - trained.queries, shift, atol=1e-6)
+    assert shift.norm() > 0.3

@@ -51,12 +51,15 @@ def test_study_trains_and_goes_on(
     (folder,) = run_folders(outputs)
     gaps = pd.read_csv(folder / "gaps.csv", keep_default_na=False)
     told = [
+        "omega",
         "pair",
         "acc_ab",
         "acc_ba",
         "gap",
         "ci_low",
         "ci_high",
+        "draws",
+        "draw_sd",
         "n",
         "train_loss",
         "train_accuracy",
@@ -195,12 +198,16 @@ def test_results_of_a_folder(
         len(tables["networks"]) == 2
         and "paper +0.472" in tables["networks"]["gap first-middle"].iloc[1]
     )
-    cells = tables["verdicts"].set_index("verdict")[["cells", "near_zero"]].sum(axis=1)
-    printed = sum(
-        len(pd.read_csv(file))
+    verdicts = tables["verdicts"].set_index("verdict").drop(columns="meaning")
+    vocabularies = pd.concat(
+        pd.read_csv(file)["vocabulary"]
         for file in (paths.EXPERIMENTS / "reference").glob("wu2025_fig*.csv")
-    )
-    assert cells["not trained"] == printed - 6 and cells.drop("not trained").sum() == 6
+    ).value_counts()
+    gaussian = verdicts.filter(like="gaussian").sum(axis=1)
+    assert gaussian["not trained"] == vocabularies["gaussian"] - 6
+    assert gaussian.drop("not trained").sum() == 6
+    fresh = verdicts["fixed, fresh omegas"]
+    assert fresh["not trained"] == fresh.sum() == vocabularies["fixed"]
     assert set(tables["thresholds"]["verdict"]) == {"not run"}
     assert (folder / "figures" / "gaps_first_last_residual.png").is_file()
     assert "not testable" in (folder / "findings.csv").read_text()

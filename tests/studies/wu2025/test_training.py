@@ -165,6 +165,63 @@ def test_untrained_and_blind_networks_have_no_gap() -> None:
         assert abs(row[f"gap_{a}_{b}"]) < 4 * row[f"sd_{a}_{b}"]
 
 
+COPYING = replace(
+    SMALL,
+    vocabulary="fixed",
+    mask="full",
+    pe="rope",
+    residual=True,
+    bias=(0,),
+    batch=32,
+    width=32,
+    sequences=2000,
+)
+
+
+def test_copying_by_position_needs_the_training_omega() -> None:
+    # RoPE turns what all tokens share; without mask there is no other trace of the position.
+    ensemble = Ensemble(COPYING, [0, 1], torch.device("cpu"))
+    for _ in range(300):
+        ensemble.step()
+    for row in ensemble.measure():
+        gaps = [
+            draw["acc_first_last"] - draw["acc_last_first"]
+            for draw in row["fresh_omega"]
+        ]
+        assert row["gap_first_last"] > 0.35
+        assert len(gaps) == module.OMEGA_DRAWS >= 3
+        assert np.mean(gaps) < 0.6 * row["gap_first_last"]
+        assert np.ptp(gaps) > 0.1, "each draw has its own omega"
+
+
+def test_omegas_of_a_draw_are_the_official_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = []
+    draw_sequences = module.data.novel_sequences
+
+    def recorded(mixture, world, count, generator):  # type: ignore[no-untyped-def]
+        drawn.append((count, world.shared))
+        return draw_sequences(mixture, world, count, generator)
+
+    monkeypatch.setattr(module.data, "novel_sequences", recorded)
+    ensemble = Ensemble(replace(COPYING, sequences=98), [0], torch.device("cpu"))
+    ensemble.measure()
+    training, *fresh = drawn
+    assert training[0] == 98 and torch.equal(training[1], ensemble.worlds[0].shared)
+    assert [count for count, _ in fresh] == [20] * 9 * module.OMEGA_DRAWS
+    seen = [training[1]]
+    for start in range(0, len(fresh), 9):
+        # Accuracy by item, then first-middle and the five other sets.
+        omegas = [omega for _, omega in fresh[start : start + 9]]
+        first_middle = omegas.pop(3)
+        assert all(torch.equal(omega, omegas[0]) for omega in omegas)
+        assert not any(
+            torch.equal(new, old) for new in (first_middle, omegas[0]) for old in seen
+        )
+        seen += [first_middle, omegas[0]]
+
+
 def test_sinks_are_shares_of_their_definitions() -> None:
     condition = replace(SMALL, mask="prefix", prefix=3, sequences=30)
     ensemble = Ensemble(condition, [0], torch.device("cpu"))
