@@ -20,7 +20,7 @@ from posbench.run.method import MethodUnderTest
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import Positive, build, instantiate
 from posbench.search.base import Search
-from posbench.stats.reference import Reference
+from posbench.stats.reference import Contrast, Reference
 from posbench.studies.base import Study
 from posbench.tasks import Task
 from posbench.tasks.base import EvaluationOnly
@@ -47,6 +47,7 @@ class Experiment:
             figure; where no such run is shown, the figure of the first run that has one.
         grid: Swept unless the user types the key.
         reference: The paper's numbers.
+        contrasts: What the paper claims of the settings of the grid.
         claims: What the paper reads off the figure, where it prints no numbers.
         needs_weights: Whether it says nothing without a real checkpoint.
         minutes: About how many minutes of one core it takes as it stands.
@@ -59,6 +60,7 @@ class Experiment:
     panels: dict[str, list[str]] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
     reference: Reference | None = None
+    contrasts: tuple[Contrast, ...] = ()
     claims: tuple[str, ...] = ()
     needs_weights: bool = False
     minutes: Positive | None = None

@@ -24,6 +24,7 @@ from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
+from posbench.report.contrasts import judge_contrasts
 from posbench.report.folder import need_files, read_csv, read_json, sweep_runs
 from posbench.report.page import VERDICT_RULE, write_page
 from posbench.report.paper import paper_sections
@@ -108,6 +109,9 @@ def summarise(
     trend, findings = trends(runs, axes)
     if len(trend):
         write_csv(folder / "trend.csv", trend)
+    else:
+        findings = judge_contrasts(runs)
+    if len(findings):
         write_csv(folder / "findings.csv", findings)
     write_json(folder / JOBS, list(jobs))
     _show(folder, console, command)
@@ -297,6 +301,10 @@ def render_sweep(folder: Path, command: str = "") -> Path:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the unmodified model."
         figures = {"trend": (plots.trend(trend), caption)}
         sections.append(Section("Trend", "", *tables.findings_table(findings), figures))
+    elif findings is not None:
+        text = VERDICT_RULE
+        sections.append(Section("Claims", text, *tables.findings_table(findings)))
+    if findings is not None:
         sentence = f"{sentence} {study_answer(findings)}"
     sections += paper_sections(folder, summary, subsets)
     models = list(dict.fromkeys(summary["model"]))

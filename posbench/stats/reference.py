@@ -14,6 +14,7 @@ from posbench.late import pd
 from posbench.schema import Count, Positive
 from posbench.stats.bootstrap import Z95, Estimate
 from posbench.stats.findings import MIN_OBSERVATIONS
+from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Task
 from posbench.tasks.items import GoldPositionTask, index_at_percent
 
@@ -40,6 +41,26 @@ def read_table(file: str, *columns: str) -> pd.DataFrame:
             allowed += f" with columns {', '.join(columns)}"
         raise UserError("experiment.reference.file", file, allowed, "check the name")
     return cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """What a paper claims of the settings of a sweep, which are named by the value of a swept key.
+
+    Attributes:
+        claim: The claim with its source.
+        better: Settings that score at least a point more than ``than``, each of them.
+        than: A setting, or ``none``: the unmodified model.
+        equal: In place of ``better`` and ``than``, settings of which no two differ by a point.
+        one_search: Whether each setting is one search. Then a difference cannot be told from that of two searches
+            of one setting, and the claim is inconclusive.
+    """
+
+    claim: str
+    better: tuple[str, ...] = ()
+    than: str = UNMODIFIED
+    equal: tuple[str, ...] = ()
+    one_search: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,9 @@ from posbench.model.load import torch_device
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import reference
+from posbench.stats.findings import SMALLEST_SHARE, Finding
 from posbench.stats.frames import UNMODIFIED
+from posbench.studies.base import Tables
 from posbench.studies.cost.floors import floors
 from posbench.studies.cost.timing import (
     Shape,
@@ -49,6 +51,7 @@ class Latency(TimingStudy):
         search_tokens: Prompt length of the search; 0 leaves it out.
         candidates: Of the search.
         methods: These only, with the unmodified model; empty for all that apply.
+        claims_of: The paper whose ratios of times are judged.
         floors: Whether to measure also what moice and attention_buckets cannot leave out of a prompt.
     """
 
@@ -65,6 +68,7 @@ class Latency(TimingStudy):
     search_tokens: Whole = 2048
     candidates: Count = 40
     methods: tuple[str, ...] = ()
+    claims_of: Literal["LPES", "Yu et al. 2025"] | None = None
     floors: bool = False
 
     def check(self, run: Run) -> None:
@@ -167,6 +171,19 @@ class Latency(TimingStudy):
             row["paper"] = ratios.get(row["way"], "")
         return rows
 
+    def findings(self, tables: Tables) -> Sequence[Finding]:
+        """A paper's ratios of times against those of this machine, on random weights."""
+        if self.claims_of is None:
+            return []
+        generation = tables.get("generation", pd.DataFrame(columns=["way"]))
+        printed = reference.read_table("latency.csv", "method", "ratio", "source")
+        printed = printed[printed["source"].str.startswith(self.claims_of)]
+        return [
+            _ratio_finding(row, ratio)
+            for row in generation.to_dict("records")
+            for ratio in printed[printed["method"] == row["way"]].itertuples()
+        ]
+
     @inference_mode
     def search(self, lm: LM) -> list[Row]:
         """Time a forward for each candidate against one prefill for all; their losses are equal bit by bit."""
@@ -203,6 +220,30 @@ class Latency(TimingStudy):
         work = f"{len(candidates)} candidates, {tokens}"
         half_as_often = replace(self, repeats=max(1, self.repeats // 2))
         return half_as_often.compared(work, ways, lm.device)
+
+
+def _ratio_finding(row: Mapping[str, Any], printed: Any) -> Finding:
+    """Whether a method takes as many times as long as a paper says.
+
+    It does where its rounds lie between the paper's smallest and largest ratio, or 5 % beyond them; it does not
+    where all of them lie farther away.
+
+    Args:
+        row: A row of the table ``generation``.
+        printed: A row of ``latency.csv``.
+    """
+    first, *_, last = map(float, printed.ratio.split(" to ") * 2)
+    low = (1 - SMALLEST_SHARE) * first
+    high = (1 + SMALLEST_SHARE) * last
+    claim = f"{row['way']} takes {printed.ratio} times as long as the unmodified model ({printed.source})"
+    number = (row["ratio"], row["ratio_min"], row["ratio_max"], row["n"])
+    is_inside = low <= row["ratio_min"] and row["ratio_max"] <= high
+    is_outside = row["ratio_max"] < low or row["ratio_min"] > high
+    statistic = f"time over the unmodified model's, {row['work']}; from the smallest to the largest of the rounds"
+    note = "random weights, no interval: this machine and its rounds"
+    finding = Finding.that(is_inside, claim, statistic, number, note)
+    finding = replace(finding, holds_if=f"between {low:.3g} and {high:.3g}")
+    return finding if is_inside or is_outside else finding.inconclusive()
 
 
 class Reprojection(ScaleChannel):

@@ -1,0 +1,114 @@
+"""Claims about the settings of a sweep: one against another, or against the unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from posbench.late import pd
+from posbench.report.folder import read_csv
+from posbench.run.folder import open_run_dir, open_undamaged
+from posbench.schema import build
+from posbench.stats import bootstrap
+from posbench.stats.findings import (
+    SMALLEST_POINTS,
+    Finding,
+    estimate,
+    findings_table,
+    join_findings,
+)
+from posbench.stats.frames import UNMODIFIED, metric_of_task
+from posbench.stats.reference import Contrast
+
+PREDICTIONS = "predictions.jsonl"
+ONE_SEARCH = (
+    "one search of each setting: searches of one setting differ, too (lpes_table8)"
+)
+Runs = Sequence[tuple[Mapping[str, str], Path]]
+"""Setting and folder of each run of a sweep."""
+
+
+def judge_contrasts(runs: Runs) -> pd.DataFrame:
+    """Judge the contrasts of an experiment, model by model.
+
+    Args:
+        runs: The runs of its sweep.
+
+    Returns:
+        Rows of findings.csv; none for runs without contrasts, or without all settings of a contrast.
+    """
+    by_model: dict[str, list[tuple[Mapping[str, str], Path]]] = {}
+    contrasts: list[Contrast] = []
+    for setting, folder in runs:
+        config = open_run_dir(folder).config()
+        experiment = config.get("experiment") or {}
+        contrasts = [
+            build(Contrast, data, "experiment.contrasts")
+            for data in experiment.get("contrasts") or ()
+        ]
+        model = (config.get("model") or {}).get("name", "")
+        by_model.setdefault(model, []).append((setting, folder))
+    tables = [findings_table([], "")]
+    for model, of_model in by_model.items():
+        findings = [_judge(contrast, of_model) for contrast in contrasts]
+        judged = [finding for finding in findings if finding]
+        if judged:
+            tables.append(findings_table(judged, model))
+    return pd.concat(tables[1:] or tables, ignore_index=True)
+
+
+def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
+    """The verdict on a contrast in the runs of one model; None where they lack a setting."""
+    pairs = list(combinations(contrast.equal, 2))
+    if contrast.better:
+        pairs = [(better, contrast.than) for better in contrast.better]
+    scores = {}
+    for name in {name for pair in pairs for name in pair}:
+        table = _read_scores(name, runs)
+        if table is None:
+            return None
+        scores[name] = table
+    parts = []
+    for first, second in pairs:
+        points = _difference(scores[first], scores[second])
+        statistic = f"{first} minus {second}, points of the average"
+        if contrast.better:
+            part = Finding.above(contrast.claim, statistic, points, SMALLEST_POINTS)
+        else:
+            low, high = -SMALLEST_POINTS, SMALLEST_POINTS
+            part = Finding.within(contrast.claim, statistic, points, low, high)
+        parts.append(part)
+    if not parts:
+        return None
+    finding = join_findings(parts)
+    return finding.inconclusive(ONE_SEARCH) if contrast.one_search else finding
+
+
+def _read_scores(name: str, runs: Runs) -> pd.DataFrame | None:
+    """Scores of all prompts by id under a setting, with their clusters; None where no run has it."""
+    for setting, folder in runs:
+        if name != UNMODIFIED and name not in setting.values():
+            continue
+        open_undamaged(folder, only=(PREDICTIONS,))
+        metrics = read_csv(folder / "metrics.csv")
+        if metrics is None:
+            continue
+        metric = metric_of_task(metrics).iloc[0]
+        rows: list[dict[str, Any]] = []
+        for row in open_run_dir(folder).rows_without_error(PREDICTIONS):
+            if row["scores"] and (row["method"] == UNMODIFIED) == (name == UNMODIFIED):
+                cluster = row["cluster"] or row["id"]
+                score = row["scores"][metric]
+                rows.append({"id": row["id"], "cluster": cluster, "score": score})
+        return pd.DataFrame(rows).set_index("id")
+    return None
+
+
+def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate:
+    """Mean difference of the scores of the same prompts, in points."""
+    both = after.assign(score_before=before["score"]).dropna()
+    clusters = list(both["cluster"].astype(str))
+    difference = bootstrap.paired(both["score"], both["score_before"], clusters)
+    return estimate(difference._asdict(), scale=100)

@@ -1,0 +1,105 @@
+"""Contrasts of a sweep's settings: by hand, and the cases that decide nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from posbench.report.contrasts import judge_contrasts
+from posbench.run.folder import RunDir
+from posbench.studies.cost.latency import _ratio_finding
+from tests.frames import metrics
+
+PROMPTS = 400
+
+
+def run(
+    folder: Path, scores: dict[str, float], contrasts: list[dict[str, Any]]
+) -> Path:
+    """A run that answers these shares of its prompts, by method, the same prompts first."""
+    folder.mkdir(parents=True)
+    config = {"model": {"name": "tiny"}, "experiment": {"contrasts": contrasts}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    metrics().to_csv(folder / "metrics.csv", index=False)
+    book = RunDir(folder, "r1")
+    rows = [
+        {
+            "method": method,
+            "id": str(number),
+            "cluster": str(number),
+            "gold_position": 0,
+            "scores": {"accuracy": float(number < share * PROMPTS)},
+        }
+        for method, share in scores.items()
+        for number in range(PROMPTS)
+    ]
+    book.append("predictions.jsonl", rows)
+    book.seal("posbench")
+    return folder
+
+
+def judged(
+    tmp_path: Path, shares: dict[str, float], contrast: dict[str, Any]
+) -> pd.DataFrame:
+    """The findings of a contrast over runs with these shares, beside an unmodified model at 0.5."""
+    contrasts = [{"claim": "c", **contrast}]
+    runs = []
+    for name, share in shares.items():
+        both = {"none": 0.5, "layer_scaling": share}
+        folder = run(tmp_path / f"table/v001/tiny__{name}", both, contrasts)
+        runs.append(({"search.curve": name}, folder))
+    return judge_contrasts(runs)
+
+
+@pytest.mark.parametrize(
+    ("shares", "contrast", "verdict", "points"),
+    [
+        ({"a": 0.8, "b": 0.9}, {"better": ["a", "b"]}, "holds", 30),
+        ({"a": 0.8, "b": 0.5}, {"better": ["a", "b"]}, "contradicted", 0),
+        ({"a": 0.8, "b": 0.9}, {"better": ["b"], "than": "a"}, "holds", 10),
+        ({"a": 0.8, "b": 0.9}, {"better": ["a"], "than": "b"}, "contradicted", -10),
+        ({"a": 0.8, "b": 0.9}, {"equal": ["a", "b"]}, "contradicted", -10),
+        ({"a": 0.8, "b": 0.8}, {"equal": ["a", "b"]}, "holds", 0),
+        ({"a": 0.8, "b": 0.9}, {"equal": ["a", "b"], "one_search": True}, "inconclusive", -10),
+    ],
+)  # fmt: skip
+def test_settings_are_compared_on_the_same_prompts(
+    shares: dict[str, float],
+    contrast: dict[str, Any],
+    verdict: str,
+    points: float,
+    tmp_path: Path,
+) -> None:
+    (finding,) = judged(tmp_path, shares, contrast).itertuples()
+    assert finding.verdict == verdict and finding.n == PROMPTS
+    assert finding.value == pytest.approx(points)
+
+
+def test_a_setting_that_was_not_run_leaves_its_contrast_out(tmp_path: Path) -> None:
+    assert judged(tmp_path, {"a": 0.8}, {"better": ["b"]}).empty
+
+
+@pytest.mark.parametrize(
+    ("printed", "rounds", "verdict"),
+    [
+        ("1.86 to 2.77", (1.06, 1.08), "contradicted"),
+        ("1.86 to 2.77", (1.9, 2.0), "holds"),
+        ("1.00", (0.96, 1.04), "holds"),
+        ("1.00", (0.96, 1.10), "inconclusive"),
+    ],
+)
+def test_a_ratio_of_times_is_held_against_the_papers(
+    printed: str, rounds: tuple[float, float], verdict: str
+) -> None:
+    low, high = rounds
+    ratio = float(np.mean(rounds))
+    row = {"way": "ms_poe", "work": "w", "ratio": ratio, "ratio_min": low}
+    row |= {"ratio_max": high, "n": 2}
+    finding = _ratio_finding(row, SimpleNamespace(ratio=printed, source="s"))
+    assert finding.verdict == verdict
