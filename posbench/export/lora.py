@@ -76,13 +76,22 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """How to load the adapter, by engine."""
-        rank = adapter_rank(checkpoint_change(fix, self.name))
-        return USAGE.replace("BASE", fix.base).replace("RANK", str(rank))
+        max_rank = vllm_max_rank(adapter_rank(checkpoint_change(fix, self.name)))
+        vllm = f"- vLLM: not at this rank, it takes at most {VLLM_MAX_RANKS[-1]}\n"
+        if max_rank is not None:
+            vllm = VLLM_USAGE.replace("RANK", str(max_rank))
+        return USAGE.replace("VLLM\n", vllm).replace("BASE", fix.base)
 
 
+VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for ``--max-lora-rank``."""
+VLLM_USAGE = """\
+- vLLM: `vllm serve BASE --enable-lora --max-loras 2 --max-lora-rank RANK --lora-modules fixed=DIR`, then
+  ask for the model `fixed`; the name `BASE` stays the unmodified one. Keep `--max-loras 2`: with 1, vLLM on a
+  CPU applies the adapter also to requests for `BASE` that run beside those for `fixed`.
+"""
 USAGE = """- PEFT: `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "DIR")`
-- vLLM: `vllm serve BASE --enable-lora --max-lora-rank RANK --lora-modules fixed=DIR`, then
-  ask for the model `fixed`; the name `BASE` stays the unmodified one
+VLLM
 - llama.cpp: `posbench export ... --to gguf-lora`, or its own `convert_lora_to_gguf.py`
 """
 
@@ -100,6 +109,11 @@ def need_columns(change: CheckpointChange, to: str) -> None:
 def adapter_rank(change: CheckpointChange) -> int:
     """The rank of the adapter: channels of the layer that has most."""
     return max(map(len, change.columns.values()), default=0)
+
+
+def vllm_max_rank(rank: int) -> int | None:
+    """The smallest ``--max-lora-rank`` of vLLM for an adapter of a rank; None if it has none."""
+    return next((value for value in VLLM_MAX_RANKS if value >= rank), None)
 
 
 def factors(lm: LM, change: CheckpointChange) -> dict[str, tuple[Tensor, Tensor]]:

