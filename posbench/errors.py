@@ -5,9 +5,18 @@ from __future__ import annotations
 import difflib
 import errno
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+TRACEBACK = "POSBENCH_TRACEBACK"
+"""Environment variable that has the traceback of an error printed before its line."""
+MAX_ERROR_CHARACTERS = 200
+"""Characters of another program's error that a line repeats."""
 
 
 class UserError(Exception):
@@ -81,7 +90,10 @@ def is_machine_fault(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> UserError | None:
-    """An error as one line: bad input, the machine, or a name too long for it; None for any other."""
+    """An error as one line: bad input, the machine, a name too long for it, or the user's own code.
+
+    None for any other, which is a defect of posbench.
+    """
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -89,7 +101,38 @@ def in_one_line(error: BaseException) -> UserError | None:
         return UserError(
             "file", name, "a file name of at most 255 bytes", "shorten the name"
         )
-    return machine_error(error)
+    return machine_error(error) or own_code_error(error)
+
+
+def own_code_error(error: BaseException) -> UserError | None:
+    """An error of a method, task, search or study of the user's own; None where posbench's code raised it.
+
+    The line that is named is the last one of the user's file on the way to the error. Libraries that it calls may
+    have raised the error; where it calls posbench, posbench did.
+    """
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        file = Path(code.co_filename)
+        if file.is_relative_to(PACKAGE):
+            place = None
+        elif not code.co_filename.startswith("<") and not _is_library(file):
+            place = f"{code.co_qualname} ({file}, line {line})"
+    if place is None:
+        return None
+    text = " ".join(str(error).split())[:MAX_ERROR_CHARACTERS]
+    value = f"{type(error).__name__}: {text}"
+    hint = (
+        f"correct that line; {TRACEBACK}=1 in front of the command prints the traceback"
+    )
+    return UserError(place, value, "code that raises no error", hint)
+
+
+def _is_library(file: Path) -> bool:
+    """Whether a file is Python's or an installed package's."""
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return True
+    return file.is_relative_to(STANDARD_LIBRARY)
 
 
 def machine_error(error: BaseException) -> MachineError | None:

@@ -14,13 +14,21 @@ import signal
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from posbench import versions
-from posbench.errors import UserError, complain, in_one_line, near
+from posbench.errors import (
+    TRACEBACK,
+    UserError,
+    complain,
+    in_one_line,
+    near,
+    own_code_error,
+)
 
 if TYPE_CHECKING:
     from posbench.model.lm import LM
@@ -127,8 +135,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = in_one_line(error)
         if fault is None:
             raise
+        _print_traceback()
         complain(fault)
         return fault.status
+
+
+def _print_traceback() -> None:
+    """Print the traceback of the current error where the environment asks for it."""
+    if os.environ.get(TRACEBACK):
+        traceback.print_exc()
 
 
 def _dispatch(args: list[str]) -> int:
@@ -267,15 +282,20 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         return {}
     configs: dict[int, Config] = {}
     for composed in jobs:
-        with suppress(UserError):  # the job itself reports it
+        try:
             configs[composed.number] = prepare(composed).config
+        except Exception as error:
+            # The job itself reports what is wrong with it.
+            if in_one_line(error) is None:
+                raise
     models: dict[int, LM] = {}
     for group in groups_to_share(list(configs.values())):
         try:
             lm = run_together(group, command=command, console=make_console())
-        except Exception:
-            # A defect here must not stop the jobs, which can do all of it themselves.
-            logging.exception("%d jobs share nothing", len(group))
+        except Exception as error:
+            # A defect here must not stop the jobs, which can do all of it themselves, and report what they meet.
+            if own_code_error(error) is None:
+                logging.exception("%d jobs share nothing", len(group))
             continue
         if lm:
             for number, config in configs.items():
@@ -329,6 +349,7 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
     except Exception as error:
         fault = in_one_line(error)
         if fault:
+            _print_traceback()
             complain(fault)
         elif not composed.multirun:
             raise

@@ -42,11 +42,22 @@ def to_canonical(data: Any) -> Any:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file or nothing; what a killed process left behind is overwritten by the next write."""
     scratch = path.with_name(f".{path.name}.tmp")
-    with open(scratch, "wb") as stream:
+    with naming(path), open(scratch, "wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(scratch, path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the file system inside the block name the file, as a write to a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, short_hash, write_text
+from posbench.files.atomic import Row, naming, short_hash, write_text
 from posbench.files.parse import parse_yaml, read_json, read_text
 from posbench.renamed import RenamedAttribute
 from posbench.run.jsonl import checksum, read_rows, to_lines
@@ -448,7 +448,8 @@ class RunDir:
         """Append rows, each with its run and a checksum, in one flushed write."""
         text = to_lines(rows, self.id)
         need_owned(self.path)
-        with open(self.path / name, "ab+") as stream:
+        file = self.path / name
+        with naming(file), open(file, "ab+") as stream:
             if stream.tell():
                 stream.seek(-1, os.SEEK_END)
                 # A line that a killed process left torn must not swallow the next one.

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from posbench.errors import MachineError, UserError
+from posbench.files.atomic import naming
 from posbench.files.parse import parse_json
 from posbench.schema import check_shape
 
@@ -61,7 +62,7 @@ class Lease:
         self.file = self.folder / f"lock.{number + 1}"
         holder = [_machine_id(), os.getpid(), process_start(os.getpid())]
         try:
-            with open(self.file, "x") as stream:
+            with naming(self.file), open(self.file, "x") as stream:
                 stream.write(f"{json.dumps(holder)}\n")
         except FileExistsError:
             return False  # another process was faster

@@ -411,7 +411,7 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
     def defective(config, **arguments):  # type: ignore[no-untyped-def]
         seen.append(config)
         if len(seen) == 1:
-            raise ZeroDivisionError("a defect")
+            return execute(None, **arguments)  # a defect: it fails in posbench
         return execute(config, **arguments)
 
     monkeypatch.setattr(runner, "execute", defective)
@@ -423,12 +423,12 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
     )
     # A defect of what jobs share stops none of them.
     seen.append(None)
-    monkeypatch.setattr("posbench.pipeline.stages.evaluate.fill", lambda runs: 1 / 0)
+    monkeypatch.setattr("posbench.pipeline.stages.evaluate.fill", int)
     assert posbench("-m", *small, *FIXED, "method.factor=0.5,0.25").status == 0
     assert len(seen) == 5
     # On its own the defect is shown as what it is.
     seen.clear()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(AttributeError):
         posbench(*small, *FIXED)
 
 

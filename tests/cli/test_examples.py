@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
 
-from tests.conftest import run_folders
-from tests.messages import assert_names
+from tests.conftest import Result, run_folders
+from tests.messages import assert_names, assert_refused
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SMALL = [
@@ -179,3 +181,57 @@ def test_faults_in_files_of_ones_own_are_told_together(
     result = posbench(own, "task=roll_call", "task.names=1", *overrides)
     assert result.status == 2
     assert [line.split(" ")[1] for line in result.err.splitlines()] == fields
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+@pytest.mark.parametrize(
+    ("group", "module", "function", "args"),
+    [
+        ("task", "roll_call", "RollCall.examples", ["method=none"]),
+        ("method", "damp", "Damp.changed", ["method.strength=1"]),
+    ],
+)
+def test_a_mistake_in_code_of_ones_own_is_one_line(
+    group: str,
+    module: str,
+    function: str,
+    args: list[str],
+    multirun: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    posbench: Callable[..., Result],
+) -> None:
+    """The line names the function, the file, its line and the error; a variable asks for the traceback."""
+    own = tmp_path / "own"
+    shutil.copytree(EXAMPLES, own)
+    # Python imports a module of each name once.
+    name = f"{module}_{multirun:d}"
+    config = own / group / f"{module}.yaml"
+    config.write_text(config.read_text().replace(f"{module}.", f"{name}."))
+    text, number = with_mistake((own / f"{module}.py").read_text(), function)
+    file = own / f"{name}.py"
+    file.write_text(text)
+    args = [f"--config-dir={own}", *SMALL, f"{group}={module}", *args]
+    args.append("stages=[evaluate]")
+    if multirun:
+        args += ["-m", "runtime.batch_size=4,8"]
+    result = posbench(*args)
+    assert result.status == 2 and len(result.err.splitlines()) == 1 + multirun
+    field = f"{function} ({file}, line {number})"
+    assert_refused(result.err, field, "ZeroDivisionError: division by zero")
+    monkeypatch.setenv("POSBENCH_TRACEBACK", "1")
+    assert f'{file}", line {number}' in posbench(*args).err
+
+
+def with_mistake(text: str, function: str) -> tuple[str, int]:
+    """A module where a method of a class fails in its first line, and the number of this line."""
+    name = function.partition(".")[2]
+    lines = text.splitlines(keepends=True)
+    (method,) = (
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    number = method.body[0].lineno
+    lines.insert(number - 1, " " * method.body[0].col_offset + "1 / 0\n")
+    return "".join(lines), number

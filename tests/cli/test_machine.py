@@ -14,7 +14,7 @@ import pytest
 from posbench.run import claim
 from posbench.run.folder import RunDir, open_run_dir, open_undamaged
 from tests.conftest import Result, config_of, run_folders
-from tests.messages import assert_names
+from tests.messages import assert_names, assert_refused
 
 ROLLOUT = [
     "study=rollout",
@@ -74,6 +74,28 @@ def test_it_is_one_line_and_the_same_command_resumes(
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert posbench(*ROLLOUT).status == 0
         assert open_undamaged(folder).done
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_names_the_file(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    assert posbench(*ROLLOUT).status == 0
+    (folder,) = run_folders(outputs)
+    (folder / "DONE").unlink()
+    (rows,) = folder.glob("*.jsonl")
+    status = folder / "status.json"
+    # What is written to this device meets a full disk.
+    rows.unlink()
+    rows.symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught:
+        RunDir(folder).append(rows.name, [{"a": 1}])
+    assert caught.value.filename == str(rows)
+    rows.unlink()
+    (folder / ".status.json.tmp").symlink_to("/dev/full")
+    result = posbench(*ROLLOUT)
+    assert result.status == 3 and result.err.count("\n") == 1
+    assert_refused(result.err, "file", str(status), allowed="written", hint="free")
 
 
 def test_a_finished_run_is_shown_where_nothing_can_be_written(
