@@ -9,11 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.load import ModelConfig, read_checkpoint
+from posbench.schema import check_shape
 
 OVERFLOW = "context overflow"
 REFUSED = "refused"
@@ -43,6 +46,8 @@ ROUNDING_NATS = 1e-3
 """How far above 0 rounding may put a log-probability."""
 FILTERED = re.compile(r"content.?(filter|policy|management)", re.I)
 
+Tokens = Annotated[int, Ge(0)]
+"""A number of tokens."""
 Prompt = str | list[dict[str, str]]
 """What is sent: the text that the model reads, or messages."""
 
@@ -286,16 +291,16 @@ class Endpoint:
         if not isinstance(answer, dict) or not _first_choice(answer):
             message = self._short_text(answer)
             raise RequestError(f"an answer without a choice 0: {message}")
-        usage = answer.get("usage") or {}
+        usage = _usage(answer)
         with self._lock:
-            self.tokens_read += usage.get("prompt_tokens") or 0
-            self.tokens_written += usage.get("completion_tokens") or 0
+            self.tokens_read += usage.prompt_tokens or 0
+            self.tokens_written += usage.completion_tokens or 0
         return answer
 
     def _reply(self, answer: Mapping[str, Any]) -> Reply:
         """The reply in an answer of either API."""
         choice = _first_choice(answer)
-        usage = answer.get("usage") or {}
+        usage = _usage(answer)
         message = choice.get("message") or {}
         if choice.get("finish_reason", "") is None:
             raise RequestError("the reply is not finished (finish_reason is null)")
@@ -312,8 +317,8 @@ class Endpoint:
             text=text or "",
             note=note,
             finish=finish,
-            prompt_tokens=usage.get("prompt_tokens"),
-            reply_tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.prompt_tokens,
+            reply_tokens=usage.completion_tokens,
             server=" ".join(str(name) for name in server if name),
         )
 
@@ -372,10 +377,10 @@ class Endpoint:
 
     def _best_choice_method(self, prompt: Prompt) -> str:
         """The best way that the server allows; one that it refuses, or passes over in silence, is not."""
-        with suppress(RequestError, _PromptRejected):
+        with suppress(RequestError, _PromptRejected), _failing_on_other_forms():
             if isinstance(prompt, str) and self._echo(prompt, " A"):
                 return BY_LOG_LIKELIHOODS
-        with suppress(RequestError, _PromptRejected):
+        with suppress(RequestError, _PromptRejected), _failing_on_other_forms():
             if _top_logprobs(self._ask_first_token(prompt)):
                 return BY_FIRST_TOKEN
         return BY_LETTER
@@ -437,9 +442,17 @@ def _reply_or_note(request: Callable[[], Reply]) -> Reply:
         RequestError: The answer has another form.
     """
     try:
-        return request()
+        with _failing_on_other_forms():
+            return request()
     except _PromptRejected as rejection:
         return Reply(note=str(rejection))
+
+
+@contextmanager
+def _failing_on_other_forms() -> Iterator[None]:
+    """Raise RequestError where an answer has another form than the API's."""
+    try:
+        yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise RequestError(
             f"an answer of another form ({type(error).__name__}: {error})"
@@ -504,6 +517,23 @@ def log_probability(value: object) -> float:
     if not math.isfinite(value) or value > ROUNDING_NATS:
         raise RequestError(f"a log-probability that is {value}")
     return float(value)
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """Tokens of a request as the server counts, None where it does not tell them; other fields are not read."""
+
+    prompt_tokens: Tokens | None = None
+    completion_tokens: Tokens | None = None
+
+
+def _usage(answer: Mapping[str, Any]) -> _Usage:
+    """What the server counts of a request; RequestError where that is no number of tokens."""
+    try:
+        usage: _Usage = check_shape(answer.get("usage") or {}, _Usage, "usage", "")
+    except UserError as error:
+        raise RequestError(f"{error.field} that is {error.value!r}") from error
+    return usage
 
 
 def _first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:

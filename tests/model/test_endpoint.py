@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posbench.errors import UserError
 from posbench.model.encode import Encoded
 from posbench.model.endpoint import (
     Endpoint,
@@ -21,6 +25,7 @@ from posbench.model.endpoint import (
 )
 from posbench.model.load import ModelConfig, load
 from tests.messages import refused
+from tests.mutations import single_fields, whole_files
 from tests.server import serving, value
 
 
@@ -216,3 +221,46 @@ def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
         server.last_nats = nats
         with pytest.raises(RequestError):
             made.choose("1 + 1 =", [" A", " B"])
+
+
+REPLY_FIELDS: list[tuple[str | int, ...]] = [
+    ("choices",),
+    ("choices", 0),
+    ("choices", 0, "text"),
+    ("choices", 0, "finish_reason"),
+    ("choices", 0, "logprobs"),
+    ("usage",),
+    ("usage", "prompt_tokens"),
+    ("usage", "completion_tokens"),
+    ("model",),
+]
+
+
+SAMPLE = {
+    "choices": [{"index": 0, "text": "A", "finish_reason": "stop", "logprobs": None}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+    "model": "fake",
+}
+
+
+def answers(data: Any) -> dict[str, str]:
+    """Texts of mutated answers by name."""
+    return dict([*whole_files(data), *single_fields(data, REPLY_FIELDS)])
+
+
+@pytest.mark.parametrize("way", ["echo", "first", ""])
+def test_an_answer_of_another_form_is_a_failed_request(way: str) -> None:
+    """A mutated answer fails the request, or the first one of all; else the reply is one that a file can hold."""
+    failed = set()
+    with serving(ways=(way,)) as server:
+        made = endpoint(server.url)
+        for name in answers(SAMPLE):
+            server.written = lambda data, name=name: answers(data)[name]
+            try:
+                reply = made.choose("1 + 1 =", [" A", " B"])
+                json.dumps(asdict(reply), ensure_ascii=False, allow_nan=False).encode()
+            except RequestError:
+                failed.add(name)
+            with suppress(UserError):
+                endpoint(server.url)
+    assert failed >= {"list", "null", "number", "truncated", "deep", "choices missing"}
