@@ -516,14 +516,14 @@ def sweep_table(
     if bias_values:
         text = f"the position bias from {_range(bias_values, '', ' points')}"
         unmeasured = [
-            f"{setting}: {tables.cell(biases[setting], '')}"
+            f"{setting} ({tables.cell(biases[setting], '')})"
             for setting in settings
             if setting in biases and pd.isna(biases[setting].value)
         ]
         if len(unmeasured) > MAX_LISTED:
-            text += f" where it can be measured, not in {len(unmeasured)} settings"
+            text += f"; it cannot be measured in {len(unmeasured)} settings"
         elif unmeasured:
-            text += f" where it can be measured ({', '.join(unmeasured)})"
+            text += f"; it cannot be measured for {' and '.join(unmeasured)}"
         parts.append(text)
     return header, table, "; ".join(parts) + "."
 
