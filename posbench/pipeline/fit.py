@@ -18,6 +18,7 @@ from posbench.measure.replies import encode_untruncated, generation_budget
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.load import CheckpointReader
 from posbench.pipeline.config import Config
+from posbench.schema import shortened
 from posbench.tasks import Example, Task
 from posbench.tasks.items import GoldPositionTask
 
@@ -296,7 +297,8 @@ class FitToModel:
         allowed = f"text that the tokenizer of {reader.name} spells; {share:.0%} of these tokens are unknown to it"
         unknown_words = _unknown_words(reader, worst.prompt)[:MAX_LISTED_WORDS]
         if unknown_words:
-            allowed += f", such as {', '.join(map(repr, unknown_words))}"
+            samples = [repr(shortened(word)) for word in unknown_words]
+            allowed += f", such as {', '.join(samples)}"
         hint = "use words that it spells (docs/own_data.md lists those of the embedded models), or another model"
         value = f"{self.config.task.name}, question {worst.id}"
         raise UserError("task", value, allowed, hint)

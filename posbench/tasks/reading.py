@@ -19,7 +19,7 @@ from posbench.files.parse import parse_json
 T = TypeVar("T")
 MAX_FAULTS = 10
 """Faults of a file that are reported together."""
-MAX_LINE_CHARACTERS = 1 << 23
+MAX_LINE_CHARACTERS = 1 << 22
 """Length of a line of JSON: the longest documents of the benchmarks have a tenth of it."""
 
 

@@ -323,6 +323,16 @@ def test_a_long_line_of_data(tmp_path: Path, posbench: Command) -> None:
     assert_refused(result.err, f"task.path: {file}, line 1", allowed="characters")
 
 
+def test_a_message_does_not_repeat_a_long_text(
+    tmp_path: Path, posbench: Command
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(QUESTION | {"question": "a b " * 2_000}))
+    result = posbench("task=own_data", f"task.path={file}", *EVALUATE)
+    assert result.status == 2 and len(result.err) < 1_000
+    assert_refused(result.err, "task", allowed=("tokenizer", "100%"), hint="words")
+
+
 def test_a_run_is_read_as_it_was_written(run: Path, posbench: Command) -> None:
     """The readers refuse nothing that posbench wrote."""
     config = yaml.safe_load((run / "config.yaml").read_text())
