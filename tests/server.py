@@ -28,6 +28,33 @@ def value(prompt: str) -> str:
     return "bal" if sum(map(ord, prompt)) % 4 == 0 else right
 
 
+def is_neutral(body: Mapping[str, Any]) -> bool:
+    """Whether a request undoes the penalties of a checkpoint, in the words of any server."""
+    names = ("repetition_penalty", "repeat_penalty")
+    penalties = [float(body[name]) for name in names if name in body]
+    if "generation_config" in body:
+        settings = json.loads(body["generation_config"])
+        penalties.append(settings.get("repetition_penalty", 1.05))
+    additive = [body.get(f"{name}_penalty", 0.5) for name in ("presence", "frequency")]
+    return set(penalties) == {1.0} and set(additive) == {0}
+
+
+def refusal(names: list[str], style: str) -> tuple[dict[str, Any], int]:
+    """What real servers answer to fields that they do not know: body and status."""
+    if style == "openai":  # one at a time
+        message = f"Unrecognized request argument supplied: {names[0]}"
+        return {"error": {"message": message, "param": None}}, 400
+    if style == "model":
+        message = f"Unsupported parameter: '{names[0]}' is not supported with fake."
+        return {"error": {"message": message, "param": names[0]}}, 400
+    if style == "transformers":
+        return {"detail": f"Unexpected fields in the request: {set(names)}"}, 422
+    assert style == "pydantic"
+    message = "Extra inputs are not permitted"
+    details = [{"loc": ["body", name], "msg": message, "input": 1} for name in names]
+    return {"detail": details}, 422
+
+
 class Server(ThreadingHTTPServer):
     """Answers of a model called ``fake``; ``asked`` counts every prompt, ``most`` requests at a time."""
 
@@ -42,6 +69,11 @@ class Server(ThreadingHTTPServer):
         self.last_nats: Any = None
         # makes the text of a reply from its data
         self.written: Callable[[Any], str] = json.dumps
+        # fields that it refuses, and in whose words
+        self.refused_fields: tuple[str, ...] = ()
+        self.refusal_style = "openai"
+        # whether its checkpoint's generation_config.json has penalties
+        self.has_penalties = False
         self.asked = Counter[str]()
         self.lock = Lock()
         self.now = self.most = 0
@@ -109,9 +141,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.give(
                 {"error": {"message": said, "code": "context_length_exceeded"}}, 400
             )
+        refused = [name for name in self.server.refused_fields if name in body]
+        if refused:
+            return self.give(*refusal(refused, self.server.refusal_style))
         if fault == "late":
             time.sleep(0.6)
         text, finish, logprobs = self.said(body, prompt)
+        if self.server.has_penalties and not is_neutral(body):
+            text = "penalised"
         if fault == "filter":
             text = ""
             finish = "content_filter"

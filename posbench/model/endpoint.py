@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -35,6 +36,33 @@ MAX_LISTED_MODELS = 8
 """Models of a server that a message lists."""
 MAX_MESSAGE_CHARACTERS = 200
 """Characters of a server's message that an error repeats."""
+NEUTRAL_GENERATION_CONFIG = {
+    "do_sample": False,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+}
+# Not top_k: its neutral value differs between servers, and the greedy token passes any.
+NEUTRAL_SETTINGS: Mapping[str, Any] = {
+    "top_p": 1,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,  # vLLM, SGLang
+    "repeat_penalty": 1,  # llama.cpp
+    "generation_config": json.dumps(NEUTRAL_GENERATION_CONFIG),  # transformers serve
+}
+"""What is sent so that a server does not apply its checkpoint's generation_config.json."""
+PENALTIES = (
+    ("presence_penalty",),
+    ("frequency_penalty",),
+    ("repetition_penalty", "repeat_penalty", "generation_config"),
+)
+"""Settings that change the greedy reply; of several names of one, a server needs to take one."""
 PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
 """What a server is asked first."""
 TOO_LONG = re.compile(
@@ -54,6 +82,14 @@ Prompt = str | list[dict[str, str]]
 
 class RequestError(RuntimeError):
     """A request that failed after all its retries, or whose answer is none; another time it may go well."""
+
+
+class _SettingsRefused(RequestError):
+    """The server refused settings of :data:`NEUTRAL_SETTINGS`, which it named."""
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 class _PromptRejected(Exception):
@@ -129,6 +165,7 @@ class Endpoint:
         self._config = config
         # How the server lets choices be read; empty until check() has asked it.
         self._choice_method = ""
+        self._neutral_settings = dict(NEUTRAL_SETTINGS)
         self._lock = threading.RLock()
         self.tokens_read = 0
         self.tokens_written = 0
@@ -188,7 +225,7 @@ class Endpoint:
                 return
             self.models()
             try:
-                self.generate(prompt, 1)
+                self._find_accepted_settings(prompt)
                 self._choice_method = BY_LETTER
                 if choosing:
                     self._choice_method = self._best_choice_method(prompt)
@@ -198,6 +235,32 @@ class Endpoint:
                 raise UserError(
                     "model.base_url", self._config.base_url, allowed, hint
                 ) from error
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether :meth:`check` has asked the server."""
+        return bool(self._choice_method)
+
+    @property
+    def unsettled_penalties(self) -> list[str]:
+        """Penalties that the server takes under none of their names, so that its own may apply."""
+        return [
+            names[0]
+            for names in PENALTIES
+            if self._neutral_settings.keys().isdisjoint(names)
+        ]
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """How replies are decoded: the settings ``sent``, and those ``left_out`` as the server refused them.
+
+        Known once :meth:`check` has asked the server.
+        """
+        left_out = [
+            name for name in NEUTRAL_SETTINGS if name not in self._neutral_settings
+        ]
+        sent = {"temperature": 0, **self._neutral_settings}
+        return {"sent": sent, "left_out": left_out}
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
         """What to send for a prompt, so that the model reads what ``encoded`` says."""
@@ -259,6 +322,16 @@ class Endpoint:
 
     # One request
 
+    def _find_accepted_settings(self, prompt: Prompt) -> None:
+        """Leave out the neutral settings that the server refuses by name."""
+        while True:
+            try:
+                self.generate(prompt, 1)
+                return
+            except _SettingsRefused as refusal:
+                for name in refusal.names:
+                    del self._neutral_settings[name]
+
     def _ask(self, prompt: Prompt, **settings: Any) -> Mapping[str, Any]:
         """The answer to one request as plain data; ``settings`` are the API's."""
         import openai
@@ -266,6 +339,7 @@ class Endpoint:
         settings = {
             "model": self._config.server_name,
             "temperature": 0,
+            "extra_body": dict(self._neutral_settings),
             **settings,
         }
         try:
@@ -332,6 +406,9 @@ class Endpoint:
                 return _PromptRejected(REFUSED)
             if TOO_LONG.search(message):
                 return _PromptRejected(OVERFLOW)
+            refused_names = self._named_settings(error.response.text)
+            if refused_names:
+                return _SettingsRefused(f"HTTP {status}: {message}", refused_names)
         if status in (401, 403):
             allowed = "a variable with a key of that server"
             hint = f"export {config.key_env}=KEY, or name another with model.key_env ({status}: {message})"
@@ -348,6 +425,14 @@ class Endpoint:
                 hint = f"most addresses end in /v1: add it; or {hint}"
             return UserError("model.served", config.server_name, allowed, hint)
         return RequestError(f"HTTP {status}: {message}")
+
+    def _named_settings(self, message: str) -> list[str]:
+        """The neutral settings among those sent that a server's message names."""
+        return [
+            name
+            for name in self._neutral_settings
+            if re.search(rf"\b{name}\b", message)
+        ]
 
     @contextmanager
     def _refusing_dead_address(self) -> Iterator[None]:

@@ -278,6 +278,8 @@ def claim_run(
         title = [config.model.name, *title, config.choice.name]
     console.rule(Text("  ".join(title), style="bold"))
     facts = provenance(config, command, run_identity, contents)
+    if config.model.base_url and config.uses_model and run.endpoint.is_checked:
+        facts["decoding"] = run.endpoint.decoding
     with claim(*location, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:
@@ -394,6 +396,13 @@ def _probe_server(config: Config, run: Run) -> None:
     if models and name not in models:
         listed = ", ".join(models[:MAX_LISTED_MODELS])
         message = f"server: it lists {listed}, not {name}, and answers all the same"
+        run.console.print(message, soft_wrap=True, markup=False)
+    refused = run.endpoint.decoding["left_out"]
+    if refused:
+        message = f"server: it refuses {', '.join(refused)}: not sent"
+        unsettled = run.endpoint.unsettled_penalties
+        if unsettled:
+            message += f"; where it applies {' or '.join(unsettled)}, replies differ from those in process"
         run.console.print(message, soft_wrap=True, markup=False)
 
 

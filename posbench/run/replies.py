@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
 from posbench.measure import served
@@ -14,6 +15,7 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LENGTH
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
+from posbench.run.folder import PROVENANCE
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,
@@ -102,9 +104,12 @@ def _served_replies(
     endpoint = run.endpoint
     encoder = run.encoder
     has_choices = any(example.choices for example in run.evaluation)
+    first_decoding = run.out.facts(PROVENANCE).get("decoding")
 
     def compute(request: Request) -> Row:
         endpoint.check(has_choices)
+        if first_decoding and first_decoding != endpoint.decoding:
+            raise _other_decoding(run, first_decoding)
         example = request.example
         prompt = encoded[example.id]
         reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
@@ -131,6 +136,17 @@ def _served_replies(
         workers=run.model.concurrency,
         proof=proof,
     )
+
+
+def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:
+    """The refusal of a server that takes other settings than the one with which a run began."""
+    before = ", ".join(first["left_out"]) or "nothing"
+    now = ", ".join(run.endpoint.decoding["left_out"]) or "nothing"
+    allowed = (
+        f"a server that decodes as when the run began (it refused {before}; now {now})"
+    )
+    hint = f"start that server again, or remove {run.out.path}"
+    return UserError("model.base_url", run.model.base_url, allowed, hint)
 
 
 def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:

@@ -27,7 +27,13 @@ from posbench.report.page import describe_prompts
 from posbench.run.folder import open_run_dir
 from tests.conftest import Result, config_of, run_folders
 from tests.kills import Kills
-from tests.messages import Tokens, assert_line_names, assert_names, refused
+from tests.messages import (
+    Tokens,
+    assert_line_names,
+    assert_names,
+    assert_refused,
+    refused,
+)
 from tests.server import KEY, serving, value
 
 TASK = [
@@ -440,6 +446,42 @@ def test_a_wrong_model_is_told_with_those_of_the_server(posbench: Call) -> None:
         and "model.served = 'nope'" in result.err
         and "lists fake" in result.err
     )
+
+
+def test_a_run_says_and_records_how_the_server_decodes(
+    posbench: Call, outputs: Path
+) -> None:
+    def fault(prompt: str, n: int) -> str:
+        fails = "key" in prompt and n == 0 and sum(map(ord, prompt)) % 3 == 0
+        return "500" if fails else ""
+
+    args = ("model.retries=0", "task.limit=4")
+    with serving(fault) as server:
+        server.refused_fields = ("min_p", "repetition_penalty", "repeat_penalty")
+        server.refused_fields += ("generation_config",)
+        first = posbench(*served(server.url, *args))
+    assert first.status == 1, first.err
+    assert_names(first.out, *server.refused_fields, "not sent")
+    (folder,) = run_folders(outputs)
+    decoding = json.loads((folder / "provenance.json").read_text())["decoding"]
+    assert set(decoding["left_out"]) == set(server.refused_fields)
+    body = server.bodies[-1]
+    assert {name: body[name] for name in decoding["sent"]} == decoding["sent"]
+    # The rest of the rows are not asked of a server that decodes otherwise.
+    port = server.server_address[1]
+    with serving(port=port) as other:
+        again = posbench(*served(server.url, *args))
+    assert again.status == 2 and len(other.asked) == 1, again.err
+    assert_refused(
+        again.err,
+        "model.base_url",
+        server.url,
+        allowed="repetition_penalty",
+        hint=str(folder),
+    )
+    with serving(port=port) as same:
+        same.refused_fields = server.refused_fields
+        assert posbench(*served(server.url, *args)).status == 0
 
 
 def test_messages_are_sent_with_the_system_message_apart(

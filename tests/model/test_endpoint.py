@@ -213,6 +213,62 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
     assert text.encode()
 
 
+def test_penalties_of_the_checkpoint_are_undone() -> None:
+    prompt = 'Json data: {"a": "b", "c": "d"} The value of key "c" is "'
+    for api in ("completions", "chat"):
+        sent: Any = prompt
+        if api == "chat":
+            sent = [{"role": "user", "content": prompt}]
+        with serving() as server:
+            server.has_penalties = True
+            made = endpoint(server.url, api=api)
+            assert made.generate(sent, 1).text == value(prompt)
+        assert made.decoding["left_out"] == []
+        body = server.bodies[-1]
+        assert {name: body[name] for name in made.decoding["sent"]} == made.decoding[
+            "sent"
+        ]
+
+
+@pytest.mark.parametrize("style", ["openai", "model", "transformers", "pydantic"])
+@pytest.mark.parametrize(
+    ("refused_fields", "unsettled"),
+    [
+        (("min_p", "repetition_penalty", "repeat_penalty"), []),
+        (
+            ("min_p", "repetition_penalty", "repeat_penalty", "generation_config"),
+            ["repetition_penalty"],
+        ),
+        (("presence_penalty", "frequency_penalty", "top_p"), None),
+    ],
+)
+def test_settings_that_a_server_refuses_by_name_are_left_out(
+    style: str, refused_fields: tuple[str, ...], unsettled: list[str] | None
+) -> None:
+    with serving() as server:
+        server.refused_fields = refused_fields
+        server.refusal_style = style
+        made = endpoint(server.url)
+        first_requests = len(server.bodies)
+        made.generate("x", 1)
+    assert set(made.decoding["left_out"]) == set(refused_fields)
+    if unsettled is None:
+        unsettled = ["presence_penalty", "frequency_penalty"]
+    assert made.unsettled_penalties == unsettled
+    body = server.bodies[-1]
+    assert not set(refused_fields) & set(body) and body["temperature"] == 0
+    assert set(made.decoding["sent"]) <= set(body)
+    # No more is asked after the first look.
+    assert len(server.bodies) == first_requests + 1
+
+
+def test_the_temperature_is_never_left_out() -> None:
+    with serving() as server:
+        server.refused_fields = ("temperature",)
+        with refused("model.base_url", server.url, allowed="temperature"):
+            endpoint(server.url)
+
+
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), -float("inf"), 5.0, "x"])
 def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
     with serving(ways=("echo",)) as server:
