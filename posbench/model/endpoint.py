@@ -242,25 +242,19 @@ class Endpoint:
         return bool(self._choice_method)
 
     @property
-    def unsettled_penalties(self) -> list[str]:
-        """Penalties that the server takes under none of their names, so that its own may apply."""
-        return [
-            names[0]
-            for names in PENALTIES
-            if self._neutral_settings.keys().isdisjoint(names)
-        ]
-
-    @property
     def decoding(self) -> dict[str, Any]:
-        """How replies are decoded: the settings ``sent``, and those ``left_out`` as the server refused them.
+        """How replies are decoded, known once :meth:`check` has asked the server.
 
-        Known once :meth:`check` has asked the server.
+        Returns:
+            The settings ``sent``; those ``left_out``, as the server refused them; and the ``open_penalties``,
+            which were sent under none of their names, so that the server's own may apply.
         """
-        left_out = [
-            name for name in NEUTRAL_SETTINGS if name not in self._neutral_settings
-        ]
         sent = {"temperature": 0, **self._neutral_settings}
-        return {"sent": sent, "left_out": left_out}
+        left_out = [name for name in NEUTRAL_SETTINGS if name not in sent]
+        open_penalties = [
+            names[0] for names in PENALTIES if sent.keys().isdisjoint(names)
+        ]
+        return {"sent": sent, "left_out": left_out, "open_penalties": open_penalties}
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
         """What to send for a prompt, so that the model reads what ``encoded`` says."""

@@ -397,12 +397,12 @@ def _probe_server(config: Config, run: Run) -> None:
         listed = ", ".join(models[:MAX_LISTED_MODELS])
         message = f"server: it lists {listed}, not {name}, and answers all the same"
         run.console.print(message, soft_wrap=True, markup=False)
-    refused = run.endpoint.decoding["left_out"]
-    if refused:
-        message = f"server: it refuses {', '.join(refused)}: not sent"
-        unsettled = run.endpoint.unsettled_penalties
-        if unsettled:
-            message += f"; where it applies {' or '.join(unsettled)}, replies differ from those in process"
+    decoding = run.endpoint.decoding
+    if decoding["left_out"]:
+        message = f"server: it refuses {', '.join(decoding['left_out'])}: not sent"
+        if decoding["open_penalties"]:
+            names = " or ".join(decoding["open_penalties"])
+            message += f"; if it applies a {names} of its own, replies differ from those in process"
         run.console.print(message, soft_wrap=True, markup=False)
 
 

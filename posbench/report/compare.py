@@ -25,8 +25,9 @@ from posbench.report.index import (
     cut_text,
     differing_settings,
     estimate_cell,
+    override_text,
 )
-from posbench.run.folder import RunDir, open_undamaged
+from posbench.run.folder import PROVENANCE, RunDir, open_undamaged
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
 from posbench.stats.findings import estimate_columns, estimate_row
@@ -41,6 +42,10 @@ from posbench.tasks import Task
 
 TABLE = "comparison.csv"
 MAX_LABEL_CHARACTERS = 48
+DECODING_KEYS = ("max_new_tokens", "repetition_penalty")
+"""Keys of a task that move a greedy reply."""
+PENALTY_NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Penalties that a server may apply of its own."""
 MEASURES = {
     "score": ("", "difference"),
     "position_bias": ("position_bias", "position_bias_difference"),
@@ -95,6 +100,25 @@ class ComparedRun:
         """Name of the method that its numbers are of."""
         return str(self.metrics["method"].iloc[0])
 
+    @property
+    def decoding(self) -> dict[str, str]:
+        """What moves a greedy reply, by name; of a served run also what the server may add."""
+        task = self.summary.config.get("task") or {}
+        settings = {
+            f"task.{name}": override_text(task[name])
+            for name in DECODING_KEYS
+            if name in task
+        }
+        open_penalties: Sequence[str] = ()
+        if (self.summary.config.get("model") or {}).get("base_url"):
+            recorded = self.run.facts(PROVENANCE).get("decoding")
+            # Before they were sent, every penalty was the server's.
+            open_penalties = recorded["open_penalties"] if recorded else PENALTY_NAMES
+        for name in PENALTY_NAMES:
+            is_open = name in open_penalties
+            settings[name] = "of the server" if is_open else "neutral"
+        return settings
+
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
         """Scored rows of its method, by example, gold position and short_hash of the prompt."""
@@ -142,16 +166,15 @@ def write_comparison(
     for run in runs[1:]:
         difference = differences(first, run)
         rows.append(_row(run, difference))
-        note = pairing_note(first, run, difference)
-        if note:
-            notes.append(note)
+        notes.append(pairing_note(first, run, difference))
+        notes.append(decoding_note(first, run))
     files = [out / TABLE]
     with new_folder(out) as folder:
         write_csv(folder / TABLE, pd.DataFrame(rows))
         if figure:
             save(figure, folder / "accuracy")
             files.append(out / "accuracy.png")
-    return files, rows, notes
+    return files, rows, list(filter(None, notes))
 
 
 def _need_one_task(runs: Sequence[ComparedRun]) -> None:
@@ -270,6 +293,20 @@ def pairing_note(first: ComparedRun, run: ComparedRun, difference: Row) -> str:
     if common == len(run.prompts) == len(first.prompts):
         return ""
     return f"{run.label}: the differences are over the {common} prompts that both runs asked."
+
+
+def decoding_note(first: ComparedRun, run: ComparedRun) -> str:
+    """In what a run decodes otherwise than the first one; empty if in nothing that is known."""
+    other = run.decoding
+    reasons = [
+        f"{name} {other[name]} instead of {value}"
+        for name, value in first.decoding.items()
+        if name in other and other[name] != value
+    ]
+    if not reasons:
+        return ""
+    text = f"{run.label}: it decodes otherwise than {first.label}: {', '.join(reasons)}"
+    return f"{text}; part of the difference may come from that."
 
 
 def _row(run: ComparedRun, difference: Row) -> Row:

@@ -232,7 +232,7 @@ def test_penalties_of_the_checkpoint_are_undone() -> None:
 
 @pytest.mark.parametrize("style", ["openai", "model", "transformers", "pydantic"])
 @pytest.mark.parametrize(
-    ("refused_fields", "unsettled"),
+    ("refused_fields", "open_penalties"),
     [
         (("min_p", "repetition_penalty", "repeat_penalty"), []),
         (
@@ -243,7 +243,7 @@ def test_penalties_of_the_checkpoint_are_undone() -> None:
     ],
 )
 def test_settings_that_a_server_refuses_by_name_are_left_out(
-    style: str, refused_fields: tuple[str, ...], unsettled: list[str] | None
+    style: str, refused_fields: tuple[str, ...], open_penalties: list[str] | None
 ) -> None:
     with serving() as server:
         server.refused_fields = refused_fields
@@ -252,9 +252,9 @@ def test_settings_that_a_server_refuses_by_name_are_left_out(
         first_requests = len(server.bodies)
         made.generate("x", 1)
     assert set(made.decoding["left_out"]) == set(refused_fields)
-    if unsettled is None:
-        unsettled = ["presence_penalty", "frequency_penalty"]
-    assert made.unsettled_penalties == unsettled
+    if open_penalties is None:
+        open_penalties = ["presence_penalty", "frequency_penalty"]
+    assert made.decoding["open_penalties"] == open_penalties
     body = server.bodies[-1]
     assert not set(refused_fields) & set(body) and body["temperature"] == 0
     assert set(made.decoding["sent"]) <= set(body)

@@ -49,13 +49,15 @@ def run(
     task: dict[str, Any] | None = None,
     method: str = "scale_channel",
     model: str = "tiny",
+    open_penalties: Sequence[str] | None = None,
 ) -> Path:
     """A run that answered question q at place p right where ``right(q, p)``; unmodified only at the ends."""
     folder = outputs / "kv_retrieval/v001" / f"{model}__{method}__{name}"
     folder.mkdir(parents=True)
     task = {**TASK, "seed": seed, **(task or {})}
+    served = {} if open_penalties is None else {"base_url": "http://localhost/v1"}
     config = {
-        "model": {"name": model},
+        "model": {"name": model, **served},
         "task": task,
         "method": {"name": method, "x": name},
     }
@@ -80,7 +82,10 @@ def run(
     out.write_rows("predictions.jsonl", rows)
     made: Task = instantiate(task, Task, "task")  # type: ignore[type-abstract]
     write_metrics(made, model, 100, out, rows)
-    out.write_facts("provenance.json", {"started": "2026-05-01T10:00:00+00:00"})
+    facts: dict[str, Any] = {"started": "2026-05-01T10:00:00+00:00"}
+    if open_penalties is not None and open_penalties != "unknown":
+        facts["decoding"] = {"open_penalties": open_penalties}
+    out.write_facts("provenance.json", facts)
     out.write_facts("status.json", {"state": "done", "stages": {}})
     out.seal("posbench")
     return folder
@@ -107,6 +112,49 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "plain": run(outputs, "aaaa0006", lambda q, p: p != 5, method="none"),
         "model": run(outputs, "aaaa0007", best, model="tiny_b"),
     }
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        # keys of the task, and what a served run left out: None is a run in process
+        (({}, None), ({}, None), ()),
+        (({}, None), ({}, []), ()),
+        (({"max_new_tokens": 1}, None), ({"max_new_tokens": 4}, None), ("1", "4")),
+        (
+            ({"repetition_penalty": 1.3}, None),
+            ({}, []),
+            ("task.repetition_penalty", "1.3"),
+        ),
+        (({}, None), ({}, ["repetition_penalty"]), ("repetition_penalty", "server")),
+        (({}, ["presence_penalty"]), ({}, []), ("presence_penalty", "neutral")),
+        # Of an older version: nothing was sent.
+        (({}, None), ({}, "unknown"), ("frequency_penalty", "repetition_penalty")),
+    ],
+)
+def test_runs_that_decode_otherwise_are_flagged(
+    first: tuple[dict[str, Any], Any],
+    second: tuple[dict[str, Any], Any],
+    named: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    defaults = {"max_new_tokens": 1, "repetition_penalty": 1.0}
+    folders = [
+        run(
+            tmp_path,
+            f"aaaa000{index}",
+            best,
+            task={**defaults, **task},
+            open_penalties=open_penalties,
+        )
+        for index, (task, open_penalties) in enumerate((first, second))
+    ]
+    _, _, notes = write_comparison(folders, tmp_path / "compared")
+    if not named:
+        assert notes == []
+        return
+    (note,) = notes
+    assert_names(note, *named)
 
 
 def compared(
