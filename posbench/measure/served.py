@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from posbench.errors import UserError
+from posbench.files.sources import cached_path, weight_files
 from posbench.measure.replies import encode_longest
 from posbench.model.encode import Encoded, Encoder, cut_at_stop
-from posbench.model.endpoint import Endpoint
-from posbench.model.load import ModelConfig
+from posbench.model.endpoint import Endpoint, RequestError
+from posbench.model.lm import LM
+from posbench.model.load import SERVER_KEYS, ModelConfig, load
 from posbench.tasks import Example, Task
+
+PROBE_PROMPTS = 3
+"""Prompts on which a server is compared with its checkpoint."""
+PROBE_TOKENS = 40
+"""Tokens of the replies that are compared."""
+PROBE_CHARACTERS = 1000
+"""Characters of their prompts at most."""
+MAX_PROBE_BYTES = 2_000_000_000
+"""Size of the weights files up to which they are loaded for the comparison."""
+SHOWN_CHARACTERS = 120
 
 
 def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
@@ -52,6 +66,102 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
             f"{task.name} asks for a token at least, and a server may reply nothing"
         )
     return tuple(differences)
+
+
+def compare_with_checkpoint(
+    endpoint: Endpoint, encoder: Encoder, model: ModelConfig, task: Task
+) -> str:
+    """Compare a server's replies to the beginnings of a few prompts with those of its checkpoint in process.
+
+    A model goes on with what is cut in the middle, and penalties change long replies first.
+
+    Args:
+        endpoint: The server.
+        encoder: Tokenizer of the served model.
+        model: Its config; ``path`` names the checkpoint.
+        task: The task whose prompts are asked.
+
+    Returns:
+        The result, or why there is none, as a line.
+    """
+    try:
+        lm = _load_reference(model)
+        pairs = [
+            _reply_to_beginning(endpoint, encoder, lm, example)
+            for example in _spread(task.evaluation(), PROBE_PROMPTS)
+        ]
+    except (UserError, RequestError) as error:
+        return (
+            f"server: its decoding could not be compared with that in process: {error}"
+        )
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if not differing:
+        return f"server: {len(pairs)} of {len(pairs)} replies are those of {model.path} in process"
+    served, in_process = differing[0]
+    return (
+        f"server: {len(differing)} of {len(pairs)} replies differ from those of {model.path} in process: "
+        f"{served[:SHOWN_CHARACTERS]!r}, in process {in_process[:SHOWN_CHARACTERS]!r}; where the server holds "
+        "other weights, such as a fix, that is expected; else check its default decoding settings, chat "
+        "template and precision"
+    )
+
+
+def _spread(examples: Sequence[Example], count: int) -> list[Example]:
+    """So many examples, spread evenly, or all of fewer."""
+    step = max(len(examples) // count, 1)
+    return list(examples[::step][:count])
+
+
+def _reply_to_beginning(
+    endpoint: Endpoint, encoder: Encoder, lm: LM, example: Example
+) -> tuple[str, str]:
+    """What a server and its checkpoint reply to the beginning of an example's prompt.
+
+    Raises:
+        RequestError: The server gave no reply.
+        UserError: The window is too small.
+    """
+    length = min(len(example.prompt) // 2, PROBE_CHARACTERS)
+    form: dict[str, Any] = {
+        "truncation": "middle",
+        "reserve": PROBE_TOKENS,
+        "chat": example.chat,
+        "system": example.system,
+    }
+    beginning = example.prompt[:length].rstrip()
+    (in_process,) = lm.generate(
+        [lm.encode(beginning, **form).ids], max_new_tokens=PROBE_TOKENS
+    )
+    prompt = endpoint.prompt(encoder, encoder.encode(beginning, **form), example.system)
+    reply = endpoint.generate(prompt, PROBE_TOKENS)
+    return (reply.note or reply.text).strip(), in_process.strip()
+
+
+def _load_reference(model: ModelConfig) -> LM:
+    """The checkpoint of a served model in process, on the CPU: the server may need the whole GPU.
+
+    Raises:
+        UserError: It is not known, not on this machine, too large for a look, or cannot be loaded.
+    """
+    if not model.path:
+        allowed = "the checkpoint that the server has loaded"
+        hint = "model.path=DIR_OR_HUB_ID names it"
+        raise UserError("model.path", model.path, allowed, hint)
+    defaults = {
+        key.name: key.default for key in fields(ModelConfig) if key.name in SERVER_KEYS
+    }
+    local_model = replace(model, base_url=None, **defaults)  # type: ignore[arg-type]
+    folder = cached_path(local_model.checkpoint)
+    files = [folder / name for name in weight_files(folder)] if folder else []
+    if not files or not all(file.is_file() for file in files):
+        hint = "posbench fetch gets those of the hub"
+        raise UserError("model.path", model.path, "weights on this machine", hint)
+    size = sum(file.stat().st_size for file in files)
+    if size > MAX_PROBE_BYTES:
+        allowed = f"weights of at most {MAX_PROBE_BYTES / 1e9:.0f} GB, these have {size / 1e9:.0f} GB"
+        hint = "make a run in process, too, and posbench compare RUN RUN"
+        raise UserError("model.path", model.path, allowed, hint)
+    return load(local_model, device="cpu")
 
 
 def ask_server(

@@ -237,11 +237,6 @@ class Endpoint:
                 ) from error
 
     @property
-    def is_checked(self) -> bool:
-        """Whether :meth:`check` has asked the server."""
-        return bool(self._choice_method)
-
-    @property
     def decoding(self) -> dict[str, Any]:
         """How replies are decoded, known once :meth:`check` has asked the server.
 

@@ -16,6 +16,7 @@ from posbench.files.digests import Content, find_change
 from posbench.files.hardware import default_threads
 from posbench.files.sources import Source, cached_path
 from posbench.late import torch
+from posbench.measure.served import compare_with_checkpoint
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.items import probe_items
@@ -271,15 +272,15 @@ def claim_run(
     if lm:
         run.lm = lm
     existing = location.find()
+    server_facts: Mapping[str, Any] = {}
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
-        probe_model(config, run)
+        server_facts = probe_model(config, run)
     title = [config.study_name or config.task.name]
     if config.uses_model:
         title = [config.model.name, *title, config.choice.name]
     console.rule(Text("  ".join(title), style="bold"))
     facts = provenance(config, command, run_identity, contents)
-    if config.model.base_url and config.uses_model and run.endpoint.is_checked:
-        facts["decoding"] = run.endpoint.decoding
+    facts |= server_facts
     with claim(*location, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:
@@ -365,17 +366,20 @@ def missing_sources(config: Config) -> list[Source]:
 # Checks
 
 
-def probe_model(config: Config, run: Run) -> None:
+def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
     """Load the model and refuse what only its weights show, so that bad input leaves no folder behind.
 
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
+
+    Returns:
+        How a server decodes, for the provenance; nothing for a model in process.
 
     Raises:
         UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
     """
     if config.model.base_url:
-        _probe_server(config, run)
-    elif config.uses_model:
+        return _probe_server(config, run)
+    if config.uses_model:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
@@ -386,9 +390,11 @@ def probe_model(config: Config, run: Run) -> None:
                 probe_items(lm, ids),
             ):
                 probe(lm, ids)
+    return {}
 
 
-def _probe_server(config: Config, run: Run) -> None:
+def _probe_server(config: Config, run: Run) -> dict[str, Any]:
+    """Ask a server something first, and say what its answers tell."""
     has_choices = any(example.choices for example in run.evaluation)
     run.endpoint.check(has_choices)
     models = run.endpoint.models()
@@ -404,6 +410,11 @@ def _probe_server(config: Config, run: Run) -> None:
             names = " or ".join(decoding["open_penalties"])
             message += f"; if it applies a {names} of its own, replies differ from those in process"
         run.console.print(message, soft_wrap=True, markup=False)
+    comparison = compare_with_checkpoint(
+        run.endpoint, run.encoder, config.model, config.task
+    )
+    run.console.print(comparison, soft_wrap=True, markup=False)
+    return {"decoding": decoding, "served_replies": comparison}
 
 
 def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -316,6 +318,47 @@ def test_a_served_twin_stands_beside_the_model_in_process(
     assert {run.label for run in runs} == {"unmodified", "served"}
     found = differences(*runs)
     assert (found["pairs"], found["score"].value) == (12, 0)
+
+
+def test_a_server_is_compared_with_its_checkpoint_before_the_run(
+    posbench: Call, outputs: Path, tiny: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [*TASK, "task.limit=2", "stages=[evaluate]"]
+    lock = threading.Lock()
+
+    def reply(prompt: str) -> str:
+        with lock:
+            return str(tiny.generate([prompt], max_new_tokens=40)[0])
+
+    monkeypatch.setattr("tests.server.value", reply)
+    with serving() as server:
+        call = ["model=tiny", f"model.base_url={server.url}", "model.served=fake"]
+        server.has_penalties = True
+        same = posbench(*call, "model.name=same", *few)
+        # The penalties of its checkpoint stay, whatever is sent.
+        server.refused_fields = ("repetition_penalty", "repeat_penalty")
+        server.refused_fields += ("generation_config",)
+        other = posbench(*call, "model.name=other", *few)
+    assert (same.status, other.status) == (0, 0), same.err + other.err
+    assert_names(same.out, "3 of 3", "posbench://tiny", "in process")
+    assert "differ from" not in " ".join(same.out.split())
+    assert_names(other.out, "3 of 3", "differ", "penalised", "posbench://tiny")
+    for folder in run_folders(outputs):
+        facts = json.loads((folder / "provenance.json").read_text())
+        assert ("differ" in facts["served_replies"]) == ("other__" in folder.name)
+
+
+def test_without_its_checkpoint_the_run_says_that_a_server_was_not_compared(
+    posbench: Call, checkpoint: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(checkpoint, tokenizer)
+    (tokenizer / "model.safetensors").unlink()
+    with serving() as server:
+        for path in ([], [f"model.path={tokenizer}"]):
+            result = posbench(*served(server.url, "task.limit=1", *path))
+            assert result.status == 0, result.err
+            assert_names(result.out, "not be compared", "model.path")
 
 
 def test_choices_say_how_they_were_read(posbench: Call, outputs: Path) -> None:

@@ -63,6 +63,10 @@ def test_transformers_serve_replies_as_the_model_in_process(
 ) -> None:
     pytest.importorskip("uvicorn", reason="needs transformers[serving]")
     folder = shutil.copytree(paths.MODELS / "tiny", tmp_path / "tiny")
+    # The server applies what this file says, unless it is told otherwise.
+    file = folder / "generation_config.json"
+    settings = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
     assert posbench("model=tiny", "method=none", "stages=[evaluate]", *FEW).status == 0
     with transformers_serve(folder) as url:
         result = posbench(
@@ -70,6 +74,8 @@ def test_transformers_serve_replies_as_the_model_in_process(
         )
     assert result.status == 0, result.err
     assert "counted other tokens" not in " ".join(result.out.split())
+    # Of 40 tokens, before the run; its own replies have one.
+    assert "3 of 3 replies are those of" in " ".join(result.out.split())
     served = replies(outputs, "served")
     assert len(served) == 180 and served == replies(outputs, "none")
 

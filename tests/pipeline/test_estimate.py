@@ -93,7 +93,7 @@ def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
     ]
     config, works = told(*given)
     monkeypatch.setattr(
-        "posbench.pipeline.execute.probe_model", lambda *args: None
+        "posbench.pipeline.execute.probe_model", lambda *args: {}
     )  # reads a few tokens
     monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: tiny)
     before = tiny.tokens_read
