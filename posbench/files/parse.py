@@ -27,8 +27,12 @@ Objects = list[dict[str, Any]]
 """Shape of a list of objects."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
     """Return the data of a JSON text.
+
+    Args:
+        text: The text.
+        finite: Whether numbers must be finite; posbench itself writes NaN where a number has no interval.
 
     Raises:
         ValueError: It is no JSON in UTF-8, nested too deeply, or holds a number that is not finite or half of a
@@ -36,10 +40,11 @@ def parse_json(text: str | bytes) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode()
+    checks: dict[str, Any] = {}
+    if finite:
+        checks = {"parse_constant": _refuse_constant, "parse_float": _finite_number}
     try:
-        data = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite_number
-        )
+        data = json.loads(text, **checks)
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     if text.count("[") + text.count("{") > MAX_DEPTH:
@@ -111,19 +116,22 @@ def read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def read_json(file: Path, shape: Any = Object, *, hint: str) -> Any:
+def read_json(
+    file: Path, shape: Any = Object, *, hint: str, finite: bool = True
+) -> Any:
     """Return the data of a JSON file.
 
     Args:
         file: The file.
         shape: Type of the data: of plain data, or a dataclass.
         hint: The next step where it is not as it should be.
+        finite: See :func:`parse_json`.
 
     Raises:
         UserError: It cannot be parsed, or is of another shape; the error names file, field and value.
     """
     try:
-        data = parse_json(read_text(file))
+        data = parse_json(read_text(file), finite=finite)
     except ValueError as error:
         raise unreadable(file, error, "JSON as posbench writes it", hint) from error
     return check_shape(data, shape, str(file), hint)

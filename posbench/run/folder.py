@@ -83,7 +83,7 @@ class RunDir:
         if not file.is_file():
             return {}
         hint = f"remove {self.path} and repeat the command that made it"
-        facts: Row = read_json(file, hint=hint)
+        facts: Row = read_json(file, hint=hint, finite=False)
         return facts
 
     def config(self, *groups: str) -> dict[str, Any]:

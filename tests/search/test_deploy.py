@@ -327,7 +327,7 @@ def test_a_budget_without_folding_and_an_own_mode(
     assert table.loc[0, "side_loss"] == pytest.approx(side[None].mean(), abs=2e-5)
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 

@@ -223,7 +223,7 @@ def test_held_back_questions_are_asked_nowhere_else() -> None:
     )
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 
