@@ -265,7 +265,7 @@ def _key_table(numbers: pd.DataFrame) -> str:
             ]
         )
     header = [
-        f"`experiment={TOKENS}`",
+        "model",
         "both (the method)",
         "last token only",
         "keys of earlier tokens only",

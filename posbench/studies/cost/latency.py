@@ -161,6 +161,7 @@ class Latency(TimingStudy):
         work = f"{tokens} + {new_tokens} tokens"
         rows = self.compared(work, ways, lm.device, faster=False)
         printed = reference.read_table("latency.csv", "method", "ratio", "source")
+        printed = printed[printed["source"].str.startswith(self.claims_of or "")]
         ratios = {
             method: "; ".join(
                 f"{row.ratio} ({row.source})" for row in part.itertuples()
