@@ -65,7 +65,12 @@ def test_the_channel_steers_attention_on_the_model_that_the_page_names(
     gains = numbers[numbers["experiment"] == mechanism.TOKENS]
     by_keys = gains[gains["name"] == "earlier"].set_index("model")
     assert by_keys.index[by_keys["ci_low"] > 0].tolist() == ["tiny_nope"]
-    assert "`tiny_nope` does the method gain through the keys" in PAGE
+    assert "`tiny_nope` do the keys alone raise accuracy" in PAGE
+    whole = gains[gains["name"] == "both"].set_index("model")
+    last = gains[gains["name"] == "last"].set_index("model")
+    assert whole.loc["tiny_nope", "ci_low"] < 0 < whole.loc["tiny_nope", "ci_high"]
+    assert last.loc["tiny_nope", "ci_high"] < 0 < last.loc["tiny_b", "ci_low"]
+    assert by_keys.loc["tiny_b", "ci_high"] < 0
 
 
 def test_numbers_in_sentences_follow_from_the_kept_ones(numbers: pd.DataFrame) -> None:
