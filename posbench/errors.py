@@ -110,22 +110,22 @@ def own_code_error(error: BaseException) -> UserError | None:
     The line that is named is the last one of the user's file on the way to the error. Libraries that it calls may
     have raised the error; where it calls posbench, posbench did.
     """
-    place = None
+    user_line = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         file = Path(code.co_filename)
         if file.is_relative_to(PACKAGE):
-            place = None
+            user_line = None
         elif not code.co_filename.startswith("<") and not _is_library(file):
-            place = f"{code.co_qualname} ({file}, line {line})"
-    if place is None:
+            user_line = f"{code.co_qualname} ({file}, line {line})"
+    if user_line is None:
         return None
     text = " ".join(str(error).split())[:MAX_ERROR_CHARACTERS]
     value = f"{type(error).__name__}: {text}"
     hint = (
         f"correct that line; {TRACEBACK}=1 in front of the command prints the traceback"
     )
-    return UserError(place, value, "code that raises no error", hint)
+    return UserError(user_line, value, "code that raises no error", hint)
 
 
 def _is_library(file: Path) -> bool:

@@ -7,7 +7,6 @@ Whatever the schedule, the run ends with the bytes of the same command run once,
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import shutil
@@ -25,7 +24,7 @@ import torch
 from posbench.cli.main import main as command_line
 from posbench.pipeline.execute import make_run_folder
 from posbench.run.folder import open_run_dir
-from posbench.tasks.kv_retrieval import WORDS
+from tests.cli.task_files import write_key_values
 from tests.conftest import config_of, run_folders
 from tests.kills import CHANGES
 
@@ -127,7 +126,7 @@ class Schedules:
     def __post_init__(self) -> None:
         """Run once in this process: children then have all modules."""
         data = self.root / "data.jsonl"
-        write_data(data, seed=0)
+        write_key_values(data, seed=0)
         outputs = f"runtime.outputs={self.root / 'warm'}"
         command = [*BASE, f"task.path={data}", *METHODS["found"], outputs]
         with redirect_stdout(io.StringIO()):
@@ -138,7 +137,7 @@ class Schedules:
         rng = random.Random(seed)
         name = rng.choice(list(METHODS))
         data = self.root / "data.jsonl"
-        write_data(data, seed=0)
+        write_key_values(data, seed=0)
         command = [*BASE, f"task.path={data}", *METHODS[name], rng.choice(SIZES)]
         steps = draw_steps(rng, "stages=[search,evaluate]" in command)
         outputs = self.root / "outputs"
@@ -189,9 +188,9 @@ class Schedules:
             folder = make_run_folder(config_of(*command, here), "schedules")
             args = ["resume", str(folder), f"--{step.kind}={step.shard}"]
         data = self.root / "data.jsonl"
-        write_data(data, seed=int(step.kind == "other data"))
+        write_key_values(data, seed=int(step.kind == "other data"))
         status = _call(args, self.root, outputs, step.kill_at)
-        write_data(data, seed=0)
+        write_key_values(data, seed=0)
         killed = step.kill_at is not None and status == -signal.SIGKILL
         assert killed or status in (0, 2), f"{step}: status {status}"
 
@@ -216,19 +215,6 @@ def draw_steps(rng: random.Random, searches: bool) -> list[Step]:
             killed = kill_at if rng.random() < 0.5 else None
             steps.append(Step(kind, f"{index}/{count}", killed))
     return steps
-
-
-def write_data(file: Path, seed: int) -> None:
-    """Write questions over words that the embedded models know."""
-    rng = random.Random(seed)
-    lines = []
-    for _ in range(4):
-        words = rng.sample(WORDS, 24)
-        records = list(zip(words[:12], words[12:], strict=True))
-        key, value = records[5]
-        row = {"ordered_kv_records": records, "key": key, "value": value}
-        lines.append(json.dumps(row) + "\n")
-    file.write_text("".join(lines))
 
 
 def files_of(outputs: Path, name: str) -> dict[str, bytes]:

@@ -149,12 +149,11 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
             if field:
                 prompt = plan.asked_prompt(request).encoded
                 nats = _distance(subject, prompt, row, plain_row)
-                if nats <= bound:
-                    ties += row["output"] != plain_row["output"]
-                else:
-                    differences.append(
-                        Difference(row["method"], row["id"], field, nats)
-                    )
+                if nats > bound:
+                    difference = Difference(row["method"], row["id"], field, nats)
+                    differences.append(difference)
+                elif row["output"] != plain_row["output"]:
+                    ties += 1
             advance(1)
     return Audit(count, len(rows), ties, tuple(differences), dtype_name(run.lm))
 
@@ -185,9 +184,9 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         recorded: The row of the run.
         plain: The row as it came out now.
     """
-    ignored = {"output", "finish", "scores", "cut", "loglikelihoods"}
-    kept = {name: value for name, value in plain.items() if name not in ignored}
-    if _first_difference(recorded, as_json(kept)):
+    reply_fields = {"output", "finish", "scores", "cut", "loglikelihoods"}
+    request = {name: plain[name] for name in plain.keys() - reply_fields}
+    if _first_difference(recorded, as_json(request)):
         return math.inf  # another prompt was asked
     if "loglikelihoods" in plain:
         likelihoods = np.subtract(recorded["loglikelihoods"], plain["loglikelihoods"])
@@ -198,17 +197,23 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         [*lm.continuation_ids(prompt, str(row["output"])), end]
         for row in (recorded, plain)
     ]
-    same = 0
-    for first, second in zip(*replies, strict=False):
-        if first != second:
-            break
-        same += 1
-    else:
+    num_same = _num_tokens_in_common(*replies)
+    if num_same == min(map(len, replies)):
         return math.inf
     with subject.method.applied(lm):
-        branches = [reply[: same + 1] for reply in replies]
+        branches = [reply[: num_same + 1] for reply in replies]
         ((first_score, second_score),) = lm.continuations([prompt.ids], [branches])
     return abs(first_score[0] - second_score[0])
+
+
+def _num_tokens_in_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two replies begin with in common."""
+    count = 0
+    for token, other in zip(first, second, strict=False):
+        if token != other:
+            break
+        count += 1
+    return count
 
 
 def record_audit(out: RunDir, audit: Audit) -> None:

@@ -77,8 +77,9 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
         if contrast.better:
             part = Finding.above(contrast.claim, statistic, points, SMALLEST_POINTS)
         else:
-            low, high = -SMALLEST_POINTS, SMALLEST_POINTS
-            part = Finding.within(contrast.claim, statistic, points, low, high)
+            part = Finding.within(
+                contrast.claim, statistic, points, -SMALLEST_POINTS, SMALLEST_POINTS
+            )
         parts.append(part)
     if not parts:
         return None

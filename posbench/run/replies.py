@@ -92,8 +92,9 @@ def plan_replies(
     ) -> list[list[Example]]:
         return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
 
-    asked = run.evaluation if examples is None else examples
-    plan = BatchPlan.of(subjects, asked, encoded, make_batches)
+    if examples is None:
+        examples = run.evaluation
+    plan = BatchPlan.of(subjects, examples, encoded, make_batches)
     return plan, compute
 
 
@@ -140,10 +141,11 @@ def _served_replies(
 
 def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:
     """The refusal of a server that takes other settings than the one with which a run began."""
-    before = ", ".join(first["left_out"]) or "nothing"
-    now = ", ".join(run.endpoint.decoding["left_out"]) or "nothing"
+    refused_then = ", ".join(first["left_out"]) or "nothing"
+    refused_now = ", ".join(run.endpoint.decoding["left_out"]) or "nothing"
     allowed = (
-        f"a server that decodes as when the run began (it refused {before}; now {now})"
+        "a server that decodes as when the run began "
+        f"(it refused {refused_then}; now {refused_now})"
     )
     hint = f"start that server again, or remove {run.out.path}"
     return UserError("model.base_url", run.model.base_url, allowed, hint)
