@@ -20,7 +20,8 @@ from posbench.errors import UserError
 from posbench.export import base, write
 from posbench.export.write import CardFacts
 from posbench.files import sources
-from posbench.files.digests import Content, file_sha256, read_contents
+from posbench.files.checksums import file_sha256
+from posbench.files.digests import Content, read_contents
 from posbench.files.parse import Object, read_yaml
 from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
@@ -268,9 +269,15 @@ def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
     """The config with the constants that are written, valid in any working directory."""
     method = _with_constants(config.raw["method"], asdict(fix.method))
     raw = {**config.raw, "method": method}
+    source = config.model.checkpoint
     is_embedded = config.model.path.startswith(paths.EMBEDDED)
-    if config.model.checkpoint.kind == "path" and not is_embedded:
+    if source.kind == "path" and not is_embedded:
         raw["model"] = {**raw["model"], "path": fix.files}
+    elif source.kind == "gguf":
+        raw["model"] = {
+            **raw["model"],
+            "path": str(sources.gguf_file(source).resolve()),
+        }
     return raw
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -144,8 +145,9 @@ def _first_sentence(text: str) -> str:
 def fetch(args: list[str]) -> int:
     """List every file that a config needs (checkpoint, data), and download what is missing.
 
-    usage: posbench fetch [OVERRIDES] [--dry-run] [--config-dir DIR]
+    usage: posbench fetch [MODEL] [OVERRIDES] [--dry-run] [--config-dir DIR]
 
+      MODEL      a model's name, for model=MODEL
       OVERRIDES  as a run has them, also -m and experiment=NAME
       --dry-run  list with sizes, download nothing
 
@@ -155,7 +157,10 @@ def fetch(args: list[str]) -> int:
     """
     dry_run = "--dry-run" in args
     jobs: list[ComposedConfig] = []
-    compose([arg for arg in args if arg != "--dry-run"], jobs.append)
+    overrides = [arg for arg in args if arg != "--dry-run"]
+    if overrides and not re.search("^-|=", overrides[0]):
+        overrides[0] = f"model={overrides[0]}"
+    compose(overrides, jobs.append)
     # A sweep's jobs share most of what they need.
     needed = [source for job in jobs for source in needs(job.raw)]
     if needed:

@@ -20,7 +20,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.export.base import Comparison, Fix, Format, Prompts, Unverified, measure
 from posbench.files.atomic import new_folder, write_json, write_text
-from posbench.files.digests import file_sha256
+from posbench.files.checksums import file_sha256
 from posbench.files.markdown import markdown
 from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified

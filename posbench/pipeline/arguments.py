@@ -278,7 +278,7 @@ def _name_path_models(
 
 def _is_path(value: str) -> bool:
     """Whether a value of ``model=`` is a folder or a hub id, and no name of a choice."""
-    if "/" in value or value.startswith(("~", ".")):
+    if "/" in value or value.startswith(("~", ".")) or value.endswith(".gguf"):
         return True
     return bool(value) and sources.exists(Path(value))
 

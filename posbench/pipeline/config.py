@@ -257,7 +257,7 @@ def _check_files(parts: Mapping[str, Any], faults: Faults) -> None:
     model = parts.get("model")
     if model and (study is None or study.needs_model):
         for source in model.files:
-            if source.kind == "path":
+            if source.kind in ("path", "gguf"):
                 with faults.collecting():
                     _check_checkpoint(source, model)
     task = parts.get("task")

@@ -11,7 +11,7 @@ from rich.console import Console
 from posbench import paths
 from posbench.errors import Faults, UserError
 from posbench.files.digests import Content, hash_paths, hash_sources
-from posbench.files.sources import cached_path, list_files
+from posbench.files.sources import cached_path, need_reachable
 from posbench.late import transformers
 from posbench.measure import served
 from posbench.measure.replies import encode_longest
@@ -124,11 +124,13 @@ def _need_remote_sources(
     faulty_groups = {fault.field.partition(".")[0] for fault in faults.found}
     for source in input_sources(config):
         group = source.field.partition(".")[0]
-        if source.kind == "path" or group in faulty_groups or cached_path(source):
+        if source.kind == "path" or group in faulty_groups:
             continue
         with faults.collecting():
+            if cached_path(source):
+                continue
             if download:
-                list_files(source)  # raises where it cannot be downloaded
+                need_reachable(source)
             else:
                 about = f" ({source.about})" if source.about else ""
                 allowed = f"files that are on this machine; this one is not{about}"

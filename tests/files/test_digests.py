@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from posbench.files import digests, sources
+from posbench.files import checksums, sources
+from posbench.files.checksums import file_sha256
 from posbench.files.digests import (
     content_keys,
-    file_sha256,
     find_change,
     hash_paths,
     read_contents,
@@ -26,8 +26,8 @@ from tests.messages import refused
 def big(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is big enough, and old enough, to be remembered in a cache of its own."""
     monkeypatch.setenv("POSBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(digests, "MIN_CACHED_BYTES", 1000)
-    monkeypatch.setattr(digests, "SETTLED_NANOSECONDS", -(10**12))
+    monkeypatch.setattr(checksums, "MIN_CACHED_BYTES", 1000)
+    monkeypatch.setattr(checksums, "SETTLED_NANOSECONDS", -(10**12))
     file = tmp_path / "weights.safetensors"
     file.write_bytes(bytes(range(256)) * 20)
     return file
@@ -59,7 +59,7 @@ def test_a_hash_is_remembered_until_the_file_changes(big: Path, tmp_path: Path) 
 def test_a_file_that_changed_just_now_is_not_remembered(
     big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "SETTLED_NANOSECONDS", 10**12)
+    monkeypatch.setattr(checksums, "SETTLED_NANOSECONDS", 10**12)
     assert file_sha256(big) == _true(big) and not (tmp_path / "cache").exists()
 
 
@@ -70,9 +70,9 @@ def test_without_a_cache_a_file_is_hashed_each_time(
     assert file_sha256(big) == file_sha256(big) == _true(big)
     monkeypatch.delenv("POSBENCH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-by-that-name/cache")
-    assert sources.cache_folder() is None and file_sha256(big) == _true(big)
+    assert checksums.cache_folder() is None and file_sha256(big) == _true(big)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert sources.cache_folder() == tmp_path / "xdg" / "posbench"
+    assert checksums.cache_folder() == tmp_path / "xdg" / "posbench"
 
 
 def _file(path: Path) -> Source:
