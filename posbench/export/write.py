@@ -22,6 +22,7 @@ from posbench.export.base import Comparison, Fix, Format, Prompts, Unverified, m
 from posbench.files.atomic import new_folder, write_json, write_text
 from posbench.files.checksums import file_sha256
 from posbench.files.markdown import markdown
+from posbench.measure.replies import encode_with_answer
 from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.report.folder import need_destination, read_csv, read_json
@@ -151,9 +152,8 @@ def _answer_losses(
     losses: dict[str, float] = {}
     with method.applied(run.lm) as lm, run.progress(label, len(examples)) as progress:
         for batch in batches:
-            prompts = [e.prompt for e in batch]
-            answers = [e.answers[0] for e in batch]
-            values = lm.answer_loss(prompts, answers, batch_size=len(batch))
+            pairs = [encode_with_answer(lm, example) for example in batch]
+            values = lm.answer_token_loss(pairs, batch_size=len(batch))
             for example, value in zip(batch, values, strict=True):
                 losses[example.id] = float(value)
             progress(len(batch))

@@ -39,6 +39,19 @@ def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
     )
 
 
+def encode_with_answer(
+    encoder: Encoder, example: Example
+) -> tuple[list[int], list[int]]:
+    """Token ids of an example's prompt, uncut and in its form, and of the first answer after it."""
+    encoded = encoder.encode(
+        example.prompt,
+        chat=example.chat,
+        system=example.system,
+        prefill=example.prefill,
+    )
+    return encoded.ids, encoder.continuation_ids(encoded, example.answers[0])
+
+
 def encode_untruncated(encoder: Encoder, example: Example) -> Encoded:
     """Tokenise an example's prompt, however long it is."""
     unlimited: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]

@@ -362,6 +362,19 @@ class LM(Encoder):
         token apart (scale_channel) sees the same sequence of calls as in generation.
         """
         pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
+        return self.answer_token_loss(pairs, batch_size=batch_size)
+
+    @guarded
+    @inference_mode
+    def answer_token_loss(
+        self, pairs: Sequence[tuple[list[int], list[int]]], *, batch_size: int = 8
+    ) -> Tensor:
+        """Mean cross-entropy (nats per token) of each answer after its prompt, [N]; see :meth:`answer_loss`.
+
+        Args:
+            pairs: Token ids of N prompts, each with those of its answer.
+            batch_size: Prompts per forward.
+        """
         losses = torch.zeros(len(pairs))
         for batch in length_batches([len(prompt) for prompt, _ in pairs], batch_size):
             inputs, targets = self.pad_with_answers([pairs[i] for i in batch])

@@ -19,6 +19,7 @@ from posbench.files.digests import read_contents
 from posbench.files.parse import read_yaml
 from posbench.files.sources import Source
 from posbench.late import pd, torch
+from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
@@ -142,14 +143,13 @@ class Search(ABC):
 
     def prompt_length(self, run: Run, example: Example) -> int:
         """Tokens of a prompt of the check; `UserError` where it does not fit the window."""
-        prompt, _ = run.lm.answer_ids(example.prompt, example.answers[0])
-        return len(prompt)
+        prompt_ids, _ = encode_with_answer(run.lm, example)
+        return len(prompt_ids)
 
     def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """The measure of each prompt of a batch, under the method that is applied."""
-        prompts = [example.prompt for example in batch]
-        answers = [example.answers[0] for example in batch]
-        losses = run.lm.answer_loss(prompts, answers, batch_size=len(batch))
+        pairs = [encode_with_answer(run.lm, example) for example in batch]
+        losses = run.lm.answer_token_loss(pairs, batch_size=len(batch))
         return list(losses.tolist())
 
     @abstractmethod

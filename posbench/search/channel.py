@@ -15,6 +15,7 @@ from posbench.files.atomic import Row, write_csv
 from posbench.files.digests import read_contents
 from posbench.late import pd
 from posbench.measure.losses import candidate_losses
+from posbench.measure.replies import encode_with_answer
 from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice
 from posbench.methods.composed import Composed
@@ -380,7 +381,7 @@ class ChannelSearch(DeploySearch):
             Nats per answer token, shape (1 + C, N): the unmodified model, then the candidates.
         """
         examples = run.examples("calibration")
-        pairs = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+        pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
         lengths = [len(pairs[e.id][0]) for e in examples]
         groups = length_batches(lengths, self.batch_size)
 

@@ -12,7 +12,7 @@ from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row
 from posbench.files.sources import Source
 from posbench.late import pd
-from posbench.measure.replies import encode_prompt
+from posbench.measure.replies import encode_prompt, encode_with_answer
 from posbench.methods import Method
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel
@@ -185,7 +185,7 @@ class DeploySearch(Search):
         losses_last_1 = losses[[0, *(i + 1 for i in shortlist)]]
         shipped_losses = losses_last_1
         if mode.last != 1 or mode.tokens != "both":
-            pairs = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+            pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
             method_losses = self._method_losses(run, "calibration", pairs, methods)
             shipped_losses = np.concatenate([losses[:1], method_losses])
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from posbench.files.atomic import write_csv
 from posbench.late import Tensor, pd, torch
+from posbench.measure.replies import encode_with_answer
 from posbench.methods.choice import MethodChoice
 from posbench.model import rope
 from posbench.model.guard import guarded
@@ -74,7 +75,7 @@ class GradientSearch(ScaleSearch):
         """Train the scales, and write ``search.csv``, a row per epoch; the last epoch's scales are the result."""
         lm = run.lm
         examples, positions = calibration_questions(run.task, self.calibration_seed)
-        pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
+        pairs = [encode_with_answer(lm, e) for e in examples]
         # Indices of the examples, by gold position.
         pools: list[list[int]] = [[] for _ in POSITIONS]
         for index, position in enumerate(positions):

@@ -12,6 +12,7 @@ from posbench.errors import UserError, renamed
 from posbench.files.atomic import write_csv
 from posbench.files.sources import Source
 from posbench.late import F, inference_mode, pd, torch
+from posbench.measure.replies import encode_with_answer
 from posbench.methods.moice import (
     MoICE,
     auxiliary_loss,
@@ -195,45 +196,49 @@ class RouterSearch(Search):
         """See :meth:`Search.held_back_examples`; of a file, the texts that the router is not trained on."""
         if self.data is None:
             return super().held_back_examples(run, count)
-        pairs = self._pairs(run)
-        num_held_out = _held_out_count(pairs)
-        training_pairs = pairs[num_held_out:]
-        unseen = [pair for pair in pairs[:num_held_out] if pair not in training_pairs]
-        return [
-            Example(id=f"h{index}", prompt=prompt, answers=(answer,))
-            for index, (prompt, answer) in enumerate(unseen[:count])
-        ]
+        examples = self._examples(run)
+        num_held_out = _held_out_count(examples)
+        trained_on = {(e.prompt, e.answers) for e in examples[num_held_out:]}
+        held_out = examples[:num_held_out]
+        return [e for e in held_out if (e.prompt, e.answers) not in trained_on][:count]
 
     @inference_mode
     def measure_batch(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Loss of all tokens of each text."""
         losses = []
         for example in batch:
-            ids = self._ids(run.lm, example.prompt, example.answers[0])
+            ids = self._shorten(*encode_with_answer(run.lm, example))
             losses.append(text_loss(run.lm, ids).item())
         return losses
 
     def texts(self, run: Run) -> list[list[int]]:
         """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
-        texts = [self._ids(run.lm, *pair) for pair in self._pairs(run)]
+        pairs = [encode_with_answer(run.lm, e) for e in self._examples(run)]
+        texts = [self._shorten(*pair) for pair in pairs]
         if len(texts) < MIN_TEXTS:
             allowed = "4 texts or more"
             hint = "give more lines or examples"
             raise UserError("search.data", len(texts), allowed, hint)
         return texts
 
-    def _ids(self, lm: LM, prompt: str, answer: str) -> list[int]:
+    def _shorten(self, prompt_ids: list[int], answer_ids: list[int]) -> list[int]:
         """Token ids of a text, cut to its longest length."""
-        prompt_ids, answer_ids = lm.answer_ids(prompt, answer)
         return (prompt_ids + answer_ids)[: self.longest]
 
-    def _pairs(self, run: Run) -> list[tuple[str, str]]:
+    def _examples(self, run: Run) -> list[Example]:
         """Prompt and answer of each text."""
         if self.data is None:
-            return [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
+            return run.task.examples("calibration")
         with renamed("task.", "search."):
             lines = [line for _, line in read_data_rows("data", Path(self.data))]
-            return [(line.take("prompt"), line.take("answer")) for line in lines]
+            return [
+                Example(
+                    id=f"h{number}",
+                    prompt=line.take("prompt"),
+                    answers=(line.take("answer"),),
+                )
+                for number, line in enumerate(lines)
+            ]
 
     def describe(self, block: Mapping[str, Any]) -> str:
         """Losses on the texts that were held out."""

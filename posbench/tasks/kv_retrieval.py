@@ -60,6 +60,8 @@ class KVRetrieval(GoldPositionTask):
         pairs, calibration_pairs: Pairs per prompt, and per calibration prompt.
         prompt: ``official`` or ``compact``.
         records: Where no file is given: random ``uuid`` pairs, or the embedded models' ``words``.
+        chat: Whether the model's chat template surrounds the prompt; the compact one ends where the value
+            begins, for a model to continue.
         path: An official file (``*.jsonl`` or ``*.jsonl.gz``), or ``official``: the smallest one with enough
             pairs, downloaded. The gold pair is moved to every position, then the list is cut to ``pairs``.
         calibration_path: Finished calibration prompts instead (JSON lines with ``input`` and ``output``).
@@ -79,6 +81,7 @@ class KVRetrieval(GoldPositionTask):
     pairs: Several = 140
     prompt: Literal["official", "compact"] = "official"
     records: Literal["uuid", "words"] = "uuid"
+    chat: bool = True
     calibration_pairs: Several = 50
     calibration_path: str | None = None
 
@@ -249,6 +252,7 @@ class KVRetrieval(GoldPositionTask):
             gold_position=position,
             items=spans,
             cluster=cluster,
+            chat=self.chat,
         )
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
@@ -267,7 +271,11 @@ class KVRetrieval(GoldPositionTask):
             if _key_of(prompt) in evaluated_keys:
                 line.refuse("questions that the evaluation does not ask")
             yield Example(
-                id=f"c{number}", prompt=prompt, answers=(answer,), cluster=f"c{number}"
+                id=f"c{number}",
+                prompt=prompt,
+                answers=(answer,),
+                cluster=f"c{number}",
+                chat=self.chat,
             )
 
 
