@@ -9,6 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from posbench.files.digests import Content
+from posbench.files.sources import Source
 from posbench.report.page import breakable, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
 from tests.frames import attention, channels, metrics, search, sweep
@@ -71,6 +73,22 @@ def test_full_run(tmp_path):
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     render_run(folder)
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_checkpoint_of_the_hub_is_shown_by_its_revision(tmp_path):
+    """It has no checksum of its own, unlike a file."""
+    hub = Source(kind="model", id="someone/model", field="model.path")
+    path = Source(kind="path", id="data.jsonl", field="task.path")
+    contents = [
+        Content(hub, "", None, "0123456789abcdef0123"),
+        Content(path, ".jsonl", tmp_path / "data.jsonl", "fedcba9876543210fedc"),
+    ]
+    folder = folder_with(tmp_path, metrics=metrics())
+    facts = {"command": "posbench", "files": [content.fact for content in contents]}
+    (folder / "provenance.json").write_text(json.dumps(facts))
+    words = re.sub("<[^>]*>", "", render_run(folder).read_text())
+    assert "someone/model, revision 0123456789abcdef" in words
+    assert ".jsonl, sha256 fedcba9876543210" in words
 
 
 def test_absent_files_leave_their_sections_out(tmp_path):
