@@ -16,6 +16,8 @@ MAX_FILE_BYTES = 1 << 28
 """Size up to which a JSON or YAML file is read: what posbench and checkpoints write stays far below."""
 MAX_DEPTH = 100
 """Lists and mappings inside each other; whatever walks through data calls itself once for each."""
+MAX_YAML_VALUES = 10_000_000
+"""Values of a YAML text: a few lines of aliases of aliases spell out billions."""
 TOO_DEEP = f"lists and mappings nested deeper than {MAX_DEPTH}"
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C library's loader, many times faster, where there is one."""
@@ -95,17 +97,29 @@ def parse_yaml(text: str) -> Any:
 
 
 def _need_bounded_yaml(text: str) -> None:
-    """Raise ValueError before the loader, which calls itself for each level, meets too many of them."""
+    """Raise ValueError before the loader, which calls itself for each level, meets too many levels or values."""
     open_anchors: list[str | None] = []
+    # values in each collection that is open, aliases spelled out; the first is the whole text
+    num_values = [0]
+    num_values_of_anchor: dict[str | None, int] = {}
     for event in yaml.parse(text, YAML):
         if isinstance(event, yaml.CollectionStartEvent):
             open_anchors.append(event.anchor)
+            num_values.append(1)
         elif isinstance(event, yaml.CollectionEndEvent):
-            open_anchors.pop()
-        elif isinstance(event, yaml.AliasEvent) and event.anchor in open_anchors:
-            raise ValueError(f"*{event.anchor} stands inside what it names")
+            ended = num_values.pop()
+            num_values_of_anchor[open_anchors.pop()] = ended
+            num_values[-1] += ended
+        elif isinstance(event, yaml.ScalarEvent):
+            num_values[-1] += 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in open_anchors:
+                raise ValueError(f"*{event.anchor} stands inside what it names")
+            num_values[-1] += num_values_of_anchor.get(event.anchor, 1)
         if len(open_anchors) > MAX_DEPTH:
             raise ValueError(TOO_DEEP)
+        if num_values[-1] > MAX_YAML_VALUES:
+            raise ValueError(f"more than {MAX_YAML_VALUES} values, aliases spelled out")
 
 
 def read_text(file: Path) -> str:

@@ -57,6 +57,17 @@ def test_half_a_character_is_refused_and_a_whole_one_is_not(half: str) -> None:
     assert parse.parse_json('"\\\\ud800"') == "\\ud800"
 
 
+def test_aliases_of_aliases_are_refused_before_they_are_spelled_out() -> None:
+    """Ten lines of ten aliases each are ten thousand million values; two shared lines are nothing."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, 10):
+        aliases = ", ".join(10 * [f"*a{level - 1}"])
+        lines.append(f"a{level}: &a{level} [{aliases}]")
+    with pytest.raises(ValueError, match="aliases"):
+        parse.parse_yaml("\n".join(lines))
+    assert parse.parse_yaml("\n".join(lines[:2]))["a1"] == 10 * [10 * ["x"]]
+
+
 def test_an_alias_is_no_loop() -> None:
     assert parse.parse_yaml("a: &x [1]\nb: *x") == {"a": [1], "b": [1]}
     with pytest.raises(ValueError, match="inside"):
