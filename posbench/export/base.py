@@ -37,6 +37,8 @@ class Fix:
         load: Loads the model once more, without the method.
         dtype: Dtype of the model's published weights.
         files: Directory of the model on this machine.
+        weights: Type of matrices in a GGUF file, one of the format's ``weight_types``;
+            empty: float16 where the published weights are in half precision, else float32.
     """
 
     lm: LM
@@ -45,6 +47,7 @@ class Fix:
     load: Callable[[], LM]
     dtype: str = "float32"
     files: str = ""
+    weights: str = ""
 
     @property
     def exact(self) -> bool:
@@ -64,12 +67,14 @@ class Format(ABC):
         folds: Whether it holds only methods that fold into the checkpoint.
         package: Package that loads the files, where posbench does not require it.
         library: Library under which model hubs list the files.
+        weight_types: Types of weights that can be asked for.
     """
 
     name: ClassVar[str]
     folds: ClassVar[bool] = True
     package: ClassVar[str] = ""
     library: ClassVar[str] = "transformers"
+    weight_types: ClassVar[tuple[str, ...]] = ()
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the format cannot hold the method or the model."""

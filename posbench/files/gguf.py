@@ -424,7 +424,6 @@ def _write_checkpoint(
     The arguments are those of :func:`convert`, and the folder to write into.
     """
     gguf = _library(field, name)
-    say(f"reading {file.name}")
     with _blaming(field, name, "a whole GGUF file", "get the file again"):
         reader = gguf.GGUFReader(file)
         values = {key: entry.contents() for key, entry in reader.fields.items()}
@@ -434,7 +433,7 @@ def _write_checkpoint(
     settings.check()
     size = 4 * elements
     _need_room(folder, size)
-    say(f"dequantising {len(types)} tensors to float32")
+    say(f"reading {file.name}: {len(types)} tensors, as float32")
     allowed = "a GGUF file whose tokenizer and model transformers can build"
     with _blaming(field, name, allowed, OTHER_FILES):
         tokenizer = settings.tokenizer()

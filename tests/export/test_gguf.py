@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from posbench.export import base, gguf
 from posbench.export.llama_cpp import next_token, serve, tokens
+from posbench.files.gguf import PRE_TOKENIZERS
 from posbench.methods import Method
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
@@ -188,7 +189,8 @@ def test_a_tokenizer_is_followed_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["it's 1234567 o'clock,\n\n  AT ten\t\u00e4\u65e5\u672c", "x = 12;\r\n  y"]
-    (regex,) = [split for split, name in gguf.SPLITS.items() if name == "llama-bpe"]
+    definition = PRE_TOKENIZERS["llama-bpe"]
+    regex = definition["pretokenizers"][0]["pattern"]["Regex"]
     spelt = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(regex), "isolated")
     spelt.pre_tokenizer = pre_tokenizers.Sequence(
@@ -219,7 +221,8 @@ def test_a_tokenizer_is_followed_or_refused(
     server = serve(tmp_path / "model.gguf", 128)
     assert [tokens(server, text) for text in texts] == prompts
     assert base.measure(form, fix, tmp_path, prompts).holds
-    monkeypatch.setitem(gguf.SPLITS, regex, "qwen2")
+    monkeypatch.delitem(PRE_TOKENIZERS, "llama-bpe")
+    monkeypatch.setitem(PRE_TOKENIZERS, "qwen2", definition)
     form.write(fix, tmp_path)
     with refused(
         "model",
@@ -228,7 +231,7 @@ def test_a_tokenizer_is_followed_or_refused(
         hint=("--to checkpoint", "lora"),
     ):
         form.read(fix, tmp_path, prompts)
-    monkeypatch.delitem(gguf.SPLITS, regex)
+    monkeypatch.delitem(PRE_TOKENIZERS, "qwen2")
     with refused(
         "model",
         "model",
