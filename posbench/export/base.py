@@ -24,6 +24,8 @@ ROUGH_TOLERANCE_NATS = 5e-2
 ROUGH_TOLERANCE_SHARE = 0.1
 """The same for half precision and quantised weights, which round every product: the
 larger of a fixed tolerance and this share of what the method changes."""
+ROUNDING_TOLERANCE_FACTOR = 2
+"""The same as a multiple of what rounded weights change in the unmodified model."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,16 @@ class Format(ABC):
         Empty if nothing is missing.
         """
         return ""
+
+    def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
+        """What rounded weights alone change, in nats, for types far from float; else 0.
+
+        Args:
+            fix: The fix that was written.
+            unmodified: Log-probabilities of the unmodified model in process.
+            prompts: N prompts as token ids.
+        """
+        return 0.0
 
     def exact(self, fix: Fix) -> bool:
         """Whether the engine that loads the files computes in float32 or better."""
@@ -256,7 +268,12 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Compariso
     effect = difference(expected, unmodified)
     tolerance = EXACT_TOLERANCE_NATS
     if not form.exact(fix):
-        tolerance = max(ROUGH_TOLERANCE_NATS, ROUGH_TOLERANCE_SHARE * effect)
+        rounding = form.rounding(fix, unmodified, prompts)
+        tolerance = max(
+            ROUGH_TOLERANCE_NATS,
+            ROUGH_TOLERANCE_SHARE * effect,
+            ROUNDING_TOLERANCE_FACTOR * rounding,
+        )
     return Comparison(
         difference=difference(expected, actual),
         unmodified=effect,

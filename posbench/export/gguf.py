@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NoReturn
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts, checkpoint_change
+from posbench.export.base import (
+    Fix,
+    Format,
+    Prompts,
+    checkpoint_change,
+    difference,
+)
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.export.llama_cpp import next_token, serve, tokens
 from posbench.files.gguf import PRE_TOKENIZERS, TOKENIZER_JSON, pre_tokenizer_name
@@ -52,6 +60,8 @@ ARCHITECTURES = {
 
 Q8_0_BLOCK = 32
 """Neighbours in a row that share a scale in Q8_0; other rows are written in float16."""
+Q8_0_ERROR = 0.5 / 127 + 2**-11
+"""Largest error as a share of the largest number of a block: half a step, and a scale in half precision."""
 
 
 class Export(Format):
@@ -84,6 +94,8 @@ class Export(Format):
         Raises:
             UserError: llama.cpp cuts the text of a prompt into other tokens.
         """
+        if weight_type(fix) == "q8_0":
+            need_rounded_weights(fix, folder / "model.gguf")
         server = serve(folder / "model.gguf", max(map(len, prompts)) + 8)
         tokenizer = fix.lm.tokenizer
         if tokenizer is not None:
@@ -96,6 +108,17 @@ class Export(Format):
                         f"as it does not in {text[:40]!r},",
                     )
         return next_token(server, prompts, vocabulary_size(fix))
+
+    def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
+        """See :meth:`Format.rounding`."""
+        if weight_type(fix) != "q8_0":
+            return 0.0
+        with TemporaryDirectory() as temporary:
+            file = Path(temporary) / "unmodified.gguf"
+            write_model(fix, CheckpointChange(), file)
+            server = serve(file, max(map(len, prompts)) + 8)
+            rounded = next_token(server, prompts, vocabulary_size(fix))
+        return difference(unmodified, rounded)
 
     def usage(self, fix: Fix) -> str:
         """How to load the file."""
@@ -205,11 +228,7 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
     if backend is not None:
         writer.add_string(TOKENIZER_JSON, backend.to_str())
     with scaled_weights(fix.lm, change):
-        # Of tied matrices the first alone, as llama.cpp expects.
-        for name, weight in fix.lm.model.named_parameters():
-            gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
-            if arch.gemma and name.endswith("norm.weight"):
-                rows = rows + 1
+        for gguf_name, rows in named_rows(fix):
             if rows.ndim == 1 or weights == "float32":
                 writer.add_tensor(gguf_name, rows.numpy())
             elif weights == "float16" or rows.shape[1] % Q8_0_BLOCK:
@@ -226,6 +245,39 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
             plain = theta ** (-torch.arange(count, dtype=torch.float64) / count)
             writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
         write_and_close(writer)
+
+
+def named_rows(fix: Fix) -> Iterator[tuple[str, Tensor]]:
+    """Names in GGUF and rows, in float32, of the tensors of the model as it is now."""
+    arch = architecture(fix)
+    # Of tied matrices the first alone, as llama.cpp expects.
+    for name, weight in fix.lm.model.named_parameters():
+        gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
+        if arch.gemma and name.endswith("norm.weight"):
+            rows = rows + 1
+        yield gguf_name, rows
+
+
+def need_rounded_weights(fix: Fix, file: Path) -> None:
+    """Refuse a file in Q8_0 whose matrices are not the fix's, rounded.
+
+    Raises:
+        UserError: A number is further off than Q8_0 rounds.
+    """
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    change = checkpoint_change(fix, Export.name)
+    with scaled_weights(fix.lm, change):
+        for name, rows in named_rows(fix):
+            tensor = tensors[name]
+            if tensor.tensor_type != gguf.GGMLQuantizationType.Q8_0:
+                continue
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            errors = (torch.from_numpy(values) - rows).unflatten(1, (-1, Q8_0_BLOCK))
+            largest = rows.unflatten(1, (-1, Q8_0_BLOCK)).abs().amax(-1)
+            if bool((errors.abs().amax(-1) > Q8_0_ERROR * largest).any()):
+                refuse(fix, f"{name} as the method has it, rounded to Q8_0,")
 
 
 def write_and_close(writer: Any) -> None:

