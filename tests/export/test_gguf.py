@@ -23,6 +23,7 @@ from tests.export.test_formats import (
     BOTH,
     INTERPOLATED,
     OTHER_BASE,
+    PROMPTS,
     RANKS,
     SCALED,
     fix_of,
@@ -285,25 +286,22 @@ def test_no_distribution_is_no_agreement(tmp_path: Path) -> None:
         serve(tmp_path / "model.gguf", 16)
 
 
-def test_q8_0_holds_the_method_rounded(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_q8_0_holds_the_method_rounded(tmp_path: Path) -> None:
     from gguf import GGUFReader
 
-    method = ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), last="all")
-    fix = base.Fix(tiny, method, "tiny", lambda: tiny, weights="q8_0")
+    torch.manual_seed(0)
+    wide = hf.LlamaConfig(**{**GROUPED, "hidden_size": 64}, initializer_range=0.2)
+    lm = load(hf.LlamaForCausalLM(wide))
+    fix = base.Fix(lm, SCALED, "x", lambda: lm, weights="q8_0")
     form = gguf.Export()
     form.write(fix, tmp_path)
-    prompts = [list(range(10, 50)), list(range(20, 80))]
-    found = base.measure(form, fix, tmp_path, prompts)
+    found = base.measure(form, fix, tmp_path, PROMPTS)
     assert found.holds and 1e-4 < found.difference < found.unmodified
-    kinds = {
-        t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "model.gguf").tensors
-    }
+    tensors = GGUFReader(tmp_path / "model.gguf").tensors
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
     assert kinds["blk.0.attn_q.weight"] == "Q8_0"
     assert kinds["blk.0.attn_norm.weight"] == "F32"
     # The unmodified weights are not the method's, however near the replies are.
-    unmodified = base.Fix(tiny, Unmodified(), "tiny", lambda: tiny, weights="q8_0")
-    form.write(unmodified, tmp_path)
-    with refused("model", "tiny", allowed="Q8_0"):
-        form.read(fix, tmp_path, prompts)
+    form.write(replace(fix, method=Unmodified()), tmp_path)
+    with refused("model", "model", allowed="Q8_0"):
+        form.read(fix, tmp_path, PROMPTS)
