@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -44,8 +44,8 @@ from posbench.stats.verdict import CANNOT_DO, FIXED, Verdict, run_verdict
 def export(args: list[str]) -> int:
     """Write a run's fix so that others can load it: a checkpoint, an adapter, or code.
 
-    usage: posbench export RUN --to FORMAT --out DIR [--exact] [--force]
-           posbench export OVERRIDES --to FORMAT --out DIR [--exact]
+    usage: posbench export RUN --to FORMAT --out DIR [--weights TYPE] [--exact] [--force]
+           posbench export OVERRIDES --to FORMAT --out DIR [--weights TYPE] [--exact]
 
       RUN           a run, its folder or hash, with what its search found
       OVERRIDES     model=... method=..., as a run has them
@@ -56,6 +56,8 @@ def export(args: list[str]) -> int:
                     transformers  weights with a file of code, for methods that do not fold
                     vllm-plugin   a package for vLLM (layer_scaling)
       --out DIR     a new folder
+      --weights     of gguf: float32, float16 or q8_0; float16 unless said where the published weights are in
+                    half precision, else float32
       --exact       refuse what does not fold as it is
       --force       write the fix of a run whose model cannot do the task
 
@@ -69,6 +71,7 @@ def export(args: list[str]) -> int:
     outputs, remaining = split_outputs(args)
     to, remaining = option(remaining, "--to")
     out, remaining = option(remaining, "--out")
+    weights, remaining = option(remaining, "--weights")
     exact = "--exact" in remaining
     forced = "--force" in remaining
     remaining = [arg for arg in remaining if arg not in ("--exact", "--force")]
@@ -80,6 +83,7 @@ def export(args: list[str]) -> int:
             "posbench export --help",
         )
     form = base.find_format(to)
+    _need_weight_type(form, weights)
     console = make_console()
     folder = Path(out).expanduser()
     write.check_destination(folder)
@@ -92,7 +96,7 @@ def export(args: list[str]) -> int:
     requested = run.method.build()
     requested.check(run.lm)
     method = _method_to_write(form, run, requested, exact)
-    fix = _fix(run, method)
+    fix = replace(_fix(run, method), weights=weights or "")
     form.check(fix)
     price = origin.price
     if method != requested:
@@ -111,6 +115,7 @@ def export(args: list[str]) -> int:
         effects=_side_effects(outputs, run, contents, requested, method),
         base=[content.fact for content in contents],
         versions=_versions("torch", "transformers", form.package),
+        weights=fix.weights,
     )
     prompts = write.comparison_prompts(run)
     comparison = write.write(form, fix, facts, prompts, folder)
@@ -151,11 +156,19 @@ def verify(args: list[str]) -> int:
     _need_same_base(record, config)
     silence_transformers()
     run = build_run(config, make_console())
-    fix = _fix(run, run.method.build())
+    _need_weight_type(form, record.weights or None)
+    fix = replace(_fix(run, run.method.build()), weights=record.weights)
     comparison = base.measure(form, fix, folder, write.comparison_prompts(run))
     write.check_agreement(comparison, form, fix)
     print(comparison.words)
     return 0
+
+
+def _need_weight_type(form: base.Format, weights: str | None) -> None:
+    """Refuse a type of weights that a format does not write."""
+    if weights is not None and weights not in form.weight_types:
+        allowed = ", ".join(form.weight_types) or f"nothing with --to {form.name}"
+        raise UserError("--weights", weights, allowed, "leave out --weights")
 
 
 def _need_same_base(record: write.Record, config: Config) -> None:

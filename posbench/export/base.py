@@ -24,6 +24,8 @@ ROUGH_TOLERANCE_NATS = 5e-2
 ROUGH_TOLERANCE_SHARE = 0.1
 """The same for half precision and quantised weights, which round every product: the
 larger of a fixed tolerance and this share of what the method changes."""
+ROUNDING_TOLERANCE_FACTOR = 2
+"""The same as a multiple of what rounded weights change in the unmodified model."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Fix:
         load: Loads the model once more, without the method.
         dtype: Dtype of the model's published weights.
         files: Directory of the model on this machine.
+        weights: Type of matrices in a GGUF file, one of the format's ``weight_types``;
+            empty: float16 where the published weights are in half precision, else float32.
     """
 
     lm: LM
@@ -45,6 +49,7 @@ class Fix:
     load: Callable[[], LM]
     dtype: str = "float32"
     files: str = ""
+    weights: str = ""
 
     @property
     def exact(self) -> bool:
@@ -64,12 +69,14 @@ class Format(ABC):
         folds: Whether it holds only methods that fold into the checkpoint.
         package: Package that loads the files, where posbench does not require it.
         library: Library under which model hubs list the files.
+        weight_types: Types of weights that can be asked for.
     """
 
     name: ClassVar[str]
     folds: ClassVar[bool] = True
     package: ClassVar[str] = ""
     library: ClassVar[str] = "transformers"
+    weight_types: ClassVar[tuple[str, ...]] = ()
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the format cannot hold the method or the model."""
@@ -99,6 +106,16 @@ class Format(ABC):
         Empty if nothing is missing.
         """
         return ""
+
+    def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
+        """What rounded weights alone change, in nats, for types far from float; else 0.
+
+        Args:
+            fix: The fix that was written.
+            unmodified: Log-probabilities of the unmodified model in process.
+            prompts: N prompts as token ids.
+        """
+        return 0.0
 
     def exact(self, fix: Fix) -> bool:
         """Whether the engine that loads the files computes in float32 or better."""
@@ -251,7 +268,12 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Compariso
     effect = difference(expected, unmodified)
     tolerance = EXACT_TOLERANCE_NATS
     if not form.exact(fix):
-        tolerance = max(ROUGH_TOLERANCE_NATS, ROUGH_TOLERANCE_SHARE * effect)
+        rounding = form.rounding(fix, unmodified, prompts)
+        tolerance = max(
+            ROUGH_TOLERANCE_NATS,
+            ROUGH_TOLERANCE_SHARE * effect,
+            ROUNDING_TOLERANCE_FACTOR * rounding,
+        )
     return Comparison(
         difference=difference(expected, actual),
         unmodified=effect,

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NoReturn
 
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Prompts, checkpoint_change
+from posbench.export.base import (
+    Fix,
+    Format,
+    Prompts,
+    checkpoint_change,
+    difference,
+)
 from posbench.export.fold import rotary_config, scaled_weights
 from posbench.export.llama_cpp import next_token, serve, tokens
+from posbench.files.gguf import PRE_TOKENIZERS, TOKENIZER_JSON, pre_tokenizer_name
 from posbench.late import Tensor, torch
 from posbench.methods.base import CheckpointChange
 from posbench.model import families, rope
@@ -48,15 +57,11 @@ ARCHITECTURES = {
 }
 """By ``config.model_type``."""
 
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}COUNT| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {
-    _SPLIT.replace("COUNT", ""): "qwen2",
-    _SPLIT.replace("COUNT", "{1,3}"): "llama-bpe",
-}
-"""How byte-level tokenizers cut a text before they merge, and llama.cpp's names for it."""
+
+Q8_0_BLOCK = 32
+"""Neighbours in a row that share a scale in Q8_0; other rows are written in float16."""
+Q8_0_ERROR = 0.5 / 127 + 2**-11
+"""Largest error as a share of the largest number of a block: half a step, and a scale in half precision."""
 
 
 class Export(Format):
@@ -65,6 +70,7 @@ class Export(Format):
     name = "gguf"
     package = "xllamacpp"
     library = "gguf"
+    weight_types: ClassVar[tuple[str, ...]] = ("float32", "float16", "q8_0")
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where llama.cpp cannot represent the model or the method.
@@ -75,7 +81,8 @@ class Export(Format):
 
     def exact(self, fix: Fix) -> bool:
         """Whether llama.cpp computes in float32 or better."""
-        return fix.exact and not architecture(fix).gemma
+        is_exact = weight_type(fix) == "float32"
+        return fix.exact and is_exact and not architecture(fix).gemma
 
     def write(self, fix: Fix, folder: Path) -> None:
         """Write ``model.gguf``."""
@@ -87,6 +94,8 @@ class Export(Format):
         Raises:
             UserError: llama.cpp cuts the text of a prompt into other tokens.
         """
+        if weight_type(fix) == "q8_0":
+            need_rounded_weights(fix, folder / "model.gguf")
         server = serve(folder / "model.gguf", max(map(len, prompts)) + 8)
         tokenizer = fix.lm.tokenizer
         if tokenizer is not None:
@@ -100,14 +109,32 @@ class Export(Format):
                     )
         return next_token(server, prompts, vocabulary_size(fix))
 
+    def rounding(self, fix: Fix, unmodified: Tensor, prompts: Prompts) -> float:
+        """See :meth:`Format.rounding`."""
+        if weight_type(fix) != "q8_0":
+            return 0.0
+        with TemporaryDirectory() as temporary:
+            file = Path(temporary) / "unmodified.gguf"
+            write_model(fix, CheckpointChange(), file)
+            server = serve(file, max(map(len, prompts)) + 8)
+            rounded = next_token(server, prompts, vocabulary_size(fix))
+        return difference(unmodified, rounded)
+
     def usage(self, fix: Fix) -> str:
         """How to load the file."""
-        return USAGE
+        return USAGE.format(weights=weight_type(fix))
 
 
 USAGE = """- llama.cpp: `llama-server -m DIR/model.gguf`, or `llama-cli -m DIR/model.gguf`
-- The weights are in float32 or float16; what `llama-quantize` makes of them was not measured.
+- Matrices are in {weights}; what `llama-quantize` makes of them was not measured.
 """
+
+
+def weight_type(fix: Fix) -> str:
+    """Type of matrices in the file, one of ``weight_types``."""
+    if fix.weights:
+        return fix.weights
+    return "float16" if fix.dtype in ("float16", "bfloat16") else "float32"
 
 
 def refuse(fix: Fix, allowed: str) -> NoReturn:
@@ -181,9 +208,7 @@ def to_gguf(fix: Fix, name: str, rows: Tensor) -> tuple[str, Tensor]:
 
 
 def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
-    """Write the model with a change folded in.
-
-    Matrices are float16 where the published weights are in half precision, else float32.
+    """Write the model with a change folded in; vectors are always in float32.
 
     Args:
         fix: The fix whose model is written.
@@ -193,19 +218,25 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
     import gguf
 
     arch = architecture(fix)
-    in_half_precision = fix.dtype in ("float16", "bfloat16")
+    weights = weight_type(fix)
     writer = gguf.GGUFWriter(path, arch.name)
     for key, value in metadata(fix, change).items():
         getattr(writer, f"add_{key}")(value)
+    if weights == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    backend = getattr(fix.lm.tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        writer.add_string(TOKENIZER_JSON, backend.to_str())
     with scaled_weights(fix.lm, change):
-        # Of tied matrices the first alone, as llama.cpp expects.
-        for name, weight in fix.lm.model.named_parameters():
-            gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
-            if arch.gemma and name.endswith("norm.weight"):
-                rows = rows + 1
-            if in_half_precision and rows.ndim > 1:
-                rows = rows.half()
-            writer.add_tensor(gguf_name, rows.numpy())
+        for gguf_name, rows in named_rows(fix):
+            if rows.ndim == 1 or weights == "float32":
+                writer.add_tensor(gguf_name, rows.numpy())
+            elif weights == "float16" or rows.shape[1] % Q8_0_BLOCK:
+                writer.add_tensor(gguf_name, rows.half().numpy())
+            else:
+                kind = gguf.GGMLQuantizationType.Q8_0
+                blocks = gguf.quantize(rows.numpy(), kind)
+                writer.add_tensor(gguf_name, blocks, raw_dtype=kind)
         rotary: Any = rope.rotary_module(fix.lm.model)
         if getattr(rotary, "rope_type", None) == "llama3":
             theta = rotary.config.rope_parameters["rope_theta"]
@@ -214,6 +245,39 @@ def write_model(fix: Fix, change: CheckpointChange, path: Path) -> None:
             plain = theta ** (-torch.arange(count, dtype=torch.float64) / count)
             writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
         write_and_close(writer)
+
+
+def named_rows(fix: Fix) -> Iterator[tuple[str, Tensor]]:
+    """Names in GGUF and rows, in float32, of the tensors of the model as it is now."""
+    arch = architecture(fix)
+    # Of tied matrices the first alone, as llama.cpp expects.
+    for name, weight in fix.lm.model.named_parameters():
+        gguf_name, rows = to_gguf(fix, name, weight.detach().float().cpu())
+        if arch.gemma and name.endswith("norm.weight"):
+            rows = rows + 1
+        yield gguf_name, rows
+
+
+def need_rounded_weights(fix: Fix, file: Path) -> None:
+    """Refuse a file in Q8_0 whose matrices are not the fix's, rounded.
+
+    Raises:
+        UserError: A number is further off than Q8_0 rounds.
+    """
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    change = checkpoint_change(fix, Export.name)
+    with scaled_weights(fix.lm, change):
+        for name, rows in named_rows(fix):
+            tensor = tensors[name]
+            if tensor.tensor_type != gguf.GGMLQuantizationType.Q8_0:
+                continue
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            errors = (torch.from_numpy(values) - rows).unflatten(1, (-1, Q8_0_BLOCK))
+            largest = rows.unflatten(1, (-1, Q8_0_BLOCK)).abs().amax(-1)
+            if bool((errors.abs().amax(-1) > Q8_0_ERROR * largest).any()):
+                refuse(fix, f"{name} as the method has it, rounded to Q8_0,")
 
 
 def write_and_close(writer: Any) -> None:
@@ -379,8 +443,7 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
         "add_bos_token": False,
     }
     kind = definition["model"]["type"]
-    steps = (definition.get("pre_tokenizer") or {}).get("pretokenizers", [{}])
-    split = SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
+    pre_tokenizer = pre_tokenizer_name(definition.get("pre_tokenizer"))
     if kind == "WordLevel":
         # llama.cpp's T5 tokenizer cuts a text into as few pieces as possible if all
         # have the same score; its vocabularies write a space as U+2581.
@@ -389,9 +452,9 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
         values["token_scores"] = [-1.0] * size
         values["add_space_prefix"] = False
         values["remove_extra_whitespaces"] = False
-    elif kind == "BPE" and split:
+    elif kind == "BPE" and pre_tokenizer:
         values["tokenizer_model"] = "gpt2"
-        values["tokenizer_pre"] = split
+        values["tokenizer_pre"] = pre_tokenizer
         values["token_list"] = pieces
         values["token_merges"] = [
             pair if isinstance(pair, str) else " ".join(pair)
@@ -400,7 +463,8 @@ def vocabulary(fix: Fix) -> dict[str, Any]:
     else:
         refuse(
             fix,
-            "a tokenizer of whole words, or a byte-level one of Qwen's or Llama 3's kind",
+            "a tokenizer of whole words, or a byte-level one of the kind of "
+            f"{', '.join(PRE_TOKENIZERS)}",
         )
     for name in ("bos", "eos", "pad", "unk"):
         values[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id", None)

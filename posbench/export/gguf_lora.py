@@ -18,6 +18,7 @@ class Export(model_format.Export):
     """A few kilobytes to a megabyte that leave the model's own file as it is."""
 
     name = "gguf-lora"
+    weight_types = ()
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the method changes more than weights, or for the model."""

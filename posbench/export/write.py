@@ -59,6 +59,7 @@ class CardFacts:
         effects: Side effects on other tasks, as :func:`side_effects` returns them.
         versions: Versions of packages, by name.
         base: The model's files, as the provenance of a run lists them.
+        weights: Type of weights that was asked for; empty: none was.
     """
 
     command: str
@@ -71,6 +72,7 @@ class CardFacts:
     effects: Sequence[Sequence[str]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     base: Sequence[Mapping[str, str]] = ()
+    weights: str = ""
 
 
 @no_other_keys

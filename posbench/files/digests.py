@@ -48,9 +48,9 @@ class Content:
     def fact(self) -> dict[str, str]:
         """For the record of a run."""
         fact = {"field": self.source.field, "name": self.name}
-        if self.file:
-            return fact | {"file": str(self.file), "sha256": self.held}
-        return fact | {"file": self.source.id, "commit": self.held}
+        fact["file"] = str(self.file or self.source.id)
+        is_on_hub = self.source.kind in ("model", "dataset")
+        return fact | {"commit" if is_on_hub else "sha256": self.held}
 
 
 def read_contents(config_sources: Iterable[Source]) -> list[Content]:

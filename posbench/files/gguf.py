@@ -423,8 +423,8 @@ def _write_checkpoint(
 
     The arguments are those of :func:`convert`, and the folder to write into.
     """
-    gguf = _library(field, name)
-    say(f"reading {file.name}")
+    import gguf
+
     with _blaming(field, name, "a whole GGUF file", "get the file again"):
         reader = gguf.GGUFReader(file)
         values = {key: entry.contents() for key, entry in reader.fields.items()}
@@ -434,7 +434,7 @@ def _write_checkpoint(
     settings.check()
     size = 4 * elements
     _need_room(folder, size)
-    say(f"dequantising {len(types)} tensors to float32")
+    say(f"reading {file.name}: {len(types)} tensors, as float32")
     allowed = "a GGUF file whose tokenizer and model transformers can build"
     with _blaming(field, name, allowed, OTHER_FILES):
         tokenizer = settings.tokenizer()
@@ -470,16 +470,6 @@ def _blaming(field: str, name: str, allowed: str, hint: str) -> Iterator[None]:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise UserError(field, name, f"{allowed} ({reason})", hint) from error
-
-
-def _library(field: str, name: str) -> Any:
-    """The package that reads GGUF files; the arguments are those of :func:`convert`."""
-    try:
-        import gguf
-    except ImportError as error:
-        allowed = "a format that the installed packages read; gguf is missing"
-        raise UserError(field, name, allowed, "pip install gguf") from error
-    return gguf
 
 
 def _need_room(folder: Path, size: int) -> None:

