@@ -49,6 +49,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       two methods, one inside the other
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
+  posbench model=DIR budget=10min
+      as much as fits into ten minutes (2h, 90s, 500prompts); stops in time
   posbench study=rollout
       what happens inside the model
   posbench experiment=yu2025_fig6
@@ -312,12 +314,14 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
         command: The command line.
         lm: The model, where jobs before loaded it.
     """
-    from posbench.pipeline.execute import execute
+    from posbench.pipeline.execute import apply_budget, execute
     from posbench.pipeline.multirun import write_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
+    from posbench.run.progress import clock
 
+    started = clock()
     record: dict[str, Any] = {
         "overrides": composed.overrides,
         "multirun": composed.multirun,
@@ -339,8 +343,18 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
             )
         for line in run.warnings:
             make_console().print(line, soft_wrap=True, markup=False)
+        config = run.config
+        plan = None
+        if config.budget:
+            config, plan, lm = apply_budget(run, make_console(), started)
         folder = execute(
-            run.config, command=command, console=make_console(), lm=lm, worker_main=main
+            config,
+            command=command,
+            console=make_console(),
+            lm=lm,
+            worker_main=main,
+            plan=plan,
+            started=started,
         )
         record["folder"] = str(folder)
     except IncompleteRun as error:

@@ -6,6 +6,7 @@ from their length; replies count in full, and of choices the prompt alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,13 @@ from posbench.pipeline.stages.intervene import plan_attention
 from posbench.report.terminal import text_table
 from posbench.run.base import Run
 from posbench.run.batch_plan import Subject
-from posbench.run.cost import Costs, InspectionPasses, StudyWorkload, WorkEstimate
+from posbench.run.cost import (
+    Costs,
+    InspectionPasses,
+    Speed,
+    StudyWorkload,
+    WorkEstimate,
+)
 from posbench.run.progress import duration
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
@@ -59,11 +66,9 @@ def show(
     estimates = estimate_run(config, run)
     seconds = None
     if measure and estimates and not is_served:
-        per_token, per_step = _measure_speed(config, console)
-        seconds = [
-            work.computed_tokens * per_token + work.decode_steps * per_step
-            for work in estimates
-        ]
+        costs = Costs.of(run.lm)
+        speed = measure_speed(build_run(config, console), costs)
+        seconds = [speed.seconds(costs, work) for work in estimates]
     if estimates:
         console.print(_table(estimates, seconds))
     if is_served:
@@ -282,22 +287,32 @@ def _estimate_workload(
     )
 
 
-def _measure_speed(config: Config, console: Console) -> tuple[float, float]:
-    """Measure seconds per token read, and per step of generation, under the method."""
-    run = build_run(config, console)
-    asks_evaluation = {"intervene", "evaluate"} & set(config.stages)
+def measure_speed(
+    run: Run, costs: Costs, max_tokens: int | None = None, max_seconds: float = math.inf
+) -> Speed:
+    """Measure how fast a run's model reads and writes, under its method.
+
+    Args:
+        run: The run; its model is loaded.
+        costs: The model's sizes.
+        max_tokens: Prompts are cut to so many tokens; None: they are read as they are.
+        max_seconds: After this time no further batch is timed.
+    """
+    asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
     examples = run.examples("evaluation" if asks_evaluation else "calibration")
     encoded = run.prompts.encode(examples)
     batches = run.prompts.batches(examples, encoded)
     stride = max(len(batches) // TIMED_BATCHES, 1)
     timed_batches = batches[::stride][:TIMED_BATCHES]
-    tokens = 0
+    operations = 0.0
     reading_seconds = 0.0
     writing_seconds = 0.0
+    steps = 0
+    first_started = time.perf_counter()
     with run.method.trial().applied(run.lm) as lm:
         # The first batch warms up.
-        for number, batch in enumerate([timed_batches[0], *timed_batches]):
-            prompts = [encoded[example.id].ids for example in batch]
+        for number, batch in enumerate([timed_batches[0][:1], *timed_batches]):
+            prompts = [encoded[example.id].ids[:max_tokens] for example in batch]
             started = time.perf_counter()
             lm.generate(prompts, max_new_tokens=1, batch_size=len(prompts))
             one_token = time.perf_counter() - started
@@ -309,8 +324,22 @@ def _measure_speed(config: Config, console: Console) -> tuple[float, float]:
             )
             all_tokens = time.perf_counter() - started
             if number:
-                tokens += sum(map(len, prompts))
+                operations += costs.prefill_flops(_plain_reading(prompts))
                 reading_seconds += one_token
                 writing_seconds += all_tokens - 2 * one_token
-    steps = TIMED_STEPS * len(timed_batches)
-    return reading_seconds / tokens, max(writing_seconds, 0.0) / steps
+                steps += TIMED_STEPS
+            if steps and time.perf_counter() - first_started > max_seconds:
+                break
+    return Speed(reading_seconds / operations, max(writing_seconds, 0.0) / steps)
+
+
+def _plain_reading(prompts: Sequence[Sequence[int]]) -> WorkEstimate:
+    """What it takes to read prompts that share nothing."""
+    lengths = [len(prompt) for prompt in prompts]
+    return WorkEstimate(
+        "",
+        prompts=len(prompts),
+        tokens=sum(lengths),
+        computed_tokens=sum(lengths),
+        attention_pairs=sum(length * (length + 1) // 2 for length in lengths),
+    )

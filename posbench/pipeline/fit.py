@@ -158,9 +158,7 @@ class FitToModel:
             default = adjustments[key].old if key in adjustments else old
             adjustments[key] = Adjustment(default, value, reason)
         faults.raise_any()
-        raw = {**self.config.raw, group: {**self.config.raw[group], **values}}
-        changes: Any = {group: replace(section, **values), "raw": raw}
-        self.config = replace(self.config, **changes)
+        self.config = self.config.with_fields(group, values)
         self.adjustments = adjustments
 
     # Replies
