@@ -319,9 +319,7 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
-    from posbench.run.progress import clock
 
-    started = clock()
     record: dict[str, Any] = {
         "overrides": composed.overrides,
         "multirun": composed.multirun,
@@ -346,7 +344,7 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
         config = run.config
         plan = None
         if config.budget:
-            config, plan, lm = apply_budget(run, make_console(), started)
+            config, plan, lm = apply_budget(run, make_console(), watch)
         folder = execute(
             config,
             command=command,
@@ -354,7 +352,7 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
             lm=lm,
             worker_main=main,
             plan=plan,
-            started=started,
+            watch=watch,
         )
         record["folder"] = str(folder)
     except IncompleteRun as error:

@@ -26,9 +26,9 @@ from posbench.pipeline.config import Config, Stage
 from posbench.pipeline.estimate import estimate_run, measure_speed
 from posbench.pipeline.prepare import build_run
 from posbench.run.base import Run
-from posbench.run.budget import Budget, half_width
+from posbench.run.budget import Budget, Stopwatch, half_width
 from posbench.run.cost import Costs, Speed, WorkEstimate
-from posbench.run.progress import SECONDS_PER_UNIT, clock, duration
+from posbench.run.progress import SECONDS_PER_UNIT, duration
 from posbench.schema import no_other_keys
 from posbench.tasks.base import num_questions
 from posbench.tasks.items import GoldPositionTask
@@ -462,7 +462,7 @@ def plan_run(
     config: Config,
     reader: CheckpointReader | None,
     console: Console,
-    started: float,
+    watch: Stopwatch,
 ) -> tuple[BudgetPlan, Run | None]:
     """Choose the sizes of a run for its budget.
 
@@ -470,7 +470,7 @@ def plan_run(
         config: The run, with a budget.
         reader: Its model without weights; None for a served one.
         console: Where progress goes.
-        started: When this session began, by :data:`posbench.run.progress.clock`.
+        watch: Measures this session.
 
     Returns:
         The plan, and the run whose model was timed; None where none was.
@@ -492,13 +492,10 @@ def plan_run(
     run, speed, costs = time_model(
         config, reader, console, MEASURING_SHARE * budget.seconds
     )
-    total = budget.seconds - budget.report_seconds
+    spent = watch.seconds + watch.report_seconds(budget.seconds)
+    total = max(budget.seconds - spent, 0.0)
     chooser = Chooser(config, reader, lambda work: speed.seconds(costs, work), total)
-    spent = clock() - started
-    available = USED_SHARE * (total - spent)
-    plan = _make_plan(
-        chooser, budget, available, spent + budget.report_seconds, speed, note
-    )
+    plan = _make_plan(chooser, budget, USED_SHARE * total, spent, speed, note)
     return replace(plan, settings={**settings, **plan.settings}), run
 
 

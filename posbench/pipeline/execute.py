@@ -53,7 +53,7 @@ from posbench.pipeline.prepare import (
 )
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
-from posbench.run.budget import Budget, Deadline
+from posbench.run.budget import Budget, Deadline, Stopwatch
 from posbench.run.claim import claim, find
 from posbench.run.folder import (
     AUDIT,
@@ -65,7 +65,7 @@ from posbench.run.folder import (
     open_run,
     run_id,
 )
-from posbench.run.progress import clock, duration, repeating
+from posbench.run.progress import duration, repeating
 from posbench.run.shards import (
     Shard,
     WorkerMain,
@@ -102,7 +102,7 @@ def execute(
     lm: LM | None = None,
     worker_main: WorkerMain | None = None,
     plan: BudgetPlan | None = None,
-    started: float | None = None,
+    watch: Stopwatch | None = None,
 ) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
@@ -113,7 +113,7 @@ def execute(
         lm: Its model, where that is loaded already.
         worker_main: What each of ``runtime.workers`` runs; without it this process makes all rows.
         plan: What was chosen for the config's budget, see :func:`apply_budget`.
-        started: When this session began, by :data:`posbench.run.progress.clock`; None: now.
+        watch: Measures this session; None: from now on.
 
     Returns:
         The run folder.
@@ -122,7 +122,7 @@ def execute(
         UserError: Something the user can correct.
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
-    started = clock() if started is None else started
+    watch = watch or Stopwatch()
     with claim_run(config, command, console, lm, plan) as (run, contents, facts):
         out = run.out
         damaged = out.damaged()
@@ -146,7 +146,7 @@ def execute(
             _announce_long_run(config, run)
         try:
             with (
-                _time_counted(run, config.budget, started),
+                _time_counted(run, config.budget, watch),
                 _worker_pool(config, run, worker_main),
             ):
                 for stage in config.stages:
@@ -157,13 +157,13 @@ def execute(
                         need_unchanged(contents, out)
                 _finish_shards(run)
         except BaseException as error:
-            _record_failure(out, error, clock() - started)
+            _record_failure(out, error, watch.seconds)
             raise
-        out.finish("done", seconds=clock() - started)
+        out.finish("done", seconds=watch.seconds)
         if "report" not in config.stages:
             report.show_run(out.path, console)
         if plan:
-            _print_time(plan, _seconds_used(out), console)
+            _print_time(plan, watch.total, console)
         return out.path
 
 
@@ -240,7 +240,7 @@ class BudgetedRun(NamedTuple):
 
 
 def apply_budget(
-    prepared: PreparedRun, console: Console, started: float
+    prepared: PreparedRun, console: Console, watch: Stopwatch
 ) -> BudgetedRun:
     """Choose the sizes of a run for its budget, or take those that an earlier session chose.
 
@@ -249,7 +249,7 @@ def apply_budget(
     Args:
         prepared: The run, with a budget.
         console: Where progress and the choice go.
-        started: When this session began, by :data:`posbench.run.progress.clock`.
+        watch: Measures this session.
 
     Raises:
         UserError: The budget is too small, or the run's work is not known beforehand.
@@ -267,7 +267,7 @@ def apply_budget(
         location.find()  # outputs that cannot be written are refused before anything is timed
         silence_transformers()
         set_threads(config)
-        plan, timed = plan_run(config, prepared.reader, console, started)
+        plan, timed = plan_run(config, prepared.reader, console, watch)
         write_plan(file, plan)
     for line in plan.lines():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -277,25 +277,22 @@ def apply_budget(
 
 
 @contextmanager
-def _time_counted(run: Run, budget: Budget | None, started: float) -> Iterator[None]:
+def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator[None]:
     """Give a run with a budget of time its deadline, and record all the while how much of it is used."""
     if budget is None or budget.seconds is None:
         yield
         return
-    used_before = _seconds_used(run.out)
-    if used_before:
-        left = max(budget.seconds - used_before, 0.0)
+    watch.used_before = _seconds_used(run.out)
+    if watch.used_before:
+        left = max(budget.seconds - watch.used_before, 0.0)
         run.console.print(f"budget: {duration(left)} of {budget.text} are left")
-    run.deadline = Deadline(
-        started + budget.seconds - used_before - budget.report_seconds
-    )
+    run.deadline = Deadline(budget.seconds, watch)
 
     def record() -> None:
-        write_json(run.out.path / USED_TIME, used_before + clock() - started)
+        write_json(run.out.path / USED_TIME, watch.total)
 
     with repeating(record, RECORD_SECONDS):
         yield
-    record()
 
 
 def _seconds_used(out: RunDir) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,9 @@ from posbench.stats.bootstrap import wilson
 
 BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d|prompts)")
 """A number, and a unit of time or ``prompts``."""
-MAX_REPORT_SECONDS = 20.0
-REPORT_SHARE = 0.1
-"""Time that is kept for tables, figures and the page: this share of a budget, at most so many seconds."""
+REPORT_SECONDS = 8.0
+MAX_REPORT_SHARE = 0.4
+"""Time that is kept for tables, figures and the page: so much of one core, at most this share of a budget."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,40 @@ class Budget:
             return cls(text, prompts=int(number))
         return cls(text, seconds=number * SECONDS_PER_UNIT[match[2]])
 
+
+class Stopwatch:
+    """The time of a session of a run, and how busy others keep the machine.
+
+    Args:
+        used_before: Seconds that earlier sessions took.
+    """
+
+    def __init__(self, used_before: float = 0.0) -> None:
+        self.used_before = used_before
+        self._began = progress.clock()
+        self._computed = time.process_time()
+
     @property
-    def report_seconds(self) -> float:
-        """Seconds of a time that are kept for what follows the last row."""
-        return min(MAX_REPORT_SECONDS, REPORT_SHARE * (self.seconds or 0.0))
+    def seconds(self) -> float:
+        """Seconds since this session began."""
+        return progress.clock() - self._began
+
+    @property
+    def total(self) -> float:
+        """Seconds of all sessions."""
+        return self.used_before + self.seconds
+
+    def report_seconds(self, budget: float) -> float:
+        """Return the seconds to keep for what follows the last row.
+
+        They are more where this process had to share its cores so far.
+
+        Args:
+            budget: Seconds of the whole run.
+        """
+        computed = max(time.process_time() - self._computed, 1e-3)
+        load = max(self.seconds / computed, 1.0)
+        return min(REPORT_SECONDS * load, MAX_REPORT_SHARE * budget)
 
 
 class Deadline:
@@ -64,15 +95,17 @@ class Deadline:
     last one; so it holds on a machine whose speed changes.
 
     Args:
-        ends: When the last row must be there, by :data:`posbench.run.progress.clock`.
+        seconds: The time of the run.
+        watch: Measures it.
 
     Attributes:
         stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
         stopped_round: Number of the first round that was not made.
     """
 
-    def __init__(self, ends: float) -> None:
-        self.ends = ends
+    def __init__(self, seconds: float, watch: Stopwatch) -> None:
+        self.seconds = seconds
+        self.watch = watch
         self.stopped: tuple[int, int] | None = None
         self.stopped_round = 0
         self._began = 0.0
@@ -92,7 +125,8 @@ class Deadline:
             last = (now - self._round_began) / self._round_work
             mean = (now - self._began) / self._total_work
             seconds_per_work = max(last, mean)
-        return now + seconds_per_work * work <= self.ends
+        needed = seconds_per_work * work + self.watch.report_seconds(self.seconds)
+        return self.watch.total + needed <= self.seconds
 
     def begin(self, work: float) -> None:
         """Begin a round of this size."""
