@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from posbench.model.lm import LM
     from posbench.pipeline.compose import ComposedConfig
     from posbench.pipeline.config import Config
+    from posbench.run.budget import Stopwatch
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -239,7 +240,9 @@ def _run(args: list[str]) -> int:
     from posbench.pipeline.compose import compose
     from posbench.report.console import make_console
     from posbench.report.sweep import summarise
+    from posbench.run.budget import Stopwatch
 
+    watch = Stopwatch()
     _refuse_unknown_verb(args)
     if "--cfg" in args:
         return _show_config(args)
@@ -248,7 +251,9 @@ def _run(args: list[str]) -> int:
     models: dict[int, LM] = {}
 
     def run_job(composed: ComposedConfig) -> None:
-        _run_job(composed, command, models.get(composed.number))
+        # The time of a job of a sweep begins with the job.
+        own_watch = None if composed.multirun else watch
+        _run_job(composed, command, models.get(composed.number), own_watch)
 
     def share_work(jobs: Sequence[ComposedConfig]) -> None:
         models.update(_share_work(jobs, command))
@@ -306,20 +311,28 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
     return models
 
 
-def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> None:
+def _run_job(
+    composed: ComposedConfig,
+    command: str,
+    lm: LM | None = None,
+    watch: Stopwatch | None = None,
+) -> None:
     """Run one job; leave its status, so that a sweep goes on whatever happens.
 
     Args:
         composed: The config as composed.
         command: The command line.
         lm: The model, where jobs before loaded it.
+        watch: Measures the job; None: from now on.
     """
     from posbench.pipeline.execute import apply_budget, execute
     from posbench.pipeline.multirun import write_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
+    from posbench.run.budget import Stopwatch
 
+    watch = watch or Stopwatch()
     record: dict[str, Any] = {
         "overrides": composed.overrides,
         "multirun": composed.multirun,
