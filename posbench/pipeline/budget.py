@@ -54,10 +54,10 @@ ROUND_SHARE = 0.05
 """A round of questions takes at most so many seconds, and this share of the budget."""
 PROBED_QUESTIONS = 4
 """Questions from which the work of more is estimated."""
-MEASURED_TOKENS = 512
+MEASURED_TOKENS = 1024
 PROBED_TOKENS = 64
 MEASURING_SHARE = 0.05
-"""Tokens of a prompt that is timed, and the share of the budget after which timing ends."""
+"""Tokens of a batch that is timed, of one before a long run, and the share of the budget after which timing ends."""
 CLEAR_SPEEDUP = 1.3
 """How many times as fast bfloat16 has to be."""
 LONG_RUN_SECONDS = 3600.0
@@ -429,8 +429,11 @@ class Chooser:
     ) -> tuple[float, int]:
         """Return the cost and the prompts of one stage with so many questions at each position."""
         config = with_settings(self.config, settings)
+        factor = 1.0
         if stage == "intervene":
-            questions = min(questions, config.runtime.intervene_examples)
+            asked = min(questions, config.runtime.intervene_examples)
+            questions = min(asked, PROBED_QUESTIONS)
+            factor = asked / questions
         config = with_settings(config, {"task.limit": questions})
         if config.model.base_url:
             prompts = len(config.task.evaluation())
@@ -439,7 +442,7 @@ class Chooser:
         run = build_run(config, Console(quiet=True))
         assert self._lm is not None, "the model of this machine was outlined"
         run.lm = self._lm
-        estimates = estimate_run(config, run)
+        estimates = [work.times(factor) for work in estimate_run(config, run)]
         if stage == "search" and not estimates:
             name = config.raw["search"]["name"]
             allowed = f"null: what search {name} takes cannot be told beforehand"

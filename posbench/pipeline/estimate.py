@@ -295,7 +295,7 @@ def measure_speed(
     Args:
         run: The run; its model is loaded.
         costs: The model's sizes.
-        max_tokens: Prompts are cut to so many tokens; None: they are read as they are.
+        max_tokens: A batch is two prompts, of half as many tokens each; None: batches are read as they are.
         max_seconds: After this time no further batch is timed.
     """
     asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
@@ -312,7 +312,9 @@ def measure_speed(
     with run.method.trial().applied(run.lm) as lm:
         # The first batch warms up.
         for number, batch in enumerate([timed_batches[0][:1], *timed_batches]):
-            prompts = [encoded[example.id].ids[:max_tokens] for example in batch]
+            prompts = [encoded[example.id].ids for example in batch]
+            if max_tokens:
+                prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
             started = time.perf_counter()
             lm.generate(prompts, max_new_tokens=1, batch_size=len(prompts))
             one_token = time.perf_counter() - started
