@@ -46,7 +46,8 @@ INTERVENE_SHARE = 0.15
 """Shares of a budget that the search and the attention maps may take, where less can be asked of them."""
 MIN_CALIBRATION = 8
 MIN_INTERVENE = 2
-"""Calibration prompts, and questions per gold position whose attention is measured, that a budget leaves at least."""
+"""Calibration prompts, and questions per gold position whose attention is measured, that a budget leaves at least;
+where the latter take more than their share, the stage is left out."""
 USED_SHARE = 0.85
 """Of the time that is left, the share that is planned with: speeds vary."""
 ROUND_SECONDS = 45.0
@@ -130,8 +131,12 @@ def _spelled_value(value: Any) -> str:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return a config with other values under dotted keys ``group.field``."""
+    """Return a config with other values under dotted keys ``group.field``, or with other ``stages``."""
     for key, value in settings.items():
+        if key == "stages":
+            raw = {**config.raw, "stages": list(value)}
+            config = replace(config, stages=tuple(value), raw=raw)
+            continue
         group, name = key.split(".")
         config = config.with_fields(group, {name: _as_field(value)})
     return config
@@ -342,8 +347,12 @@ class Chooser:
         if "intervene" in stages:
             steps = self._intervene_steps()
             cost, prompts = self._shrink(chosen, "intervene", steps)
-            fixed += cost
-            fixed_prompts += prompts
+            if cost > INTERVENE_SHARE * self.total and not self._is_typed("stages"):
+                chosen.pop("runtime.intervene_examples", None)
+                chosen["stages"] = [stage for stage in stages if stage != "intervene"]
+            else:
+                fixed += cost
+                fixed_prompts += prompts
         per_question = 0.0
         prompts_per_question = 0
         if "evaluate" in stages:
@@ -419,7 +428,7 @@ class Chooser:
         yield {}
         if self._is_typed("runtime.intervene_examples"):
             return
-        count = self.config.runtime.intervene_examples
+        count = min(self.config.runtime.intervene_examples, self.limit)
         while count > MIN_INTERVENE:
             count = max(count // 2, MIN_INTERVENE)
             yield {"runtime.intervene_examples": count}

@@ -19,6 +19,7 @@ from rich.table import Table
 from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
+from posbench.model.lm import LM
 from posbench.model.load import CheckpointReader, load_without_weights
 from posbench.pipeline.config import Config
 from posbench.pipeline.prepare import build_run
@@ -42,6 +43,7 @@ from posbench.tasks.items import sort_by_gold_position
 TIMED_BATCHES = 3
 TIMED_STEPS = 8
 """Batches that are timed, and tokens that each of them generates."""
+FIRST_TOKENS = 16
 COUNTED_CHARACTERS = 500_000
 NO_LIMIT = 2**62
 
@@ -315,24 +317,35 @@ def measure_speed(
             prompts = [encoded[example.id].ids for example in batch]
             if max_tokens:
                 prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
-            started = time.perf_counter()
-            lm.generate(prompts, max_new_tokens=1, batch_size=len(prompts))
-            one_token = time.perf_counter() - started
-            lm.generate(
-                prompts,
-                max_new_tokens=1 + TIMED_STEPS,
-                min_new_tokens=1 + TIMED_STEPS,
-                batch_size=len(prompts),
-            )
-            all_tokens = time.perf_counter() - started
+            one_token = _time_generation(lm, prompts, 1)
+            if max_tokens:
+                # A step is short beside reading: it is timed behind a few tokens.
+                prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
+                first_token = _time_generation(lm, prompts_of_steps, 1)
+            else:
+                prompts_of_steps = prompts
+                first_token = one_token
+            all_tokens = _time_generation(lm, prompts_of_steps, 1 + TIMED_STEPS)
             if number:
                 operations += costs.prefill_flops(_plain_reading(prompts))
                 reading_seconds += one_token
-                writing_seconds += all_tokens - 2 * one_token
+                writing_seconds += all_tokens - first_token
                 steps += TIMED_STEPS
             if steps and time.perf_counter() - first_started > max_seconds:
                 break
     return Speed(reading_seconds / operations, max(writing_seconds, 0.0) / steps)
+
+
+def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Seconds in which a model reads prompts and writes so many tokens behind each."""
+    started = time.perf_counter()
+    lm.generate(
+        prompts,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        batch_size=len(prompts),
+    )
+    return time.perf_counter() - started
 
 
 def _plain_reading(prompts: Sequence[Sequence[int]]) -> WorkEstimate:

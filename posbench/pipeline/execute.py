@@ -52,6 +52,7 @@ from posbench.pipeline.prepare import (
     silence_transformers,
 )
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
+from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.budget import Budget, Deadline, Stopwatch
 from posbench.run.claim import claim, find
@@ -159,6 +160,7 @@ def execute(
         except BaseException as error:
             _record_failure(out, error, watch.seconds)
             raise
+        _record_budget(out, plan, watch)
         out.finish("done", seconds=watch.seconds)
         if "report" not in config.stages:
             report.show_run(out.path, console)
@@ -302,6 +304,21 @@ def _seconds_used(out: RunDir) -> float:
         return 0.0
     seconds: float = read_json(file, float, hint=f"remove {file}")
     return seconds
+
+
+def _record_budget(out: RunDir, plan: BudgetPlan | None, watch: Stopwatch) -> None:
+    """Record in the provenance what a budget chose and how the run ended; without one it ran to its end."""
+    facts = out.facts(PROVENANCE)
+    if plan:
+        facts["budget"] = {**plan.facts(), "taken": round(watch.total, 1)}
+        stop = describe_stop(out.status())
+        if stop:
+            facts["budget"]["end"] = stop
+    elif "budget" in facts:
+        facts["budget"].pop("end", None)
+    else:
+        return
+    out.write_facts(PROVENANCE, facts)
 
 
 def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:

@@ -204,8 +204,15 @@ class Run:
             What the block calls with the number of parts that it did.
         """
         interval = self.runtime.log_every
+        model = self._loaded_model()
+
+        def tokens_read() -> int:
+            return model.tokens_read if model else 0
+
         with (
-            progress(self.console, interval, label, total, done) as work,
+            progress(
+                self.console, interval, label, total, done, tokens=tokens_read
+            ) as work,
             self.meter.loop(),
         ):
             yield work

@@ -147,15 +147,3 @@ def half_width(questions: int) -> float:
     """Half the width of the 95 % interval of a share of so many questions, at its widest: half of them right."""
     low, high = wilson(questions / 2, questions)
     return (high - low) / 2
-
-
-def stopped_sentence(stopped: Any) -> str:
-    """Say that a run stopped at its budget; empty where it did not.
-
-    Args:
-        stopped: Questions asked, and those that would have been asked, as the stage's record holds them.
-    """
-    if not stopped:
-        return ""
-    asked, planned = stopped
-    return f"stopped at the budget: {asked} of {planned} questions"
