@@ -327,7 +327,10 @@ class Chooser:
             typed = self._is_typed(f"task.{calibration_field}")
             if task.calibration_items > items and not typed:
                 settings[f"task.{calibration_field}"] = items
-            smaller = with_settings(self.config, settings).task
+            try:
+                smaller = with_settings(self.config, settings).task
+            except UserError:
+                return  # gold positions that lie outside of so few items
             if [source.id for source in smaller.files()] != [
                 source.id for source in task.files()
             ]:
@@ -447,11 +450,12 @@ class Chooser:
         if config.model.base_url:
             prompts = len(config.task.evaluation())
             return float(prompts), prompts
-        config = replace(config, stages=(stage,))
+        # Of all stages: a search stands for the constants of the method.
         run = build_run(config, Console(quiet=True))
         assert self._lm is not None, "the model of this machine was outlined"
         run.lm = self._lm
-        estimates = [work.times(factor) for work in estimate_run(config, run)]
+        stage_alone = replace(config, stages=(stage,))
+        estimates = [work.times(factor) for work in estimate_run(stage_alone, run)]
         if stage == "search" and not estimates:
             name = config.raw["search"]["name"]
             allowed = f"null: what search {name} takes cannot be told beforehand"

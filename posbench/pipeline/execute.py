@@ -145,6 +145,7 @@ def execute(
             )
         if plan is None:
             _announce_long_run(config, run)
+        _forget_end(out)
         try:
             with (
                 _time_counted(run, config.budget, watch),
@@ -160,7 +161,8 @@ def execute(
         except BaseException as error:
             _record_failure(out, error, watch.seconds)
             raise
-        _record_budget(out, plan, watch)
+        if plan:
+            _record_end(out, plan, watch)
         out.finish("done", seconds=watch.seconds)
         if "report" not in config.stages:
             report.show_run(out.path, console)
@@ -306,19 +308,21 @@ def _seconds_used(out: RunDir) -> float:
     return seconds
 
 
-def _record_budget(out: RunDir, plan: BudgetPlan | None, watch: Stopwatch) -> None:
-    """Record in the provenance what a budget chose and how the run ended; without one it ran to its end."""
+def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
+    """Record in the provenance what a budget chose, how long the run took, and where it stopped."""
     facts = out.facts(PROVENANCE)
-    if plan:
-        facts["budget"] = {**plan.facts(), "taken": round(watch.total, 1)}
-        stop = describe_stop(out.status())
-        if stop:
-            facts["budget"]["end"] = stop
-    elif "budget" in facts:
-        facts["budget"].pop("end", None)
-    else:
-        return
+    facts["budget"] = {**plan.facts(), "taken": round(watch.total, 1)}
+    stop = describe_stop(out.status())
+    if stop:
+        facts["budget"]["end"] = stop
     out.write_facts(PROVENANCE, facts)
+
+
+def _forget_end(out: RunDir) -> None:
+    """Take back that a run stopped at its budget: it goes on."""
+    facts = out.facts(PROVENANCE)
+    if facts.get("budget", {}).pop("end", None):
+        out.write_facts(PROVENANCE, facts)
 
 
 def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:

@@ -160,6 +160,7 @@ class BatchPlan:
         # By subject, what it asks: its own prompts where its method rewrites them.
         self._prompts: dict[int, Prompts] = {}
         self._subjects: Sequence[Subject] = ()
+        self._examples: Sequence[Example] = ()
         self._rounds: list[list[Example]] = []
         # Of a subject whose method rewrites prompts, what it asks, by the id of the example.
         self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
@@ -200,6 +201,7 @@ class BatchPlan:
                 prompts[id(subject)] = plan._rewrite(subject, examples)
         plan._prompts = prompts
         plan._subjects = subjects
+        plan._examples = examples
         plan._rounds = split_into_rounds(examples, run.runtime.round_questions)
         plan.order = plan._rows_in_order(subjects, examples)
         for number, questions in enumerate(plan._rounds):
@@ -524,14 +526,19 @@ class BatchPlan:
                 return False
             current = number
             if number and not deadline.fits(tokens[number]):
-                asked = [e for questions in self._rounds[:number] for e in questions]
-                planned = [e for questions in self._rounds for e in questions]
-                deadline.stop(number, num_questions(asked), num_questions(planned))
+                asked = self._examples_before(number)
+                planned = num_questions(self._examples)
+                deadline.stop(number, num_questions(asked), planned)
                 return True
             deadline.begin(tokens[number])
             return False
 
         return stop
+
+    def _examples_before(self, number: int) -> list[Example]:
+        """The examples of the rounds before one, in the order in which the task gives them."""
+        asked = {e.id for questions in self._rounds[:number] for e in questions}
+        return [example for example in self._examples if example.id in asked]
 
     def _keep_rounds_before(
         self, number: int, run: Run, file: str, rows: Sequence[Row]
@@ -544,7 +551,7 @@ class BatchPlan:
             file: Name of the JSON-lines file in its folder.
             rows: The rows that were made, or copied from another run.
         """
-        asked = [e for questions in self._rounds[:number] for e in questions]
+        asked = self._examples_before(number)
         by_key = {(row["method"], row["id"]): row for row in rows}
         order = self._rows_in_order(self._subjects, asked)
         kept = [by_key[request.subject.name, request.example.id] for request in order]
