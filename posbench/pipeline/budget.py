@@ -55,6 +55,8 @@ ROUND_SHARE = 0.05
 """A round of questions takes at most so many seconds, and this share of the budget."""
 PROBED_QUESTIONS = 4
 """Questions from which the work of more is estimated."""
+COUNTED_CHARACTERS = 10_000
+"""Characters of the prompts of a stage that are tokenised for each of the sizes that are compared."""
 MEASURED_TOKENS = 1024
 PROBED_TOKENS = 64
 MEASURING_SHARE = 0.05
@@ -455,7 +457,8 @@ class Chooser:
         assert self._lm is not None, "the model of this machine was outlined"
         run.lm = self._lm
         stage_alone = replace(config, stages=(stage,))
-        estimates = [work.times(factor) for work in estimate_run(stage_alone, run)]
+        works = estimate_run(stage_alone, run, characters=COUNTED_CHARACTERS)
+        estimates = [work.times(factor) for work in works]
         if stage == "search" and not estimates:
             name = config.raw["search"]["name"]
             allowed = f"null: what search {name} takes cannot be told beforehand"

@@ -126,7 +126,10 @@ def _memory_line(costs: Costs, estimates: Sequence[WorkEstimate]) -> str:
 
 
 def estimate_run(
-    config: Config, run: Run, methods: Mapping[str, Method] | None = None
+    config: Config,
+    run: Run,
+    methods: Mapping[str, Method] | None = None,
+    characters: int = COUNTED_CHARACTERS,
 ) -> list[WorkEstimate]:
     """Estimate what each stage asks of the model; some studies cannot tell before.
 
@@ -134,6 +137,7 @@ def estimate_run(
         config: The run.
         run: The same run, its model without weights.
         methods: Methods by name, those of several runs that share prefills; None: the run's own.
+        characters: Of the prompts of a stage so many are tokenised, and whole questions.
     """
     task = config.task
     stages = config.stages
@@ -145,27 +149,31 @@ def estimate_run(
     subjects = [Subject(run, name, method) for name, method in methods.items()]
     estimates = list[WorkEstimate]()
     if "search" in stages:
-        estimates += _estimate_search(config, run)
+        estimates += _estimate_search(config, run, characters)
     if "study" in stages and config.study:
         for reading in config.study.workload(run):
             if isinstance(reading, StudyWorkload):
-                estimates.append(_estimate_workload(run, "study", task, (), reading))
+                estimates.append(
+                    _estimate_workload(run, "study", task, (), reading, characters)
+                )
             else:
-                estimates += _estimate_passes(run, reading, method)
+                estimates += _estimate_passes(run, reading, method, characters)
     if "intervene" in stages:
         examples = sort_by_gold_position(
             task.evaluation(), run.runtime.intervene_examples
         )
         if examples:
-            estimates.append(_estimate_rows(subjects, "intervene", examples))
+            estimates.append(
+                _estimate_rows(subjects, "intervene", examples, characters)
+            )
     if "evaluate" in stages:
         examples = task.evaluation()
         if examples:
-            estimates.append(_estimate_rows(subjects, "evaluate", examples))
+            estimates.append(_estimate_rows(subjects, "evaluate", examples, characters))
     return estimates
 
 
-def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
+def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEstimate]:
     """What the search asks of its calibration prompts, and of a second task that it watches."""
     task = config.task
     search = config.search
@@ -177,7 +185,9 @@ def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
         len(examples), len(answer), model.num_hidden_layers, model.hidden_size
     )
     if workload:
-        estimates.append(_estimate_workload(run, "search", task, examples, workload))
+        estimates.append(
+            _estimate_workload(run, "search", task, examples, workload, characters)
+        )
     second_task = search.second_task()
     if second_task:
         side_task, side_examples, times = second_task
@@ -189,12 +199,15 @@ def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
                 side_task,
                 side_examples,
                 side_workload,
+                characters,
             )
         )
     return estimates
 
 
-def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
+def _sample(
+    examples: Sequence[Example], characters: int
+) -> tuple[list[Example], float]:
     """The first questions at all their gold positions, and how many times as many characters all have."""
     questions = dict[str, list[Example]]()
     for example in examples:
@@ -202,7 +215,7 @@ def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
     sample = list[Example]()
     sample_size = 0
     for members in questions.values():
-        if sample_size >= COUNTED_CHARACTERS:
+        if sample_size >= characters:
             break
         sample += members
         sample_size += sum(len(example.prompt) for example in members)
@@ -211,11 +224,14 @@ def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
 
 
 def _estimate_rows(
-    subjects: Sequence[Subject], stage: str, examples: Sequence[Example]
+    subjects: Sequence[Subject],
+    stage: str,
+    examples: Sequence[Example],
+    characters: int,
 ) -> WorkEstimate:
     """Examples under methods, as the run will plan them."""
     run = subjects[0].run
-    run.evaluation, factor = _sample(examples)
+    run.evaluation, factor = _sample(examples, characters)
     encoded = run.prompts.encode(run.evaluation)
     if stage == "evaluate":
         plan, _ = plan_replies(subjects, encoded)
@@ -226,7 +242,7 @@ def _estimate_rows(
 
 
 def _estimate_passes(
-    run: Run, passes: InspectionPasses, method: Method
+    run: Run, passes: InspectionPasses, method: Method, characters: int
 ) -> list[WorkEstimate]:
     """What a study asks of prompts, inside a method."""
     share = None
@@ -234,7 +250,7 @@ def _estimate_passes(
         share = run.runtime.share
     study_run = replace(run, runtime=replace(run.runtime, share=share))
     study_run.lm = run.lm
-    study_run.evaluation, factor = _sample(passes.examples)
+    study_run.evaluation, factor = _sample(passes.examples, characters)
     encoded = study_run.prompts.encode(study_run.evaluation)
     plan, _ = plan_replies([Subject(study_run, "", Unmodified())], encoded)
     reading = plan.estimate("study", answered=False).times(factor * passes.times)
@@ -249,6 +265,7 @@ def _estimate_workload(
     task: Task,
     examples: Sequence[Example],
     workload: StudyWorkload,
+    characters: int,
 ) -> WorkEstimate:
     """What is counted in prompts of about one length.
 
@@ -258,8 +275,9 @@ def _estimate_workload(
         task: The task that asks the prompts.
         examples: Prompts from which the length is taken.
         workload: How many are read.
+        characters: Of the prompts so many are tokenised.
     """
-    sample, _ = _sample(examples)
+    sample, _ = _sample(examples, characters)
     encoded = run.prompts.encode(sample, task)
     lengths = [len(prompt.ids) for prompt in encoded.values()] or [0]
     mean_length = np.mean(lengths)
