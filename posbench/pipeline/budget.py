@@ -44,7 +44,7 @@ FEW_POSITIONS = 3
 SEARCH_SHARE = 0.4
 INTERVENE_SHARE = 0.15
 """Shares of a budget that the search and the attention maps may take, where less can be asked of them."""
-MIN_CALIBRATION = 8
+MIN_CALIBRATION = 6
 MIN_INTERVENE = 2
 """Calibration prompts, and questions per gold position whose attention is measured, that a budget leaves at least;
 where the latter take more than their share, the stage is left out."""
@@ -413,6 +413,11 @@ class Chooser:
         if hasattr(config.task, "calibration_examples"):
             count = config.task.calibration_examples
             sizes["task.calibration_examples"] = (count, MIN_CALIBRATION)
+        if isinstance(config.task, GoldPositionTask):
+            items = config.task.calibration_items
+            key = f"task.{config.task.sizes[1]}"
+            if key != f"task.{config.task.sizes[0]}":
+                sizes[key] = (items, min(items, config.task.items))
         sizes = {key: size for key, size in sizes.items() if not self._is_typed(key)}
         divisor = 1
         settings = dict[str, Any]()
@@ -553,7 +558,10 @@ def _make_plan(
             needed = f"about {duration(seconds)}"
             hint = f"set budget={_round_up(seconds)}"
         allowed = f"{needed}, for one question at each position"
-        raise UserError("budget", budget.text, allowed, f"{hint}, or smaller prompts")
+        hint += ", or smaller prompts"
+        if "search" in config.stages:
+            hint += ", or method=none, for which nothing is searched"
+        raise UserError("budget", budget.text, allowed, hint)
     option, questions = chosen
     settings = dict(option.settings)
     typed_limit = "task.limit" in config.typed
