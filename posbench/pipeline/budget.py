@@ -100,8 +100,11 @@ class BudgetPlan:
         """Return what is printed of the choice."""
         width = 100 * half_width(self.questions)
         places = f" at each of {self.positions} positions" if self.positions else ""
+        questions = (
+            "1 question" if self.questions == 1 else f"{self.questions} questions"
+        )
         lines = [
-            f"budget {self.budget}: {self.questions} questions{places}, {self.prompts} prompts in all; "
+            f"budget {self.budget}: {questions}{places}, {self.prompts} prompts in all; "
             f"95 % intervals of at most +-{width:.0f} points"
         ]
         if self.settings:
@@ -413,11 +416,13 @@ class Chooser:
         if hasattr(config.task, "calibration_examples"):
             count = config.task.calibration_examples
             sizes["task.calibration_examples"] = (count, MIN_CALIBRATION)
-        if isinstance(config.task, GoldPositionTask):
-            items = config.task.calibration_items
-            key = f"task.{config.task.sizes[1]}"
-            if key != f"task.{config.task.sizes[0]}":
-                sizes[key] = (items, min(items, config.task.items))
+        task = config.task
+        if isinstance(task, GoldPositionTask) and not task.calibration_positions:
+            items_field, calibration_field = task.sizes
+            items = task.calibration_items
+            if calibration_field != items_field:
+                smallest = min(items, task.items)
+                sizes[f"task.{calibration_field}"] = (items, smallest)
         sizes = {key: size for key, size in sizes.items() if not self._is_typed(key)}
         divisor = 1
         settings = dict[str, Any]()
