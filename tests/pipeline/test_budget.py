@@ -286,6 +286,26 @@ def test_a_budget_that_is_too_small_names_one_that_does(
     assert not run_folders(outputs)
 
 
+def test_what_is_submitted_takes_no_budget(posbench: POSBENCH) -> None:
+    args = ["submit", "model=tiny", "runtime/cluster=local", "budget=10min"]
+    result = posbench(*args, verb=True)
+    assert result.status == 2
+    assert_refused(result.err, "budget", "10min", hint="task.limit")
+
+
+def test_a_sweep_gives_each_job_its_budget(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    untyped = [arg for arg in small if not arg.startswith(("task.limit", "stages"))]
+    result = posbench("-m", *untyped, *EVALUATE, "budget=15prompts,30prompts")
+    assert result.status == 0, result.err
+    sizes = [
+        len(open_run_dir(folder).rows("predictions.jsonl"))
+        for folder in run_folders(outputs)
+    ]
+    assert sorted(sizes) == [15, 30]
+
+
 # Precision
 
 
