@@ -319,16 +319,16 @@ def default_values(cls: type[Any]) -> dict[str, Any]:
         value = f.default
         if f.default_factory is not MISSING:
             value = f.default_factory()
-        values[f.name] = None if value is MISSING else _plain(value)
+        values[f.name] = None if value is MISSING else plain(value)
     return values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples as lists, and mappings as dictionaries, at every depth."""
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     return value
 
 

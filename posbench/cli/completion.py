@@ -83,7 +83,9 @@ def words(line: str) -> list[str]:
             names = _experiments(folders)
         candidates = [f"{key}={name}" for name in names]
     elif verb in ("", "fetch", "validate", "figures", "submit"):
-        candidates = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
+        candidates = [
+            f"{name}=" for name in (*GROUPS, "experiment", "stages", "budget")
+        ]
         if not typed:
             candidates += [name for name in main.VERBS if " " not in name]
         if verb == "figures":

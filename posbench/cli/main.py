@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from posbench.model.lm import LM
     from posbench.pipeline.compose import ComposedConfig
     from posbench.pipeline.config import Config
+    from posbench.run.budget import Stopwatch
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -49,6 +50,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       two methods, one inside the other
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
+  posbench model=DIR budget=10min
+      as much as fits into ten minutes (2h, 90s, 500prompts); stops in time
   posbench study=rollout
       what happens inside the model
   posbench experiment=yu2025_fig6
@@ -237,7 +240,9 @@ def _run(args: list[str]) -> int:
     from posbench.pipeline.compose import compose
     from posbench.report.console import make_console
     from posbench.report.sweep import summarise
+    from posbench.run.budget import Stopwatch
 
+    watch = Stopwatch()
     _refuse_unknown_verb(args)
     if "--cfg" in args:
         return _show_config(args)
@@ -246,7 +251,9 @@ def _run(args: list[str]) -> int:
     models: dict[int, LM] = {}
 
     def run_job(composed: ComposedConfig) -> None:
-        _run_job(composed, command, models.get(composed.number))
+        # The time of a job of a sweep begins with the job.
+        own_watch = None if composed.multirun else watch
+        _run_job(composed, command, models.get(composed.number), own_watch)
 
     def share_work(jobs: Sequence[ComposedConfig]) -> None:
         models.update(_share_work(jobs, command))
@@ -304,20 +311,28 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
     return models
 
 
-def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> None:
+def _run_job(
+    composed: ComposedConfig,
+    command: str,
+    lm: LM | None = None,
+    watch: Stopwatch | None = None,
+) -> None:
     """Run one job; leave its status, so that a sweep goes on whatever happens.
 
     Args:
         composed: The config as composed.
         command: The command line.
         lm: The model, where jobs before loaded it.
+        watch: Measures the job; None: from now on.
     """
-    from posbench.pipeline.execute import execute
+    from posbench.pipeline.execute import apply_budget, execute
     from posbench.pipeline.multirun import write_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
+    from posbench.run.budget import Stopwatch
 
+    watch = watch or Stopwatch()
     record: dict[str, Any] = {
         "overrides": composed.overrides,
         "multirun": composed.multirun,
@@ -339,8 +354,18 @@ def _run_job(composed: ComposedConfig, command: str, lm: LM | None = None) -> No
             )
         for line in run.warnings:
             make_console().print(line, soft_wrap=True, markup=False)
+        config = run.config
+        plan = None
+        if config.budget:
+            config, plan, lm = apply_budget(run, make_console(), watch)
         folder = execute(
-            run.config, command=command, console=make_console(), lm=lm, worker_main=main
+            config,
+            command=command,
+            console=make_console(),
+            lm=lm,
+            worker_main=main,
+            plan=plan,
+            watch=watch,
         )
         record["folder"] = str(folder)
     except IncompleteRun as error:

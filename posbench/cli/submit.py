@@ -201,6 +201,10 @@ def _config_to_submit(composed: ComposedConfig, num_shards: int) -> Config:
         raise UserError(
             "runtime/cluster", cluster, "slurm, local", "add runtime/cluster=slurm"
         )
+    budget = composed.raw.get("budget")
+    if budget is not None:
+        allowed = "null: what is chosen for a budget depends on the machine that it is measured on"
+        raise UserError("budget", budget, allowed, "set the sizes: task.limit=...")
     device = str(runtime["device"])
     gpus = cluster.get("gpus")
     if device.startswith("cuda") and not gpus:

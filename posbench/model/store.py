@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,14 +156,21 @@ def reason_not_shareable(model: PreTrainedModel) -> str:
     return ""
 
 
-@guarded
-@inference_mode
 def token_bytes(lm: LM) -> int:
     """Bytes that a token takes in a :class:`PrefixStore`.
 
     These are its keys, values and rotations, and of the attention input one channel, or all of them where the
-    keys are not linear in it.
+    keys are not linear in it. A model is asked once.
     """
+    if lm.model not in _TOKEN_BYTES:
+        _TOKEN_BYTES[lm.model] = _measure_token_bytes(lm)
+    return _TOKEN_BYTES[lm.model]
+
+
+@guarded
+@inference_mode
+def _measure_token_bytes(lm: LM) -> int:
+    """The bytes that two tokens leave, divided by two."""
     prefix = Prefix(transformers.DynamicCache())
     ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
     with recording_inputs(lm.model, prefix, [0], range(lm.layers)):
@@ -177,6 +185,9 @@ def token_bytes(lm: LM) -> int:
     for cos, sin in tables.values():
         num_bytes += cos[0, 0].nbytes + sin[0, 0].nbytes
     return num_bytes
+
+
+_TOKEN_BYTES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 @dataclass

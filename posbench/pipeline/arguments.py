@@ -46,7 +46,7 @@ MOVED_CHOICES = {
     ("study", "printed_tables"): "python tools/printed_tables.py, in the repository"
 }
 """Choices of an earlier release, with their group, and what to run instead."""
-TOP = (*GROUPS, "stages", "experiment")
+TOP = (*GROUPS, "stages", "experiment", "budget")
 USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"

@@ -16,9 +16,10 @@ from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
+from posbench.run.budget import Budget
 from posbench.run.method import MethodUnderTest
 from posbench.run.runtime import Cluster, Runtime
-from posbench.schema import Positive, build, instantiate
+from posbench.schema import Positive, build, instantiate, plain
 from posbench.search.base import Search
 from posbench.stats.reference import Contrast, Reference
 from posbench.studies.base import Study
@@ -83,6 +84,7 @@ class Config:
         raw: The resolved config as plain data: the groups that take part.
         typed: Dotted keys that the user set.
         all_methods: Methods by name; empty unless the study measures them all.
+        budget: What the run may take, from which its sizes are still to be chosen; None: they stand.
     """
 
     model: ModelConfig
@@ -97,6 +99,7 @@ class Config:
     raw: dict[str, Any] = field(repr=False)
     typed: frozenset[str] = frozenset()
     all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
+    budget: Budget | None = None
 
     @property
     def study_name(self) -> str:
@@ -114,6 +117,13 @@ class Config:
     def uses_task(self) -> bool:
         """Whether the task's prompts take part."""
         return self.study is None or self.study.needs_task
+
+    def with_fields(self, group: str, values: Mapping[str, Any]) -> Config:
+        """Return the config with other values in fields of a group, also in what it records of itself."""
+        section = replace(getattr(self, group), **values)
+        raw = {**self.raw, group: {**self.raw[group], **plain(values)}}
+        changes: Any = {group: section, "raw": raw}
+        return replace(self, **changes)
 
     def method_under_test(self) -> MethodUnderTest:
         """Return the method under test, without the parameters that a search will find."""
@@ -196,6 +206,7 @@ def _build_parts(
         faults: Collects what is wrong.
     """
     parts = dict[str, Any]()
+    budget = data.pop("budget", None)
     builders: dict[str, Callable[[], Any]] = {
         "study": lambda: _build_study(data, typed),
         "task": lambda: _build_task(data.get("task")),
@@ -206,6 +217,7 @@ def _build_parts(
         ),
         "runtime": lambda: _build_runtime(data.get("runtime") or {}),
         "experiment": lambda: _build_experiment(data.get("experiment")),
+        "budget": lambda: None if budget is None else Budget.parse(budget),
     }
     for name, build_part in builders.items():
         with faults.collecting():
@@ -233,6 +245,7 @@ def _assemble(
         study=parts["study"],
         raw=_record(data, parts, stages, typed),
         typed=frozenset(typed),
+        budget=parts.get("budget"),
     )
     if config.study and config.study.all_methods:
         config = replace(config, all_methods=all_choices(folders, config.model.blocks))

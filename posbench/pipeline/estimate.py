@@ -6,6 +6,7 @@ from their length; replies count in full, and of choices the prompt alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rich.table import Table
 from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
+from posbench.model.lm import LM
 from posbench.model.load import CheckpointReader, load_without_weights
 from posbench.pipeline.config import Config
 from posbench.pipeline.prepare import build_run
@@ -25,7 +27,13 @@ from posbench.pipeline.stages.intervene import plan_attention
 from posbench.report.terminal import text_table
 from posbench.run.base import Run
 from posbench.run.batch_plan import Subject
-from posbench.run.cost import Costs, InspectionPasses, StudyWorkload, WorkEstimate
+from posbench.run.cost import (
+    Costs,
+    InspectionPasses,
+    Speed,
+    StudyWorkload,
+    WorkEstimate,
+)
 from posbench.run.progress import duration
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
@@ -35,6 +43,7 @@ from posbench.tasks.items import sort_by_gold_position
 TIMED_BATCHES = 3
 TIMED_STEPS = 8
 """Batches that are timed, and tokens that each of them generates."""
+FIRST_TOKENS = 16
 COUNTED_CHARACTERS = 500_000
 NO_LIMIT = 2**62
 
@@ -59,11 +68,9 @@ def show(
     estimates = estimate_run(config, run)
     seconds = None
     if measure and estimates and not is_served:
-        per_token, per_step = _measure_speed(config, console)
-        seconds = [
-            work.computed_tokens * per_token + work.decode_steps * per_step
-            for work in estimates
-        ]
+        costs = Costs.of(run.lm)
+        speed = measure_speed(build_run(config, console), costs)
+        seconds = [speed.seconds(costs, work) for work in estimates]
     if estimates:
         console.print(_table(estimates, seconds))
     if is_served:
@@ -119,7 +126,10 @@ def _memory_line(costs: Costs, estimates: Sequence[WorkEstimate]) -> str:
 
 
 def estimate_run(
-    config: Config, run: Run, methods: Mapping[str, Method] | None = None
+    config: Config,
+    run: Run,
+    methods: Mapping[str, Method] | None = None,
+    characters: int = COUNTED_CHARACTERS,
 ) -> list[WorkEstimate]:
     """Estimate what each stage asks of the model; some studies cannot tell before.
 
@@ -127,6 +137,7 @@ def estimate_run(
         config: The run.
         run: The same run, its model without weights.
         methods: Methods by name, those of several runs that share prefills; None: the run's own.
+        characters: Of the prompts of a stage so many are tokenised, and whole questions.
     """
     task = config.task
     stages = config.stages
@@ -138,27 +149,31 @@ def estimate_run(
     subjects = [Subject(run, name, method) for name, method in methods.items()]
     estimates = list[WorkEstimate]()
     if "search" in stages:
-        estimates += _estimate_search(config, run)
+        estimates += _estimate_search(config, run, characters)
     if "study" in stages and config.study:
         for reading in config.study.workload(run):
             if isinstance(reading, StudyWorkload):
-                estimates.append(_estimate_workload(run, "study", task, (), reading))
+                estimates.append(
+                    _estimate_workload(run, "study", task, (), reading, characters)
+                )
             else:
-                estimates += _estimate_passes(run, reading, method)
+                estimates += _estimate_passes(run, reading, method, characters)
     if "intervene" in stages:
         examples = sort_by_gold_position(
             task.evaluation(), run.runtime.intervene_examples
         )
         if examples:
-            estimates.append(_estimate_rows(subjects, "intervene", examples))
+            estimates.append(
+                _estimate_rows(subjects, "intervene", examples, characters)
+            )
     if "evaluate" in stages:
         examples = task.evaluation()
         if examples:
-            estimates.append(_estimate_rows(subjects, "evaluate", examples))
+            estimates.append(_estimate_rows(subjects, "evaluate", examples, characters))
     return estimates
 
 
-def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
+def _estimate_search(config: Config, run: Run, characters: int) -> list[WorkEstimate]:
     """What the search asks of its calibration prompts, and of a second task that it watches."""
     task = config.task
     search = config.search
@@ -170,7 +185,9 @@ def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
         len(examples), len(answer), model.num_hidden_layers, model.hidden_size
     )
     if workload:
-        estimates.append(_estimate_workload(run, "search", task, examples, workload))
+        estimates.append(
+            _estimate_workload(run, "search", task, examples, workload, characters)
+        )
     second_task = search.second_task()
     if second_task:
         side_task, side_examples, times = second_task
@@ -182,12 +199,15 @@ def _estimate_search(config: Config, run: Run) -> list[WorkEstimate]:
                 side_task,
                 side_examples,
                 side_workload,
+                characters,
             )
         )
     return estimates
 
 
-def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
+def _sample(
+    examples: Sequence[Example], characters: int
+) -> tuple[list[Example], float]:
     """The first questions at all their gold positions, and how many times as many characters all have."""
     questions = dict[str, list[Example]]()
     for example in examples:
@@ -195,7 +215,7 @@ def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
     sample = list[Example]()
     sample_size = 0
     for members in questions.values():
-        if sample_size >= COUNTED_CHARACTERS:
+        if sample_size >= characters:
             break
         sample += members
         sample_size += sum(len(example.prompt) for example in members)
@@ -204,11 +224,14 @@ def _sample(examples: Sequence[Example]) -> tuple[list[Example], float]:
 
 
 def _estimate_rows(
-    subjects: Sequence[Subject], stage: str, examples: Sequence[Example]
+    subjects: Sequence[Subject],
+    stage: str,
+    examples: Sequence[Example],
+    characters: int,
 ) -> WorkEstimate:
     """Examples under methods, as the run will plan them."""
     run = subjects[0].run
-    run.evaluation, factor = _sample(examples)
+    run.evaluation, factor = _sample(examples, characters)
     encoded = run.prompts.encode(run.evaluation)
     if stage == "evaluate":
         plan, _ = plan_replies(subjects, encoded)
@@ -219,7 +242,7 @@ def _estimate_rows(
 
 
 def _estimate_passes(
-    run: Run, passes: InspectionPasses, method: Method
+    run: Run, passes: InspectionPasses, method: Method, characters: int
 ) -> list[WorkEstimate]:
     """What a study asks of prompts, inside a method."""
     share = None
@@ -227,7 +250,7 @@ def _estimate_passes(
         share = run.runtime.share
     study_run = replace(run, runtime=replace(run.runtime, share=share))
     study_run.lm = run.lm
-    study_run.evaluation, factor = _sample(passes.examples)
+    study_run.evaluation, factor = _sample(passes.examples, characters)
     encoded = study_run.prompts.encode(study_run.evaluation)
     plan, _ = plan_replies([Subject(study_run, "", Unmodified())], encoded)
     reading = plan.estimate("study", answered=False).times(factor * passes.times)
@@ -242,6 +265,7 @@ def _estimate_workload(
     task: Task,
     examples: Sequence[Example],
     workload: StudyWorkload,
+    characters: int,
 ) -> WorkEstimate:
     """What is counted in prompts of about one length.
 
@@ -251,8 +275,9 @@ def _estimate_workload(
         task: The task that asks the prompts.
         examples: Prompts from which the length is taken.
         workload: How many are read.
+        characters: Of the prompts so many are tokenised.
     """
-    sample, _ = _sample(examples)
+    sample, _ = _sample(examples, characters)
     encoded = run.prompts.encode(sample, task)
     lengths = [len(prompt.ids) for prompt in encoded.values()] or [0]
     mean_length = np.mean(lengths)
@@ -282,35 +307,72 @@ def _estimate_workload(
     )
 
 
-def _measure_speed(config: Config, console: Console) -> tuple[float, float]:
-    """Measure seconds per token read, and per step of generation, under the method."""
-    run = build_run(config, console)
-    asks_evaluation = {"intervene", "evaluate"} & set(config.stages)
+def measure_speed(
+    run: Run, costs: Costs, max_tokens: int | None = None, max_seconds: float = math.inf
+) -> Speed:
+    """Measure how fast a run's model reads and writes, under its method.
+
+    Args:
+        run: The run; its model is loaded.
+        costs: The model's sizes.
+        max_tokens: A batch is two prompts, of half as many tokens each; None: batches are read as they are.
+        max_seconds: After this time no further batch is timed.
+    """
+    asks_evaluation = {"intervene", "evaluate"} & set(run.stages)
     examples = run.examples("evaluation" if asks_evaluation else "calibration")
     encoded = run.prompts.encode(examples)
     batches = run.prompts.batches(examples, encoded)
     stride = max(len(batches) // TIMED_BATCHES, 1)
     timed_batches = batches[::stride][:TIMED_BATCHES]
-    tokens = 0
+    operations = 0.0
     reading_seconds = 0.0
     writing_seconds = 0.0
+    steps = 0
+    first_started = time.perf_counter()
     with run.method.trial().applied(run.lm) as lm:
         # The first batch warms up.
-        for number, batch in enumerate([timed_batches[0], *timed_batches]):
+        for number, batch in enumerate([timed_batches[0][:1], *timed_batches]):
             prompts = [encoded[example.id].ids for example in batch]
-            started = time.perf_counter()
-            lm.generate(prompts, max_new_tokens=1, batch_size=len(prompts))
-            one_token = time.perf_counter() - started
-            lm.generate(
-                prompts,
-                max_new_tokens=1 + TIMED_STEPS,
-                min_new_tokens=1 + TIMED_STEPS,
-                batch_size=len(prompts),
-            )
-            all_tokens = time.perf_counter() - started
+            if max_tokens:
+                prompts = [ids[: max_tokens // 2] for ids in prompts[:2]]
+            one_token = _time_generation(lm, prompts, 1)
+            if max_tokens:
+                # A step is short beside reading: it is timed behind a few tokens.
+                prompts_of_steps = [ids[:FIRST_TOKENS] for ids in prompts]
+                first_token = _time_generation(lm, prompts_of_steps, 1)
+            else:
+                prompts_of_steps = prompts
+                first_token = one_token
+            all_tokens = _time_generation(lm, prompts_of_steps, 1 + TIMED_STEPS)
             if number:
-                tokens += sum(map(len, prompts))
+                operations += costs.prefill_flops(_plain_reading(prompts))
                 reading_seconds += one_token
-                writing_seconds += all_tokens - 2 * one_token
-    steps = TIMED_STEPS * len(timed_batches)
-    return reading_seconds / tokens, max(writing_seconds, 0.0) / steps
+                writing_seconds += all_tokens - first_token
+                steps += TIMED_STEPS
+            if steps and time.perf_counter() - first_started > max_seconds:
+                break
+    return Speed(reading_seconds / operations, max(writing_seconds, 0.0) / steps)
+
+
+def _time_generation(lm: LM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Seconds in which a model reads prompts and writes so many tokens behind each."""
+    started = time.perf_counter()
+    lm.generate(
+        prompts,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        batch_size=len(prompts),
+    )
+    return time.perf_counter() - started
+
+
+def _plain_reading(prompts: Sequence[Sequence[int]]) -> WorkEstimate:
+    """What it takes to read prompts that share nothing."""
+    lengths = [len(prompt) for prompt in prompts]
+    return WorkEstimate(
+        "",
+        prompts=len(prompts),
+        tokens=sum(lengths),
+        computed_tokens=sum(lengths),
+        attention_pairs=sum(length * (length + 1) // 2 for length in lengths),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,8 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
+from posbench.files.atomic import short_hash, write_json
 from posbench.files.digests import Content, find_change
 from posbench.files.hardware import default_threads
+from posbench.files.parse import read_json
 from posbench.files.sources import Source, cached_path
 from posbench.late import torch
 from posbench.measure.served import compare_with_checkpoint
@@ -22,6 +23,15 @@ from posbench.model.guard import probe
 from posbench.model.items import probe_items
 from posbench.model.lm import LM
 from posbench.pipeline.audit import audit_shards
+from posbench.pipeline.budget import (
+    BudgetPlan,
+    check_budget,
+    describe_long_run,
+    plan_run,
+    read_plan,
+    with_settings,
+    write_plan,
+)
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import (
@@ -35,13 +45,16 @@ from posbench.pipeline.identity import (
 )
 from posbench.pipeline.jobs import SUBMITTED
 from posbench.pipeline.prepare import (
+    PreparedRun,
     build_run,
     longest_prompts,
     need_text_model,
     silence_transformers,
 )
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
+from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
+from posbench.run.budget import Budget, Deadline, Stopwatch
 from posbench.run.claim import claim, find
 from posbench.run.folder import (
     AUDIT,
@@ -53,6 +66,7 @@ from posbench.run.folder import (
     open_run,
     run_id,
 )
+from posbench.run.progress import duration, repeating
 from posbench.run.shards import (
     Shard,
     WorkerMain,
@@ -72,6 +86,11 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
 ROW_STAGES: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
 """Stages whose rows several runs make together, or several processes share out."""
 
+BUDGETS = ".budgets"
+"""Folder beside the versions of a suite: what was chosen for budgets."""
+USED_TIME = ".seconds_used.json"
+"""File of a run folder with a budget: seconds that its sessions took. Hidden, so no part of its results."""
+RECORD_SECONDS = 2.0
 PROBE_TOKENS = 64
 MAX_LISTED_MODELS = 8
 
@@ -83,6 +102,8 @@ def execute(
     console: Console,
     lm: LM | None = None,
     worker_main: WorkerMain | None = None,
+    plan: BudgetPlan | None = None,
+    watch: Stopwatch | None = None,
 ) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
@@ -92,6 +113,8 @@ def execute(
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
         worker_main: What each of ``runtime.workers`` runs; without it this process makes all rows.
+        plan: What was chosen for the config's budget, see :func:`apply_budget`.
+        watch: Measures this session; None: from now on.
 
     Returns:
         The run folder.
@@ -100,8 +123,8 @@ def execute(
         UserError: Something the user can correct.
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
-    started = time.monotonic()
-    with claim_run(config, command, console, lm) as (run, contents, facts):
+    watch = watch or Stopwatch()
+    with claim_run(config, command, console, lm, plan) as (run, contents, facts):
         out = run.out
         damaged = out.damaged()
         if not damaged and _has_ended(out, config):
@@ -120,8 +143,14 @@ def execute(
                 soft_wrap=True,
                 markup=False,
             )
+        if plan is None:
+            _announce_long_run(config, run)
+        _forget_end(out)
         try:
-            with _worker_pool(config, run, worker_main):
+            with (
+                _time_counted(run, config.budget, watch),
+                _worker_pool(config, run, worker_main),
+            ):
                 for stage in config.stages:
                     if stage == "report":
                         _finish_shards(run)
@@ -130,16 +159,24 @@ def execute(
                         need_unchanged(contents, out)
                 _finish_shards(run)
         except BaseException as error:
-            _record_failure(out, error, time.monotonic() - started)
+            _record_failure(out, error, watch.seconds)
             raise
-        out.finish("done", seconds=time.monotonic() - started)
+        if plan:
+            _record_end(out, plan, watch)
+        out.finish("done", seconds=watch.seconds)
         if "report" not in config.stages:
             report.show_run(out.path, console)
+        if plan:
+            _print_time(plan, watch.total, console)
         return out.path
 
 
 def _has_ended(out: RunDir, config: Config) -> bool:
-    return out.done and all(out.stage(stage).get("done") for stage in config.stages)
+    """Whether all of a run is made; one that stopped at its budget has no more to make under that budget."""
+    stages = [out.stage(stage) for stage in config.stages]
+    if config.budget is None and any(stage.get("stopped") for stage in stages):
+        return False
+    return out.done and all(stage.get("done") for stage in stages)
 
 
 def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:
@@ -193,6 +230,116 @@ def is_shardable(config: Config) -> bool:
     """Return whether processes can share out a run's rows: not those of a study, nor of a served model."""
     makes_rows = bool(ROW_STAGES.keys() & set(config.stages))
     return makes_rows and not config.study and not config.model.base_url
+
+
+# Budgets
+
+
+class BudgetedRun(NamedTuple):
+    """A config with the sizes that its budget chose, the choice, and the model where it was timed."""
+
+    config: Config
+    plan: BudgetPlan
+    lm: LM | None
+
+
+def apply_budget(
+    prepared: PreparedRun, console: Console, watch: Stopwatch
+) -> BudgetedRun:
+    """Choose the sizes of a run for its budget, or take those that an earlier session chose.
+
+    The choice is recorded in the outputs, so that a run that is killed goes on with it.
+
+    Args:
+        prepared: The run, with a budget.
+        console: Where progress and the choice go.
+        watch: Measures this session.
+
+    Raises:
+        UserError: The budget is too small, or the run's work is not known beforehand.
+    """
+    config = prepared.config
+    assert config.budget is not None
+    contents = run_contents(config)
+    location = RunLocation.of(config, identity(config, contents), contents)
+    key = short_hash([location.run_id, config.stages, config.budget.text])
+    file = location.outputs / location.suite / BUDGETS / f"{key}.json"
+    plan = read_plan(file)
+    timed = None
+    if plan is None:
+        check_budget(config)
+        location.find()  # outputs that cannot be written are refused before anything is timed
+        silence_transformers()
+        set_threads(config)
+        plan, timed = plan_run(config, prepared.reader, console, watch)
+        write_plan(file, plan)
+    for line in plan.lines():
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    return BudgetedRun(
+        with_settings(config, plan.settings), plan, timed.lm if timed else None
+    )
+
+
+@contextmanager
+def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator[None]:
+    """Give a run with a budget of time its deadline, and record all the while how much of it is used."""
+    if budget is None or budget.seconds is None:
+        yield
+        return
+    watch.used_before = _seconds_used(run.out)
+    if watch.used_before:
+        left = max(budget.seconds - watch.used_before, 0.0)
+        run.console.print(f"budget: {duration(left)} of {budget.text} are left")
+    run.deadline = Deadline(budget.seconds, watch)
+
+    def record() -> None:
+        write_json(run.out.path / USED_TIME, watch.total)
+
+    with repeating(record, RECORD_SECONDS):
+        yield
+
+
+def _seconds_used(out: RunDir) -> float:
+    """Seconds that the sessions of a run with a budget took so far, killed ones among them."""
+    file = out.path / USED_TIME
+    if not file.is_file():
+        return 0.0
+    seconds: float = read_json(file, float, hint=f"remove {file}")
+    return seconds
+
+
+def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
+    """Record in the provenance what a budget chose, how long the run took, and where it stopped."""
+    facts = out.facts(PROVENANCE)
+    facts["budget"] = {**plan.facts(), "taken": round(watch.total, 1)}
+    stop = describe_stop(out.status())
+    if stop:
+        facts["budget"]["end"] = stop
+    out.write_facts(PROVENANCE, facts)
+
+
+def _forget_end(out: RunDir) -> None:
+    """Take back that a run stopped at its budget: it goes on."""
+    facts = out.facts(PROVENANCE)
+    if facts.get("budget", {}).pop("end", None):
+        out.write_facts(PROVENANCE, facts)
+
+
+def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:
+    if plan.seconds is not None:
+        console.print(
+            f"budget: {plan.budget}, {duration(plan.seconds)} expected, {duration(seconds)} taken",
+            soft_wrap=True,
+        )
+
+
+def _announce_long_run(config: Config, run: Run) -> None:
+    """Say that a run will take long on this machine, with a budget that would do."""
+    if "lm" not in vars(run):
+        return
+    line = describe_long_run(config, run)
+    if line:
+        run.console.print(line, soft_wrap=True, markup=False)
 
 
 # Folders
@@ -249,7 +396,11 @@ class ClaimedRun(NamedTuple):
 
 @contextmanager
 def claim_run(
-    config: Config, command: str, console: Console, lm: LM | None = None
+    config: Config,
+    command: str,
+    console: Console,
+    lm: LM | None = None,
+    plan: BudgetPlan | None = None,
 ) -> Iterator[ClaimedRun]:
     """Claim the folder of a run.
 
@@ -258,6 +409,7 @@ def claim_run(
         command: The command line, for the record.
         console: Where progress and tables go.
         lm: Its model, where that is loaded already.
+        plan: What was chosen for its budget, for the record.
 
     Raises:
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
@@ -281,6 +433,8 @@ def claim_run(
     console.rule(Text("  ".join(title), style="bold"))
     facts = provenance(config, command, run_identity, contents)
     facts |= server_facts
+    if plan:
+        facts["budget"] = plan.facts()
     with claim(*location, config.raw, facts) as out:
         run.out = out
         if out.status()["state"] == MIXED:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from posbench.errors import Faults, UserError
 from posbench.measure.replies import encode_untruncated, generation_budget
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.load import CheckpointReader
+from posbench.model.load import CheckpointReader, torch_device
 from posbench.pipeline.config import Config
 from posbench.schema import shortened
 from posbench.tasks import Example, Task
@@ -34,6 +34,12 @@ MAX_UNKNOWN_SHARE = 0.1
 """Share of unknown tokens in a prompt from which a tokenizer does not spell it."""
 MAX_LISTED_WORDS = 5
 PLAIN_TEXT = "The quick brown fox 0123456789"
+BATCH_TOKENS = "runtime.batch_tokens"
+CPU_BATCH_OPERATIONS = 1e12
+"""Operations of a batch on a CPU: half a minute at 30 billion a second."""
+WEIGHTS_OF_A_LAYER = 12
+"""Weights of a layer in squares of the hidden size, of a plain transformer."""
+MIN_BATCH_TOKENS = 64
 MEASURING_STAGES = {"study", "intervene", "evaluate"}
 
 
@@ -107,6 +113,22 @@ class FitToModel:
             reason = reasons.get(name, self._window_reason)
             self._change("search", {name: value}, reason)
 
+    def fit_batches(self) -> None:
+        """Make batches so small that a CPU writes rows every minute, whatever its speed.
+
+        The number follows from the model's shape alone, so that it is the same on every machine.
+        """
+        runtime = self.config.runtime
+        on_cpu = torch_device(runtime.device).type == "cpu"
+        if not on_cpu or runtime.batch_tokens is None or self._is_fixed(BATCH_TOKENS):
+            return
+        shape = self.reader.facts.get_text_config()
+        weights = WEIGHTS_OF_A_LAYER * shape.num_hidden_layers * shape.hidden_size**2
+        max_tokens = max(int(CPU_BATCH_OPERATIONS / (2 * weights)), MIN_BATCH_TOKENS)
+        if max_tokens < runtime.batch_tokens:
+            reason = "a CPU writes rows every minute"
+            self._change("runtime", {"batch_tokens": max_tokens}, reason)
+
     def leave_prompts_uncut(self) -> None:
         """Send prompts as they are where there is no tokenizer to count their tokens.
 
@@ -158,9 +180,7 @@ class FitToModel:
             default = adjustments[key].old if key in adjustments else old
             adjustments[key] = Adjustment(default, value, reason)
         faults.raise_any()
-        raw = {**self.config.raw, group: {**self.config.raw[group], **values}}
-        changes: Any = {group: replace(section, **values), "raw": raw}
-        self.config = replace(self.config, **changes)
+        self.config = self.config.with_fields(group, values)
         self.adjustments = adjustments
 
     # Replies

@@ -56,7 +56,7 @@ MODEL_SETTINGS = (
     "context_window",
     "allow_partial",
 )
-RUNTIME_SETTINGS = ("batch_size", "batch_tokens", "share")
+RUNTIME_SETTINGS = ("batch_size", "batch_tokens", "round_questions", "share")
 """Settings that can move a number."""
 CODE_DIGITS = 12
 DATA_DIGITS = 16

@@ -87,6 +87,8 @@ def prepare(
         with faults.collecting():
             fit.leave_prompts_uncut()
     if not is_served:
+        with faults.collecting():
+            fit.fit_batches()
         _check_parts(fit.config, encoder, faults)
     server_warnings = tuple[str, ...]()
     with faults.collecting():

@@ -128,7 +128,8 @@ def _may_share(config: Config) -> bool:
     local_model = config.uses_model and not config.model.base_url
     shares = bool(config.runtime.share) and config.runtime.workers == 1
     makes_rows = bool(stages & ROW_STAGES.keys())
-    return local_model and shares and makes_rows and only_row_stages
+    sized = config.budget is None
+    return sized and local_model and shares and makes_rows and only_row_stages
 
 
 def make_shard(

@@ -35,6 +35,7 @@ from posbench.report.text import (
     describe_cut_prompts,
     describe_method,
     describe_server,
+    describe_stop,
     headline,
     run_title,
     study_answer,
@@ -97,10 +98,17 @@ def render_run(folder: Path) -> Path:
         [model_name],
         config=read_text(folder / "config.yaml"),
         prompts=read_json(folder / "prompts.json"),
-        provenance=describe_costs(status) | provenance,
+        provenance=_describe_end(status) | provenance,
         status=status,
         failures=wrong_answers,
     )
+
+
+def _describe_end(status: Mapping[str, Any]) -> dict[str, str]:
+    """What a run cost, and where it stopped at its budget."""
+    stop = describe_stop(status)
+    costs = describe_costs(status)
+    return {**costs, "end": stop} if stop else costs
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
@@ -255,6 +263,9 @@ def _score_sections(
     positions = tables.describe_positions(metrics)
     if positions:
         text = f"{text}; {positions}"
+    stop = describe_stop(open_run_dir(folder).status())
+    if stop:
+        text = f"{text}; {stop}"
     text = f"{text}. {describe_prompts(folder)} {describe_audit(folder)}".strip()
     scores = Section(name, text, *tables.position_table(metrics))
     if len(rows_at_positions(metrics)):

@@ -21,6 +21,7 @@ from posbench.report.text import (
     count_verdicts,
     describe_costs,
     describe_method,
+    describe_stop,
     headline,
 )
 from posbench.run.folder import open_run_dir
@@ -58,7 +59,8 @@ def _show_scores(
     folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None, console: Console
 ) -> None:
     """Print the scores of a run, its method and prompts, and the paper's numbers beside its own."""
-    console.print(summary_table(metrics, console.width))
+    note = describe_stop(open_run_dir(folder).status())
+    console.print(summary_table(metrics, console.width, note))
     if subsets is not None:
         kind = "average" if subsets["subset"].nunique() > MAX_SUBSETS else ""
         show_table(console, *tables.subset_table(subsets, kind))
@@ -75,8 +77,8 @@ def _show_scores(
     show_reference(folder, metrics, subsets, console)
 
 
-def summary_table(metrics: pd.DataFrame, width: int = 80) -> Table:
-    """The table a run ends with: scores by gold position."""
+def summary_table(metrics: pd.DataFrame, width: int = 80, note: str = "") -> Table:
+    """The table a run ends with: scores by gold position, and in its last line a note."""
     header, rows = tables.position_table(metrics)
     table = text_table(header, rows, width)
     names = [
@@ -86,7 +88,8 @@ def summary_table(metrics: pd.DataFrame, width: int = 80) -> Table:
     ]
     table.title = Text(", ".join(names))
     units = f"{metric_name(metrics)} in %, difference in points, [95 % interval]"
-    table.caption = f"{units}\n{tables.describe_positions(metrics)}".strip()
+    lines = [units, tables.describe_positions(metrics), note]
+    table.caption = "\n".join(filter(None, lines))
     for column in table.columns:
         column.justify = "right"
     # A rule above the last row, which is that of all positions.

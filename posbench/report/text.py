@@ -72,6 +72,16 @@ def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
+def describe_stop(status: Mapping[str, Any]) -> str:
+    """How many questions a run asked that stopped at its budget, from its ``status.json``; else empty."""
+    records = status.get("stages", {}).values()
+    stopped = [record["stopped"] for record in records if record.get("stopped")]
+    if not stopped:
+        return ""
+    asked, planned = stopped[0]
+    return f"stopped at the budget: {asked} of {planned} questions"
+
+
 def title(
     subjects: Iterable[str],
     models: Iterable[str],

@@ -21,6 +21,7 @@ from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.renamed import warn_renamed
+from posbench.run.budget import Deadline
 from posbench.run.folder import RunDir
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
@@ -78,6 +79,7 @@ class Run:
         shard: Of the rows that several processes make, those that this process makes.
         main_out: The run's own folder, where ``out`` is that of a shard.
         workers: Processes that make the other shards.
+        deadline: When replies must be there, where the run has a budget of time.
     """
 
     model: ModelConfig
@@ -96,6 +98,7 @@ class Run:
     shard: Shard = field(default_factory=Shard)
     main_out: RunDir | None = None
     workers: WorkerPool | None = None
+    deadline: Deadline | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What an old name stands for now, with a warning that says so."""
@@ -201,8 +204,15 @@ class Run:
             What the block calls with the number of parts that it did.
         """
         interval = self.runtime.log_every
+        model = self._loaded_model()
+
+        def tokens_read() -> int:
+            return model.tokens_read if model else 0
+
         with (
-            progress(self.console, interval, label, total, done) as work,
+            progress(
+                self.console, interval, label, total, done, tokens=tokens_read
+            ) as work,
             self.meter.loop(),
         ):
             yield work

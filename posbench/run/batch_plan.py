@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from posbench.model.store import (
     token_bytes,
 )
 from posbench.run.base import Run
+from posbench.run.budget import Deadline
 from posbench.run.cost import WorkEstimate
 from posbench.run.folder import RowKey
 from posbench.run.proofs import (
@@ -39,11 +41,12 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.rows import is_out_of_memory
+from posbench.run.rows import Stop, go_on, is_out_of_memory
 from posbench.run.runtime import Runtime
 from posbench.run.shards import finished_keys, merge_rows
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example
+from posbench.tasks.base import num_questions, split_into_rounds
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +93,13 @@ class Request(NamedTuple):
         subject: The method.
         example: The example.
         group: Number of the prefill group: its requests share a prefill, and belong to one process.
+        round: Number of the round of questions: see :func:`posbench.tasks.base.split_into_rounds`.
     """
 
     subject: Subject
     example: Example
     group: int = 0
+    round: int = 0
 
     @property
     def key(self) -> dict[str, str]:
@@ -151,6 +156,12 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         self._groups: list[PrefillGroup] = []
+        self._make_batches: MakeBatches
+        # By subject, what it asks: its own prompts where its method rewrites them.
+        self._prompts: dict[int, Prompts] = {}
+        self._subjects: Sequence[Subject] = ()
+        self._examples: Sequence[Example] = ()
+        self._rounds: list[list[Example]] = []
         # Of a subject whose method rewrites prompts, what it asks, by the id of the example.
         self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
         # By subject and decoding.
@@ -182,36 +193,66 @@ class BatchPlan:
         """
         run = subjects[0].run
         plan = cls(run.lm, run.runtime, encoded)
-        groups, batch_tokens = plan._shareable_groups(examples)
-        single_batches = make_batches(examples, encoded, None)
-        by_prefill = dict[str, list[Subject]]()
-        for number, subject in enumerate(subjects):
-            batches_of_subject = single_batches
+        plan._make_batches = make_batches
+        prompts = dict[int, Prompts]()
+        for subject in subjects:
+            prompts[id(subject)] = encoded
             if subject.method.rewrites and plan.lm.device.type != "meta":
-                prompts = plan._rewrite(subject, examples)
-                batches_of_subject = make_batches(examples, prompts, None)
-                for batch in batches_of_subject:
-                    plan._add_group(batch, None, [subject], [batch])
+                prompts[id(subject)] = plan._rewrite(subject, examples)
+        plan._prompts = prompts
+        plan._subjects = subjects
+        plan._examples = examples
+        plan._rounds = split_into_rounds(examples, run.runtime.round_questions)
+        plan.order = plan._rows_in_order(subjects, examples)
+        for number, questions in enumerate(plan._rounds):
+            plan._add_round(number, subjects, questions)
+        plan.notes = list(dict.fromkeys(plan.notes))
+        return plan
+
+    def _rows_in_order(
+        self, subjects: Sequence[Subject], examples: Sequence[Example]
+    ) -> list[Request]:
+        """The requests in the order of rows, which is the same in how many rounds they are asked."""
+        order = []
+        for subject in subjects:
+            batches = self._make_batches(examples, self._prompts[id(subject)], None)
+            order += [Request(subject, e) for batch in batches for e in batch]
+        return order
+
+    def _add_round(
+        self, number: int, subjects: Sequence[Subject], examples: Sequence[Example]
+    ) -> None:
+        """Add the batches of a round of questions, under all methods."""
+        first_batch = len(self.batches)
+        groups, batch_tokens = self._shareable_groups(examples)
+        by_prefill = dict[str, list[Subject]]()
+        for index, subject in enumerate(subjects):
+            if id(subject) in self._rewritten:
+                prompts = self._prompts[id(subject)]
+                for batch in self._make_batches(examples, prompts, None):
+                    self._add_group(batch, None, [subject], [batch])
             else:
                 prefill_method = subject.method.prefill() if groups else None
-                members = by_prefill.setdefault(repr(prefill_method or number), [])
+                members = by_prefill.setdefault(repr(prefill_method or index), [])
                 members.append(subject)
-            for batch in batches_of_subject:
-                plan.order += [Request(subject, example) for example in batch]
+        single_batches = self._make_batches(examples, self.encoded, None)
         for members in by_prefill.values():
             prefill_method = members[0].method.prefill() if groups else None
             if prefill_method:
                 for group in groups:
-                    group_batches = make_batches(group, encoded, batch_tokens)
-                    plan._add_group(group, prefill_method, members, group_batches)
+                    group_batches = self._make_batches(
+                        group, self.encoded, batch_tokens
+                    )
+                    self._add_group(group, prefill_method, members, group_batches)
                 continue
             if groups:
-                plan.notes.append(
+                self.notes.append(
                     f"{members[0].name} reads each prompt as one, and shares no prefill"
                 )
             for batch in single_batches:
-                plan._add_group(batch, None, members, [batch])
-        return plan
+                self._add_group(batch, None, members, [batch])
+        for requests in self.batches[first_batch:]:
+            requests[:] = [request._replace(round=number) for request in requests]
 
     def _rewrite(
         self, subject: Subject, examples: Sequence[Example]
@@ -424,7 +465,14 @@ class BatchPlan:
         torch.cuda.empty_cache()  # only behind the handler are its tensors free
         return None
 
-    def complete(self, run: Run, file: str, stage: str, compute: Compute) -> list[Row]:
+    def complete(
+        self,
+        run: Run,
+        file: str,
+        stage: str,
+        compute: Compute,
+        deadline: Deadline | None = None,
+    ) -> list[Row]:
         """Compute every row that a file of the run lacks, and return all rows.
 
         Of a shard, only its own rows are computed and returned. See
@@ -435,6 +483,7 @@ class BatchPlan:
             file: Name of the JSON-lines file in its folder.
             stage: The stage.
             compute: Rows of a batch.
+            deadline: When to stop, at the end of a round of questions.
         """
         proofs = self._proofs_of(run)
         merge_rows(run.out, file, proofs)
@@ -447,7 +496,8 @@ class BatchPlan:
             if run.workers:
                 run.workers.wait(file)
                 merge_rows(run.out, file, proofs)
-            return run.rows.complete(
+            stop = self._stop_at(deadline) if deadline else go_on
+            rows = run.rows.complete(
                 file,
                 stage,
                 self.batches,
@@ -455,7 +505,58 @@ class BatchPlan:
                 compute,
                 self.order,
                 self.proof,
+                stop,
             )
+            if deadline and deadline.stopped:
+                return self._keep_rounds_before(deadline.stopped_round, run, file, rows)
+            return rows
+
+    def _stop_at(self, deadline: Deadline) -> Stop:
+        """Stop before the first round of questions that no longer fits; the first one of all is always made."""
+        tokens = Counter[int]()
+        for batch in self.batches:
+            for request in batch:
+                tokens[request.round] += self._num_tokens(request)
+        current: int | None = None
+
+        def stop(batch: Sequence[Request]) -> bool:
+            nonlocal current
+            number = batch[0].round
+            if number == current:
+                return False
+            current = number
+            if number and not deadline.fits(tokens[number]):
+                asked = self._examples_before(number)
+                planned = num_questions(self._examples)
+                deadline.stop(number, num_questions(asked), planned)
+                return True
+            deadline.begin(tokens[number])
+            return False
+
+        return stop
+
+    def _examples_before(self, number: int) -> list[Example]:
+        """The examples of the rounds before one, in the order in which the task gives them."""
+        asked = {e.id for questions in self._rounds[:number] for e in questions}
+        return [example for example in self._examples if example.id in asked]
+
+    def _keep_rounds_before(
+        self, number: int, run: Run, file: str, rows: Sequence[Row]
+    ) -> list[Row]:
+        """The rows of the first rounds, as a run of these questions alone orders them; the file keeps no others.
+
+        Args:
+            number: Number of the first round that was not made as a whole.
+            run: The run.
+            file: Name of the JSON-lines file in its folder.
+            rows: The rows that were made, or copied from another run.
+        """
+        asked = self._examples_before(number)
+        by_key = {(row["method"], row["id"]): row for row in rows}
+        order = self._rows_in_order(self._subjects, asked)
+        kept = [by_key[request.subject.name, request.example.id] for request in order]
+        run.out.write_rows(file, kept)
+        return kept
 
     def _complete_shard(
         self, run: Run, file: str, stage: str, compute: Compute

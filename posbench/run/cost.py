@@ -105,6 +105,24 @@ MEMORY_SHARE = 0.9
 """Assumed: shares of the first in prefills, of the second in generation, of the third that is used."""
 
 
+class Speed(NamedTuple):
+    """What work takes on this machine, as measured.
+
+    Attributes:
+        operation: Seconds per operation of a prefill.
+        step: Seconds per step of generation of a batch.
+    """
+
+    operation: float
+    step: float
+
+    def seconds(self, costs: Costs, work: WorkEstimate) -> float:
+        """Return the time of some work."""
+        return (
+            self.operation * costs.prefill_flops(work) + self.step * work.decode_steps
+        )
+
+
 @dataclass(frozen=True)
 class Costs:
     """The sizes of a model from which its costs follow.

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from itertools import repeat as repeat_value
 
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +24,8 @@ clock = time.monotonic
 
 SECONDS_PER_UNIT = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 BAR_WIDTH = 12
+FIRST_LINE_SECONDS = 8.0
+"""Seconds before the first line, where lines are further apart."""
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Progress:
         note: What is being done now.
         done: Parts done so far, those of earlier sessions among them.
         began: Start, by :data:`clock`.
+        tokens: Counts the tokens that a model has read; None: there is no model.
     """
 
     label: str
@@ -43,8 +48,10 @@ class Progress:
     note: str = ""
     done: int = 0
     began: float = field(default_factory=lambda: clock())
+    tokens: Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
+        self._tokens_before = self.tokens() if self.tokens else 0
         self._session_parts = 0
         self._session_weight = 0.0
         self._last_advance = self.began
@@ -79,6 +86,11 @@ class Progress:
         parts = [f"{self.label} {self.done}/{self.total} ({percent} %)"]
         if speed_known:
             parts.append(_rate(self._session_parts / seconds))
+        elif self.tokens:
+            # The first batch of a large model takes a while.
+            num_tokens = self.tokens() - self._tokens_before
+            if num_tokens:
+                parts.append(f"{num_tokens:,} tokens read")
         parts.append(f"{duration(now - self.began)} elapsed")
         if speed_known and self.done < self.total:
             remaining = seconds * (self.weight / self._session_weight - 1)
@@ -96,6 +108,7 @@ def progress(
     total: int,
     done: int = 0,
     weight: float | None = None,
+    tokens: Callable[[], int] | None = None,
 ) -> Iterator[Progress]:
     """Show the progress of work while the block runs; nothing where nothing is left to do.
 
@@ -109,11 +122,13 @@ def progress(
         total: Number of parts.
         done: Parts that an earlier session did.
         weight: Work of all parts; None: one a part.
+        tokens: Counts the tokens that a model has read.
 
     Yields:
         What the block calls with the number of parts that it did.
     """
-    work = Progress(label, total, total if weight is None else weight)
+    all_weight = total if weight is None else weight
+    work = Progress(label, total, all_weight, tokens=tokens)
     work(done, before=True)
 
     def bar() -> Table:
@@ -133,7 +148,7 @@ def progress(
         if done:
             print_line()
         try:
-            with repeating(print_line, interval):
+            with repeating(print_line, interval, min(interval, FIRST_LINE_SECONDS)):
                 yield work
         finally:
             print_line()
@@ -142,15 +157,24 @@ def progress(
 
 
 @contextmanager
-def repeating(call: Callable[[], None], interval: float) -> Iterator[None]:
+def repeating(
+    call: Callable[[], None], interval: float, first: float | None = None
+) -> Iterator[None]:
     """Call a function every so many seconds while the block runs.
+
+    One more call comes after the first ``first`` seconds, where that is given.
 
     A thread of its own does so: one batch of the block may take longer than that.
     """
     ended = threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(interval):
+        pauses: Iterator[float] = repeat_value(interval)
+        if first is not None and first < interval:
+            pauses = chain([first, interval - first], pauses)
+        for seconds in pauses:
+            if ended.wait(seconds):
+                return
             try:
                 call()
             except OSError:

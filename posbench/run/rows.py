@@ -22,6 +22,9 @@ Key = Callable[[Any], Mapping[str, Any]]
 Proof = Callable[[Any], Mapping[str, Any]]
 """What the row of an item proves itself by: a row that carries something else is computed again."""
 
+Stop = Callable[[Sequence[Any]], bool]
+"""Whether a batch that lacks rows, and all that follow it, are left out."""
+
 Compute = Callable[[Sequence[Any]], list[Row]]
 """The rows of a batch of items, one per item, in order, without the fields that identify them."""
 
@@ -30,6 +33,11 @@ ShowProgress = Callable[[str, int, int], AbstractContextManager[Progress]]
 
 FAILURES_IN_A_ROW = 3
 """Failed requests one after another, for each thread, after which no more are tried."""
+
+
+def go_on(batch: Sequence[Any]) -> bool:
+    """Return that no batch is left out."""
+    return False
 
 
 def no_proof(item: Any) -> Mapping[str, Any]:
@@ -59,6 +67,7 @@ class ResumableRows:
         compute: Compute,
         order: Sequence[Any] | None = None,
         proof: Proof = no_proof,
+        stop: Stop = go_on,
     ) -> list[Row]:
         """Compute every row that a file lacks, batch by batch, and return all rows.
 
@@ -74,6 +83,7 @@ class ResumableRows:
             compute: Rows of a batch, one per item, in order, without these fields.
             order: Items in the order of the rows; None: that of the batches.
             proof: What the row of an item proves itself by.
+            stop: Asked before each batch; rows that are not made then are left out.
 
         Returns:
             All rows, in that order.
@@ -95,6 +105,8 @@ class ResumableRows:
             label, len(all_items), len(all_items) - num_pending
         ) as advance:
             for batch in pending:
+                if stop(batch):
+                    break
                 parts = _split(batch, num_parts)
                 while parts:
                     part = parts.pop(0)
@@ -127,6 +139,8 @@ class ResumableRows:
                             rows[_row_key(row, key_fields)] = row
                     advance(len(part))
         ordered_items = all_items if order is None else order
+        if not num_failed:
+            ordered_items = [item for item in ordered_items if not is_missing(item)]
         return self._ordered(
             file, rows, [key(item) for item in ordered_items], num_failed
         )

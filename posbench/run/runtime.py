@@ -73,6 +73,9 @@ class Runtime:
     batch_size: Count = 64
     # tokens per forward at most, padding and reply counted; None: no limit
     batch_tokens: Tokens | None = 16384
+    # questions of each subset that are asked, at all positions and under all methods, before the next ones;
+    # null: all in one round (moves rounding, too)
+    round_questions: Count | None = None
     # memory for prefills that prompts and methods share; null: each prompt is read anew under each method
     # (moves rounding, too)
     share: str | None = "4GiB"

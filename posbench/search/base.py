@@ -57,6 +57,7 @@ class Search(ABC):
         finds: Names of the parameters, each with a legal value that stands for it until it is found.
         row_files: Files that it resumes from.
         measure: ``loss`` (nats per token, lower is better), or any other name (higher is better).
+        smallest: Fields that a budget may lower, each with the least that it leaves.
         renamed_hooks: What a subclass defines now in place of what it did in an earlier release.
         held_back: Calibration prompts that the search does not see, on which its result is compared with the
             unmodified model, where the task has so many; None: as many as the search sees.
@@ -67,6 +68,7 @@ class Search(ABC):
     finds: ClassVar[Mapping[str, Any]]
     row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
     measure: ClassVar[str] = "loss"
+    smallest: ClassVar[Mapping[str, int]] = {}
     renamed_hooks: ClassVar[Mapping[str, str]] = {
         "check_gain": "measure_batch, held_back_examples or prompt_length"
     }

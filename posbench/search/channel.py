@@ -74,6 +74,7 @@ class ChannelSearch(DeploySearch):
         "alone or last in a list of methods without attention_buckets"
     )
     finds: ClassVar[Mapping[str, Any]] = {"channel": 0, "factor": 1.0, "layers": (0, 0)}
+    smallest: ClassVar[Mapping[str, int]] = {"strings": 32, "length": 200, "top_k": 3}
 
     candidates: Literal["monotone", "all"] = "monotone"
     variant: Literal["paper", "official"] = "paper"

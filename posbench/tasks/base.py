@@ -255,6 +255,31 @@ def first_examples(examples: Iterable[Example], limit: int | None) -> list[Examp
     return result
 
 
+def split_into_rounds(
+    examples: Sequence[Example], questions: int | None
+) -> list[list[Example]]:
+    """The examples in rounds of so many questions of each subset, each at all of its gold positions.
+
+    The first rounds of a task are all that it asks with a smaller ``limit``: see :func:`first_examples`. Without
+    a number there is one round.
+    """
+    if questions is None:
+        return [list(examples)] if examples else []
+    counts = Counter[tuple[str, int | None]]()
+    rounds = dict[int, list[Example]]()
+    for example in examples:
+        key = (example.subset, example.gold_position)
+        rounds.setdefault(counts[key] // questions, []).append(example)
+        counts[key] += 1
+    return [rounds[number] for number in sorted(rounds)]
+
+
+def num_questions(examples: Iterable[Example]) -> int:
+    """The most questions at a gold position of a subset: what ``limit`` would have to be."""
+    counts = Counter((example.subset, example.gold_position) for example in examples)
+    return max(counts.values(), default=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOnly(Task):
     """A task without calibration questions, from the user's files (``path``) or from the benchmark's own."""

@@ -300,3 +300,20 @@ def test_validate_tells_what_is_not_here_and_what_a_run_takes(
     assert f"{count:,} parameters, {4 * count / 1000:.1f} kB" in told.out
     assert_line_names(told.out, "time:")
     assert_line_names(told.out, "task.pairs: 140", "63")
+
+
+def test_a_large_model_gets_small_batches_on_a_cpu_unless_they_are_typed(monkeypatch):
+    from posbench.pipeline import fit
+    from posbench.pipeline.compose import compose_one
+    from posbench.pipeline.prepare import prepare
+
+    given = ["model=tiny", "runtime.device=cpu", "stages=[evaluate]"]
+    plain = prepare(compose_one(*given)).config.runtime.batch_tokens
+    monkeypatch.setattr(fit, "CPU_BATCH_OPERATIONS", 1e9)
+    small = prepare(compose_one(*given))
+    outline = small.reader.facts.get_text_config()
+    weights = 12 * outline.num_hidden_layers * outline.hidden_size**2
+    assert small.config.runtime.batch_tokens == int(1e9 / (2 * weights)) < plain
+    assert any("runtime.batch_tokens" in line for line in small.warnings)
+    typed = prepare(compose_one(*given, "runtime.batch_tokens=16384"))
+    assert typed.config.runtime.batch_tokens == 16384

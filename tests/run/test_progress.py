@@ -20,23 +20,26 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.call = lambda: None
-        self.due = float("inf")
-        self.every = 0.0
+        self.due: list[float] = []
 
     def __call__(self) -> float:
         return self.now
 
     @contextmanager
-    def repeated(self, call: Callable[[], None], every: float) -> Iterator[None]:
-        self.call, self.every, self.due = call, every, self.now + every
+    def repeated(
+        self, call: Callable[[], None], every: float, first: float
+    ) -> Iterator[None]:
+        self.call = call
+        self.due = [self.now + every * count for count in range(1, 1000)]
+        if first < every:
+            self.due.insert(0, self.now + first)
         yield
-        self.due = float("inf")
+        self.due = []
 
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
-        while self.due <= end:
-            self.now = self.due
-            self.due = self.due + self.every
+        while self.due and self.due[0] <= end:
+            self.now = self.due.pop(0)
             self.call()
         self.now = end
 
@@ -63,6 +66,7 @@ def test_a_line_every_so_many_seconds_and_at_the_end(clock: Clock) -> None:
             work(60)
     # 60 parts in 15 seconds: at 30 seconds the second 60 come after the line.
     assert _told(console) == [
+        "evaluate [a/b] 0/900 (0 %), 8 s elapsed",
         "evaluate [a/b] 60/900 (6 %), 4.0/s, 30 s elapsed, 3.2 min left",
         "evaluate [a/b] 180/900 (20 %), 4.0/s, 1 min elapsed, 2.8 min left",
         "evaluate [a/b] 300/900 (33 %), 4.0/s, 1.5 min elapsed, 2.2 min left",
@@ -84,6 +88,7 @@ def test_one_long_part_is_not_silent_and_does_not_slow_down_what_was_done(
         work(1)
         clock.wait(100)
     assert _told(console) == [
+        "intervene 0/4 (0 %), 8 s elapsed",
         "intervene 0/4 (0 %), 1 min elapsed",
         "intervene 1/4 (25 %), 36/h, 2 min elapsed, 4.7 min left",
         "intervene 1/4 (25 %), 36/h, 3 min elapsed, 3.7 min left",
@@ -101,7 +106,8 @@ def test_what_an_earlier_session_did_is_done_and_tells_nothing_of_the_speed(
         work(50)
         clock.wait(20)
     assert _told(console)[0].startswith("train 700/1000 (70 %), 0 s elapsed")
-    assert _told(console)[1] == "train 850/1000 (85 %), 5.0/s, 30 s elapsed, 10 s left"
+    assert _told(console)[1] == "train 800/1000 (80 %), 8 s elapsed"
+    assert _told(console)[2] == "train 850/1000 (85 %), 5.0/s, 30 s elapsed, 10 s left"
 
 
 def test_where_parts_differ_their_weights_tell_how_much_is_left(clock: Clock) -> None:
@@ -113,9 +119,24 @@ def test_where_parts_differ_their_weights_tell_how_much_is_left(clock: Clock) ->
         clock.wait(200)
     # The last two are a fifth of all: 100 seconds, long over.
     assert (
-        _told(console)[1]
+        _told(console)[2]
         == "figures 1/3 (33 %), 9.0/h, 10 min elapsed, 0 s left: long, short"
     )
+
+
+def test_before_the_first_batch_is_done_the_tokens_that_were_read_are_told(
+    clock: Clock,
+) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    read = [500]
+    with progress(console, 30, "evaluate", 4, tokens=lambda: read[0]) as work:
+        clock.wait(1)
+        read[0] += 2048
+        clock.wait(9)
+        work(1)
+        clock.wait(30)
+    first, second, *_ = _told(console)
+    assert "2,048 tokens" in first and "tokens" not in second
 
 
 @pytest.mark.parametrize(

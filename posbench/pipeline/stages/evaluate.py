@@ -46,7 +46,10 @@ def run(config: Config, run: Run) -> None:
     facts["questions"] = _questions_checksum(run.evaluation)
     run.out.write_json(PROMPTS, facts)
     rows_by_method = scored_replies(run, FILE, run.methods(), encoded)
-    run.out.mark(FILE, key=unmodified_key, done=True)
+    stopped = run.deadline.stopped if run.deadline else None
+    if stopped:
+        run.out.mark(STAGE, stopped=stopped)
+    run.out.mark(FILE, key=unmodified_key, done=not stopped)
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
     all_rows = [row for rows in rows_by_method.values() for row in rows]
@@ -62,7 +65,8 @@ def run(config: Config, run: Run) -> None:
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
     """Write the replies under a method as the benchmark's leaderboard takes them, where it has one."""
     outputs = {row["id"]: str(row["output"]) for row in rows}
-    replies = [(example, outputs[example.id]) for example in run.evaluation]
+    asked = [example for example in run.evaluation if example.id in outputs]
+    replies = [(example, outputs[example.id]) for example in asked]
     for name, text in run.task.submission(replies).items():
         path = run.out.path / "submission" / method / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,688 @@
+"""From a budget to the sizes of a run: what is asked, chosen from the measured speed of this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rich.console import Console
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.files.atomic import write_json
+from posbench.files.parse import read_json
+from posbench.model.load import (
+    CheckpointReader,
+    load_without_weights,
+    read_checkpoint,
+    torch_device,
+)
+from posbench.model.precision import bfloat16_speedup, has_bfloat16
+from posbench.pipeline.config import Config, Stage
+from posbench.pipeline.estimate import estimate_run, measure_speed
+from posbench.pipeline.prepare import build_run
+from posbench.run.base import Run
+from posbench.run.budget import Budget, Stopwatch, half_width
+from posbench.run.cost import Costs, Speed, WorkEstimate
+from posbench.run.progress import SECONDS_PER_UNIT, duration
+from posbench.schema import no_other_keys
+from posbench.tasks.base import num_questions
+from posbench.tasks.items import GoldPositionTask
+
+T = TypeVar("T")
+
+ENOUGH_QUESTIONS = 30
+"""Questions at each position below which fewer positions, then fewer items are taken: half an interval is 17 points."""
+MIN_ITEMS = 10
+"""Items of a prompt that a budget leaves at least: gold positions need room."""
+FEW_POSITIONS = 3
+"""Gold positions that a budget leaves at least: first, middle, last."""
+SEARCH_SHARE = 0.4
+INTERVENE_SHARE = 0.15
+"""Shares of a budget that the search and the attention maps may take, where less can be asked of them."""
+MIN_CALIBRATION = 6
+MIN_INTERVENE = 2
+"""Calibration prompts, and questions per gold position whose attention is measured, that a budget leaves at least;
+where the latter take more than their share, the stage is left out."""
+USED_SHARE = 0.85
+"""Of the time that is left, the share that is planned with: speeds vary."""
+ROUND_SECONDS = 45.0
+ROUND_SHARE = 0.05
+"""A round of questions takes at most so many seconds, and this share of the budget."""
+PROBED_QUESTIONS = 4
+"""Questions from which the work of more is estimated."""
+COUNTED_CHARACTERS = 10_000
+"""Characters of the prompts of a stage that are tokenised for each of the sizes that are compared."""
+MEASURED_TOKENS = 1024
+PROBED_TOKENS = 64
+MEASURING_SHARE = 0.05
+"""Tokens of a batch that is timed, of one before a long run, and the share of the budget after which timing ends."""
+CLEAR_SPEEDUP = 1.3
+"""How many times as fast bfloat16 has to be."""
+LONG_RUN_SECONDS = 3600.0
+LIGHT_PARAMETERS = 10_000_000
+"""A model with fewer parameters is not timed before a run without a budget: an hour of it is rare."""
+SUGGESTED_BUDGETS = ("10min", "30min", "1h", "2h", "4h", "8h", "1d")
+
+
+@no_other_keys
+@dataclass(frozen=True)
+class BudgetPlan:
+    """What was chosen for a budget; a run that is killed goes on with it.
+
+    Attributes:
+        budget: The budget, as typed.
+        settings: The chosen settings, by dotted key.
+        questions: Questions at each position that are expected.
+        positions: Number of gold positions; 0 where the task has none.
+        seconds: Seconds of the run as a whole, as estimated; None: no time was measured.
+        prompts: Prompts of all stages, as estimated.
+        operation: Measured seconds per operation of a prefill.
+        step: Measured seconds per step of generation.
+        note: What was decided about the precision.
+    """
+
+    budget: str
+    settings: Mapping[str, Any]
+    questions: int
+    positions: int = 0
+    seconds: float | None = None
+    prompts: int = 0
+    operation: float | None = None
+    step: float | None = None
+    note: str = ""
+
+    def lines(self) -> list[str]:
+        """Return what is printed of the choice."""
+        width = 100 * half_width(self.questions)
+        places = f" at each of {self.positions} positions" if self.positions else ""
+        questions = (
+            "1 question" if self.questions == 1 else f"{self.questions} questions"
+        )
+        lines = [
+            f"budget {self.budget}: {questions}{places}, {self.prompts} prompts in all; "
+            f"95 % intervals of at most +-{width:.0f} points"
+        ]
+        if self.settings:
+            lines.append(f"budget: chosen {spelled(self.settings)}")
+        if self.note:
+            lines.append(f"budget: {self.note}")
+        if self.seconds is not None:
+            lines.append(
+                f"budget: about {duration(self.seconds)} expected, at most {self.budget}"
+            )
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the provenance of the run records."""
+        facts = asdict(self)
+        facts["settings"] = spelled(self.settings)
+        return facts
+
+
+def spelled(settings: Mapping[str, Any]) -> str:
+    """Spell settings as a command line has them."""
+    return " ".join(f"{key}={_spelled_value(value)}" for key, value in settings.items())
+
+
+def _spelled_value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return shlex.quote(json.dumps(value, separators=(",", ":")))
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return a config with other values under dotted keys ``group.field``, or with other ``stages``."""
+    for key, value in settings.items():
+        if key == "stages":
+            raw = {**config.raw, "stages": list(value)}
+            config = replace(config, stages=tuple(value), raw=raw)
+            continue
+        group, name = key.split(".")
+        config = config.with_fields(group, {name: _as_field(value)})
+    return config
+
+
+def _as_field(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+# Arithmetic
+
+
+def most_questions(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the most questions, at most ``limit``, that fit; 0 where not one does.
+
+    Args:
+        fits: Whether so many fit; if some do, so do fewer.
+        limit: The most that are asked.
+    """
+    low = 0
+    high = limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def choose(
+    options: Iterator[T] | Sequence[T],
+    cost: Callable[[T, int], float],
+    limit: int,
+    available: float,
+    enough: int = ENOUGH_QUESTIONS,
+) -> tuple[T, int] | None:
+    """Choose between larger prompts and more questions.
+
+    Args:
+        options: Ways to ask, the best first.
+        cost: What so many questions asked in a way cost; rises with their number.
+        limit: The most questions that are asked.
+        available: What they may cost.
+        enough: So many questions are wanted before prompts are larger.
+
+    Returns:
+        The first way in which enough questions fit, else that in which most do, and the number of questions
+        that fit; None where not one fits in any.
+    """
+    best: tuple[T, int] | None = None
+    for option in options:
+
+        def fits(questions: int, option: T = option) -> bool:
+            return cost(option, questions) <= available
+
+        questions = most_questions(fits, limit)
+        if questions >= min(enough, limit):
+            return option, questions
+        if questions and (best is None or questions > best[1]):
+            best = option, questions
+    return best
+
+
+# Refusals
+
+
+def check_budget(config: Config) -> None:
+    """Refuse a budget for a run whose work is not known before it is done.
+
+    Raises:
+        UserError: That, in one line.
+    """
+    budget = config.budget
+    assert budget is not None
+    if config.study or not config.uses_model:
+        name = config.study_name
+        allowed = f"null: what study {name} takes cannot be divided beforehand"
+        raise UserError(
+            "budget", budget.text, allowed, "set the sizes of the study: study.KEY=..."
+        )
+    if budget.prompts:
+        return
+    hint = "set budget=500prompts, or leave it out"
+    if config.model.base_url:
+        allowed = (
+            "a number of prompts for a served model, whose speed is not ours to plan"
+        )
+        raise UserError("budget", budget.text, allowed, hint)
+    if config.runtime.workers > 1:
+        allowed = (
+            "a number of prompts where processes share out a run (runtime.workers)"
+        )
+        raise UserError("budget", budget.text, allowed, hint)
+
+
+# Choosing
+
+
+class _Option(NamedTuple):
+    """A way to ask, with what it costs.
+
+    Attributes:
+        settings: What it sets, by dotted key.
+        fixed: Cost of search and attention maps.
+        per_question: Cost of a question at all positions under all methods.
+        prompts: Prompts of search and attention maps, and of a question.
+    """
+
+    settings: Mapping[str, Any]
+    fixed: float
+    per_question: float
+    prompts: tuple[int, int]
+
+    def cost(self, questions: int) -> float:
+        return self.fixed + questions * self.per_question
+
+
+Price = Callable[[WorkEstimate], float]
+"""What some work costs: seconds, or prompts."""
+
+
+class Chooser:
+    """Chooses the sizes of a run for a budget.
+
+    Args:
+        config: The run, fitted to its model.
+        reader: Its model without weights; None for a served one.
+        price: What work costs.
+        total: What the whole budget is worth in the same unit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reader: CheckpointReader | None,
+        price: Price,
+        total: float,
+    ) -> None:
+        self.config = config
+        self.price = price
+        self.total = total
+        self.text = config.budget.text if config.budget else ""
+        self._lm = None
+        if reader and not config.model.base_url:
+            self._lm = load_without_weights(config.model, reader, config.runtime.device)
+
+    @property
+    def limit(self) -> int:
+        """The most questions that the run would ask at each position."""
+        return self.config.task.limit or num_questions(self.config.task.evaluation())
+
+    def options(self) -> Iterator[_Option]:
+        """Yield the ways to ask: all positions of whole prompts first, then fewer, then fewer items."""
+        for settings in self._task_settings():
+            yield self._price_option(settings)
+
+    def choose(self, available: float) -> tuple[_Option, int] | None:
+        """Return the way to ask, and the questions that fit; None where not one does."""
+        return choose(
+            self.options(),
+            lambda option, questions: option.cost(questions),
+            self.limit,
+            available,
+        )
+
+    def _is_typed(self, key: str) -> bool:
+        return key in self.config.typed
+
+    def _task_settings(self) -> Iterator[dict[str, Any]]:
+        settings = dict[str, Any]()
+        yield dict(settings)
+        task = self.config.task
+        if not isinstance(task, GoldPositionTask):
+            return
+        positions = task.positions
+        if len(positions) > FEW_POSITIONS and not self._is_typed("task.positions"):
+            few = [positions[0], positions[len(positions) // 2], positions[-1]]
+            settings["task.positions"] = few
+            yield dict(settings)
+        items_field, calibration_field = task.sizes
+        if self._is_typed(f"task.{items_field}") or not _moves_items(task):
+            return
+        items = task.items
+        while items > MIN_ITEMS:
+            items = max(items // 2, MIN_ITEMS)
+            settings[f"task.{items_field}"] = items
+            typed = self._is_typed(f"task.{calibration_field}")
+            if task.calibration_items > items and not typed:
+                settings[f"task.{calibration_field}"] = items
+            try:
+                smaller = with_settings(self.config, settings).task
+            except UserError:
+                return  # gold positions that lie outside of so few items
+            if [source.id for source in smaller.files()] != [
+                source.id for source in task.files()
+            ]:
+                return  # another file, which would have to be downloaded
+            yield dict(settings)
+
+    def _price_option(self, settings: Mapping[str, Any]) -> _Option:
+        """Choose search and attention maps beside these settings of the task, and price all of it."""
+        chosen = dict(settings)
+        stages = self.config.stages
+        fixed = 0.0
+        fixed_prompts = 0
+        if "search" in stages:
+            cost, prompts = self._shrink(chosen, "search", self._search_steps(chosen))
+            fixed += cost
+            fixed_prompts += prompts
+        if "intervene" in stages:
+            steps = self._intervene_steps()
+            cost, prompts = self._shrink(chosen, "intervene", steps)
+            if cost > INTERVENE_SHARE * self.total and not self._is_typed("stages"):
+                chosen.pop("runtime.intervene_examples", None)
+                chosen["stages"] = [stage for stage in stages if stage != "intervene"]
+            else:
+                fixed += cost
+                fixed_prompts += prompts
+        per_question = 0.0
+        prompts_per_question = 0
+        if "evaluate" in stages:
+            questions = min(PROBED_QUESTIONS, self.limit)
+            cost, prompts = self._price_stage(chosen, "evaluate", questions)
+            if self._lm:
+                # So few prompts go through the model one round at a time.
+                round_questions = self.round_questions(cost / questions)
+                if round_questions and round_questions < questions:
+                    questions = round_questions
+                    cost, prompts = self._price_stage(chosen, "evaluate", questions)
+            per_question = cost / questions
+            prompts_per_question = -(-prompts // questions)
+        return _Option(
+            chosen, fixed, per_question, (fixed_prompts, prompts_per_question)
+        )
+
+    def round_questions(self, seconds_per_question: float) -> int | None:
+        """Return the questions of a round; None where all are one."""
+        seconds = min(ROUND_SECONDS, ROUND_SHARE * self.total)
+        questions = max(int(seconds / max(seconds_per_question, 1e-9)), 1)
+        return questions if questions < self.limit else None
+
+    def _shrink(
+        self,
+        chosen: dict[str, Any],
+        stage: Stage,
+        steps: Iterator[Mapping[str, Any]],
+    ) -> tuple[float, int]:
+        """Take the first step that fits into the share of a stage, else the last; return its cost and prompts."""
+        shares: dict[Stage, float] = {
+            "search": SEARCH_SHARE,
+            "intervene": INTERVENE_SHARE,
+        }
+        cost = 0.0
+        prompts = 0
+        taken: Mapping[str, Any] = {}
+        for step in steps:
+            taken = step
+            cost, prompts = self._price_stage({**chosen, **step}, stage, self.limit)
+            if cost <= shares[stage] * self.total:
+                break
+        chosen.update(taken)
+        return cost, prompts
+
+    def _search_steps(self, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield ever smaller searches: each number of it halved, down to what it needs."""
+        config = with_settings(self.config, chosen)
+        sizes = {
+            f"search.{name}": (int(getattr(config.search, name)), smallest)
+            for name, smallest in config.search.smallest.items()
+        }
+        if hasattr(config.task, "calibration_examples"):
+            count = config.task.calibration_examples
+            sizes["task.calibration_examples"] = (count, MIN_CALIBRATION)
+        task = config.task
+        if isinstance(task, GoldPositionTask) and not task.calibration_positions:
+            items_field, calibration_field = task.sizes
+            items = task.calibration_items
+            if calibration_field != items_field:
+                smallest = min(items, task.items)
+                sizes[f"task.{calibration_field}"] = (items, smallest)
+        sizes = {key: size for key, size in sizes.items() if not self._is_typed(key)}
+        divisor = 1
+        settings = dict[str, Any]()
+        while True:
+            yield dict(settings)
+            divisor *= 2
+            smaller = {
+                key: min(value, max(value // divisor, smallest))
+                for key, (value, smallest) in sizes.items()
+            }
+            changed = {k: v for k, v in smaller.items() if v != sizes[k][0]}
+            if changed == settings:
+                return
+            settings = changed
+
+    def _intervene_steps(self) -> Iterator[dict[str, Any]]:
+        """Yield ever fewer questions whose attention is measured."""
+        yield {}
+        if self._is_typed("runtime.intervene_examples"):
+            return
+        count = min(self.config.runtime.intervene_examples, self.limit)
+        while count > MIN_INTERVENE:
+            count = max(count // 2, MIN_INTERVENE)
+            yield {"runtime.intervene_examples": count}
+
+    def _price_stage(
+        self, settings: Mapping[str, Any], stage: Stage, questions: int
+    ) -> tuple[float, int]:
+        """Return the cost and the prompts of one stage with so many questions at each position."""
+        config = with_settings(self.config, settings)
+        factor = 1.0
+        if stage == "intervene":
+            asked = min(questions, config.runtime.intervene_examples)
+            questions = min(asked, PROBED_QUESTIONS)
+            factor = asked / questions
+        config = with_settings(config, {"task.limit": questions})
+        if config.model.base_url:
+            prompts = len(config.task.evaluation())
+            return float(prompts), prompts
+        # Of all stages: a search stands for the constants of the method.
+        run = build_run(config, Console(quiet=True))
+        assert self._lm is not None, "the model of this machine was outlined"
+        run.lm = self._lm
+        stage_alone = replace(config, stages=(stage,))
+        works = estimate_run(stage_alone, run, characters=COUNTED_CHARACTERS)
+        estimates = [work.times(factor) for work in works]
+        if stage == "search" and not estimates:
+            name = config.raw["search"]["name"]
+            allowed = f"null: what search {name} takes cannot be told beforehand"
+            hint = "leave the budget out, or choose search=channel"
+            raise UserError("budget", self.text, allowed, hint)
+        cost = sum(self.price(work) for work in estimates)
+        return cost, sum(work.prompts for work in estimates)
+
+
+def _moves_items(task: GoldPositionTask) -> bool:
+    """Whether the prompts of a task hold several items."""
+    examples = replace(task, limit=1).evaluation()
+    return bool(examples) and len(examples[0].items) > 1
+
+
+# From a budget to a plan
+
+
+def plan_run(
+    config: Config,
+    reader: CheckpointReader | None,
+    console: Console,
+    watch: Stopwatch,
+) -> tuple[BudgetPlan, Run | None]:
+    """Choose the sizes of a run for its budget.
+
+    Args:
+        config: The run, with a budget.
+        reader: Its model without weights; None for a served one.
+        console: Where progress goes.
+        watch: Measures this session.
+
+    Returns:
+        The plan, and the run whose model was timed; None where none was.
+
+    Raises:
+        UserError: The budget is too small, or the run's work is not known beforehand.
+    """
+    check_budget(config)
+    budget = config.budget
+    assert budget is not None
+    if budget.prompts:
+        chooser = Chooser(
+            config, reader, lambda work: float(work.prompts), float(budget.prompts)
+        )
+        return _make_plan(chooser, budget, float(budget.prompts), 0.0, None, ""), None
+    assert reader is not None and budget.seconds is not None
+    settings, note = _precision(config, reader)
+    config = with_settings(config, settings)
+    run, speed, costs = time_model(
+        config, reader, console, MEASURING_SHARE * budget.seconds
+    )
+    spent = watch.seconds + watch.report_seconds(budget.seconds)
+    total = max(budget.seconds - spent, 0.0)
+    chooser = Chooser(config, reader, lambda work: speed.seconds(costs, work), total)
+    plan = _make_plan(chooser, budget, USED_SHARE * total, spent, speed, note)
+    return replace(plan, settings={**settings, **plan.settings}), run
+
+
+def time_model(
+    config: Config, reader: CheckpointReader, console: Console, max_seconds: float
+) -> tuple[Run, Speed, Costs]:
+    """Load a run's model, and time it on a few short prompts.
+
+    Returns:
+        The run whose model was timed, its speed, and the model's sizes.
+    """
+    costs = Costs.of(load_without_weights(config.model, reader, config.runtime.device))
+    few = with_settings(config, {"task.limit": min(config.task.limit or 2, 2)})
+    run = build_run(few, console)
+    speed = measure_speed(run, costs, MEASURED_TOKENS, max_seconds)
+    return run, speed, costs
+
+
+def _make_plan(
+    chooser: Chooser,
+    budget: Budget,
+    available: float,
+    spent: float,
+    speed: Speed | None,
+    note: str,
+) -> BudgetPlan:
+    """The plan of what is available in the chooser's unit."""
+    config = chooser.config
+    chosen = chooser.choose(available)
+    if chosen is None:
+        least = min(option.cost(1) for option in chooser.options())
+        needed = f"about {least:.0f} prompts"
+        hint = f"set budget={-(-least // 10) * 10:.0f}prompts"
+        if budget.seconds:
+            seconds = (least / USED_SHARE + spent) / (1 - ROUND_SHARE)
+            needed = f"about {duration(seconds)}"
+            hint = f"set budget={_round_up(seconds)}"
+        allowed = f"{needed}, for one question at each position"
+        hint += ", or smaller prompts"
+        if "search" in config.stages:
+            hint += ", or method=none, for which nothing is searched"
+        raise UserError("budget", budget.text, allowed, hint)
+    option, questions = chosen
+    settings = dict(option.settings)
+    typed_limit = "task.limit" in config.typed
+    if not typed_limit and questions < chooser.limit:
+        settings["task.limit"] = questions
+    planned = chooser.limit if typed_limit else questions
+    if budget.seconds and "runtime.round_questions" not in config.typed:
+        per_round = chooser.round_questions(option.per_question)
+        if per_round and per_round < planned:
+            settings["runtime.round_questions"] = per_round
+    fixed_prompts, prompts_per_question = option.prompts
+    task = with_settings(config, settings).task
+    is_placed = isinstance(task, GoldPositionTask) and _moves_items(task)
+    return BudgetPlan(
+        budget=budget.text,
+        settings=settings,
+        questions=questions,
+        positions=len(task.gold_positions) if is_placed else 0,  # type: ignore[attr-defined]
+        seconds=spent + option.cost(questions) if budget.seconds else None,
+        prompts=fixed_prompts + questions * prompts_per_question,
+        operation=speed.operation if speed else None,
+        step=speed.step if speed else None,
+        note=note,
+    )
+
+
+def _round_up(seconds: float) -> str:
+    """The smallest suggested budget that holds so many seconds."""
+    for text in SUGGESTED_BUDGETS:
+        if (Budget.parse(text).seconds or 0) >= seconds:
+            return text
+    return f"{-(-seconds // SECONDS_PER_UNIT['d']):.0f}d"
+
+
+def _precision(config: Config, reader: CheckpointReader) -> tuple[dict[str, Any], str]:
+    """The precision that a budget chooses on a CPU, and in words why; nothing where there is no choice."""
+    model = config.model
+    is_embedded = model.path.startswith(paths.EMBEDDED)
+    on_cpu = torch_device(config.runtime.device).type == "cpu"
+    if model.dtype != "auto" or is_embedded or not on_cpu or not has_bfloat16():
+        return {}, ""
+    speedup = bfloat16_speedup(reader.facts.get_text_config().hidden_size)
+    ratio = f"a product takes 1/{speedup:.1f} of its time in float32"
+    if speedup < CLEAR_SPEEDUP:
+        return {}, f"float32, as bfloat16 is not clearly faster here ({ratio})"
+    return {"model.dtype": "bfloat16"}, (
+        f"bfloat16, faster on this processor ({ratio}); study=precision measures what it changes"
+    )
+
+
+# Long runs
+
+
+def describe_long_run(config: Config, run: Run) -> str:
+    """Return that a run takes more than an hour on this machine, and a budget that would do; empty if it does not.
+
+    A study, a model of few parameters and a search that cannot be estimated are left out.
+
+    Args:
+        config: The run.
+        run: The same run, its model loaded.
+    """
+    if config.study or config.model.base_url or not config.uses_model:
+        return ""
+    reader = read_checkpoint(config.model)
+    outline = load_without_weights(config.model, reader, config.runtime.device)
+    costs = Costs.of(outline)
+    if costs.parameters < LIGHT_PARAMETERS:
+        return ""
+    few = build_run(
+        with_settings(config, {"task.limit": min(config.task.limit or 1, 1)}),
+        run.console,
+    )
+    few.lm = run.lm
+    speed = measure_speed(few, costs, PROBED_TOKENS, max_seconds=1.0)
+    planned = build_run(config, Console(quiet=True))
+    planned.lm = outline
+    works = estimate_run(config, planned)
+    seconds = sum(speed.seconds(costs, work) for work in works)
+    if seconds < LONG_RUN_SECONDS:
+        return ""
+    line = f"this run takes about {duration(seconds)} on this machine; "
+    for text in SUGGESTED_BUDGETS:
+        total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
+        if total >= seconds:
+            break
+        chooser = Chooser(
+            config, reader, lambda work: speed.seconds(costs, work), total
+        )
+        chosen = chooser.choose(total)
+        if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
+            width = 100 * half_width(chosen[1])
+            return (
+                f"{line}budget={text} asks less: about {chosen[1]} questions at each position, "
+                f"intervals of at most +-{width:.0f} points"
+            )
+    return f"{line}budget=1d would ask what fits into a day"
+
+
+# Records
+
+
+def read_plan(file: Path) -> BudgetPlan | None:
+    """Return the plan that an earlier session of a run chose; None where there is none.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    if not file.is_file():
+        return None
+    hint = f"remove {file}: the sizes are then chosen anew"
+    plan: BudgetPlan = read_json(file, BudgetPlan, hint=hint)
+    return plan
+
+
+def write_plan(file: Path, plan: BudgetPlan) -> None:
+    """Record a plan."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, asdict(plan))

@@ -1,0 +1,376 @@
+"""A budget: what is chosen for it, and that the run is the one that these settings make by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posbench.model import precision
+from posbench.pipeline import budget as module
+from posbench.pipeline.budget import choose, most_questions, read_plan
+from posbench.run.budget import Deadline
+from posbench.run.folder import open_run_dir
+from tests.conftest import Result, run_folders
+from tests.messages import assert_refused
+
+POSBENCH = Callable[..., Result]
+EVALUATE = ["stages=[evaluate,report]", "method=none"]
+
+
+# Arithmetic
+
+
+def test_most_questions_is_what_counting_finds() -> None:
+    for limit in range(8):
+        for most in range(10):
+            counted = [n for n in range(1, limit + 1) if n <= most]
+            found = most_questions(lambda n, most=most: n <= most, limit)
+            assert found == max(counted, default=0)
+
+
+def test_the_choice_is_that_of_trying_everything() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        options = [
+            (rng.randint(0, 30), rng.randint(1, 9)) for _ in range(rng.randint(1, 5))
+        ]
+        limit = rng.randint(1, 20)
+        enough = rng.randint(1, 12)
+        available = rng.randint(1, 90)
+
+        def cost(option: tuple[int, int], questions: int) -> float:
+            fixed, per_question = option
+            return fixed + per_question * questions
+
+        tried = [
+            max(
+                (n for n in range(1, limit + 1) if cost(option, n) <= available),
+                default=0,
+            )
+            for option in options
+        ]
+        wanted = min(enough, limit)
+        satisfying = [i for i, n in enumerate(tried) if n >= wanted]
+        chosen = choose(options, cost, limit, available, enough)
+        if satisfying:
+            best = satisfying[0]
+            assert chosen == (options[best], tried[best])
+        elif max(tried) == 0:
+            assert chosen is None
+        else:
+            assert chosen is not None and chosen[1] == max(tried)
+
+
+# Runs
+
+
+def plan_of(outputs: Path) -> Any:
+    (file,) = outputs.glob("*/.budgets/*.json")
+    return read_plan(file)
+
+
+def rows_of(folder: Path) -> list[str]:
+    rows = open_run_dir(folder).rows("predictions.jsonl")
+    return [json.dumps(row, sort_keys=True) for row in rows]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    """Let rounds fit that are not beyond so many, whatever the time."""
+
+    def fits(self: Deadline, work: float) -> bool:
+        self.__dict__.setdefault("asked_for", 0)
+        self.__dict__["asked_for"] += 1
+        return bool(self.__dict__["asked_for"] < rounds)
+
+    monkeypatch.setattr(Deadline, "fits", fits)
+
+
+def test_a_typed_number_of_questions_stands(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    assert posbench(*small, *EVALUATE, "budget=30prompts").status == 0
+    (folder,) = run_folders(outputs)
+    assert plan_of(outputs).settings == {} and plan_of(outputs).questions == 10
+    assert len(open_run_dir(folder).rows("predictions.jsonl")) == 3 * 12
+
+
+def test_the_same_settings_by_hand_are_the_same_run(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    untyped = [arg for arg in small if not arg.startswith(("task.limit", "stages"))]
+    assert posbench(*untyped, *EVALUATE, "budget=31prompts").status == 0
+    (folder,) = run_folders(outputs)
+    plan = plan_of(outputs)
+    # One method at three positions.
+    assert plan.settings == {"task.limit": 10} and plan.prompts == 30
+    assert len(open_run_dir(folder).rows("predictions.jsonl")) == 30
+    by_hand = shlex.split(module.spelled(plan.settings))
+    again = posbench(*untyped, *EVALUATE, *by_hand)
+    assert again.status == 0 and run_folders(outputs) == [folder]
+    assert json.loads((folder / "provenance.json").read_text())["budget"]["questions"]
+
+
+def test_a_time_is_measured_once_and_its_choice_kept(
+    posbench: POSBENCH,
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = [*small, *EVALUATE, "budget=1h"]
+    first = posbench(*args)
+    assert first.status == 0 and "1h" in first.out, first.err
+    plan = plan_of(outputs)
+    assert plan.questions == 12 and plan.operation > 0
+
+    def never(*given: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("posbench.pipeline.execute.plan_run", never)
+    assert posbench(*args).status == 0
+    assert len(run_folders(outputs)) == 1 and plan_of(outputs) == plan
+
+
+def test_rounds_leave_the_rows_of_one_round(
+    posbench: POSBENCH, small: list[str], outputs: Path, tmp_path: Path
+) -> None:
+    args = [*small, "stages=[intervene,evaluate]", "model.dtype=float64"]
+    args = [arg for arg in args if arg != "model.dtype=float32"]
+    args += ["method.channel=3", "method.factor=0.0", "method.layers=[1,2]"]
+    assert posbench(*args).status == 0
+    assert posbench(*args, "runtime.round_questions=5").status == 0
+    one, other = run_folders(outputs)
+    assert one != other, "rounds move rounding, so the runs are two"
+    for name in ("metrics.csv", "attention.csv"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+
+    def rows(folder: Path) -> list[dict[str, Any]]:
+        found = []
+        for row in open_run_dir(folder).rows("predictions.jsonl"):
+            found.append({k: v for k, v in row.items() if k not in ("run", "sum")})
+        return found
+
+    assert [
+        {k: v for k, v in row.items() if k != "computation"} for row in rows(one)
+    ] == [{k: v for k, v in row.items() if k != "computation"} for row in rows(other)]
+
+
+def test_a_run_that_stops_has_the_numbers_of_a_run_of_so_many_questions(
+    posbench: POSBENCH,
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method = ["method.channel=3", "method.factor=0.0", "method.layers=[1,2]"]
+    args = [*small, "stages=[evaluate,report]", *method, "runtime.round_questions=5"]
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2)
+        stopped = posbench(*args, "budget=1h")
+    assert stopped.status == 0, stopped.err
+    (folder,) = run_folders(outputs)
+    sentence = "10 of 12 questions"
+    assert sentence in stopped.out
+    assert sentence in (folder / "report.html").read_text()
+    assert sentence in (folder / "provenance.json").read_text()
+
+    # The same command shows it, and makes no more.
+    shown = posbench(*args, "budget=1h")
+    assert shown.status == 0 and sentence in shown.out
+    assert len(open_run_dir(folder).rows("predictions.jsonl")) == 2 * 3 * 10
+
+    # A run of ten questions has the same rows but for their ids of the run, and the same table.
+    fewer = [arg for arg in args if not arg.startswith("task.limit")]
+    assert posbench(*fewer, "task.limit=10").status == 0
+    (ten,) = [other for other in run_folders(outputs) if other != folder]
+    assert (ten / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
+
+    def texts(run: Path) -> list[Any]:
+        rows = open_run_dir(run).rows("predictions.jsonl")
+        return [(row["method"], row["id"], row["output"]) for row in rows]
+
+    assert texts(ten) == texts(folder)
+
+    # Without the budget the same run goes on to its end.
+    assert posbench(*args).status == 0
+    assert len(open_run_dir(folder).rows("predictions.jsonl")) == 2 * 3 * 12
+    assert sentence not in (folder / "report.html").read_text()
+    assert sentence not in (folder / "provenance.json").read_text()
+
+
+def test_a_killed_run_goes_on_with_its_choice_and_the_time_that_is_left(
+    posbench: POSBENCH,
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from posbench.run import replies
+
+    args = [*small, *EVALUATE, "runtime.round_questions=3", "budget=1h"]
+    compute = replies.reply_to_batch
+    calls = [0]
+
+    def killed(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return compute(*given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replies, "reply_to_batch", killed)
+        assert posbench(*args).status == 130
+    (folder,) = run_folders(outputs)
+    (folder / ".seconds_used.json").write_text("3000.0")
+    resumed = posbench(*args)
+    assert resumed.status == 0 and "of 1h are left" in resumed.out
+    assert run_folders(outputs) == [folder]
+    alone = [*args[:-1], f"runtime.outputs={outputs / 'alone'}"]
+    from posbench.cli.main import main
+
+    assert main(alone) == 0
+    (plain,) = run_folders(outputs / "alone")
+    assert rows_of(plain) == rows_of(folder)
+
+
+def test_questions_positions_pairs_search_and_maps_are_lowered_but_not_what_is_typed(
+    posbench: POSBENCH, outputs: Path
+) -> None:
+    result = posbench("model=tiny", "budget=60prompts", "task.positions=[0,5,9,13]")
+    assert result.status == 0, result.err
+    plan = plan_of(outputs)
+    assert "task.positions" not in plan.settings
+    assert plan.settings["task.limit"] < 500
+    assert plan.prompts <= 60
+
+
+def test_a_search_finds_the_constants_of_a_run_with_a_budget(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    untyped = [arg for arg in small if not arg.startswith("task.calibration_examples")]
+    result = posbench(*untyped, "budget=1h")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert (folder / "found.yaml").is_file() and (folder / "attention.csv").is_file()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["study=rollout", "budget=10min"], "study"),
+        (["budget=10min", "runtime.workers=2"], "runtime.workers"),
+        (["search=router", "method=moice", "stages=[search,report]", "budget=1h"], ""),
+    ],
+)
+def test_what_cannot_be_divided_beforehand_is_refused(
+    posbench: POSBENCH, args: list[str], named: str
+) -> None:
+    result = posbench("model=tiny", *args)
+    assert result.status == 2
+    assert_refused(result.err, "budget", allowed=named)
+
+
+def test_a_budget_that_is_too_small_names_one_that_does(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    result = posbench(*small, *EVALUATE, "budget=2prompts")
+    assert result.status == 2
+    assert_refused(result.err, "budget", "2prompts", hint="budget=10prompts")
+    assert not run_folders(outputs)
+
+
+def test_what_is_submitted_takes_no_budget(posbench: POSBENCH) -> None:
+    args = ["submit", "model=tiny", "runtime/cluster=local", "budget=10min"]
+    result = posbench(*args, verb=True)
+    assert result.status == 2
+    assert_refused(result.err, "budget", "10min", hint="task.limit")
+
+
+def test_a_sweep_gives_each_job_its_budget(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    untyped = [arg for arg in small if not arg.startswith(("task.limit", "stages"))]
+    result = posbench("-m", *untyped, *EVALUATE, "budget=15prompts,30prompts")
+    assert result.status == 0, result.err
+    sizes = [
+        len(open_run_dir(folder).rows("predictions.jsonl"))
+        for folder in run_folders(outputs)
+    ]
+    assert sorted(sizes) == [15, 30]
+
+
+# Precision
+
+
+def test_bfloat16_is_found_in_the_list_of_instructions(tmp_path: Path) -> None:
+    for line, wanted in {
+        "flags\t\t: fpu avx512_bf16 avx2": True,
+        "flags\t\t: amx_bf16": True,
+        "Features\t: fp asimd bf16": True,
+        "flags\t\t: fpu avx2 avx512f": False,
+        "model name\t: bf16": False,
+    }.items():
+        file = tmp_path / "cpuinfo"
+        file.write_text(f"processor\t: 0\n{line}\n")
+        assert precision.has_bfloat16(file) is wanted
+    assert not precision.has_bfloat16(tmp_path / "absent")
+
+
+def test_the_speed_of_bfloat16_is_that_of_a_product() -> None:
+    def timer(left: torch.Tensor, right: torch.Tensor) -> float:
+        assert left.shape[1] == right.shape[0] == 8
+        return 3.0 if left.dtype == torch.float32 else 2.0
+
+    assert precision.bfloat16_speedup(8, timer) == 1.5
+
+
+@pytest.mark.parametrize(("speedup", "dtype"), [(2.0, "bfloat16"), (1.1, "auto")])
+def test_a_budget_takes_bfloat16_where_it_is_clearly_faster(
+    speedup: float,
+    dtype: str,
+    posbench: POSBENCH,
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(module, "bfloat16_speedup", lambda width: speedup)
+    args = [arg for arg in small if not arg.startswith("model.dtype")]
+    result = posbench(*args, *EVALUATE, "budget=1h")
+    assert result.status == 0 and "bfloat16" in result.out
+    (folder,) = run_folders(outputs)
+    assert open_run_dir(folder).config()["model"]["dtype"] == dtype
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["identity"]["dtype"] == dtype
+
+
+def test_an_embedded_model_stays_float32(
+    posbench: POSBENCH, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(module, "bfloat16_speedup", lambda width: 9.0)
+    result = posbench("model=tiny", *EVALUATE, "task.limit=3", "budget=1h")
+    assert result.status == 0 and "bfloat16" not in result.out
+
+
+# Without a budget
+
+
+def test_a_run_of_hours_says_so_with_a_budget_that_would_do(
+    posbench: POSBENCH,
+    small: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = [*small, *EVALUATE]
+    assert "budget" not in posbench(*args).out
+    monkeypatch.setattr(module, "LIGHT_PARAMETERS", 1)
+    monkeypatch.setattr(module, "LONG_RUN_SECONDS", 1e-9)
+    result = posbench(*args, "task.limit=11")
+    assert result.status == 0 and "budget=" in result.out
