@@ -28,6 +28,7 @@ PAGES = {
         ),
     ],
     "A laptop and an hour": [
+        "docs/real_model",
         "docs/gallery",
         "docs/mechanism",
         "experiments/results/README",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from posbench.late import torch
+from posbench.late import Tensor, torch
 
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -14,7 +14,7 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 PROBED_TOKENS = 256
 PROBED_ROUNDS = 5
 
-Timer = Callable[[torch.Tensor, torch.Tensor], float]
+Timer = Callable[[Tensor, Tensor], float]
 """Seconds of the product of two matrices."""
 
 
@@ -33,7 +33,7 @@ def has_bfloat16(cpu_info: Path = CPU_INFO) -> bool:
     return False
 
 
-def time_product(left: torch.Tensor, right: torch.Tensor) -> float:
+def time_product(left: Tensor, right: Tensor) -> float:
     """Return the shortest of a few times of a product, in seconds; the first one warms up."""
     times = []
     for _ in range(1 + PROBED_ROUNDS):

@@ -92,6 +92,8 @@ USED_TIME = ".seconds_used.json"
 """File of a run folder with a budget: seconds that its sessions took. Hidden, so no part of its results."""
 RECORD_SECONDS = 2.0
 PROBE_TOKENS = 64
+LONG_PROBE_OPERATIONS = 1e11
+"""Operations of a checked prompt from which it is announced: about a second of one core."""
 MAX_LISTED_MODELS = 8
 
 
@@ -537,7 +539,11 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
+        parameters = sum(weight.numel() for weight in run.lm.model.parameters())
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
+            if 2 * parameters * len(ids) > LONG_PROBE_OPERATIONS:
+                message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"
+                run.console.print(message, soft_wrap=True, markup=False)
             with (
                 suppress(torch.OutOfMemoryError),
                 method.applied(run.lm) as lm,

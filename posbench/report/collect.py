@@ -167,8 +167,9 @@ class Entry:
         for item, names in (self.experiment.get("panels") or {}).items():
             for name in names:
                 key = self._find_figure(name)
-                if key:
-                    covers.setdefault(key, []).append(item)
+                # Panels that name one figure of several models find the same one in a run of a single model.
+                if key and item not in covers.setdefault(key, []):
+                    covers[key].append(item)
         for index, result in enumerate(self.results):
             for figure in result.figures:
                 covers.setdefault((index, figure), [])

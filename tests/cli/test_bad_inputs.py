@@ -1328,7 +1328,7 @@ def test_gpu_on_a_machine_without_one(
             (),
             "python tools/printed_tables.py",
         ),
-        (["fetch", "tiny"], "argument", "tiny", "key=value", "posbench --help"),
+        (["fetch", "nope"], "model", "nope", "tiny", ()),
         (["report"], "report", "", "folder", "posbench report DIR"),
         (["report", "/nowhere"], "DIR", "/nowhere", "config.yaml", "posbench ls runs"),
         (["rescore", "/nowhere"], "DIR", "/nowhere", "config.yaml", "posbench ls runs"),

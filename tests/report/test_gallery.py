@@ -256,7 +256,8 @@ def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
         told["experiment"]["panels"] = {
             "Figure 2": ["tiny_b/curve", "absent/curve"],
             "Figure 3": ["tiny_b/theory"],
-            "Figure 4": ["tiny_b/theory", "tiny/nothing"],
+            # twice the same figure, as two names find it in a run of one model
+            "Figure 4": ["tiny_b/theory", "tiny_b/theory", "tiny/nothing"],
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(told))
         open_run_dir(folder).seal("posbench")
