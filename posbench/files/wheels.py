@@ -183,7 +183,9 @@ def _show_download(
 def _downloaded_bytes(folder: Path) -> int:
     """Bytes of the wheels, whole or not, below a folder in which pip is at work."""
     size = 0
-    for file in folder.rglob("*.whl"):
-        with suppress(FileNotFoundError):  # pip moved it meanwhile
+    with suppress(
+        FileNotFoundError
+    ):  # pip removed a folder, or moved the wheel, meanwhile
+        for file in folder.rglob("*.whl"):
             size = max(size, file.stat().st_size)
     return size

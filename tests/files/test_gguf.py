@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +402,16 @@ def test_an_index_without_it_is_one_line(
 def test_a_wheel_that_posbench_does_not_know() -> None:
     with refused("model.path", "wheel://other", allowed="wheel://smollm2"):
         package.load("wheel://other")
+
+
+def test_a_folder_that_pip_removes_while_it_is_looked_at_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole.whl").write_bytes(b"1234")
+
+    def vanishing(folder: Path, pattern: str) -> Iterator[Path]:
+        yield folder / "whole.whl"
+        raise FileNotFoundError(folder / "pip-download-x")
+
+    monkeypatch.setattr(Path, "rglob", vanishing)
+    assert wheels._downloaded_bytes(tmp_path) == 4
