@@ -90,7 +90,7 @@ def hash_paths(raw: Mapping[str, Any], files: Iterable[Content]) -> dict[str, An
         for group in groups:
             node = node.get(group) if isinstance(node, dict) else None
         names_path = isinstance(node, dict) and node.get(name) == source.id
-        if names_path and source.kind in ("path", "gguf"):
+        if names_path and source.is_local:
             node[name] = f"sha256:{short_hash(content_keys, 12)}"
     return data
 

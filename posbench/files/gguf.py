@@ -258,8 +258,11 @@ class Settings:
         """
         from tokenizers import Tokenizer
 
-        whole = self.values.get(TOKENIZER_JSON)
-        backend = Tokenizer.from_str(whole) if whole else self._byte_level_tokenizer()
+        tokenizer_json = self.values.get(TOKENIZER_JSON)
+        if tokenizer_json:
+            backend = Tokenizer.from_str(tokenizer_json)
+        else:
+            backend = self._byte_level_tokenizer()
         pieces = self.values.get("tokenizer.ggml.tokens", ())
         special = {}
         for role, key in SPECIAL_TOKENS.items():
@@ -489,17 +492,17 @@ def _read_model(file: Path, settings: Settings) -> PreTrainedModel:
     Raises:
         UserError: Tensors are missing, or sizes of heads differ.
     """
-    place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     # A bar of transformers' own would cut through posbench's lines.
     with redirect_stderr(io.StringIO()):
-        config = transformers.AutoConfig.from_pretrained(file.parent, **place)
+        config = transformers.AutoConfig.from_pretrained(file.parent, **arguments)
         settings.adjust(config)
         model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            **place,
+            **arguments,
         )
     missing = sorted(loading_info["missing_keys"])
     if missing:

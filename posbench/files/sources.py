@@ -72,6 +72,16 @@ class Source:
     sha256: str = ""
     about: str = ""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a file or folder of the user, not something that is downloaded."""
+        return self.kind in ("path", "gguf")
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether a copy that was converted from a GGUF file is read in its place."""
+        return self.kind in ("gguf", "wheel")
+
 
 @dataclass(frozen=True)
 class File:
@@ -183,7 +193,7 @@ def cached_path(source: Source) -> Path | None:
     if source.kind == "path":
         path = Path(paths.model_path(source.id))
         return path if exists(path) else None
-    if source.kind in ("gguf", "wheel"):
+    if source.is_converted:
         return _converted(source)
     if source.kind == "url":
         file = _url_file(source.id)
@@ -245,7 +255,7 @@ def missing_file(folder: Path) -> str:
 def checkpoint_config(source: Source) -> dict[str, Any]:
     """The config.json of a checkpoint on this machine; empty where that cannot be read."""
     folder = Path(paths.model_path(source.id))
-    if source.kind in ("gguf", "wheel"):
+    if source.is_converted:
         folder = cached_path(source) or folder
     file = folder / "config.json"
     try:
@@ -293,8 +303,8 @@ def list_files(source: Source) -> tuple[str, list[File]]:
         return "", [File(file.name, file.stat().st_size, True)]
     if source.kind == "wheel":
         wheel = wheels.wheel_of(source.id)
-        here = gguf.converted_folder(wheel.file_sha256).exists()
-        return "", [File(wheel.requirement, wheel.size, here)]
+        has_copy = gguf.converted_folder(wheel.file_sha256).exists()
+        return "", [File(wheel.requirement, wheel.size, has_copy)]
     try:
         if source.kind == "url":
             return "", [_url_listing(source)]
@@ -358,7 +368,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         except UserError as error:
             copy = None
             # Without a cause the source was reached, and lacks something.
-            if source.kind not in ("path", "gguf") and error.__cause__:
+            if not source.is_local and error.__cause__:
                 copy = cached_path(source)
             if copy is None:
                 problems.append(error)
@@ -409,7 +419,7 @@ def _is_current(source: Source, commit: str) -> bool:
     try:
         copy = cached_path(source)
     except UserError:
-        if source.kind not in ("gguf", "wheel"):
+        if not source.is_converted:
             raise
         return False  # damaged: it is made again
     return copy is not None and commit in ("", copy.name)
@@ -423,7 +433,7 @@ def _table_cells(source: Source, file: File) -> tuple[str, str, str, str, str]:
         group = "tokenizer"
     state = "missing"
     if file.here:
-        state = "here" if source.kind in ("path", "gguf") else "cached"
+        state = "here" if source.is_local else "cached"
     size = "?" if file.size is None else decimal(file.size)
     return group, source.id, file.name, size, state
 

@@ -397,13 +397,13 @@ class Chooser:
         }
         cost = 0.0
         prompts = 0
-        taken: Mapping[str, Any] = {}
+        smaller_sizes: Mapping[str, Any] = {}
         for step in steps:
-            taken = step
+            smaller_sizes = step
             cost, prompts = self._price_stage({**chosen, **step}, stage, self.limit)
             if cost <= shares[stage] * self.total:
                 break
-        chosen.update(taken)
+        chosen.update(smaller_sizes)
         return cost, prompts
 
     def _search_steps(self, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -455,9 +455,9 @@ class Chooser:
         config = with_settings(self.config, settings)
         factor = 1.0
         if stage == "intervene":
-            asked = min(questions, config.runtime.intervene_examples)
-            questions = min(asked, PROBED_QUESTIONS)
-            factor = asked / questions
+            num_measured = min(questions, config.runtime.intervene_examples)
+            questions = min(num_measured, PROBED_QUESTIONS)
+            factor = num_measured / questions
         config = with_settings(config, {"task.limit": questions})
         if config.model.base_url:
             prompts = len(config.task.evaluation())
@@ -507,7 +507,6 @@ def plan_run(
     Raises:
         UserError: The budget is too small, or the run's work is not known beforehand.
     """
-    check_budget(config)
     budget = config.budget
     assert budget is not None
     if budget.prompts:

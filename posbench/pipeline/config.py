@@ -270,7 +270,7 @@ def _check_files(parts: Mapping[str, Any], faults: Faults) -> None:
     model = parts.get("model")
     if model and (study is None or study.needs_model):
         for source in model.files:
-            if source.kind in ("path", "gguf"):
+            if source.is_local:
                 with faults.collecting():
                     _check_checkpoint(source, model)
     task = parts.get("task")

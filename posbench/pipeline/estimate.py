@@ -44,6 +44,7 @@ TIMED_BATCHES = 3
 TIMED_STEPS = 8
 """Batches that are timed, and tokens that each of them generates."""
 FIRST_TOKENS = 16
+"""Tokens behind which steps of generation are timed, where whole prompts are not read."""
 COUNTED_CHARACTERS = 500_000
 NO_LIMIT = 2**62
 

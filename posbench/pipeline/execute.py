@@ -56,6 +56,7 @@ from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.budget import Budget, Deadline, Stopwatch
 from posbench.run.claim import claim, find
+from posbench.run.cost import Costs
 from posbench.run.folder import (
     AUDIT,
     MIXED,
@@ -539,7 +540,7 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
         method = run.method.trial()
-        parameters = sum(weight.numel() for weight in run.lm.model.parameters())
+        parameters = Costs.of(run.lm).parameters
         for ids in (range(num_tokens), *longest_prompts(run, config.stages)):
             if 2 * parameters * len(ids) > LONG_PROBE_OPERATIONS:
                 message = f"checking {run.lm.name} with its longest prompt, {len(ids):,} tokens"

@@ -107,7 +107,7 @@ def _dequantised(needed: Sequence[Source]) -> list[str]:
     """What it means that weights were quantised, a line for each GGUF file that holds such."""
     lines = []
     for source in needed:
-        if source.kind not in ("gguf", "wheel"):
+        if not source.is_converted:
             continue
         types = set(weight_types(local(source))) - set(UNQUANTISED)
         if types:

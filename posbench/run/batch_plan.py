@@ -214,9 +214,15 @@ class BatchPlan:
     ) -> list[Request]:
         """The requests in the order of rows, which is the same in how many rounds they are asked."""
         order = []
+        # Most subjects ask the same prompts.
+        batches_of_prompts = dict[int, list[list[Example]]]()
         for subject in subjects:
-            batches = self._make_batches(examples, self._prompts[id(subject)], None)
-            order += [Request(subject, e) for batch in batches for e in batch]
+            prompts = self._prompts[id(subject)]
+            if id(prompts) not in batches_of_prompts:
+                batches = self._make_batches(examples, prompts, None)
+                batches_of_prompts[id(prompts)] = batches
+            for batch in batches_of_prompts[id(prompts)]:
+                order += [Request(subject, example) for example in batch]
         return order
 
     def _add_round(
@@ -526,9 +532,9 @@ class BatchPlan:
                 return False
             current = number
             if number and not deadline.fits(tokens[number]):
-                asked = self._examples_before(number)
-                planned = num_questions(self._examples)
-                deadline.stop(number, num_questions(asked), planned)
+                num_asked = num_questions(self._examples_before(number))
+                num_planned = num_questions(self._examples)
+                deadline.stop(number, num_asked, num_planned)
                 return True
             deadline.begin(tokens[number])
             return False
@@ -537,8 +543,8 @@ class BatchPlan:
 
     def _examples_before(self, number: int) -> list[Example]:
         """The examples of the rounds before one, in the order in which the task gives them."""
-        asked = {e.id for questions in self._rounds[:number] for e in questions}
-        return [example for example in self._examples if example.id in asked]
+        ids = {example.id for made in self._rounds[:number] for example in made}
+        return [example for example in self._examples if example.id in ids]
 
     def _keep_rounds_before(
         self, number: int, run: Run, file: str, rows: Sequence[Row]
@@ -551,12 +557,14 @@ class BatchPlan:
             file: Name of the JSON-lines file in its folder.
             rows: The rows that were made, or copied from another run.
         """
-        asked = self._examples_before(number)
+        examples = self._examples_before(number)
         by_key = {(row["method"], row["id"]): row for row in rows}
-        order = self._rows_in_order(self._subjects, asked)
-        kept = [by_key[request.subject.name, request.example.id] for request in order]
-        run.out.write_rows(file, kept)
-        return kept
+        kept_rows = [
+            by_key[request.subject.name, request.example.id]
+            for request in self._rows_in_order(self._subjects, examples)
+        ]
+        run.out.write_rows(file, kept_rows)
+        return kept_rows
 
     def _complete_shard(
         self, run: Run, file: str, stage: str, compute: Compute

@@ -42,8 +42,9 @@ class Budget:
         """
         match = BUDGET.fullmatch(str(value).strip())
         number = float(match[1]) if match else 0.0
-        whole = match is not None and (match[2] != "prompts" or number.is_integer())
-        if match is None or not number or not whole:
+        if match and match[2] == "prompts" and not number.is_integer():
+            match = None
+        if match is None or not number:
             allowed = "a time in s, min, h or d, or a whole number of prompts"
             hint = "set budget=10min, or budget=500prompts"
             raise UserError("budget", value, allowed, hint)
@@ -122,9 +123,10 @@ class Deadline:
         now = progress.clock()
         seconds_per_work = 0.0
         if self._total_work:
-            last = (now - self._round_began) / self._round_work
-            mean = (now - self._began) / self._total_work
-            seconds_per_work = max(last, mean)
+            # Seconds that a unit of work took.
+            last_round = (now - self._round_began) / self._round_work
+            all_rounds = (now - self._began) / self._total_work
+            seconds_per_work = max(last_round, all_rounds)
         needed = seconds_per_work * work + self.watch.report_seconds(self.seconds)
         return self.watch.total + needed <= self.seconds
 

@@ -101,11 +101,13 @@ class ResumableRows:
         num_pending = sum(map(len, pending))
         num_failed = 0
         num_parts = 1
+        is_stopped = False
         with self.progress(
             label, len(all_items), len(all_items) - num_pending
         ) as advance:
             for batch in pending:
                 if stop(batch):
+                    is_stopped = True
                     break
                 parts = _split(batch, num_parts)
                 while parts:
@@ -139,7 +141,7 @@ class ResumableRows:
                             rows[_row_key(row, key_fields)] = row
                     advance(len(part))
         ordered_items = all_items if order is None else order
-        if not num_failed:
+        if is_stopped:
             ordered_items = [item for item in ordered_items if not is_missing(item)]
         return self._ordered(
             file, rows, [key(item) for item in ordered_items], num_failed

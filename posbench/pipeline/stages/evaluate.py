@@ -65,8 +65,8 @@ def run(config: Config, run: Run) -> None:
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
     """Write the replies under a method as the benchmark's leaderboard takes them, where it has one."""
     outputs = {row["id"]: str(row["output"]) for row in rows}
-    asked = [example for example in run.evaluation if example.id in outputs]
-    replies = [(example, outputs[example.id]) for example in asked]
+    # A run that stopped at its budget did not ask all of them.
+    replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
     for name, text in run.task.submission(replies).items():
         path = run.out.path / "submission" / method / name
         path.parent.mkdir(parents=True, exist_ok=True)
