@@ -175,10 +175,15 @@ def execute(
 
 
 def _has_ended(out: RunDir, config: Config) -> bool:
-    """Whether all of a run is made; one that stopped at its budget has no more to make under that budget."""
+    """Whether all of a run is made.
+
+    One that stopped at its budget, or when it had asked enough, has no more to make with that setting.
+    """
     stages = [out.stage(stage) for stage in config.stages]
-    if config.budget is None and any(stage.get("stopped") for stage in stages):
-        return False
+    for stage in stages:
+        may_stop = config.runtime.until if stage.get("decided") else config.budget
+        if stage.get("stopped") and not may_stop:
+            return False
     return out.done and all(stage.get("done") for stage in stages)
 
 

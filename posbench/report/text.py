@@ -73,13 +73,15 @@ def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def describe_stop(status: Mapping[str, Any]) -> str:
-    """How many questions a run asked that stopped at its budget, from its ``status.json``; else empty."""
-    records = status.get("stages", {}).values()
-    stopped = [record["stopped"] for record in records if record.get("stopped")]
-    if not stopped:
-        return ""
-    asked, planned = stopped[0]
-    return f"stopped at the budget: {asked} of {planned} questions"
+    """How many questions a run asked that did not ask all, and why, from its ``status.json``; else empty."""
+    for record in status.get("stages", {}).values():
+        if not record.get("stopped"):
+            continue
+        asked, planned = record["stopped"]
+        if record.get("decided"):
+            return f"stopped when the shape was decided: {asked} of at most {planned} questions"
+        return f"stopped at the budget: {asked} of {planned} questions"
+    return ""
 
 
 def title(

@@ -29,6 +29,7 @@ from posbench.run.progress import Progress, progress
 from posbench.run.prompts import PromptBatcher
 from posbench.run.rows import IncompleteRun, ResumableRows
 from posbench.run.runtime import Runtime
+from posbench.run.sequential import ShapeRule
 from posbench.run.shards import Shard, WorkerPool
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
@@ -80,6 +81,7 @@ class Run:
         main_out: The run's own folder, where ``out`` is that of a shard.
         workers: Processes that make the other shards.
         deadline: When replies must be there, where the run has a budget of time.
+        shape_rule: What tells that enough questions were asked, where the run may stop then.
     """
 
     model: ModelConfig
@@ -99,6 +101,7 @@ class Run:
     main_out: RunDir | None = None
     workers: WorkerPool | None = None
     deadline: Deadline | None = None
+    shape_rule: ShapeRule | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What an old name stands for now, with a warning that says so."""

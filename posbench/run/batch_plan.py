@@ -43,6 +43,7 @@ from posbench.run.proofs import (
 )
 from posbench.run.rows import Stop, go_on, is_out_of_memory
 from posbench.run.runtime import Runtime
+from posbench.run.sequential import ShapeRule
 from posbench.run.shards import finished_keys, merge_rows
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example
@@ -478,6 +479,7 @@ class BatchPlan:
         stage: str,
         compute: Compute,
         deadline: Deadline | None = None,
+        shape_rule: ShapeRule | None = None,
     ) -> list[Row]:
         """Compute every row that a file of the run lacks, and return all rows.
 
@@ -490,6 +492,7 @@ class BatchPlan:
             stage: The stage.
             compute: Rows of a batch.
             deadline: When to stop, at the end of a round of questions.
+            shape_rule: What tells that enough questions were asked, at the end of a round.
         """
         proofs = self._proofs_of(run)
         merge_rows(run.out, file, proofs)
@@ -502,7 +505,9 @@ class BatchPlan:
             if run.workers:
                 run.workers.wait(file)
                 merge_rows(run.out, file, proofs)
-            stop = self._stop_at(deadline) if deadline else go_on
+            stop: Stop = go_on
+            if deadline or shape_rule:
+                stop = self._stop_between_rounds(run, file, deadline, shape_rule)
             rows = run.rows.complete(
                 file,
                 stage,
@@ -513,12 +518,19 @@ class BatchPlan:
                 self.proof,
                 stop,
             )
-            if deadline and deadline.stopped:
-                return self._keep_rounds_before(deadline.stopped_round, run, file, rows)
+            for rule in (shape_rule, deadline):
+                if rule and rule.stopped:
+                    return self._keep_rounds_before(rule.stopped_round, run, file, rows)
             return rows
 
-    def _stop_at(self, deadline: Deadline) -> Stop:
-        """Stop before the first round of questions that no longer fits; the first one of all is always made."""
+    def _stop_between_rounds(
+        self,
+        run: Run,
+        file: str,
+        deadline: Deadline | None,
+        shape_rule: ShapeRule | None,
+    ) -> Stop:
+        """Stop before the first round of questions that is not needed, or no longer fits; the first is always made."""
         tokens = Counter[int]()
         for batch in self.batches:
             for request in batch:
@@ -531,13 +543,22 @@ class BatchPlan:
             if number == current:
                 return False
             current = number
-            if number and not deadline.fits(tokens[number]):
+            ending: ShapeRule | Deadline | None = None
+            if number and shape_rule and shape_rule.is_decided(rows_before(number)):
+                ending = shape_rule
+            elif number and deadline and not deadline.fits(tokens[number]):
+                ending = deadline
+            if ending:
                 num_asked = num_questions(self._examples_before(number))
-                num_planned = num_questions(self._examples)
-                deadline.stop(number, num_asked, num_planned)
+                ending.stop(number, num_asked, num_questions(self._examples))
                 return True
-            deadline.begin(tokens[number])
+            if deadline:
+                deadline.begin(tokens[number])
             return False
+
+        def rows_before(number: int) -> list[Row]:
+            ids = {example.id for example in self._examples_before(number)}
+            return [row for row in run.out.rows(file) if row["id"] in ids]
 
         return stop
 

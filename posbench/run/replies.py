@@ -52,7 +52,7 @@ def scored_replies(
         rows = _served_replies(run, file, subjects, encoded)
     else:
         plan, compute = plan_replies(subjects, encoded)
-        rows = plan.complete(run, file, STAGE, compute, run.deadline)
+        rows = plan.complete(run, file, STAGE, compute, run.deadline, run.shape_rule)
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 

@@ -76,6 +76,9 @@ class Runtime:
     # questions of each subset that are asked, at all positions and under all methods, before the next ones;
     # null: all in one round (moves rounding, too)
     round_questions: Count | None = None
+    # ``decided``: ask no more rounds once the shape of the position bias is known, at an error rate of 5 %
+    # however often that is looked at; null: ask all questions
+    until: Literal["decided"] | None = None
     # memory for prefills that prompts and methods share; null: each prompt is read anew under each method
     # (moves rounding, too)
     share: str | None = "4GiB"
@@ -99,6 +102,10 @@ class Runtime:
             allowed = f"null with runtime.device={self.device}: it spreads over all visible GPUs"
             hint = "set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
             raise UserError("runtime.device_map", self.device_map, allowed, hint)
+        if self.until and not self.round_questions:
+            hint = "set runtime.round_questions=10, too"
+            allowed = "null without runtime.round_questions"
+            raise UserError("runtime.until", self.until, allowed, hint)
         if self.share is not None and not SIZE.fullmatch(self.share):
             allowed = "a size in KiB, MiB or GiB, or null"
             hint = "set runtime.share=4GiB, or runtime.share=null"

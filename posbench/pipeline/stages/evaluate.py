@@ -8,6 +8,7 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv, write_text
+from posbench.late import pd
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
@@ -21,7 +22,10 @@ from posbench.run.replies import (
     prompt_digest,
     scored_replies,
 )
+from posbench.run.sequential import ShapeRule
 from posbench.search.base import note_verdict
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
@@ -31,6 +35,7 @@ FILE = "predictions.jsonl"
 PROMPTS = "prompts.json"
 METRICS = "metrics.csv"
 SUBSETS = "subsets.csv"
+SHAPE = "shape.csv"
 TABLES = (METRICS, SUBSETS)
 
 
@@ -45,11 +50,26 @@ def run(config: Config, run: Run) -> None:
     facts = _prompt_facts(run.evaluation, encoded)
     facts["questions"] = _questions_checksum(run.evaluation)
     run.out.write_json(PROMPTS, facts)
-    rows_by_method = scored_replies(run, FILE, run.methods(), encoded)
-    stopped = run.deadline.stopped if run.deadline else None
-    if stopped:
-        run.out.mark(STAGE, stopped=stopped)
+    methods = run.methods()
+    shape_rule = None
+    if run.runtime.round_questions:
+        shape_rule = ShapeRule(task.metric, next(iter(methods)), run.evaluation)
+    if run.runtime.until:
+        run.shape_rule = shape_rule
+    rows_by_method = scored_replies(run, FILE, methods, encoded)
+    is_decided = bool(run.shape_rule and run.shape_rule.stopped)
+    stopped = next(
+        (
+            rule.stopped
+            for rule in (run.shape_rule, run.deadline)
+            if rule and rule.stopped
+        ),
+        None,
+    )
+    run.out.mark(STAGE, stopped=stopped, decided=is_decided)
     run.out.mark(FILE, key=unmodified_key, done=not stopped)
+    if shape_rule:
+        _write_shape(run, shape_rule.intervals(rows_by_method[shape_rule.method]))
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
     all_rows = [row for rows in rows_by_method.values() for row in rows]
@@ -60,6 +80,16 @@ def run(config: Config, run: Run) -> None:
         if notes:
             reason = f"the model read none of them: {', '.join(notes)}"
         run.console.print(f"evaluate: nothing is scored, {reason}")
+
+
+def _write_shape(run: Run, intervals: Mapping[str, Estimate]) -> None:
+    """Write the intervals of the shape, which hold although a run may stop between its rounds."""
+    rows = [
+        {"contrast": name, **estimate_row(estimate), "n": estimate.n}
+        for name, estimate in intervals.items()
+    ]
+    if rows:
+        write_csv(run.out.path / SHAPE, pd.DataFrame(rows))
 
 
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:

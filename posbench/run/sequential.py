@@ -1,0 +1,104 @@
+"""The rule by which a run asks no more questions than it needs to tell the shape of a position bias."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from posbench.files.atomic import Row
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.sequential import shape_intervals, shape_is_decided
+from posbench.tasks import Example
+
+NEGLIGIBLE_CONTRAST = 0.1
+"""Difference between an end of the prompt and its inner positions below which it need not be told from zero."""
+MIN_POSITIONS = 3
+
+
+class ShapeRule:
+    """Ends the rounds of questions once the shape of the score over the gold position is decided.
+
+    It looks at the replies under one method; the error rate of its intervals holds however often it looks, see
+    :func:`posbench.stats.sequential.confidence_sequence`.
+
+    Args:
+        metric: The score that counts.
+        method: The method whose rows are looked at.
+        examples: The examples in the order in which they are asked.
+
+    Attributes:
+        stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
+        stopped_round: Number of the first round that was not made.
+    """
+
+    def __init__(self, metric: str, method: str, examples: Sequence[Example]) -> None:
+        self.metric = metric
+        self.method = method
+        self.stopped: tuple[int, int] | None = None
+        self.stopped_round = 0
+        self._tuples = tuples_of_examples(examples)
+
+    def is_decided(self, rows: Sequence[Row]) -> bool:
+        """Return whether the rows of the rounds so far decide the shape."""
+        intervals = self.intervals(rows)
+        return bool(intervals) and shape_is_decided(intervals, NEGLIGIBLE_CONTRAST)
+
+    def intervals(self, rows: Sequence[Row]) -> dict[str, Estimate]:
+        """Estimate the contrasts of the shape from rows, those of other methods left out.
+
+        Returns:
+            Contrasts by name, see :func:`posbench.stats.sequential.shape_intervals`; empty without scores at three
+            gold positions or more.
+        """
+        scores = {
+            row["id"]: row["scores"][self.metric]
+            for row in rows
+            if row["method"] == self.method and row.get("scores")
+        }
+        vectors = [
+            [scores[name] for name in ids]
+            for ids in self._tuples
+            if all(name in scores for name in ids)
+        ]
+        return shape_intervals(np.array(vectors)) if vectors else {}
+
+    def stop(self, number: int, asked: int, planned: int) -> None:
+        """Record that round ``number`` is the first that is not made, and how many questions that leaves."""
+        self.stopped = (asked, planned)
+        self.stopped_round = number
+
+
+def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:
+    """Put the examples of a task together that are asked in one go: one at each gold position.
+
+    The n-th examples of all positions are the same question, or, where a task draws others for each position,
+    questions that are independent of one another.
+
+    Args:
+        examples: The examples in the order in which they are asked.
+
+    Returns:
+        Ids, one at each gold position in order, tuple by tuple; none without three positions, or where a question
+        stands in several tuples, which would then depend on each other.
+    """
+    placed = [e for e in examples if e.gold_position is not None]
+    positions = sorted({e.gold_position for e in placed if e.gold_position is not None})
+    if len(positions) < MIN_POSITIONS:
+        return []
+    counts = Counter[tuple[str, int | None]]()
+    tuples: dict[tuple[int, str], dict[int | None, str]] = {}
+    tuple_of_question: dict[str, tuple[int, str]] = {}
+    for example in placed:
+        cell = (example.subset, example.gold_position)
+        key = (counts[cell], example.subset)
+        counts[cell] += 1
+        tuples.setdefault(key, {})[example.gold_position] = example.id
+        if tuple_of_question.setdefault(example.question_id, key) != key:
+            return []
+    return [
+        [ids[position] for position in positions]
+        for _, ids in sorted(tuples.items())
+        if len(ids) == len(positions)
+    ]

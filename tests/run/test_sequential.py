@@ -1,0 +1,75 @@
+"""The rule that ends the rounds of questions: which examples belong together, and what a run does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from posbench.run.folder import open_run_dir
+from posbench.run.sequential import tuples_of_examples
+from posbench.tasks import Example
+from tests.conftest import Result, run_folders
+from tests.messages import assert_refused
+
+POSBENCH = Callable[..., Result]
+EVALUATE = ["stages=[evaluate,report]", "method=none"]
+DECIDE = ["runtime.round_questions=10", "runtime.until=decided"]
+
+
+def example(name: str, position: int | None, cluster: str = "") -> Example:
+    return Example(
+        id=name, prompt="?", answers=("!",), gold_position=position, cluster=cluster
+    )
+
+
+def test_the_nth_examples_of_all_positions_belong_together() -> None:
+    examples = [example(f"{p}-{n}", p) for p in (4, 0, 2) for n in range(3)]
+    assert tuples_of_examples(examples) == [
+        [f"{p}-{n}" for p in (0, 2, 4)] for n in range(3)
+    ]
+    # What is not at every position yet counts when it is.
+    assert len(tuples_of_examples(examples[:-1])) == 2
+    assert tuples_of_examples(examples[:6]) == []
+
+
+def test_tuples_that_share_a_question_are_none() -> None:
+    aligned = [example(f"{p}{c}", p, cluster=c) for p in range(3) for c in "ab"]
+    assert tuples_of_examples(aligned) == [["0a", "1a", "2a"], ["0b", "1b", "2b"]]
+    crossed = [example("0b", 0, "b"), example("0a", 0, "a"), *aligned[2:]]
+    assert tuples_of_examples(crossed) == []
+
+
+def test_a_run_stops_when_the_shape_is_decided(
+    posbench: POSBENCH, outputs: Path
+) -> None:
+    assert posbench(*EVALUATE, *DECIDE).status == 0
+    (folder,) = run_folders(outputs)
+    out = open_run_dir(folder)
+    stage = out.stage("evaluate")
+    asked, planned = stage["stopped"]
+    assert stage["decided"] and asked % 10 == 0 and 20 <= asked < planned == 100
+    rows = out.rows("predictions.jsonl")
+    counts = pd.DataFrame(rows)["gold_position"].value_counts()
+    assert set(counts) == {asked}
+    shape = pd.read_csv(folder / "shape.csv")
+    assert list(shape["contrast"]) == ["primacy", "recency"]
+    assert (shape["n"] == asked).all() and (shape["ci_low"] > 0).all()
+
+    # The same command shows it; without the rule the run goes on, and keeps these rows.
+    repeated = posbench(*EVALUATE, *DECIDE)
+    assert "nothing is computed again" in repeated.out
+    assert "stopped when the shape was decided" in repeated.out
+    assert posbench(*EVALUATE, DECIDE[0]).status == 0
+    assert run_folders(outputs) == [folder]
+    all_rows = {
+        row["id"]: row for row in open_run_dir(folder).rows("predictions.jsonl")
+    }
+    assert len(all_rows) == 9 * 100
+    assert all(all_rows[row["id"]]["output"] == row["output"] for row in rows)
+    assert (pd.read_csv(folder / "shape.csv")["n"] == 100).all()
+
+
+def test_without_rounds_there_is_nothing_to_stop_between(posbench: POSBENCH) -> None:
+    assert_refused(posbench(*EVALUATE, DECIDE[1]).err, "runtime.until")
