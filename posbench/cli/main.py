@@ -60,6 +60,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       a model spread over all GPUs of this machine
 
 Verbs (posbench VERB --help says more):
+  diagnose      whether a model has a position bias, of what shape, where from,
+                what helps, and what it costs: one command, one page
   figures       run many experiments side by side; those without downloaded
                 weights take 17 minutes on two cores
   ls            list what can be chosen: models, tasks, methods, ...
@@ -90,6 +92,7 @@ memory); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 VERBS = {
+    "diagnose": "diagnose",
     "ls": "verbs",
     "fetch": "verbs",
     "validate": "verbs",

@@ -107,6 +107,7 @@ def execute(
     worker_main: WorkerMain | None = None,
     plan: BudgetPlan | None = None,
     watch: Stopwatch | None = None,
+    shows_result: bool = True,
 ) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
@@ -118,6 +119,7 @@ def execute(
         worker_main: What each of ``runtime.workers`` runs; without it this process makes all rows.
         plan: What was chosen for the config's budget, see :func:`apply_budget`.
         watch: Measures this session; None: from now on.
+        shows_result: Whether tables are printed at the end of a run without the stage report.
 
     Returns:
         The run folder.
@@ -132,7 +134,8 @@ def execute(
         damaged = out.damaged()
         if not damaged and _has_ended(out, config):
             console.print("finished before: nothing is computed again")
-            report.show_run(out.path, console)
+            if shows_result:
+                report.show_run(out.path, console)
             return out.path
         if damaged:
             names = ", ".join(damaged)
@@ -167,7 +170,7 @@ def execute(
         if plan:
             _record_end(out, plan, watch)
         out.finish("done", seconds=watch.seconds)
-        if "report" not in config.stages:
+        if shows_result and "report" not in config.stages:
             report.show_run(out.path, console)
         if plan:
             _print_time(plan, watch.total, console)

@@ -24,6 +24,7 @@ from posbench.run.proofs import (
     request_digest,
 )
 from posbench.tasks import Example, Task
+from posbench.tasks.base import num_questions, split_into_rounds
 
 STAGE = "evaluate"
 
@@ -125,18 +126,34 @@ def _served_replies(
             COMPUTATION: computation_digest(run, request.subject.method, decoding),
         }
 
-    requests = [
-        Request(subject, example) for subject in subjects for example in run.evaluation
-    ]
-    return run.rows.complete_each(
-        file,
-        STAGE,
-        requests,
-        key=lambda request: request.key,
-        compute=compute,
-        workers=run.model.concurrency,
-        proof=proof,
-    )
+    def complete(examples: Sequence[Example]) -> list[Row]:
+        requests = [
+            Request(subject, example) for subject in subjects for example in examples
+        ]
+        return run.rows.complete_each(
+            file,
+            STAGE,
+            requests,
+            key=lambda request: request.key,
+            compute=compute,
+            workers=run.model.concurrency,
+            proof=proof,
+        )
+
+    rule = run.shape_rule
+    if rule is None:
+        return complete(run.evaluation)
+    rounds = split_into_rounds(run.evaluation, run.runtime.round_questions)
+    asked: list[Example] = []
+    rows: list[Row] = []
+    for number, questions in enumerate(rounds):
+        if number and rule.is_decided(rows):
+            rule.stop(number, num_questions(asked), num_questions(run.evaluation))
+            break
+        ids = {example.id for example in (*asked, *questions)}
+        asked = [example for example in run.evaluation if example.id in ids]
+        rows = complete(asked)
+    return rows
 
 
 def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:

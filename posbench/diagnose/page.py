@@ -1,0 +1,276 @@
+"""A diagnosis as files: one page, one JSON file, one SVG badge."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posbench.diagnose.outcome import SHAPES, Diagnosis, Pilot, Remedy, points
+from posbench.files.atomic import write_json, write_text
+from posbench.plots.scores import accuracy_by_position
+from posbench.plots.section import Section
+from posbench.report.folder import read_csv
+from posbench.report.page import write_page
+from posbench.run.progress import duration
+from posbench.stats.bootstrap import Estimate, with_interval
+from posbench.stats.verdict import (
+    BIAS,
+    CANNOT_DO,
+    CANNOT_TELL,
+    FIXED,
+    NO_BIAS,
+    NOT_FIXED,
+)
+
+JSON_FILE = "diagnosis.json"
+BADGE_FILE = "badge.svg"
+COLOURS = {
+    NO_BIAS: "#2e7d32",
+    FIXED: "#2e7d32",
+    BIAS: "#c62828",
+    NOT_FIXED: "#c62828",
+    CANNOT_DO: "#616161",
+    CANNOT_TELL: "#616161",
+}
+CHARACTER_WIDTH = 6.6
+"""Pixels of a character of the badge, on average."""
+LABEL = "position bias"
+PILOT_LEVELS = {
+    "in between": "its replies can show a position bias",
+    "floor": "the model is at the floor",
+    "ceiling": "the model is at the ceiling",
+    "cut": "replies are cut before an answer",
+}
+
+
+def write_diagnosis(diagnosis: Diagnosis, folder: Path, command: str) -> Path:
+    """Write the page, the JSON file and the badge of a diagnosis.
+
+    Args:
+        diagnosis: The diagnosis.
+        folder: Where they go.
+        command: The command line.
+
+    Returns:
+        The path of the page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = _plain(diagnosis.as_data()) | {"command": command}
+    write_json(folder / JSON_FILE, data)
+    write_text(folder / BADGE_FILE, badge(diagnosis.verdict))
+    title = f"{diagnosis.model}, {diagnosis.task}: diagnosis"
+    sections = [section for section in _sections(diagnosis) if section]
+    return write_page(
+        folder,
+        title,
+        diagnosis.headline,
+        sections,
+        [diagnosis.model],
+        provenance={"command": command, "seconds": dict(diagnosis.seconds)},
+    )
+
+
+def badge(verdict: str) -> str:
+    """A badge with the verdict, as SVG."""
+    left = len(LABEL) * CHARACTER_WIDTH + 12
+    right = len(verdict) * CHARACTER_WIDTH + 12
+    colour = COLOURS[verdict]
+    text = html.escape(verdict)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right:.0f}" height="20" role="img" '
+        f'aria-label="{LABEL}: {text}">'
+        f"<title>{LABEL}: {text}</title>"
+        f'<rect width="{left:.0f}" height="20" fill="#444"/>'
+        f'<rect x="{left:.0f}" width="{right:.0f}" height="20" fill="{colour}"/>'
+        '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" text-anchor="middle">'
+        f'<text x="{left / 2:.0f}" y="14">{LABEL}</text>'
+        f'<text x="{left + right / 2:.0f}" y="14">{text}</text></g></svg>\n'
+    )
+
+
+def lines(diagnosis: Diagnosis) -> list[str]:
+    """The diagnosis for a terminal, a line for each part."""
+    result = [diagnosis.headline]
+    if diagnosis.source:
+        result.append(f"source: {diagnosis.source}")
+    elif diagnosis.source_note:
+        result.append(f"source: not looked for, {diagnosis.source_note}")
+    if diagnosis.winner:
+        best = diagnosis.remedies[0]
+        gain = f", {_nats(best.gain)}" if best.gain else ""
+        result.append(
+            f"remedy: {diagnosis.winner}{gain}; on held-back questions: {diagnosis.held_back}"
+        )
+    elif diagnosis.remedies_note:
+        result.append(f"remedy: {diagnosis.remedies_note}")
+    total = duration(diagnosis.total_seconds)
+    prompts = sum(diagnosis.prompts.values())
+    result.append(f"cost: {prompts:,} prompts, {total}")
+    result.append(f"next: {diagnosis.next or 'nothing is left to do'}")
+    return result
+
+
+def _sections(diagnosis: Diagnosis) -> list[Section | None]:
+    return [
+        _shape_section(diagnosis),
+        _source_section(diagnosis),
+        _remedy_section(diagnosis),
+        _held_back_section(diagnosis),
+        _pilot_section(diagnosis),
+        _cost_section(diagnosis),
+        Section("Next", block=diagnosis.next or "nothing is left to do"),
+    ]
+
+
+def _figure(folder: str, name: str, caption: str) -> Mapping[str, Any]:
+    metrics = read_csv(Path(folder) / "metrics.csv")
+    if metrics is None:
+        return {}
+    return {name: (accuracy_by_position(metrics), caption)}
+
+
+def _shape_section(diagnosis: Diagnosis) -> Section | None:
+    """Which shape the score over the gold position has."""
+    shape = diagnosis.shape
+    if shape is None:
+        return None
+    text = (
+        f"{shape.name}: {SHAPES[shape.name]}. Questions were asked in rounds, all positions of each, until the "
+        "shape was decided or the time was over; the intervals below hold at any such time (95 %, both together)."
+    )
+    labels = {
+        "primacy": "first minus inner positions",
+        "recency": "last minus inner positions",
+    }
+    rows = [
+        [labels[name], points(value), str(value.n)]
+        for name, value in shape.contrasts.items()
+    ]
+    caption = (
+        "Score over the gold position; bands: 95 % for a fixed number of questions."
+    )
+    return Section(
+        "Shape",
+        text,
+        ["contrast", "points", "questions"],
+        rows,
+        _figure(diagnosis.runs["shape"], "shape", caption),
+    )
+
+
+def _source_section(diagnosis: Diagnosis) -> Section | None:
+    """Which interventions on the gold item close the gap."""
+    source = diagnosis.source
+    if source is None:
+        if not diagnosis.source_note:
+            return None
+        return Section("Source", f"Not looked for: {diagnosis.source_note}.")
+    text = (
+        f"{str(source)[0].upper()}{str(source)[1:]}. The gap is {100 * source.gap:.0f} points: the better end minus the inner "
+        "positions. Each intervention changes the gold item alone, at every position; a source is named where it "
+        "closes a third of the gap or more, its interval above zero and above that of another item (the control). "
+        "What is named contributes in this task; it need not be the only source, nor the one on other prompts."
+    )
+    if diagnosis.source_note:
+        text += f" {diagnosis.source_note.capitalize()}."
+    labels = {
+        "crop": "mask of the gold item cropped in early layers",
+        "pe_to_beginning": "its position ids moved to the first item",
+        "pe_to_end": "its position ids moved to the last item",
+        "crop_other": "mask of another item cropped (control)",
+    }
+    rows = [
+        [labels.get(name, name), points(value), str(value.n)]
+        for name, value in source.effects.items()
+    ]
+    header = ["intervention", "change at inner positions, points", "n"]
+    return Section("Source", text, header, rows)
+
+
+def _remedy_section(diagnosis: Diagnosis) -> Section | None:
+    """The race of the methods."""
+    if not diagnosis.remedies:
+        if not diagnosis.remedies_note:
+            return None
+        return Section("Remedies", f"None was tried: {diagnosis.remedies_note}.")
+    text = (
+        "Loss of the right answer on calibration prompts, with the gold item inside the prompt: the methods that fall "
+        "behind drop out after the first prompts. Time: of reading a prompt, beside the unmodified model in turn."
+    )
+    if diagnosis.remedies_note:
+        text = f"{diagnosis.remedies_note.capitalize()}. {text}"
+    rows = [_remedy_row(remedy) for remedy in diagnosis.remedies]
+    header = ["method", "gain, nats per answer token", "prompts", "time"]
+    return Section("Remedies", text, header, rows)
+
+
+def _remedy_row(remedy: Remedy) -> list[str]:
+    if remedy.gain is None:
+        return [remedy.name, f"not run: {remedy.note}", "", ""]
+    return [
+        remedy.name,
+        _nats(remedy.gain),
+        str(remedy.gain.n),
+        f"{remedy.time_ratio}x",
+    ]
+
+
+def _held_back_section(diagnosis: Diagnosis) -> Section | None:
+    """What the winner is worth on questions that nothing was chosen on."""
+    if not diagnosis.held_back:
+        return None
+    text = f"{diagnosis.winner}, the winner of the race: {diagnosis.held_back}."
+    caption = "Held-back questions, with and without the method; bands: 95 %."
+    figure = _figure(diagnosis.runs["held-back"], "held_back", caption)
+    return Section("Held-back questions", text, figures=figure)
+
+
+def _pilot_section(diagnosis: Diagnosis) -> Section:
+    """What the pilots saw, and what they changed."""
+    text = "A few questions at the first, a middle and the last position: whether the task can show a bias at all."
+    header = ["settings", "score in %", "cut replies", "so"]
+    rows = [_pilot_row(pilot) for pilot in diagnosis.pilots]
+    return Section("Pilot", text, header, rows)
+
+
+def _pilot_row(pilot: Pilot) -> list[str]:
+    settings = " ".join(f"{key}={value}" for key, value in pilot.settings.items())
+    return [
+        settings or "as given",
+        points(pilot.average),
+        str(pilot.cut),
+        PILOT_LEVELS[pilot.level],
+    ]
+
+
+def _cost_section(diagnosis: Diagnosis) -> Section:
+    """What each part took."""
+    rows = [
+        [
+            part,
+            str(diagnosis.prompts.get(part, "")),
+            duration(seconds),
+            diagnosis.runs.get(part, ""),
+        ]
+        for part, seconds in diagnosis.seconds.items()
+    ]
+    total = duration(diagnosis.total_seconds)
+    return Section("Cost", f"{total} in all.", ["part", "prompts", "time", "run"], rows)
+
+
+def _nats(value: Estimate | None) -> str:
+    assert value is not None, "asked of methods that ran"
+    return with_interval(value.value, value.ci_low, value.ci_high)
+
+
+def _plain(value: Any) -> Any:
+    """Data for JSON, estimates by the names of their fields."""
+    if isinstance(value, Estimate):
+        return value._asdict()
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
