@@ -66,8 +66,10 @@ LARGER = 3
 FIRST_ITEMS = 20
 """Items of a prompt where neither the user nor the model's file says it: a pilot on two cores."""
 MIN_ITEMS = 6
-SHARES = {"pilot": 0.2, "shape": 0.5, "source": 0.65, "remedies": 0.8}
+SHARES = {"pilot": 0.2, "source": 0.65, "remedies": 0.8}
 """Share of the time that is over at the end of each part at most; the rest is for held-back questions."""
+LAST_SHARE = 0.95
+"""Share of the time that is over when the last question is answered."""
 SOURCE_VARIANTS = 5
 MIN_SOURCE_EXAMPLES = 8
 MAX_SOURCE_EXAMPLES = 20
@@ -208,15 +210,13 @@ class Course:
         """Ask questions at all positions until the shape is decided or the time is over."""
         diagnosis = self.diagnosis
         limit = self._typed("task.limit") or MAX_QUESTIONS
-        folder = self._execute(
-            "shape",
-            [
-                f"task.limit={limit}",
-                f"runtime.round_questions={ROUND_QUESTIONS}",
-                "runtime.until=decided",
-            ],
-            share=SHARES["shape"],
-        )
+        overrides = [
+            f"task.limit={limit}",
+            f"runtime.round_questions={ROUND_QUESTIONS}",
+            "runtime.until=decided",
+        ]
+        # Without a shape there is nothing to explain or fix: it may take the time of these parts, too.
+        folder = self._execute("shape", overrides, share=LAST_SHARE)
         render_run(folder)
         metrics = read_csv(folder / "metrics.csv")
         table = read_csv(folder / "shape.csv")
@@ -337,7 +337,7 @@ class Course:
         ]
         if self.task.path is None and "task.seed" not in self.typed_keys:
             overrides.append(f"task.seed={self.task.seed + 1}")
-        folder = self._execute("held-back", overrides, share=1.0, method="")
+        folder = self._execute("held-back", overrides, share=LAST_SHARE, method="")
         render_run(folder)
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")

@@ -12,7 +12,7 @@ from posbench.stats.bootstrap import Estimate, mean, with_interval
 from posbench.stats.cut_replies import MAX_SHARE
 from posbench.stats.findings import estimate
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
-from posbench.stats.sequential import more_questions
+from posbench.stats.sequential import dominant_end, more_questions
 
 Level = Literal["in between", "floor", "ceiling", "cut"]
 """Where a model stands on a task: whether its replies can show a position bias."""
@@ -120,8 +120,11 @@ def name_shape(contrasts: Mapping[str, Estimate]) -> Shape:
     signs = {name: _sign(value) for name, value in contrasts.items()}
     first = signs["primacy"]
     last = signs["recency"]
+    dominant = dominant_end(contrasts)
     if first == "higher" and last == "higher":
         name = MIDDLE_DROP
+    elif dominant:
+        name = dominant
     elif first == "higher" and last is not None:
         name = PRIMACY
     elif last == "higher" and first is not None:
@@ -180,7 +183,8 @@ class Source:
         text = "no intervention on the gold item closes a third of the gap for sure"
         if self.named:
             verb = "contributes" if len(self.named) == 1 else "contribute"
-            text = f"the {' and the '.join(self.named)} of the gold item {verb}: an intervention closes a third of the gap"
+            parts = " and the ".join(self.named)
+            text = f"the {parts} of the gold item {verb}: an intervention closes a third of the gap"
         if self.excluded:
             text += f"; the {' and the '.join(self.excluded)} alone cannot"
         return text

@@ -9,6 +9,7 @@ from typing import Any
 
 from posbench.diagnose.outcome import SHAPES, Diagnosis, Pilot, Remedy, points
 from posbench.files.atomic import write_json, write_text
+from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
 from posbench.report.folder import read_csv
@@ -27,12 +28,12 @@ from posbench.stats.verdict import (
 JSON_FILE = "diagnosis.json"
 BADGE_FILE = "badge.svg"
 COLOURS = {
-    NO_BIAS: "#2e7d32",
-    FIXED: "#2e7d32",
-    BIAS: "#c62828",
-    NOT_FIXED: "#c62828",
-    CANNOT_DO: "#616161",
-    CANNOT_TELL: "#616161",
+    NO_BIAS: GOOD_COLOUR,
+    FIXED: GOOD_COLOUR,
+    BIAS: BAD_COLOUR,
+    NOT_FIXED: BAD_COLOUR,
+    CANNOT_DO: NEUTRAL_COLOUR,
+    CANNOT_TELL: NEUTRAL_COLOUR,
 }
 CHARACTER_WIDTH = 6.6
 """Pixels of a character of the badge, on average."""
@@ -168,13 +169,13 @@ def _source_section(diagnosis: Diagnosis) -> Section | None:
             return None
         return Section("Source", f"Not looked for: {diagnosis.source_note}.")
     text = (
-        f"{str(source)[0].upper()}{str(source)[1:]}. The gap is {100 * source.gap:.0f} points: the better end minus the inner "
+        f"{_sentence(str(source))}. The gap is {100 * source.gap:.0f} points: the better end minus the inner "
         "positions. Each intervention changes the gold item alone, at every position; a source is named where it "
         "closes a third of the gap or more, its interval above zero and above that of another item (the control). "
         "What is named contributes in this task; it need not be the only source, nor the one on other prompts."
     )
     if diagnosis.source_note:
-        text += f" {diagnosis.source_note.capitalize()}."
+        text += f" {_sentence(diagnosis.source_note)}."
     labels = {
         "crop": "mask of the gold item cropped in early layers",
         "pe_to_beginning": "its position ids moved to the first item",
@@ -200,7 +201,7 @@ def _remedy_section(diagnosis: Diagnosis) -> Section | None:
         "behind drop out after the first prompts. Time: of reading a prompt, beside the unmodified model in turn."
     )
     if diagnosis.remedies_note:
-        text = f"{diagnosis.remedies_note.capitalize()}. {text}"
+        text = f"{_sentence(diagnosis.remedies_note)}. {text}"
     rows = [_remedy_row(remedy) for remedy in diagnosis.remedies]
     header = ["method", "gain, nats per answer token", "prompts", "time"]
     return Section("Remedies", text, header, rows)
@@ -274,3 +275,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value
+
+
+def _sentence(text: str) -> str:
+    """A text that begins with a capital."""
+    return text[:1].upper() + text[1:]

@@ -149,7 +149,7 @@ def execute(
                 soft_wrap=True,
                 markup=False,
             )
-        if plan is None:
+        if config.budget is None:
             _announce_long_run(config, run)
         _forget_end(out)
         try:

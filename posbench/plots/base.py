@@ -34,6 +34,10 @@ PAPER_COLOUR = "#882255"
 COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
 """Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
 (layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
+GOOD_COLOUR = "#2e7d32"
+BAD_COLOUR = "#c62828"
+NEUTRAL_COLOUR = "#616161"
+"""Verdicts: no bias or none left, a bias, neither can be told."""
 SHADE = "0.9"
 """A shaded range; greys stand for no measurement."""
 GUIDE = "0.5"

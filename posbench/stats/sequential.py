@@ -109,11 +109,24 @@ def is_decided(estimate: Estimate, negligible: float) -> bool:
 
 
 def shape_is_decided(intervals: Mapping[str, Estimate], negligible: float) -> bool:
-    """Return whether every contrast of :func:`shape_intervals` is decided, after :data:`FIRST_QUESTIONS`."""
-    enough = min(estimate.n for estimate in intervals.values()) >= FIRST_QUESTIONS
-    return enough and all(
+    """Return whether the contrasts of :func:`shape_intervals` name a shape, after :data:`FIRST_QUESTIONS`.
+
+    They do where each is decided, or where one end is surely above both the inner positions and the other end.
+    """
+    if min(estimate.n for estimate in intervals.values()) < FIRST_QUESTIONS:
+        return False
+    return bool(dominant_end(intervals)) or all(
         is_decided(estimate, negligible) for estimate in intervals.values()
     )
+
+
+def dominant_end(intervals: Mapping[str, Estimate]) -> str:
+    """Return the contrast that is surely above zero and above the other one; empty where neither is."""
+    for name, estimate in intervals.items():
+        others = [other for key, other in intervals.items() if key != name]
+        if estimate.ci_low > max(0.0, *(other.ci_high for other in others)):
+            return name
+    return ""
 
 
 def more_questions(estimate: Estimate, negligible: float) -> int:

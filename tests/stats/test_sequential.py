@@ -12,6 +12,7 @@ from posbench.stats.bootstrap import Estimate
 from posbench.stats.sequential import (
     GRID_SIZE,
     confidence_sequence,
+    dominant_end,
     is_decided,
     more_questions,
     shape_intervals,
@@ -120,6 +121,18 @@ def test_a_flat_curve_takes_longer_and_is_no_bias() -> None:
         intervals = shape_intervals(scores[:count])
         num_wrong += any(e.ci_low > 0 or e.ci_high < 0 for e in intervals.values())
     assert num_wrong <= 1
+
+
+def test_one_end_above_all_others_needs_no_verdict_on_the_other_end() -> None:
+    first = Estimate(0.7, 0.5, 0.8, 50)
+    undecided = Estimate(0.1, -0.1, 0.3, 50)
+    assert not is_decided(undecided, 0.1)
+    assert shape_is_decided({"primacy": first, "recency": undecided}, 0.1)
+    assert dominant_end({"primacy": first, "recency": undecided}) == "primacy"
+    overlapping = Estimate(0.4, -0.1, 0.6, 50)
+    assert not shape_is_decided({"primacy": first, "recency": overlapping}, 0.1)
+    below = Estimate(-0.4, -0.6, -0.2, 50)
+    assert dominant_end({"primacy": undecided, "recency": below}) == ""
 
 
 def test_nothing_is_decided_by_a_few_questions() -> None:
