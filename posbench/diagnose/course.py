@@ -34,7 +34,7 @@ from posbench.pipeline.compose import compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
-from posbench.report.folder import read_csv
+from posbench.report.folder import read_csv, study_tables
 from posbench.report.page import render_run
 from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import open_run_dir
@@ -52,6 +52,7 @@ from posbench.stats.verdict import (
     run_verdict,
 )
 from posbench.studies.prompts import need_items
+from posbench.studies.yu2025.bias_source import SOURCE_TABLES
 from posbench.tasks.items import GoldPositionTask
 
 DEFAULT_BUDGET = "10min"
@@ -70,11 +71,13 @@ SHARES = {"pilot": 0.2, "source": 0.65, "remedies": 0.8}
 """Share of the time that is over at the end of each part at most; the rest is for held-back questions."""
 LAST_SHARE = 0.95
 """Share of the time that is over when the last question is answered."""
-SOURCE_VARIANTS = 5
-MIN_SOURCE_EXAMPLES = 8
-MAX_SOURCE_EXAMPLES = 20
+MIN_SOURCE_EXAMPLES = 10
+MAX_SOURCE_EXAMPLES = 30
+"""Questions at each position of the search for the source."""
+SOURCE_PROMPTS = 10
+"""Prompts that it reads for a question: three positions, and seven interventions and controls at the middle one."""
 SOURCE_WORK = 2.0
-"""Variants of the study, its questions at each position, and its time per prompt over that of a plain reply."""
+"""Time of one of them over that of a prompt of the shape, which shares its prefix with others."""
 RACE_PROMPTS = 48
 MIN_HELD_BACK = 30
 """Calibration prompts of the race, and held-back questions at each position where time allows."""
@@ -257,24 +260,16 @@ class Course:
         except UserError as error:
             diagnosis.source_note = f"{error.field}: {error.allowed}"
             return
-        left = self.seconds * SHARES["source"] - self.watch.seconds
-        per_prompt = diagnosis.seconds["shape"] / max(diagnosis.prompts["shape"], 1)
-        positions = _ends_and_middle(self.task.gold_positions)
-        per_question = SOURCE_WORK * SOURCE_VARIANTS * len(positions) * per_prompt
-        examples = min(int(left / per_question), MAX_SOURCE_EXAMPLES)
+        examples = self._source_examples()
         if examples < MIN_SOURCE_EXAMPLES:
-            needed = duration(MIN_SOURCE_EXAMPLES * per_question)
-            diagnosis.source_note = (
-                f"it takes about {needed}, more than this budget leaves"
-            )
             return
         try:
             folder = self._execute(
                 "source",
                 [
-                    "study=crop_mask",
+                    "study=bias_source",
                     f"study.examples={examples}",
-                    f"task.positions={positions}",
+                    f"task.positions={_ends_and_middle(self.task.gold_positions)}",
                     f"task.limit={examples}",
                 ],
                 method="",
@@ -283,13 +278,26 @@ class Course:
         except UserError as error:
             diagnosis.source_note = f"{error.field}: {error.allowed}"
             return
-        by_position = read_csv(folder / "crop_mask.csv")
-        effects = read_csv(folder / "crop_mask_effects.csv")
-        assert by_position is not None and effects is not None, "the study writes both"
-        metric = self.task.metric
-        diagnosis.source = judge_source(by_position, effects, metric)
+        findings = read_csv(folder / "findings.csv")
+        assert findings is not None, "the study writes it"
+        tables = study_tables(folder, SOURCE_TABLES)
+        diagnosis.source = judge_source(tables, findings)
         if not can_move(self.lm):
             diagnosis.source_note = "the model has no rotary embedding to move"
+
+    def _source_examples(self) -> int:
+        """Questions at each position for which time is left; a note says where these are too few."""
+        diagnosis = self.diagnosis
+        left = self.seconds * SHARES["source"] - self.watch.seconds
+        seconds_per_prompt = diagnosis.seconds["shape"] / diagnosis.prompts["shape"]
+        per_question = SOURCE_PROMPTS * SOURCE_WORK * seconds_per_prompt
+        examples = min(int(left / per_question), MAX_SOURCE_EXAMPLES)
+        if examples < MIN_SOURCE_EXAMPLES:
+            needed = duration(MIN_SOURCE_EXAMPLES * per_question)
+            diagnosis.source_note = (
+                f"it takes about {needed}, more than this budget leaves"
+            )
+        return examples
 
     def _remedies(self) -> None:
         """Race the methods on calibration prompts, and ask held-back questions of the winner."""

@@ -10,9 +10,11 @@ from posbench.late import pd
 from posbench.run.sequential import NEGLIGIBLE_CONTRAST
 from posbench.stats.bootstrap import Estimate, mean, with_interval
 from posbench.stats.cut_replies import MAX_SHARE
-from posbench.stats.findings import estimate
+from posbench.stats.frames import UNMODIFIED
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
 from posbench.stats.sequential import dominant_end, more_questions
+from posbench.studies.base import Tables
+from posbench.studies.yu2025.bias_source import INTERVENTIONS, NO_GAP, read_effects
 
 Level = Literal["in between", "floor", "ceiling", "cut"]
 """Where a model stands on a task: whether its replies can show a position bias."""
@@ -23,8 +25,6 @@ CEILING_MARGIN = 0.15
 """A model is at the ceiling where its average is surely less than this below 1."""
 MIN_CUT = 2
 """Cut replies from which a pilot asks again with more tokens."""
-LARGE_EFFECT = 1 / 3
-"""Share of the gap between the ends and the inner positions that an intervention on a source closes at least."""
 
 PRIMACY = "primacy"
 RECENCY = "recency"
@@ -162,82 +162,73 @@ def _sign(value: Estimate) -> Literal["higher", "lower", "like"] | None:
 
 @dataclass(frozen=True)
 class Source:
-    """Which interventions on the gold item close the gap between the best end and the inner positions.
+    """What tells the model an item's place, by interventions that take it away.
 
     Attributes:
-        gap: Score at the better end minus the mean of the inner positions, in shares.
-        effects: Change of the score at the inner positions by intervention, with its interval.
-        named: What an intervention shows to contribute: ``causal mask``, ``position ids``.
-        excluded: What cannot close :data:`LARGE_EFFECT` of the gap.
-        examples: Questions at each position.
+        gap: Loss at the inner positions minus that at the better end, nats per answer token.
+        shares: Share of the gap that each intervention closes, by its description.
+        named: Sources with an intervention that closes a third of the gap or more, for sure.
+        excluded: Sources whose interventions surely close less.
+        questions: Questions at each position.
     """
 
-    gap: float
-    effects: Mapping[str, Estimate]
+    gap: Estimate
+    shares: Mapping[str, Estimate]
     named: Sequence[str]
     excluded: Sequence[str]
-    examples: int
+    questions: int
 
     def __str__(self) -> str:
-        """What that says of the source, in a sentence."""
-        text = "no intervention on the gold item closes a third of the gap for sure"
-        if self.named:
-            verb = "contributes" if len(self.named) == 1 else "contribute"
-            parts = " and the ".join(self.named)
-            text = f"the {parts} of the gold item {verb}: an intervention closes a third of the gap"
+        """What that says, in a sentence."""
+        if self.gap.ci_low <= 0:
+            return f"cannot tell: on these questions {NO_GAP}"
+        if not self.named and not self.excluded:
+            return (
+                "cannot tell: no intervention surely closes a third of the gap, or less"
+            )
+        named = f"the {' and the '.join(self.named)}"
+        excluded = f"the {' and the '.join(self.excluded)}"
+        if not self.named:
+            return f"not {excluded}"
+        text = f"{named}: an intervention on the gold item closes a third of the gap or more"
+        if len(self.named) > 1:
+            text += (
+                "; either alone does, which is consistent with a preference for places that training taught, "
+                "and not with one part of the architecture alone"
+            )
         if self.excluded:
-            text += f"; the {' and the '.join(self.excluded)} alone cannot"
+            text += f"; not {excluded}"
         return text
 
 
-INTERVENTIONS = {
-    "causal mask": ("crop",),
-    "position ids": ("pe_to_beginning", "pe_to_end"),
-}
-"""Variants of ``study=crop_mask`` by what they change."""
-CONTROL = "crop_other"
-
-
-def judge_source(
-    by_position: pd.DataFrame, effects: pd.DataFrame, metric: str
-) -> Source:
-    """Say which interventions close the gap, from the tables of ``study=crop_mask``.
+def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
+    """Say which sources contribute, from a run of ``study=bias_source``.
 
     Args:
-        by_position: Its table ``crop_mask``.
-        effects: Its table ``crop_mask_effects``.
-        metric: The score that counts.
+        tables: Its tables.
+        findings: Its verdicts, corrected for their number.
     """
-    scores = by_position[
-        (by_position["variant"] == "none") & (by_position["measure"] == metric)
-    ].sort_values("gold_position")
-    values = scores["value"].to_numpy()
-    gap = float(max(values[0], values[-1]) - values[1:-1].mean())
-    changes = {
-        row["effect"].removesuffix("_score"): estimate(row)
-        for _, row in effects.iterrows()
-        if str(row["effect"]).endswith("_score") and "late" not in str(row["effect"])
-    }
-    control = changes.get(CONTROL)
-    bar = LARGE_EFFECT * gap
-    named = []
-    excluded = []
-    for name, variants in INTERVENTIONS.items():
-        found = [changes[variant] for variant in variants if variant in changes]
-        if not found:
-            continue
-        above_control = [
-            change
-            for change in found
-            if change.ci_low > 0
-            and change.value >= bar
-            and (control is None or change.value > control.ci_high)
-        ]
-        if above_control:
-            named.append(name)
-        elif all(change.ci_high < bar for change in found):
-            excluded.append(name)
-    return Source(gap, changes, named, excluded, int(scores["n"].min()))
+    effects = read_effects(tables)
+    verdicts = dict(zip(findings["claim"], findings["verdict"], strict=True))
+    shares = {}
+    by_source: dict[str, list[str]] = {}
+    for name, intervention in INTERVENTIONS.items():
+        if f"{name}_share" in effects:
+            shares[str(intervention)] = effects[f"{name}_share"]
+            verdict = verdicts[intervention.claim]
+            by_source.setdefault(intervention.source, []).append(verdict)
+    unmodified = tables["bias_source"].query(f"variant == '{UNMODIFIED}'")
+    return Source(
+        gap=effects["gap"],
+        shares=shares,
+        named=[source for source, given in by_source.items() if "holds" in given],
+        excluded=[
+            source
+            for source, given in by_source.items()
+            if set(given) == {"contradicted"}
+        ],
+        questions=int(unmodified["n"].min()),
+    )
 
 
 @dataclass(frozen=True)

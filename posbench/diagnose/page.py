@@ -12,7 +12,7 @@ from posbench.files.atomic import write_json, write_text
 from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
-from posbench.report.folder import read_csv
+from posbench.report.folder import read_csv, study_tables
 from posbench.report.page import write_page
 from posbench.run.progress import duration
 from posbench.stats.bootstrap import Estimate, with_interval
@@ -24,6 +24,7 @@ from posbench.stats.verdict import (
     NO_BIAS,
     NOT_FIXED,
 )
+from posbench.studies.yu2025.bias_source import SOURCE_TABLES, BiasSource
 
 JSON_FILE = "diagnosis.json"
 BADGE_FILE = "badge.svg"
@@ -169,25 +170,19 @@ def _source_section(diagnosis: Diagnosis) -> Section | None:
             return None
         return Section("Source", f"Not looked for: {diagnosis.source_note}.")
     text = (
-        f"{_sentence(str(source))}. The gap is {100 * source.gap:.0f} points: the better end minus the inner "
-        "positions. Each intervention changes the gold item alone, at every position; a source is named where it "
-        "closes a third of the gap or more, its interval above zero and above that of another item (the control). "
-        "What is named contributes in this task; it need not be the only source, nor the one on other prompts."
+        f"{_sentence(str(source))}. Each intervention takes away one thing that tells the place of the gold item. A "
+        "source is named where that closes a third of the gap or more, and more than the same change of another item, "
+        "for sure; the gap is the loss of the right answer in the middle minus that at the better end, here "
+        f"{_nats(source.gap)} nats per answer token. What is named contributes in this task; it need not be all."
     )
     if diagnosis.source_note:
         text += f" {_sentence(diagnosis.source_note)}."
-    labels = {
-        "crop": "mask of the gold item cropped in early layers",
-        "pe_to_beginning": "its position ids moved to the first item",
-        "pe_to_end": "its position ids moved to the last item",
-        "crop_other": "mask of another item cropped (control)",
-    }
     rows = [
-        [labels.get(name, name), points(value), str(value.n)]
-        for name, value in source.effects.items()
+        [name, points(share), str(share.n)] for name, share in source.shares.items()
     ]
-    header = ["intervention", "change at inner positions, points", "n"]
-    return Section("Source", text, header, rows)
+    header = ["intervention", "share of the gap that it closes, %", "questions"]
+    tables = study_tables(Path(diagnosis.runs["source"]), SOURCE_TABLES)
+    return Section("Source", text, header, rows, BiasSource().figures(tables))
 
 
 def _remedy_section(diagnosis: Diagnosis) -> Section | None:

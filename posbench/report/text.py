@@ -330,7 +330,11 @@ def describe_method(method: Mapping[str, Any]) -> str:
 def count_verdicts(findings: pd.DataFrame) -> str:
     """How a study's claims fared: those of the paper, and our controls."""
     sentences = []
-    kinds = {"paper": "Claims of the paper", "control": "Our controls"}
+    kinds = {
+        "paper": "Claims of the paper",
+        "control": "Our controls",
+        "source": "Sources of the bias",
+    }
     for kind, heading in kinds.items():
         claims = findings[findings["kind"] == kind]
         if not len(claims):

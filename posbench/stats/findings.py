@@ -16,7 +16,7 @@ from posbench.stats.bootstrap import Z95, Array, Estimate
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-Kind = Literal["paper", "control"]
+Kind = Literal["paper", "control", "source"]
 FINDING_COLUMNS = (
     "model",
     "kind",
@@ -53,7 +53,7 @@ class Finding:
     (:data:`SMALLEST_SHARE`, :data:`SMALLEST_POINTS`).
 
     Attributes:
-        kind: Whose claim it is: a paper's, or a control of ours.
+        kind: Whose claim it is: a paper's, a control of ours, or that something is a source of a bias.
         verdict: See above.
         claim: The claim with its source.
         statistic: What ``value`` is, with its unit.
@@ -326,8 +326,8 @@ def holm(p: Sequence[float]) -> Array:
 def correct_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Rest the verdicts of one study on one model on adjusted p values.
 
-    A family is the paper's claims there, or our controls. In it the chance that any true bound is taken for
-    passed is at most 5 %: a verdict whose adjusted p is larger becomes ``inconclusive``.
+    A family is the paper's claims there, our controls, or the sources of a bias. In it the chance that any true
+    bound is taken for passed is at most 5 %: a verdict whose adjusted p is larger becomes ``inconclusive``.
     """
     result = list(findings)
     for kind in get_args(Kind):

@@ -19,7 +19,7 @@ from posbench.studies import prompts as shared
 from posbench.studies.yu2025.crop_mask import crossed_figure
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
-from tests.messages import refused
+from tests.messages import assert_refused, refused
 from tests.parity import plain
 from tests.rounding import assert_same, hidden_states, noise_floor, weights_noise
 
@@ -230,6 +230,132 @@ def test_crop_mask_equals_full_attention_written_out(
         assert (layers[control] - layers["none"]).abs().max() > 1e-6, (
             "the control does something"
         )
+
+
+@torch.no_grad()
+def loss_written_out(lm, example, crop=None, move=None, dimmed=None) -> float:
+    """Loss of the answer in nats per token: full matrices, every head apart.
+
+    The crop is of all layers; moved keys are seen by the last prompt token and the answer; ``dimmed`` tokens keep a
+    hundredth of their score's exponential for the last prompt token.
+    """
+    prompt, _ = spans(lm, example)
+    encoded = lm.encode(example.prompt)
+    answer = lm.continuation_ids(encoded, example.answers[0])
+    ids = [*prompt, *answer[:-1]]
+    last = len(prompt) - 1
+
+    def attend(layer):
+        if crop is not None:
+            for query in range(*crop):
+                shut = [k for k in range(1, len(ids)) if not crop[0] <= k < crop[1]]
+                layer.open[query, shut] = False
+        out = []
+        for q, k, v in zip(layer.query, layer.key, layer.value, strict=True):
+            weights = layer.weights(layer.turn(q), layer.turn(k))
+            if move is not None:
+                (start, stop), (to, to_stop) = move
+                turned = layer.turn(k)
+                for i in range(start, stop):
+                    place = min(to + i - start, to_stop - 1)
+                    at = torch.zeros_like(k)
+                    at[place] = k[i]
+                    turned[i] = layer.turn(at)[place]
+                weights[last:] = layer.weights(layer.turn(q), turned)[last:]
+            if dimmed is not None:
+                weights[last, slice(*dimmed)] *= 0.01
+                weights[last] /= weights[last].sum()
+            out.append(weights @ v)
+        return torch.stack(out)
+
+    with plain.attending_plainly(lm.model, [0], attend):
+        logits = lm.logits(torch.tensor([ids]))[0, last:]
+    nats = logits.double().log_softmax(-1)
+    return -float(nats[range(len(answer)), answer].mean())
+
+
+def test_sources_of_a_bias_equal_losses_written_out(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    overrides: list[str],
+    lm,
+) -> None:
+    result = posbench("study=bias_source", "stages=[study]", *overrides)
+    assert result.status == 0, result.err
+    found = tables(outputs)
+    losses = found["bias_source"].set_index(["variant", "gold_position"])["loss"]
+    examples = KVRetrieval(**TASK).evaluation()
+    interventions = {
+        "none": lambda items, gold: {},
+        "crop": lambda items, gold: dict(crop=items[gold]),
+        "pe_to_beginning": lambda items, gold: dict(move=(items[gold], items[0])),
+        "pe_to_end": lambda items, gold: dict(move=(items[gold], items[-1])),
+        "sink": lambda items, gold: dict(dimmed=(0, 1)),
+    }
+    noise = noise_floor(lm.model, WORDS)
+    expected = {}
+    for variant, setting in interventions.items():
+        for position in POSITIONS if variant == "none" else POSITIONS[1:2]:
+            here = [e for e in examples if e.gold_position == position]
+            each = [
+                loss_written_out(lm, e, **setting(spans(lm, e)[1], position))
+                for e in here
+            ]
+            expected[variant, position] = np.mean(each)
+            assert_same(losses[variant, position], np.mean(each), noise, "logits")
+    assert len({round(value, 4) for value in expected.values()}) == len(expected)
+    effects = found["bias_source_effects"].set_index("effect")["value"]
+    gap = expected["none", 3] - min(expected["none", 0], expected["none", 7])
+    assert_same(effects["gap"], gap, 2 * noise, "logits")
+    for variant in list(interventions)[1:]:
+        gain = expected["none", 3] - expected[variant, 3]
+        assert_same(effects[f"{variant}_gain"], gain, 2 * noise, "logits")
+        over_bound = gain - gap / 3
+        assert_same(effects[f"{variant}_over_bound"], over_bound, 3 * noise, "logits")
+    for control in ("crop_other", "pe_to_end_other", "sink_other"):
+        assert abs(effects[f"{control}_gain"]) > 1e-7, "the control does something"
+
+
+@pytest.mark.parametrize(
+    ("model", "verdicts"),
+    [
+        # Trained on questions that ask for both ends, with RoPE under a causal mask: either cue tells the place.
+        ("tiny", {"causal mask": "holds", "position ids": "holds"}),
+        # Without position embedding the causal mask alone can tell it.
+        ("tiny_nope", {"causal mask": "holds"}),
+    ],
+)
+def test_sources_that_the_making_of_a_model_settles_are_named(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    model: str,
+    verdicts: dict[str, str],
+) -> None:
+    result = posbench(
+        "study=bias_source",
+        f"model={model}",
+        "study.examples=12",
+        "task.positions=[0%,50%,100%]",
+        "runtime.resamples=400",
+    )
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    findings = pd.read_csv(folder / "findings.csv")
+    named = {
+        source
+        for source in ("causal mask", "position ids", "first token")
+        for claim, verdict in zip(findings["claim"], findings["verdict"], strict=True)
+        if source in claim.partition(":")[0] and verdict == "holds"
+    }
+    assert named == set(verdicts)
+
+
+def test_sources_need_a_position_between_the_ends(
+    posbench: Callable[..., Result],
+) -> None:
+    result = posbench("study=bias_source", "model=tiny", "task.positions=[0%,100%]")
+    assert result.status == 2
+    assert_refused(result.err, "task.positions", 2)
 
 
 def test_a_model_without_rotation_has_no_position_ids_to_cross(
