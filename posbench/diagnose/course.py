@@ -23,6 +23,7 @@ from posbench.diagnose.outcome import (
     points,
 )
 from posbench.diagnose.race import applicable_methods, race, winner_of
+from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
 from posbench.errors import UserError
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.methods.choice import MethodChoice, all_choices
@@ -30,7 +31,7 @@ from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import read_flags
-from posbench.pipeline.compose import compose
+from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
@@ -40,6 +41,7 @@ from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import open_run_dir
 from posbench.run.progress import duration, progress
 from posbench.search.base import FOUND_FILE
+from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import estimate
 from posbench.stats.frames import SERVED, UNMODIFIED
 from posbench.stats.verdict import (
@@ -114,7 +116,8 @@ class Course:
             for override in read_flags(args).overrides
         }
         self.settings: dict[str, Any] = {}
-        config = self._prepare([]).config
+        self._configs: dict[tuple[str, ...], Config] = {}
+        config = self._prepare_task()
         task = config.task
         if not isinstance(task, GoldPositionTask):
             allowed = "a task that moves a gold item over positions"
@@ -122,8 +125,7 @@ class Course:
                 "task", task.name, allowed, "set task=kv_retrieval or task=nq_multidoc"
             )
         self._set_first_size(config, task)
-        config = self._prepare([]).config
-        self.config = config
+        self.config = self._prepare_task()
         self.is_served = bool(config.model.base_url)
         self.method = SERVED if self.is_served else UNMODIFIED
         self.diagnosis = Diagnosis(
@@ -142,7 +144,7 @@ class Course:
     def run(self) -> Diagnosis:
         """Take the parts in turn until the question is answered."""
         diagnosis = self.diagnosis
-        if self._pilot():
+        if self._has_signal() and self._pilot():
             self._shape()
             if diagnosis.verdict == BIAS:
                 if self.is_served:
@@ -157,6 +159,41 @@ class Course:
         return diagnosis
 
     # Parts
+
+    def _has_signal(self) -> bool:
+        """Look whether the prompt tells the model anything of the answer; if not, set the verdict.
+
+        A model that is random, or does not fit its tokenizer, ends here within seconds.
+        """
+        if self.is_served:
+            return True
+        gain = self._measure_signal()
+        if not has_no_signal(gain):
+            return True
+        changes = self._other_task("floor")
+        if changes:
+            self._change_task(changes, "the prompt tells the model nothing")
+            gain = self._measure_signal()
+            if not has_no_signal(gain):
+                return True
+        self.diagnosis.verdict = CANNOT_DO
+        self.diagnosis.reason = (
+            "the right answer is no likelier after its own prompt than after that of another question: by "
+            f"{gain.words} nats per token, n = {gain.n}; so it is with a model that is not trained, or has another "
+            "model's tokenizer"
+        )
+        return False
+
+    def _measure_signal(self) -> Estimate:
+        """How much likelier the right answer is after its own prompt."""
+        examples = spread_over_positions(self.task.evaluation())
+        with self._timed("first look"):
+            lm = self.lm
+            with self.console.status(f"first look: {2 * len(examples)} prompts"):
+                gain = answer_signal(lm, self.task, examples)
+        prompts = self.diagnosis.prompts
+        prompts["first look"] = prompts.get("first look", 0) + 2 * len(examples)
+        return gain
 
     def _pilot(self) -> bool:
         """Ask a few questions, and once make the task easier, harder or longer where it shows no bias.
@@ -189,12 +226,7 @@ class Course:
             if not changes:
                 return self._end_at(pilot.level, pilot.average)
             tried.add(kind)
-            self.settings |= changes
-            self.config = self._prepare([]).config
-            text = ", ".join(f"{key}={_spell(value)}" for key, value in changes.items())
-            self.console.print(
-                f"pilot: {_level_text(pilot.level)}; asked again with {text}"
-            )
+            self._change_task(changes, f"pilot: {_level_text(pilot.level)}")
 
     def _end_at(self, level: str, average: Any) -> bool:
         """Set the verdict of a pilot that shows no bias; return whether to go on all the same."""
@@ -364,7 +396,7 @@ class Course:
         folders = paths.config_folders(read_flags(self.args).config_dir)
         choices = all_choices(folders, self.config.model.blocks)
         if "method" in self.typed_keys:
-            config = self._prepare([], method="").config
+            config = self._prepare([], method="")
             return {config.choice.name: config.choice}
         choice = choices["scale_channel"]
         if choice.values.get("channel") is None:
@@ -441,10 +473,23 @@ class Course:
 
     def _prepare(
         self, own: Sequence[str], method: str = "none", stages: str = "evaluate"
-    ) -> Any:
-        configs: list[Any] = []
-        compose(self._overrides(own, method, stages), configs.append)
-        return prepare(configs[0])
+    ) -> Config:
+        """The checked config of a run; the same overrides are composed once."""
+        overrides = self._overrides(own, method, stages)
+        config = self._configs.get(tuple(overrides))
+        if config is None:
+            configs: list[ComposedConfig] = []
+            compose(overrides, configs.append)
+            config = prepare(configs[0]).config
+            self._configs[tuple(overrides)] = config
+        return config
+
+    def _prepare_task(self) -> Config:
+        """The config of the task as it is asked now, with as many questions as a pilot has."""
+        own = []
+        if "task.limit" not in self.typed_keys:
+            own.append(f"task.limit={PILOT_QUESTIONS}")
+        return self._prepare(own)
 
     def _execute(
         self,
@@ -466,7 +511,7 @@ class Course:
         Returns:
             The run folder.
         """
-        config: Config = self._prepare(own, method, stages).config
+        config = self._prepare(own, method, stages)
         command = shlex.join(["posbench", *self._overrides(own, method, stages)])
         watch = Stopwatch()
         if share is not None:
@@ -546,12 +591,20 @@ class Course:
         before = dict(self.settings)
         self.settings |= changes
         try:
-            self._prepare([])
+            self._prepare_task()
         except UserError:
             return {}  # it does not fit the window or the data
         finally:
             self.settings = before
         return changes
+
+    def _change_task(self, changes: Mapping[str, Any], reason: str) -> None:
+        """Ask the task with other settings from now on, and say so."""
+        self.settings |= changes
+        self.config = self._prepare_task()
+        text = ", ".join(f"{key}={_spell(value)}" for key, value in changes.items())
+        line = f"{reason}; asked again with {text}"
+        self.console.print(line, soft_wrap=True, markup=False)
 
     def _next_command(self) -> str:
         """What to run next; empty where nothing is left to do."""
@@ -559,9 +612,12 @@ class Course:
         begin = shlex.join(["posbench", "diagnose", *self.args])
         if diagnosis.verdict == "fixed":
             return f"posbench export {diagnosis.runs['held-back']} --out fix"
+        if diagnosis.pilots and diagnosis.pilots[-1].level == "cut":
+            tokens = MORE_TOKENS * self.task.max_new_tokens
+            return f"{begin} task.max_new_tokens={tokens}"
         if diagnosis.verdict == CANNOT_TELL and diagnosis.shape is not None:
             return f"{begin} budget={_larger_budget(self.seconds)}"
-        if diagnosis.verdict == CANNOT_DO:
+        if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
             return f"{begin} task.{self.task.sizes[0]}={max(self.task.items // 4, 3)}"
         if diagnosis.verdict == BIAS and self.is_served:
             return "posbench diagnose model=DIR_OR_HUB_ID"

@@ -19,9 +19,11 @@ from posbench.studies.yu2025.bias_source import INTERVENTIONS, NO_GAP, read_effe
 Level = Literal["in between", "floor", "ceiling", "cut"]
 """Where a model stands on a task: whether its replies can show a position bias."""
 
-FLOOR_MARGIN = 0.15
-"""A model is at the floor where its average is surely less than this above that of a guess."""
-CEILING_MARGIN = 0.15
+FLOOR_MARGIN = 0.2
+BEST_POSITION_MARGIN = 0.3
+"""A model is at the floor where its average is surely less than the first, and its best position less than the second,
+above a guess. Of 20 questions that are all wrong the interval ends at 0.16."""
+CEILING_MARGIN = 0.2
 """A model is at the ceiling where its average is surely less than this below 1."""
 MIN_CUT = 2
 """Cut replies from which a pilot asks again with more tokens."""
@@ -86,7 +88,9 @@ def judge_pilot(
     level: Level = "in between"
     if cut >= MIN_CUT and cut > MAX_SHARE * len(rows):
         level = "cut"
-    elif average.ci_high < chance + FLOOR_MARGIN and best < chance + 2 * FLOOR_MARGIN:
+    elif (
+        average.ci_high < chance + FLOOR_MARGIN and best < chance + BEST_POSITION_MARGIN
+    ):
         level = "floor"
     elif average.ci_low > 1 - CEILING_MARGIN and average.value >= 1 - NEGLIGIBLE_SHARE:
         level = "ceiling"

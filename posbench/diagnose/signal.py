@@ -1,0 +1,62 @@
+"""Whether a prompt tells a model anything of its answer: a quick look before replies are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posbench.measure.replies import encode_prompt
+from posbench.model.lm import LM
+from posbench.stats.bootstrap import Estimate, difference
+from posbench.tasks import Example, Task
+
+QUESTIONS = 12
+"""Questions of the look, each at one gold position."""
+NEGLIGIBLE_NATS = 0.1
+"""Gain per answer token below which the prompt tells nothing."""
+BATCH = 4
+
+
+def spread_over_positions(examples: Sequence[Example]) -> list[Example]:
+    """Examples of different questions whose gold positions take turns, :data:`QUESTIONS` at most.
+
+    Args:
+        examples: The examples of a task; the n-th of each gold position is the same question, or another one.
+    """
+    by_position: dict[int, list[Example]] = {}
+    for example in examples:
+        by_position.setdefault(example.gold_position or 0, []).append(example)
+    groups = [by_position[position] for position in sorted(by_position)]
+    count = min(QUESTIONS, min(map(len, groups)))
+    return [groups[i % len(groups)][i] for i in range(count)]
+
+
+def answer_signal(lm: LM, task: Task, examples: Sequence[Example]) -> Estimate:
+    """Estimate how much likelier an answer is after its own prompt than after that of another question.
+
+    A random model has no difference; one that copies at all has several nats.
+
+    Args:
+        lm: The model.
+        task: The examples' task.
+        examples: N examples of different questions, N >= 2.
+
+    Returns:
+        Fall of the loss in nats per answer token.
+    """
+    encoded = [encode_prompt(lm, task, example) for example in examples]
+    own = []
+    swapped = []
+    for index, example in enumerate(examples):
+        prompt = encoded[index]
+        other = encoded[index - 1]
+        own.append((prompt.ids, lm.continuation_ids(prompt, example.answers[0])))
+        swapped.append((other.ids, lm.continuation_ids(other, example.answers[0])))
+    after_own = lm.answer_token_loss(own, batch_size=BATCH)
+    after_other = lm.answer_token_loss(swapped, batch_size=BATCH)
+    gains = (after_other - after_own).double().numpy()
+    return difference(gains, [example.question_id for example in examples])
+
+
+def has_no_signal(gain: Estimate) -> bool:
+    """Whether the prompt surely tells less than :data:`NEGLIGIBLE_NATS` of the answer."""
+    return gain.ci_high < NEGLIGIBLE_NATS

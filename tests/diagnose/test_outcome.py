@@ -1,0 +1,162 @@
+"""What the parts of a diagnosis say: levels of pilots, shapes, sources, winners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from posbench.diagnose.outcome import Remedy, judge_pilot, judge_source, name_shape
+from posbench.diagnose.race import winner_of
+from posbench.stats.bootstrap import Estimate
+from posbench.studies.yu2025.bias_source import INTERVENTIONS
+
+QUESTIONS = 20
+
+
+def rows_of_pilot(shares: tuple[float, ...], cut: int = 0) -> list[Any]:
+    """Rows of a pilot in which each position has so large a share of right answers."""
+    rows = [
+        {
+            "id": f"{question}-{position}",
+            "cluster": str(question),
+            "gold_position": position,
+            "scores": {
+                "accuracy": float(
+                    (question + 7 * position) % QUESTIONS < share * QUESTIONS
+                )
+            },
+        }
+        for position, share in enumerate(shares)
+        for question in range(QUESTIONS)
+    ]
+    for row in rows[:cut]:
+        row["cut"] = True
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("shares", "cut", "level"),
+    [
+        ((0.0, 0.0, 0.0), 0, "floor"),
+        ((0.05, 0.0, 0.05), 0, "floor"),
+        ((1.0, 1.0, 1.0), 0, "ceiling"),
+        ((0.9, 0.2, 0.3), 0, "in between"),
+        ((0.6, 0.0, 0.0), 0, "in between"),
+        ((0.0, 0.0, 0.0), 30, "cut"),
+        ((1.0, 1.0, 1.0), 2, "cut"),
+        # One cut reply in sixty leaves the numbers as they are.
+        ((1.0, 1.0, 1.0), 1, "ceiling"),
+    ],
+)
+def test_a_pilot_tells_where_a_model_stands(
+    shares: tuple[float, ...], cut: int, level: str
+) -> None:
+    assert judge_pilot(rows_of_pilot(shares, cut), "accuracy", 0.0, {}).level == level
+
+
+def test_a_guess_is_the_floor_where_there_are_choices() -> None:
+    rows = rows_of_pilot((0.25, 0.25, 0.25))
+    assert judge_pilot(rows, "accuracy", 0.25, {}).level == "floor"
+    assert judge_pilot(rows, "accuracy", 0.0, {}).level == "in between"
+
+
+def interval(low: float, high: float) -> Estimate:
+    return Estimate((low + high) / 2, low, high, QUESTIONS)
+
+
+HIGHER = interval(0.2, 0.4)
+LOWER = interval(-0.4, -0.2)
+LIKE = interval(-0.05, 0.05)
+OPEN = interval(-0.2, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "shape"),
+    [
+        (HIGHER, HIGHER, "middle drop"),
+        (HIGHER, LIKE, "primacy"),
+        (HIGHER, LOWER, "primacy"),
+        (LIKE, HIGHER, "recency"),
+        (LOWER, HIGHER, "recency"),
+        (LOWER, LOWER, "middle rise"),
+        (LIKE, LIKE, "flat"),
+        (OPEN, LIKE, "unclear"),
+        (OPEN, OPEN, "unclear"),
+        # The last position is no better than 30 points above the middle, the first no worse than 50.
+        (interval(0.5, 0.7), OPEN, "primacy"),
+        (HIGHER, OPEN, "unclear"),
+    ],
+)
+def test_a_shape_has_the_name_of_what_is_sure(
+    first: Estimate, last: Estimate, shape: str
+) -> None:
+    named = name_shape({"primacy": first, "recency": last})
+    assert named.name == shape
+    assert bool(named.missing) == (shape == "unclear")
+
+
+def tables_of_source(gap: Estimate, shares: dict[str, Estimate]) -> Any:
+    effects = {"gap": gap} | {f"{name}_share": e for name, e in shares.items()}
+    rows = [{"effect": name, **e._asdict()} for name, e in effects.items()]
+    losses = [
+        {"variant": "none", "gold_position": p, "loss": 1.0, "n": 15} for p in (0, 5, 9)
+    ]
+    return {
+        "bias_source": pd.DataFrame(losses),
+        "bias_source_effects": pd.DataFrame(rows),
+    }
+
+
+def findings_of_source(verdicts: dict[str, str]) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"claim": INTERVENTIONS[name].claim, "verdict": verdict}
+            for name, verdict in verdicts.items()
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("crop", "beginning", "end", "sink", "named", "excluded"),
+    [
+        ("holds", "contradicted", "contradicted", "contradicted", "mask", "ids sink"),
+        ("contradicted", "contradicted", "holds", "inconclusive", "ids", "mask"),
+        # One of two moves that helps is enough; both must fail to leave the ids out.
+        ("holds", "inconclusive", "holds", "inconclusive", "mask ids", ""),
+        ("inconclusive", "inconclusive", "contradicted", "inconclusive", "", ""),
+    ],
+)
+def test_a_source_is_named_or_left_out_by_its_interventions(
+    crop: str, beginning: str, end: str, sink: str, named: str, excluded: str
+) -> None:
+    verdicts = {
+        "crop": crop,
+        "pe_to_beginning": beginning,
+        "pe_to_end": end,
+        "sink": sink,
+    }
+    shares = dict.fromkeys(verdicts, interval(0.1, 0.5))
+    tables = tables_of_source(interval(1, 2), shares)
+    source = judge_source(tables, findings_of_source(verdicts))
+    names = {"mask": "causal mask", "ids": "position ids", "sink": "first token"}
+    assert set(source.named) == {names[key] for key in named.split()}
+    assert set(source.excluded) == {names[key] for key in excluded.split()}
+    assert source.questions == 15
+    assert ("cannot tell" in str(source)) == (not named and not excluded)
+
+
+def test_without_a_gap_nothing_is_named() -> None:
+    shares = {"crop": interval(0.5, 0.9)}
+    tables = tables_of_source(interval(-0.1, 1), shares)
+    source = judge_source(tables, findings_of_source({"crop": "not testable"}))
+    assert not source.named and "cannot tell" in str(source)
+
+
+def test_the_winner_is_surely_better_than_the_unmodified_model() -> None:
+    sure = Remedy("a", interval(0.01, 0.1), 1.0)
+    unsure = Remedy("b", interval(-0.01, 0.9), 1.0)
+    left_out = Remedy("c", note="no constants")
+    assert winner_of([unsure, sure, left_out]) == "a"
+    assert winner_of([unsure, left_out]) == ""
