@@ -38,6 +38,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.scores import Tabulator
+from posbench.stats.shape import shape_in_metrics
 from posbench.tasks import Task
 
 TABLE = "comparison.csv"
@@ -317,6 +318,7 @@ def _row(run: ComparedRun, difference: Row) -> Row:
         "model": run.model,
         "method": run.method,
         "folder": str(run.run.path),
+        "shape": shape_in_metrics(run.metrics, run.method),
         "n": len(run.prompts),
         "pairs": difference.get("pairs"),
     }
@@ -349,6 +351,7 @@ def _terminal_row(row: Record) -> dict[str, str]:
         cells[f"{name} difference"] = estimate_cell(
             row, f"{measure}_difference", signed=True
         )
+    cells["shape"] = str(row["shape"])
     cells["n"] = str(row["n"])
     return cells
 
