@@ -28,6 +28,7 @@ from posbench.report.index import (
     override_text,
 )
 from posbench.run.folder import PROVENANCE, RunDir, open_undamaged
+from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
 from posbench.stats.findings import estimate_columns, estimate_row
@@ -254,6 +255,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
             result[measure] = _unpaired_difference(first, second, metric)
         return result
     config = first.run.config("task", "runtime")
+    make_importable(first.run)
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
     rows = [{**first.prompts[key], "method": UNMODIFIED} for key in common]
     rows += [{**second.prompts[key], "method": "other"} for key in common]
