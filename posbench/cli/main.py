@@ -130,6 +130,8 @@ RUN_VERBS = (
     "compare",
 )
 """Verbs that read runs, and so find the user's own classes in ``--config-dir``, or in the one that a run records."""
+OVERRIDE_VERBS = ("", "diagnose", "fetch", "validate", "submit", "figures", "export")
+"""Verbs that take overrides as a run does, and the run itself."""
 NO_VERBS = {
     "run": "leave it out",
     "docs": "python tools/pages.py with the same arguments, in the repository",
@@ -179,6 +181,8 @@ def _dispatch(args: list[str]) -> int:
     versions.check_transformers()
     with _sigterm_interrupts():
         name = verb_of(args)
+        if name in OVERRIDE_VERBS:
+            _refuse_foreign_flags(name, args[len(name.split()) :])
         if not name:
             return _run(args)
         verb = find_verb(name)
@@ -196,6 +200,14 @@ def _dispatch(args: list[str]) -> int:
         config_dir, args = option(args, "--config-dir")
         with chosen_config_dir(config_dir):
             return verb(args)
+
+
+def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
+    """Refuse flags of other tools with the line that says the same here; nothing is imported without a flag."""
+    if any(arg.startswith("-") for arg in args):
+        from posbench.cli.habits import refuse_foreign_flags
+
+        refuse_foreign_flags(verb, args)
 
 
 class _Terminated(KeyboardInterrupt):
