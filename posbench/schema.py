@@ -259,10 +259,7 @@ def resolve_target(
         allowed = "the import path of a class"
         hint = f"check conf/{prefix}/*.yaml ({error})"
         if isinstance(error, ModuleNotFoundError) and not module.startswith("posbench"):
-            hint = (
-                f"your own {module}.py is not found: begin the command with PYTHONPATH=FOLDER, "
-                "the folder that --config-dir named"
-            )
+            hint = f"your own {module}.py is not found: add --config-dir DIR, the folder that holds it"
         raise UserError(f"{prefix}._target_", path, allowed, hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"

@@ -16,7 +16,9 @@ from typing import Any
 from posbench import paths
 from posbench.cli import main
 from posbench.errors import UserError, choices
+from posbench.export.base import FORMATS
 from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.run.folder import runs_in
 
 CHOICES = {
     "bash": """_posbench() {
@@ -38,6 +40,18 @@ compdef _posbench posbench""",
     "fish": """complete -c posbench -a '(posbench completion words (commandline -cp) 2>/dev/null)'""",
 }
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
+VERBS_WITH_RUNS = (
+    "report",
+    "rescore",
+    "audit",
+    "show",
+    "export",
+    "compare",
+    "resume",
+    "jobs",
+    "collect",
+)
+"""Verbs whose arguments are runs, by folder or hash."""
 VERBS_WITH_CHOICES = {"ls": "verbs", "completion": "completion"}
 """Verbs whose first argument is one of the ``CHOICES`` of their module."""
 
@@ -74,7 +88,10 @@ def words(line: str) -> list[str]:
     config_dir = dict(itertools.pairwise(typed)).get("--config-dir")
     folders = paths.config_folders(config_dir)
     candidates: list[str] = []
-    if word.startswith("-"):
+    if verb == "export" and (typed[-1:] == ["--to"] or word.startswith("--to=")):
+        prefix = "--to=" if word.startswith("--to=") else ""
+        candidates = [f"{prefix}{name}" for name in FORMATS]
+    elif word.startswith("-"):
         candidates = _flags(verb)
     elif "=" in word:
         key = word.partition("=")[0]
@@ -82,6 +99,8 @@ def words(line: str) -> list[str]:
         if key == "experiment":
             names = _experiments(folders)
         candidates = [f"{key}={name}" for name in names]
+        if word.startswith("method=from:"):
+            candidates = [f"method=from:{name}" for name in _run_hashes(typed)]
     elif verb in ("", "fetch", "validate", "figures", "submit"):
         candidates = [
             f"{name}=" for name in (*GROUPS, "experiment", "stages", "budget")
@@ -98,7 +117,24 @@ def words(line: str) -> list[str]:
     elif verb in VERBS_WITH_CHOICES:
         module = import_module(f"posbench.cli.{VERBS_WITH_CHOICES[verb]}")
         candidates = list(module.CHOICES)
+    elif verb in VERBS_WITH_RUNS:
+        candidates = _run_hashes(typed, sweeps=verb in ("report", "rescore"))
     return [candidate for candidate in candidates if candidate.startswith(word)]
+
+
+def _run_hashes(typed: Sequence[str], sweeps: bool = False) -> list[str]:
+    """The hashes of the runs, and of sweeps if asked, in the outputs folder that is typed, or else the default one."""
+    settings = dict(arg.split("=", 1) for arg in typed if "=" in arg)
+    flags = dict(itertools.pairwise(typed))
+    outputs = settings.get("runtime.outputs") or settings.get("--outputs")
+    outputs = outputs or flags.get("--outputs") or "outputs"
+    folder = Path(outputs).expanduser()
+    names = [run.name for run in runs_in(folder)] if folder.is_dir() else []
+    return sorted(
+        name.rpartition("__")[2]
+        for name in names
+        if sweeps or not name.startswith("sweep__")
+    )
 
 
 def _flags(verb: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
+from posbench.pipeline.constants import with_constants
 from posbench.pipeline.fit import FitToModel
 from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
@@ -35,6 +35,7 @@ from posbench.report.folder import RUN_AGAIN, read_csv, read_json
 from posbench.report.index import find_run
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, open_undamaged
+from posbench.run.own_code import config_dir_chosen, import_from, make_importable
 from posbench.search import deploy, held_back
 from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
@@ -44,8 +45,8 @@ from posbench.stats.verdict import CANNOT_DO, FIXED, Verdict, run_verdict
 def export(args: list[str]) -> int:
     """Write a run's fix so that others can load it: a checkpoint, an adapter, or code.
 
-    usage: posbench export RUN --to FORMAT --out DIR [--weights TYPE] [--exact] [--force]
-           posbench export OVERRIDES --to FORMAT --out DIR [--weights TYPE] [--exact]
+    usage: posbench export RUN --to FORMAT --out DIR [--weights TYPE] [--exact] [--force] [--config-dir DIR]
+           posbench export OVERRIDES --to FORMAT --out DIR [--weights TYPE] [--exact] [--config-dir DIR]
 
       RUN           a run, its folder or hash, with what its search found
       OVERRIDES     model=... method=..., as a run has them
@@ -60,6 +61,7 @@ def export(args: list[str]) -> int:
                     half precision, else float32
       --exact       refuse what does not fold as it is
       --force       write the fix of a run whose model cannot do the task
+      --config-dir  your own classes, where these are no longer in the folder that the run records
 
     What folds into weights scales the attention of all tokens. A method for the last token alone is written
     as that twin, and what it costs is measured on the calibration prompts, printed, and put on the model
@@ -104,8 +106,10 @@ def export(args: list[str]) -> int:
     if price:
         console.print(Text(price), soft_wrap=True)
     contents = read_contents([config.model.checkpoint])
+    own_folder = config.config_dir or config_dir_chosen()
     facts = CardFacts(
-        command=shlex.join(["posbench", "export", *args]),
+        command=shlex.join(["posbench", "export", *args, *_config_dir_flag()]),
+        config_dir=str(own_folder or ""),
         raw=_raw_to_record(config, fix),
         source=origin.source or run.method.origin().get("source", ""),
         verdict=str(origin.verdict or ""),
@@ -130,7 +134,7 @@ def export(args: list[str]) -> int:
 def verify(args: list[str]) -> int:
     """Load what `posbench export` wrote and hold it against the method in process again.
 
-    usage: posbench verify DIR
+    usage: posbench verify DIR [--config-dir DIR]
 
     The files must be those that were written, and the model that they belong to must be on this machine. The
     exit status is 2 where they differ from the method by more than the tolerance.
@@ -152,7 +156,8 @@ def verify(args: list[str]) -> int:
                 "DIR", str(file), "the file as posbench export wrote it", hint
             )
     form = base.find_format(record.format)
-    config = _config_of_record(record.raw)
+    folders = import_from(record.config_dir or None, record.raw, str(folder))
+    config = _config_of_record(record.raw, folders)
     _need_same_base(record, config)
     silence_transformers()
     run = build_run(config, make_console())
@@ -214,6 +219,12 @@ def _origin(arguments: list[str], outputs: Path) -> Origin:
     return _origin_of_run(find_run(arguments[0], outputs))
 
 
+def _config_dir_flag() -> list[str]:
+    """The flag --config-dir as it was typed; empty without one."""
+    folder = config_dir_chosen()
+    return ["--config-dir", str(folder)] if folder else []
+
+
 def _config_of_overrides(overrides: list[str]) -> Config:
     """The config of overrides, without a search, and with sizes for the model's window."""
     for key in overrides:
@@ -223,13 +234,14 @@ def _config_of_overrides(overrides: list[str]) -> Config:
             raise UserError(
                 "export", key, "keys of model, method, task and runtime", hint
             )
-    composed = compose_one(*overrides, "stages=[evaluate]")
+    composed = compose_one(*overrides, *_config_dir_flag(), "stages=[evaluate]")
     return prepare(composed, download=False, asks_calibration=True).config
 
 
 def _origin_of_run(folder: Path) -> Origin:
     """The config of a run with the constants that it applied, and what its search found."""
     run = open_undamaged(folder)
+    folders = make_importable(run)
     raw = run.config("task", "model", "method")
     results: dict[str, Any] = {}
     if (folder / FOUND_FILE).is_file():
@@ -240,7 +252,7 @@ def _origin_of_run(folder: Path) -> Origin:
     elif constants is None:
         constants = results.get(raw["method"]["name"], {})
     config = _config_of_record(
-        {**raw, "method": _with_constants(raw["method"], constants)}
+        {**raw, "method": with_constants(raw["method"], constants)}, folders
     )
     need_same_contents([config.model.checkpoint], run.facts(PROVENANCE))
     # A run without a search asked no calibration prompts.
@@ -265,8 +277,13 @@ def _need_model_that_does_the_task(origin: Origin) -> None:
         raise UserError("RUN", f"verdict {verdict}", allowed, hint)
 
 
-def _config_of_record(raw: Mapping[str, Any]) -> Config:
-    """The config of a run that recorded only the groups which took part in it."""
+def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config:
+    """The config of a run that recorded only the groups which took part in it.
+
+    Args:
+        raw: These groups.
+        folders: The config folders.
+    """
     missing = [group for group in ("model", "method", "task") if group not in raw]
     if missing:
         allowed = f"a config with {', '.join(missing)}"
@@ -274,13 +291,14 @@ def _config_of_record(raw: Mapping[str, Any]) -> Config:
         raise UserError("recorded config", list(raw), allowed, hint)
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
     return check_config(
-        {**compose_one("method=none").raw, **groups, "stages": ["evaluate"]}
+        {**compose_one("method=none").raw, **groups, "stages": ["evaluate"]},
+        folders=folders,
     )
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
     """The config with the constants that are written, valid in any working directory."""
-    method = _with_constants(config.raw["method"], asdict(fix.method))
+    method = with_constants(config.raw["method"], asdict(fix.method))
     raw = {**config.raw, "method": method}
     source = config.model.checkpoint
     is_embedded = config.model.path.startswith(paths.EMBEDDED)
@@ -292,24 +310,6 @@ def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:
             "path": str(sources.gguf_file(source).resolve()),
         }
     return raw
-
-
-def _with_constants(
-    node: Mapping[str, Any], constants: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A method's config node with other constants, as plain data."""
-    fixed_keys = ("name", "_target_", "parts")
-    filled = {
-        key: constants.get(key, value) if key not in fixed_keys else value
-        for key, value in node.items()
-    }
-    if "parts" in node:
-        parts = constants.get("parts", {})
-        filled["parts"] = {
-            name: _with_constants(part, parts.get(name, {}))
-            for name, part in node["parts"].items()
-        }
-    return json.loads(json.dumps(filled))  # type: ignore[no-any-return]
 
 
 def _method_to_write(

@@ -48,6 +48,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       a model behind a server
   posbench method=[layer_scaling,scale_channel]
       two methods, one inside the other
+  posbench method=from:51cc60e3
+      the method of a run, with the constants that it found
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
   posbench model=DIR budget=10min
@@ -114,6 +116,22 @@ VERBS = {
     "check-data": "check_data",
 }
 """Module of each verb, which is a function there; only that of the typed verb is imported."""
+RUN_VERBS = (
+    "report",
+    "rescore",
+    "audit",
+    "show",
+    "export",
+    "verify",
+    "jobs",
+    "collect",
+    "resume",
+    "ls runs",
+    "compare",
+)
+"""Verbs that read runs, and so find the user's own classes in ``--config-dir``, or in the one that a run records."""
+OVERRIDE_VERBS = ("", "diagnose", "fetch", "validate", "submit", "figures", "export")
+"""Verbs that take overrides as a run does, and the run itself."""
 NO_VERBS = {
     "run": "leave it out",
     "docs": "python tools/pages.py with the same arguments, in the repository",
@@ -163,6 +181,8 @@ def _dispatch(args: list[str]) -> int:
     versions.check_transformers()
     with _sigterm_interrupts():
         name = verb_of(args)
+        if name in OVERRIDE_VERBS:
+            _refuse_foreign_flags(name, args[len(name.split()) :])
         if not name:
             return _run(args)
         verb = find_verb(name)
@@ -172,7 +192,22 @@ def _dispatch(args: list[str]) -> int:
         if "-h" in flags or "--help" in flags:
             print(usage(verb))
             return 0
-        return verb(args)
+        if name not in RUN_VERBS:
+            return verb(args)
+        from posbench.cli.options import option
+        from posbench.run.own_code import chosen_config_dir
+
+        config_dir, args = option(args, "--config-dir")
+        with chosen_config_dir(config_dir):
+            return verb(args)
+
+
+def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
+    """Refuse flags of other tools with the line that says the same here; nothing is imported without a flag."""
+    if any(arg.startswith("-") for arg in args):
+        from posbench.cli.habits import refuse_foreign_flags
+
+        refuse_foreign_flags(verb, args)
 
 
 class _Terminated(KeyboardInterrupt):

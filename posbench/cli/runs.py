@@ -22,7 +22,7 @@ def split_outputs(args: Sequence[str]) -> tuple[Path, list[str]]:
 def ls_runs(args: list[str]) -> int:
     """List the runs of an outputs folder, newest first.
 
-    usage: posbench ls runs [FILTERS] [--outputs DIR] [--json]
+    usage: posbench ls runs [FILTERS] [--outputs DIR] [--json] [--config-dir DIR]
 
     A filter is ``column=value`` (run, folder, model, task, method, study, state), ``key=value`` of a
     setting, with ``*`` for anything, or a word of a row. Columns: the hash and version of a run, what ran,
@@ -61,12 +61,13 @@ def _check_flags(args: Sequence[str], allowed: str, verb: str) -> None:
 def compare(args: list[str]) -> int:
     """Put runs side by side: a table, and a figure of their scores over the gold position.
 
-    usage: posbench compare RUN RUN... [--out FOLDER] [--outputs DIR] [--json]
+    usage: posbench compare RUN RUN... [--out FOLDER] [--outputs DIR] [--json] [--config-dir DIR]
 
     A run is its folder, or the hash that ``posbench ls runs`` prints. Differences are those from the first
     run, paired by prompt where one run asked all that the other did, with 95 % intervals over questions;
     unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv`` and the
-    figure. A pipe gets TSV with all numbers.
+    figure. A pipe gets TSV with all numbers. Runs with classes of your own find these in the folder that they
+    record, or in that of --config-dir.
 
     example: posbench compare 51cc60e3 d172d1d1
     """

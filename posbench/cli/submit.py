@@ -333,10 +333,8 @@ def resume(args: list[str]) -> int:
 
     example: posbench resume outputs/kv_retrieval/v001/tiny__scale_channel__51cc60e3
     """
-    config_dir, remaining = option(args, "--config-dir")
-    part_text, remaining = option(remaining, "--part")
+    part_text, remaining = option(args, "--part")
     shard_text, remaining = option(remaining, "--shard")
-    paths.config_folders(config_dir)
     leaves_end = part_text is not None
     text = part_text if part_text is not None else shard_text or "0/1"
     shard = _shard("--part" if leaves_end else "--shard", text)
@@ -393,7 +391,7 @@ def _shard(flag: str, text: str) -> Shard:
 def jobs(args: list[str]) -> int:
     """List the runs that were submitted, and how each stands by its folder.
 
-    usage: posbench jobs [OUTPUTS or RUN] [--json]
+    usage: posbench jobs [OUTPUTS or RUN] [--json] [--config-dir DIR]
 
     waiting (in the queue), running, done, failed, lost (no job of it is left: it was killed), unknown (the
     queue cannot be asked), damaged. Of a failed one the last line of its log is told. Exit status 1 where one
@@ -439,7 +437,7 @@ def _submitted_runs(args: Sequence[str]) -> list[dict[str, object]]:
 def collect(args: list[str]) -> int:
     """Gather what submitted runs left: the summary of each sweep whose runs are all done, as -m makes it.
 
-    usage: posbench collect [OUTPUTS or RUN]
+    usage: posbench collect [OUTPUTS or RUN] [--config-dir DIR]
 
     It waits for nothing, and says what is missing: exit status 1 where something is.
 

@@ -51,6 +51,7 @@ from posbench.run.folder import (
     runs_in,
 )
 from posbench.run.lease import owning
+from posbench.run.own_code import make_importable
 from posbench.run.runtime import Runtime
 from posbench.schema import MAX_COUNT, build, resolve_target
 from posbench.tasks import Task
@@ -261,10 +262,11 @@ def _folder(verb: str, args: list[str]) -> Path:
 def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery.
 
-    usage: posbench report DIR [--out FOLDER]
+    usage: posbench report DIR [--out FOLDER] [--config-dir DIR]
 
       DIR           a run, a sweep, or a folder of many runs such as outputs
       --out FOLDER  where the gallery of many runs goes; DIR/gallery unless said
+      --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
     A gallery has the newest run of every experiment: its figures, also as PDF, and its tables as CSV,
     Markdown and LaTeX.
@@ -298,9 +300,10 @@ def report(args: list[str]) -> int:
 def rescore(args: list[str]) -> int:
     """Score saved outputs of a run, or of all runs of a sweep, again, without a model.
 
-    usage: posbench rescore DIR
+    usage: posbench rescore DIR [--config-dir DIR]
 
       DIR  a finished run that evaluated, or a sweep
+      --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
     example: posbench rescore outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
     """
@@ -329,6 +332,7 @@ def _rescore_run(run: RunDir) -> None:
             allowed = f"a finished run with the stage evaluate and undamaged rows (damaged: {torn})"
             hint = "repeat its command with evaluate in stages=[...]"
             raise UserError("DIR", str(run.path), allowed, hint)
+        make_importable(run)
         task = read_recorded_task(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same_contents(task.files(), run.facts(PROVENANCE))
@@ -341,11 +345,12 @@ def _rescore_run(run: RunDir) -> None:
 def audit(args: list[str]) -> int:
     """Make some replies of a run again, each prompt alone and nothing shared, and compare them with its rows.
 
-    usage: posbench audit RUN [--share X] [--seed N]
+    usage: posbench audit RUN [--share X] [--seed N] [--config-dir DIR]
 
       RUN        a finished run that evaluated a model in this process
       --share X  share of the rows, from 0 to 1 (0.02; 20 rows at least)
       --seed N   of the random choice (0)
+      --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
     The model is loaded in float32. A reply may part from the recorded one where two tokens are so close that
     rounding decides. The result stands in the run's provenance and on its page; the exit status is 2 where rows
@@ -415,12 +420,13 @@ def _number(flag: str, text: str, lowest: float, highest: float) -> float:
 def show(args: list[str]) -> int:
     """Print examples of a run: prompt, expected answers, and every method's reply and score.
 
-    usage: posbench show DIR [--wrong] [--all] [--id ID]
+    usage: posbench show DIR [--wrong] [--all] [--id ID] [--config-dir DIR]
 
       DIR      a run that evaluated
       --wrong  only those that are scored below 1 under some method
       --all    all of them, not some
       --id ID  one, with its whole prompt
+      --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
     example: posbench show outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d --wrong
     """

@@ -14,12 +14,9 @@ from rich.console import Console
 
 from posbench import paths
 from posbench.diagnose.outcome import (
-    FLAT,
-    UNCLEAR,
     Diagnosis,
     judge_pilot,
     judge_source,
-    name_shape,
     points,
 )
 from posbench.diagnose.race import applicable_methods, race, winner_of
@@ -44,6 +41,7 @@ from posbench.search.base import FOUND_FILE
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import estimate
 from posbench.stats.frames import SERVED, UNMODIFIED
+from posbench.stats.shape import FLAT, UNCLEAR, name_shape
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from posbench.late import pd
-from posbench.run.sequential import NEGLIGIBLE_CONTRAST
 from posbench.stats.bootstrap import Estimate, mean, with_interval
 from posbench.stats.cut_replies import MAX_SHARE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
-from posbench.stats.sequential import dominant_end, more_questions
+from posbench.stats.shape import SHAPES, WITHOUT_SIDE, Shape
 from posbench.studies.base import Tables
 from posbench.studies.yu2025.bias_source import INTERVENTIONS, NO_GAP, read_effects
 
@@ -27,22 +26,6 @@ CEILING_MARGIN = 0.2
 """A model is at the ceiling where its average is surely less than this below 1."""
 MIN_CUT = 2
 """Cut replies from which a pilot asks again with more tokens."""
-
-PRIMACY = "primacy"
-RECENCY = "recency"
-MIDDLE_DROP = "middle drop"
-MIDDLE_RISE = "middle rise"
-FLAT = "flat"
-UNCLEAR = "unclear"
-SHAPES = {
-    PRIMACY: "it answers best where the gold item is the first",
-    RECENCY: "it answers best where the gold item is the last",
-    MIDDLE_DROP: "it loses the middle of the prompt",
-    MIDDLE_RISE: "it answers best in the middle of the prompt",
-    FLAT: "the ends and the middle differ by less than 10 points",
-    UNCLEAR: "the shape cannot be told yet",
-}
-"""Shapes of the score over the gold position, each as the end of a sentence about the model."""
 
 
 @dataclass(frozen=True)
@@ -95,73 +78,6 @@ def judge_pilot(
     elif average.ci_low > 1 - CEILING_MARGIN and average.value >= 1 - NEGLIGIBLE_SHARE:
         level = "ceiling"
     return Pilot(level, average, cut, dict(settings))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the score over the gold position.
-
-    Attributes:
-        name: One of :data:`SHAPES`.
-        contrasts: First and last position minus the mean of the inner ones, in shares; their intervals hold whenever
-            the sampling stopped.
-        questions: Questions at each position.
-        missing: Questions at each position that would decide an unclear shape, as far as can be told.
-    """
-
-    name: str
-    contrasts: Mapping[str, Estimate]
-    questions: int
-    missing: int = 0
-
-
-def name_shape(contrasts: Mapping[str, Estimate]) -> Shape:
-    """Name a shape by the intervals of its contrasts.
-
-    Args:
-        contrasts: ``primacy`` and ``recency``, see :func:`posbench.stats.sequential.shape_intervals`.
-    """
-    signs = {name: _sign(value) for name, value in contrasts.items()}
-    first = signs["primacy"]
-    last = signs["recency"]
-    dominant = dominant_end(contrasts)
-    if first == "higher" and last == "higher":
-        name = MIDDLE_DROP
-    elif dominant:
-        name = dominant
-    elif first == "higher" and last is not None:
-        name = PRIMACY
-    elif last == "higher" and first is not None:
-        name = RECENCY
-    elif first == "lower" and last == "lower":
-        name = MIDDLE_RISE
-    elif first == "lower" and last == "like":
-        name = RECENCY
-    elif last == "lower" and first == "like":
-        name = PRIMACY
-    elif first == "like" and last == "like":
-        name = FLAT
-    else:
-        name = UNCLEAR
-    missing = 0
-    if name == UNCLEAR:
-        missing = max(
-            more_questions(contrasts[key], NEGLIGIBLE_CONTRAST)
-            for key, sign in signs.items()
-            if sign is None
-        )
-    return Shape(name, contrasts, min(value.n for value in contrasts.values()), missing)
-
-
-def _sign(value: Estimate) -> Literal["higher", "lower", "like"] | None:
-    """Whether an end scores higher or lower than the inner positions, or like them; None: cannot tell."""
-    if value.ci_low > 0:
-        return "higher"
-    if value.ci_high < 0:
-        return "lower"
-    if value.ci_low > -NEGLIGIBLE_CONTRAST and value.ci_high < NEGLIGIBLE_CONTRAST:
-        return "like"
-    return None
 
 
 @dataclass(frozen=True)
@@ -298,7 +214,7 @@ class Diagnosis:
     def headline(self) -> str:
         """The answer in a sentence or two."""
         text = f"Verdict: {self.verdict} ({self.reason})."
-        if self.shape and self.shape.name not in (FLAT, UNCLEAR):
+        if self.shape and self.shape.name not in WITHOUT_SIDE:
             text = f"{self.model} has a {self.shape.name} bias: {SHAPES[self.shape.name]}. {text}"
         return text
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posbench.diagnose.outcome import SHAPES, Diagnosis, Pilot, Remedy, points
+from posbench.diagnose.outcome import Diagnosis, Pilot, Remedy, points
 from posbench.files.atomic import write_json, write_text
 from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
@@ -16,6 +16,7 @@ from posbench.report.folder import read_csv, study_tables
 from posbench.report.page import write_page
 from posbench.run.progress import duration
 from posbench.stats.bootstrap import Estimate, with_interval
+from posbench.stats.shape import SHAPES
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,

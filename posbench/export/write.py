@@ -60,6 +60,7 @@ class CardFacts:
         versions: Versions of packages, by name.
         base: The model's files, as the provenance of a run lists them.
         weights: Type of weights that was asked for; empty: none was.
+        config_dir: Folder of the user's own classes; empty without one.
     """
 
     command: str
@@ -73,6 +74,7 @@ class CardFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     base: Sequence[Mapping[str, str]] = ()
     weights: str = ""
+    config_dir: str = ""
 
 
 @no_other_keys

@@ -39,7 +39,7 @@ def user_files(classes: Iterable[type]) -> set[Path]:
         if name in seen:
             continue
         seen.add(name)
-        location = _locate(name)
+        location = locate_module(name)
         if location is None or location.file is None:
             continue
         is_own = name.partition(".")[0] in own_packages
@@ -58,7 +58,7 @@ def _is_users(file: Path, is_own: bool) -> bool:
     return not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
-def _locate(name: str) -> ModuleLocation | None:
+def locate_module(name: str) -> ModuleLocation | None:
     """Where a module lies; None where there is none. Nothing is imported for it."""
     module = sys.modules.get(name)
     if module is not None:
@@ -68,7 +68,7 @@ def _locate(name: str) -> ModuleLocation | None:
     parent = name.rpartition(".")[0]
     search_path: list[str] | None = None
     if parent:
-        package = _locate(parent)
+        package = locate_module(parent)
         if package is None or package.folders is None:
             return None
         search_path = package.folders

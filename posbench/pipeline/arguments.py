@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.pipeline.constants import FROM_RUN, read_constants
+from posbench.run.runtime import Runtime
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {
@@ -53,6 +55,10 @@ COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
 """Stages as one would type them; Hydra takes a comma for a sweep."""
+RUN_OF_METHOD = re.compile(rf"\b{FROM_RUN}([^,\[\]'\" ]+)")
+"""A run that is named in place of a method."""
+RUN_CONSTANTS = "run_constants"
+"""Key of a method's node that says which run its constants come from."""
 BARE_OVERRIDE = re.compile(r"([^=]+)=([^\[\]{}()'\",=$\\]+)")
 """A key and a value without brackets and quotes."""
 NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|~")
@@ -70,6 +76,7 @@ class Request:
         multirun: Whether an experiment asks for a sweep.
         set_by_experiment: Dotted keys that the experiment sets.
         spelled: Keys of the overrides, each as the user typed it.
+        spelled_values: Values of overrides that the user typed otherwise: methods that come from runs.
     """
 
     config: str
@@ -78,6 +85,7 @@ class Request:
     multirun: bool
     set_by_experiment: frozenset[str]
     spelled: Mapping[str, str]
+    spelled_values: Mapping[str, str] = field(default_factory=dict)
 
 
 def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
@@ -171,6 +179,7 @@ def parse_request(
         if not override.startswith("experiment=")
     ]
     group_overrides, path_models = _name_path_models(group_overrides, folders)
+    group_overrides, run_methods = _name_run_methods(group_overrides)
     parsed = _parse(group_overrides)
     searched = list(folders[1:])
     reference_override = list[str]()
@@ -202,12 +211,13 @@ def parse_request(
     rewritten = []
     spelled = {}
     for override in parsed:
-        _check(override, folders, multirun or bool(sweep), path_models)
-        text = _rewrite(override)
+        extra_names = {"model": path_models, "method": list(run_methods)}
+        _check(override, folders, multirun or bool(sweep), extra_names)
+        text = _rewrite(override, run_methods)
         rewritten.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by_experiment = frozenset(
-        key for group in GROUPS for key in _leaf_keys(experiment.get(group), group)
+        key for group in GROUPS for key in leaf_keys(experiment.get(group), group)
     )
     return Request(
         config=config,
@@ -216,6 +226,10 @@ def parse_request(
         multirun=bool(sweep),
         set_by_experiment=set_by_experiment,
         spelled=spelled,
+        spelled_values={
+            name: f"{FROM_RUN}{node[RUN_CONSTANTS]['run']}"
+            for name, node in run_methods.items()
+        },
     )
 
 
@@ -276,6 +290,32 @@ def _name_path_models(
     return named, list(names.values())
 
 
+def _name_run_methods(
+    overrides: Sequence[str],
+) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Overrides in which ``from:RUN`` is a choice of ``method``, and the config nodes of these choices by name."""
+    outputs = Path(Runtime.outputs)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "runtime.outputs":
+            outputs = Path(value.strip("'\""))
+    nodes: dict[str, dict[str, Any]] = {}
+
+    def name_run(match: re.Match[str]) -> str:
+        constants, node = read_constants(match[1], outputs.expanduser())
+        name = f"from_{constants.run}"
+        nodes[name] = {**node, RUN_CONSTANTS: asdict(constants)}
+        ConfigStore.instance().store(group="method", name=name, node=nodes[name])
+        return name
+
+    named = []
+    for override in overrides:
+        if override.startswith("method="):
+            override = RUN_OF_METHOD.sub(name_run, override)
+        named.append(override)
+    return named, nodes
+
+
 def _is_path(value: str) -> bool:
     """Whether a value of ``model=`` is a folder or a hub id, and no name of a choice."""
     if "/" in value or value.startswith(("~", ".")) or value.endswith(".gguf"):
@@ -322,11 +362,11 @@ def _spell(value: Any) -> str:
     return json.dumps(value).replace('"', "")
 
 
-def _leaf_keys(node: Any, key: str) -> Iterator[str]:
-    """Dotted keys of the values below a node of a config."""
+def leaf_keys(node: Any, key: str) -> Iterator[str]:
+    """Yield the dotted keys of the values below a node of a config."""
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from _leaf_keys(value, f"{key}.{name}")
+            yield from leaf_keys(value, f"{key}.{name}")
     elif "." in key:
         yield key
 
@@ -335,7 +375,7 @@ def _check(
     override: Override,
     folders: Sequence[Path],
     multirun: bool,
-    path_models: Sequence[str],
+    extra_names: Mapping[str, Collection[str]],
 ) -> None:
     """Refuse an override that names nothing, before Hydra would in its own words.
 
@@ -343,7 +383,7 @@ def _check(
         override: The override.
         folders: posbench's config folder, and the user's own.
         multirun: Whether a sweep was asked for.
-        path_models: Names of the models that were typed as a path.
+        extra_names: Further choices by group, which have no file: models typed as a path, methods of runs.
     """
     key = override.key_or_group
     value = str(override.input_line).partition("=")[2]
@@ -359,9 +399,8 @@ def _check(
     if not chooses or (group != key and override.value() is None):
         return
     known_names = choices(*(folder / group for folder in folders))
-    extra_names = path_models if key == "model" else ()
     for name in _chosen_values(override, known_names):
-        _check_choice(key, group, name, known_names, extra_names)
+        _check_choice(key, group, name, known_names, extra_names.get(key, ()))
 
 
 def _check_choice(
@@ -395,6 +434,8 @@ def _check_choice(
             allowed = f"a list of different ones of: {allowed}"
         if key == "model":
             allowed += ", a folder, or a hub id as ORG/NAME"
+        if key == "method":
+            allowed += f", or {FROM_RUN}RUN"
         hint = "leave it out"
         if not is_empty:
             listing = f"posbench ls {PLURALS.get(group, 'runtimes')}"
@@ -415,8 +456,13 @@ def _chosen_values(override: Override, known_names: Sequence[str]) -> list[str]:
     return [override.get_value_element_as_str()]
 
 
-def _rewrite(override: Override) -> str:
-    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
+def _rewrite(override: Override, run_methods: Mapping[str, Mapping[str, Any]]) -> str:
+    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new.
+
+    Args:
+        override: The override.
+        run_methods: Config nodes of methods that come from runs, by the names of these choices.
+    """
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key in GROUP_OF_KEY and override.value() is not None:
@@ -424,7 +470,7 @@ def _rewrite(override: Override) -> str:
     if key == "method":
         names = re.sub(
             r"\[([^\[\]]*)\]",
-            lambda brackets: _store_methods(brackets[1].split(",")),
+            lambda brackets: _store_methods(brackets[1].split(","), run_methods),
             value,
         )
         return f"method={names}"
@@ -435,14 +481,38 @@ def _rewrite(override: Override) -> str:
     return line
 
 
-def _store_methods(names: Iterable[str]) -> str:
-    """Store the config of a list of methods, one inside the other; return its name."""
+def _store_methods(
+    names: Iterable[str], run_methods: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Store the config of a list of methods, one inside the other; return its name.
+
+    Args:
+        names: The methods.
+        run_methods: Config nodes of methods that come from runs, by the names of these choices.
+
+    Raises:
+        UserError: A run's method is a list itself, or one that is in the list already.
+    """
     parts = [name.strip() for name in names]
     if len(parts) == 1:
         return parts[0]
+    methods = []
+    for part in parts:
+        node = run_methods.get(part, {})
+        method = str(node.get("name", part))
+        if "parts" in node or method in methods:
+            run = node.get(RUN_CONSTANTS, {}).get("run", part)
+            allowed = f"a list of different single methods; {part} is {method}"
+            hint = f"method={FROM_RUN}{run} alone takes the method of that run"
+            raise UserError("method", f"[{','.join(parts)}]", allowed, hint)
+        methods.append(method)
+    defaults = [
+        f"{part}@parts.{method}" for part, method in zip(parts, methods, strict=True)
+    ]
     node = {
-        "defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"],
+        "defaults": [*defaults, "_self_"],
         "_target_": COMPOSED_METHOD,
+        "name": "-".join(methods),
     }
     composed_name = "-".join(parts)
     ConfigStore.instance().store(group="method", name=composed_name, node=node)

@@ -31,7 +31,9 @@ from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
     GROUPS,
+    RUN_CONSTANTS,
     Request,
+    leaf_keys,
     model_name,
     parse_request,
     read_flags,
@@ -309,6 +311,9 @@ def _fill(
     if "model" in groups:
         blocks = _read_blocks(raw["model"], folders, typed)
     fixed = {*typed, *request.set_by_experiment}
+    runs = _take_run_constants(raw.get("method"), "method", fixed)
+    if runs:
+        raw["constants"] = runs
     for group in groups:
         if group == "runtime":
             raw[group] = _fill_runtime(raw[group])
@@ -455,6 +460,28 @@ def _names_in(node: Any, key: str) -> set[str]:
     for name, value in node.items():
         names |= _names_in(value, str(name))
     return names
+
+
+def _take_run_constants(node: Any, key: str, fixed: set[str]) -> list[dict[str, Any]]:
+    """Take out of a method's node, and its parts, which run their constants come from.
+
+    Args:
+        node: The node; changed.
+        key: Its dotted key.
+        fixed: Dotted keys that blocks of the model's file leave alone; those of such a method are added.
+    """
+    if not isinstance(node, dict):
+        return []
+    runs = []
+    constants = node.pop(RUN_CONSTANTS, None)
+    if constants:
+        runs.append(constants)
+        fixed.update(leaf_keys(node, key))
+        if key != "method":
+            del node["name"]  # a part has the name of its key
+    for name, part in (node.get("parts") or {}).items():
+        runs += _take_run_constants(part, f"{key}.parts.{name}", fixed)
+    return runs
 
 
 def _fill_node(

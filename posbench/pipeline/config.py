@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
+from posbench.pipeline.constants import RunConstants, suggest_run
 from posbench.run.budget import Budget
 from posbench.run.method import MethodUnderTest
 from posbench.run.runtime import Cluster, Runtime
@@ -85,6 +86,8 @@ class Config:
         typed: Dotted keys that the user set.
         all_methods: Methods by name; empty unless the study measures them all.
         budget: What the run may take, from which its sizes are still to be chosen; None: they stand.
+        config_dir: The user's own config folder; None without one.
+        constants: Constants of the method, or of its parts, that come from runs.
     """
 
     model: ModelConfig
@@ -100,6 +103,8 @@ class Config:
     typed: frozenset[str] = frozenset()
     all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
     budget: Budget | None = None
+    config_dir: Path | None = None
+    constants: tuple[RunConstants, ...] = ()
 
     @property
     def study_name(self) -> str:
@@ -127,12 +132,16 @@ class Config:
 
     def method_under_test(self) -> MethodUnderTest:
         """Return the method under test, without the parameters that a search will find."""
+        blocks_of_runs = {
+            constants.method: {**constants.values, "source": constants.source}
+            for constants in self.constants
+        }
         return MethodUnderTest(
             self.choice,
             self.target,
             stand_ins=self.search.finds if "search" in self.stages else {},
             hint=self._missing_parameter_hint(),
-            blocks=self.model.blocks,
+            blocks=self.model.blocks | blocks_of_runs,
             served=bool(self.model.base_url),
         )
 
@@ -170,7 +179,7 @@ def check_config(
         UserError: What is wrong, all of it.
     """
     data = dict(raw)
-    unknown = sorted(set(data) - {*TOP, "typed"})
+    unknown = sorted(set(data) - {*TOP, "typed", "constants"})
     if unknown:
         key = unknown[0]
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
@@ -207,6 +216,7 @@ def _build_parts(
     """
     parts = dict[str, Any]()
     budget = data.pop("budget", None)
+    constants = data.get("constants") or []
     builders: dict[str, Callable[[], Any]] = {
         "study": lambda: _build_study(data, typed),
         "task": lambda: _build_task(data.get("task")),
@@ -218,6 +228,9 @@ def _build_parts(
         "runtime": lambda: _build_runtime(data.get("runtime") or {}),
         "experiment": lambda: _build_experiment(data.get("experiment")),
         "budget": lambda: None if budget is None else Budget.parse(budget),
+        "constants": lambda: tuple(
+            build(RunConstants, values, "constants") for values in constants
+        ),
     }
     for name, build_part in builders.items():
         with faults.collecting():
@@ -246,10 +259,21 @@ def _assemble(
         raw=_record(data, parts, stages, typed),
         typed=frozenset(typed),
         budget=parts.get("budget"),
+        config_dir=folders[-1] if len(folders) > 1 else None,
+        constants=parts.get("constants", ()),
     )
     if config.study and config.study.all_methods:
         config = replace(config, all_methods=all_choices(folders, config.model.blocks))
-    config.method_under_test().trial()
+    try:
+        config.method_under_test().trial()
+    except UserError as error:
+        if error.value is not None or config.target is None or config.constants:
+            raise
+        outputs = Path(config.runtime.outputs if config.runtime else Runtime.outputs)
+        hint = suggest_run(
+            outputs.expanduser(), config.target.name, config.model.files, error.hint
+        )
+        raise UserError(error.field, error.value, error.allowed, hint) from error
     return config
 
 
@@ -484,6 +508,8 @@ def _resolve_stages(
     requested = data.get("stages")
     if requested is None:
         requested = _default_stages(model, parts.get("task"), search, choice, target)
+        if parts.get("constants"):
+            requested = [stage for stage in requested if stage != "search"]
     stages = tuple(requested)
     if not stages or list(stages) != [stage for stage in STAGES if stage in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
@@ -494,6 +520,11 @@ def _resolve_stages(
         if "stages" in typed or "search" in typed:
             raise _unserved(data, search, choice, stages, typed)
         stages = tuple(stage for stage in stages if stage != "search")
+    constants = parts.get("constants")
+    if constants and "search" in stages:
+        allowed = f"no search: the constants come from run {constants[0].run}"
+        hint = "leave out the search, or name the method itself"
+        raise UserError("stages", list(stages), allowed, hint)
     if stages == ("report",):
         hint = "posbench report DIR redraws a run"
         raise UserError(
@@ -629,5 +660,7 @@ def _record(
     if "model" in record:
         record["model"] = {**data["model"], "name": parts["model"].name}
     record["stages"] = list(stages)
+    if parts.get("constants"):
+        record["constants"] = [asdict(c) for c in parts["constants"]]
     record["typed"] = sorted(key for key in typed if key.split(".")[0] == "method")
     return record

@@ -67,6 +67,7 @@ from posbench.run.folder import (
     open_run,
     run_id,
 )
+from posbench.run.own_code import make_importable
 from posbench.run.progress import duration, repeating
 from posbench.run.shards import (
     Shard,
@@ -487,7 +488,7 @@ def recorded_config(folder: Path) -> Config:
     # Groups that take no part are not recorded: whatever they are, nothing reads them.
     raw = {**compose_one().raw, "study": None, "experiment": None, **raw}
     raw["runtime"] = {**raw["runtime"], "outputs": str(out.path.parents[2])}
-    config = check_config(raw)
+    config = check_config(raw, folders=make_importable(out))
     contents = run_contents(config)
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import re
 import subprocess
@@ -24,6 +25,8 @@ from posbench.files.imports import user_files
 from posbench.late import torch
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, task_sources
+from posbench.pipeline.constants import FROM_RUN, fingerprint
+from posbench.run.own_code import CONFIG_DIR
 
 NUMBERS = (
     "tasks",
@@ -105,7 +108,11 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     Args:
         config: The run.
         read: What its files hold, by :func:`run_contents`.
+
+    Raises:
+        UserError: The method's constants come from a run of other weights.
     """
+    need_constants_of_weights(config, read)
     runtime = config.runtime
     facts: dict[str, Any] = {
         "code": source_digest(user_files(_classes(config))),
@@ -124,6 +131,32 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         facts[name] = getattr(runtime, name)
     facts["threads"] = threads(config)
     return facts | model_identity(config, read)
+
+
+def need_constants_of_weights(config: Config, read: Sequence[Content]) -> None:
+    """Refuse constants that a run found for other weights; typed ones are taken as they are.
+
+    Args:
+        config: The run.
+        read: What its files hold, by :func:`run_contents`.
+
+    Raises:
+        UserError: The weights differ.
+    """
+    if not config.constants:
+        return
+    weights = fingerprint(read)
+    for constants in config.constants:
+        if constants.weights == weights:
+            continue
+        typed = [f"method={constants.method}"]
+        for key, value in constants.values.items():
+            if isinstance(value, int | float | str | list):
+                text = json.dumps(value, separators=(",", ":")).replace('"', "")
+                typed.append(f"method.{key}={text}")
+        allowed = f"a run of these weights ({weights}); that one used {constants.weights or 'none'}"
+        hint = f"to apply its constants all the same, type them: {' '.join(typed)}"
+        raise UserError("method", f"{FROM_RUN}{constants.run}", allowed, hint)
 
 
 def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
@@ -188,15 +221,6 @@ def run_name(
     if config.uses_model:
         parts = [config.model.name, config.study_name, config.choice.name]
     return "__".join([*filter(None, parts), short_hash(settings)])
-
-
-def fingerprint(read: Sequence[Content]) -> str:
-    """Return the identity of the checkpoint: hub id and commit, or a hash of all that it is loaded from."""
-    checkpoint = [content for content in read if content.source.field == "model.path"]
-    for content in checkpoint:
-        if content.file is None:
-            return f"{content.source.id}@{content.held}"
-    return short_hash(content_keys(checkpoint, "model"), DATA_DIGITS)
 
 
 def _classes(config: Config) -> list[type]:
@@ -283,6 +307,17 @@ def provenance(
         "identity": dict(run_identity),
         "files": [content.fact for content in read],
     }
+    if config.constants:
+        facts["constants"] = {
+            constants.method: {
+                "run": constants.run,
+                "folder": constants.folder,
+                "source": constants.source,
+            }
+            for constants in config.constants
+        }
+    if config.config_dir:
+        facts[CONFIG_DIR] = str(config.config_dir)
     if config.uses_model:
         names = ["path", "revision", "source"]
         if config.model.base_url:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from posbench import paths
 from posbench.errors import Faults, UserError
-from posbench.files.digests import Content, hash_paths, hash_sources
+from posbench.files.digests import (
+    Content,
+    hash_paths,
+    hash_sources,
+    read_contents,
+)
 from posbench.files.gguf import UNQUANTISED, weight_types
 from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
@@ -20,8 +26,13 @@ from posbench.model.endpoint import text_encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
+from posbench.pipeline.constants import suggest_run
 from posbench.pipeline.fit import Adjustment, FitToModel
-from posbench.pipeline.identity import input_sources, model_identity
+from posbench.pipeline.identity import (
+    input_sources,
+    model_identity,
+    need_constants_of_weights,
+)
 from posbench.run.base import Run
 from posbench.tasks.base import EvaluationOnly
 
@@ -70,6 +81,8 @@ def prepare(
         _check_parts(config, None, faults)
         return PreparedRun(config)
 
+    with faults.collecting():
+        _check_constants(config)
     silence_transformers()
     is_served = bool(config.model.base_url)
     # A served model's tokenizer stands in for a checkpoint.
@@ -99,8 +112,20 @@ def prepare(
         for key, adjustment in fit.adjustments.items()
     ]
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
+    warnings += [constants.line for constants in config.constants]
     warnings += [*server_warnings, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
+
+
+def _check_constants(config: Config) -> None:
+    """Refuse constants that a run found for other weights, if these are on this machine; else the run does.
+
+    Raises:
+        UserError: The weights differ.
+    """
+    here = all(cached_path(source) for source in config.model.files)
+    if config.constants and here:
+        need_constants_of_weights(config, read_contents(config.model.files))
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:
@@ -164,9 +189,12 @@ def _note_method_left_out(fit: FitToModel, chosen: str) -> None:
     model = config.model
     left_out = config.choice.name == "none" and chosen != "none"
     if left_out and config.study is None and not model.base_url:
+        outputs = Path(config.runtime.outputs).expanduser()
+        finds_them = f"posbench model={model.path} finds them"
+        suggestion = suggest_run(outputs, chosen, model.files, finds_them)
         reason = (
             f"no constants of {model.name} are known, and {config.task.name} has nothing to search on"
-            f" (posbench model={model.path} finds them)"
+            f" ({suggestion})"
         )
         fit.adjustments["method"] = Adjustment(chosen, "none", reason)
 

@@ -110,7 +110,7 @@ def groups_to_share(configs: Sequence[Config]) -> list[list[Config]]:
         common = {
             group: section
             for group, section in config.raw.items()
-            if group not in ("method", "typed")
+            if group not in ("method", "typed", "constants")
         }
         with suppress(UserError):  # its own run reports it
             shares_prefill = config.method_under_test().trial().prefill()

@@ -8,6 +8,7 @@ from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import estimate_columns
+from posbench.stats.shape import shape_in_metrics
 
 CURVE_COLUMNS = (
     "model",
@@ -19,13 +20,15 @@ CURVE_COLUMNS = (
 )
 """Columns that a figure of scores over the gold position needs."""
 PANELS_PER_ROW = 3
+MAX_NAMED_SHAPES = 2
+"""Methods whose shapes the title of a figure names."""
 
 
 @plot.styled
 def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
     """The task's score over the gold position, a line with its 95 % band per method.
 
-    Where model, task or seed vary, each combination is its own line.
+    Where model, task or seed vary, each combination is its own line. Else the title names the shape of each line.
 
     Args:
         metrics: Rows of metrics.csv.
@@ -42,6 +45,10 @@ def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
         if column in rows and rows[column].nunique() > 1
     ]
     figure, axes = plot.new_figure(plot.COLUMN, 2.5, n=rows.get("n", ()))
+    if not varied:
+        title = describe_shapes(metrics)
+        if title:
+            figure.suptitle(title)
     num_lines = {True: 0, False: 0}  # by whether they are unmodified
     for (method, *values), line in rows.groupby(["method", *varied], sort=False):
         unmodified = method == frames.UNMODIFIED
@@ -59,7 +66,7 @@ def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
 def accuracy_by_model(summary: pd.DataFrame) -> Figure:
     """The score over the gold position: a panel per model, a line with its 95 % band per method.
 
-    The unmodified model, which each run of a sweep measured, is drawn once.
+    The unmodified model, which each run of a sweep measured, is drawn once; the title of a panel names its shape.
 
     Args:
         summary: Rows of summary.csv of a sweep over models and methods.
@@ -84,12 +91,29 @@ def accuracy_by_model(summary: pd.DataFrame) -> Figure:
             line = of_model[of_model["method"] == method]
             if len(line):
                 plot.band(axes, line, style, label=frames.display_name(method))
-        axes.set_title(model)
+        shape = shape_in_metrics(summary[summary["model"] == model], frames.UNMODIFIED)
+        axes.set_title(f"{model}: {shape}" if shape else str(model))
         is_first_in_row = index % PANELS_PER_ROW == 0
         label = f"{frames.metric_name(summary)} (%)" if is_first_in_row else ""
         plot.percent_axes(axes, label)
     plot.add_legend_below(figure)
     return figure
+
+
+def describe_shapes(metrics: pd.DataFrame) -> str:
+    """Name the shape of each method's score over the gold position; methods without one are left out.
+
+    Of more than two methods the unmodified model alone is named, so that the text fits above a figure.
+
+    Args:
+        metrics: Rows of metrics.csv of one run.
+    """
+    methods = list(metrics["method"].unique())
+    if len(methods) > MAX_NAMED_SHAPES:
+        methods = [method for method in methods if method == frames.UNMODIFIED]
+    shapes = {name: shape_in_metrics(metrics, name) for name in methods}
+    texts = [f"{frames.display_name(n)}: {s}" for n, s in shapes.items() if s]
+    return ", ".join(texts)
 
 
 @plot.styled

@@ -28,6 +28,7 @@ from posbench.report.index import (
     override_text,
 )
 from posbench.run.folder import PROVENANCE, RunDir, open_undamaged
+from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
 from posbench.stats.findings import estimate_columns, estimate_row
@@ -38,6 +39,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.scores import Tabulator
+from posbench.stats.shape import shape_in_metrics
 from posbench.tasks import Task
 
 TABLE = "comparison.csv"
@@ -253,6 +255,7 @@ def differences(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
             result[measure] = _unpaired_difference(first, second, metric)
         return result
     config = first.run.config("task", "runtime")
+    make_importable(first.run)
     task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
     rows = [{**first.prompts[key], "method": UNMODIFIED} for key in common]
     rows += [{**second.prompts[key], "method": "other"} for key in common]
@@ -317,6 +320,7 @@ def _row(run: ComparedRun, difference: Row) -> Row:
         "model": run.model,
         "method": run.method,
         "folder": str(run.run.path),
+        "shape": shape_in_metrics(run.metrics, run.method),
         "n": len(run.prompts),
         "pairs": difference.get("pairs"),
     }
@@ -349,6 +353,7 @@ def _terminal_row(row: Record) -> dict[str, str]:
         cells[f"{name} difference"] = estimate_cell(
             row, f"{measure}_difference", signed=True
         )
+    cells["shape"] = str(row["shape"])
     cells["n"] = str(row["n"])
     return cells
 

@@ -10,6 +10,7 @@ from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.atomic import Row
 from posbench.run.folder import RunDir
+from posbench.run.own_code import make_importable
 from posbench.run.replies import prompt_digest
 from posbench.stats.frames import display_name
 from posbench.tasks import Example, Task
@@ -47,6 +48,7 @@ class RunExamples:
     @classmethod
     def of(cls, run: RunDir, config: Mapping[str, Any]) -> RunExamples:
         """The examples of a run with this config, without network access."""
+        make_importable(run)
         task = read_recorded_task(config["task"])
         rows: dict[str, list[Row]] = {}
         for row in run.rows(FILE):

@@ -41,6 +41,7 @@ from posbench.report.text import (
     study_answer,
 )
 from posbench.run.folder import AUDIT, PROVENANCE, open_run_dir
+from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import FOUND_FILE, Search
@@ -122,7 +123,9 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     metrics = read_csv(folder / "metrics.csv")
     subsets = read_csv(folder / "subsets.csv")
     findings = read_csv(folder / "findings.csv")
-    config = open_run_dir(folder).config()
+    run = open_run_dir(folder)
+    config = run.config()
+    make_importable(run)
     sections = _study_sections(folder, config)
     if metrics is not None:
         sections += _score_sections(folder, metrics, subsets)

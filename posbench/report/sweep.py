@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from posbench.stats.frames import (
     rows_over_all_positions,
 )
 from posbench.stats.scores import METRIC_COLUMNS
+from posbench.stats.shape import shape_in_metrics
 
 TABLES = {
     "metrics": "summary",
@@ -165,8 +167,10 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console.print(study_answer(findings))
     else:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
-        without_run = [row[:-1] for row in rows]
-        show_table(console, header[:-1], without_run)
+        # A terminal is narrow: runs and shapes stand on the page.
+        shown = [i for i, name in enumerate(header) if name not in ("run", "shape")]
+        cells = [[row[i] for i in shown] for row in rows]
+        show_table(console, [header[i] for i in shown], cells)
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )
@@ -476,7 +480,7 @@ def sweep_table(
     ]
     header = [label, metric_name(summary), "unmodified", "difference"]
     if bias_values:
-        header.append("position bias")
+        header += ["position bias", "shape"]
     header += ["n", "run"]
     table: list[list[str]] = []
     counts = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
@@ -493,6 +497,7 @@ def sweep_table(
         ]
         if bias_values:
             cells.append(tables.cell(biases.get(setting), "z.1f"))
+            cells.append(shape_in_metrics(*_rows_of_setting(modified, setting)))
         cells.append("" if average is None else str(average.n))
         cells.append(", ".join(map(str, runs[setting])) if "run" in rows else "")
         table.append(cells)
@@ -525,7 +530,27 @@ def sweep_table(
         elif unmeasured:
             text += f"; it cannot be measured for {' and '.join(unmeasured)}"
         parts.append(text)
+    shapes = Counter[str]()
+    for setting in settings:
+        base_runs = [run for run in runs[setting] if run in unmodified]
+        if base_runs:
+            base = rows[is_unmodified & (rows[run_column] == base_runs[0])]
+            shapes[shape_in_metrics(base, UNMODIFIED)] += 1
+    shapes.pop("", None)
+    if len(shapes) == 1:
+        parts.append(f"shape of the unmodified model: {next(iter(shapes))}")
+    elif shapes:
+        counted = ", ".join(f"{shape} ({count})" for shape, count in shapes.items())
+        parts.append(f"shape of the unmodified model by settings: {counted}")
     return header, table, "; ".join(parts) + "."
+
+
+def _rows_of_setting(rows: pd.DataFrame, setting: str) -> tuple[pd.DataFrame, str]:
+    """The rows of a setting's first run, and the method that they are of."""
+    of_setting = rows[rows["setting"] == setting]
+    if "run" in of_setting:
+        of_setting = of_setting[of_setting["run"] == of_setting["run"].iloc[0]]
+    return of_setting, str(of_setting["method"].iloc[0])
 
 
 def _by_key(rows: pd.DataFrame, column: str) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
+from posbench.stats.shape import SHAPES, shape_in_metrics
 from posbench.stats.verdict import run_verdict
 
 MAX_LISTED = 4
@@ -175,11 +176,13 @@ def headline(metrics: pd.DataFrame | None) -> str:
     header, rows = bias_table(metrics)
     if rows:
         # The first statistic of the table is the position bias.
-        biases = [
-            f"{name} {text}"
-            for name, text in zip(header[1:], rows[0][1:], strict=True)
-            if "[" in text
-        ]
+        shapes = {display_name(m): shape_in_metrics(metrics, m) for m in averages.index}
+        biases = []
+        for name, text in zip(header[1:], rows[0][1:], strict=True):
+            if "[" not in text:
+                continue
+            shape = shapes.get(name)
+            biases.append(f"{name} {text} ({shape})" if shape else f"{name} {text}")
         if biases:
             results.append(f"position bias in points: {', '.join(biases)}")
     sentences = [*warnings, "; ".join(results)]
@@ -207,7 +210,7 @@ def _bias_warning(note: str, reasons: Mapping[str, str]) -> str:
 def _base_result(
     metrics: pd.DataFrame, averages: Any, name: str, verb: str, has_curve: bool
 ) -> str:
-    """How the unmodified or served model does at the ends and at inner positions.
+    """How the unmodified or served model does at the ends and at inner positions, and which shape that is.
 
     Args:
         metrics: Rows of metrics.csv.
@@ -222,10 +225,14 @@ def _base_result(
     average = pct(averages.at[name, "value"])
     result = f"{average} on average (n = {averages.at[name, 'n']})"
     if has_curve and len(curve) > 2:
-        at_ends = pct((curve.iloc[0] + curve.iloc[-1]) / 2)
-        worst = pct(curve.iloc[1:-1].min())
-        curve_text = f"{at_ends} at the ends and {worst} at its worst inner position"
-        result = f"{curve_text}, {result}" if len(averages) == 1 else curve_text
+        curve_text = (
+            f"{pct(curve.iloc[0])} at the first gold position, a mean of {pct(curve.iloc[1:-1].mean())} at inner "
+            f"ones and {pct(curve.iloc[-1])} at the last"
+        )
+        shape = shape_in_metrics(metrics, name)
+        if shape:
+            curve_text += f" ({shape}: {SHAPES[shape]})"
+        result = f"{curve_text}; {result}" if len(averages) == 1 else curve_text
     return f"The {display_name(name)} model {verb} {result}"
 
 

@@ -10,10 +10,9 @@ import numpy as np
 from posbench.files.atomic import Row
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.sequential import shape_intervals, shape_is_decided
+from posbench.stats.shape import NEGLIGIBLE_CONTRAST
 from posbench.tasks import Example
 
-NEGLIGIBLE_CONTRAST = 0.1
-"""Difference between an end of the prompt and its inner positions below which it need not be told from zero."""
 MIN_POSITIONS = 3
 
 

@@ -26,6 +26,11 @@ STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_
 """Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
 what that is where positions do not matter, and the others of :func:`curve_statistics`."""
 
+SMALLEST_BIAS = 0.02
+"""Position bias (standard deviation over gold positions) worth naming.
+
+Of a straight line over five positions whose ends lie five points apart it is 0.02.
+"""
 NEGLIGIBLE_SHARE = 0.05
 """A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
 

@@ -13,7 +13,8 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.position_bias import NEGLIGIBLE_SHARE
+from posbench.stats.position_bias import NEGLIGIBLE_SHARE, SMALLEST_BIAS
+from posbench.stats.shape import WITHOUT_SIDE, is_named_bias, shape_in_metrics
 
 CANNOT_DO = "cannot do the task"
 NO_BIAS = "no bias"
@@ -23,11 +24,6 @@ NOT_FIXED = "not fixed"
 CANNOT_TELL = "cannot tell"
 VERDICTS = (CANNOT_DO, NO_BIAS, BIAS, FIXED, NOT_FIXED, CANNOT_TELL)
 
-SMALLEST_BIAS = 0.02
-"""Position bias (standard deviation over gold positions) worth naming.
-
-Of a straight line over five positions whose ends lie five points apart it is 0.02.
-"""
 FIXED_SHARE = 0.5
 """Share of the position bias that a fix removes at least."""
 
@@ -83,10 +79,10 @@ def _base_verdict(metrics: pd.DataFrame, base: str) -> Verdict | None:
         return Verdict(CANNOT_TELL, reason)
     if obstacle or pd.isna(bias.ci_low):
         return Verdict(CANNOT_TELL, obstacle or "too few questions for an interval")
-    measured = f"position bias of {display_name(base)} {_interval(bias)} points"
+    measured = f"position bias of {display_name(base)} {_interval(bias)} points{_side(metrics, base)}"
     if bias.ci_high < SMALLEST_BIAS:
         return Verdict(NO_BIAS, f"{measured}, below {100 * SMALLEST_BIAS:g}")
-    if bias.ci_low > 0 and bias.value >= SMALLEST_BIAS:
+    if is_named_bias(bias):
         return Verdict(BIAS, measured)
     return Verdict(CANNOT_TELL, measured)
 
@@ -107,7 +103,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
             NOT_FIXED, f"{method} lowers the average by {_points(-gain.value)} points"
         )
     obstacle = _note(_score(metrics, method)) or _note(after)
-    was = f"position bias {_points(before.value)} points"
+    was = f"position bias {_points(before.value)} points{_side(metrics, base)}"
     if obstacle.startswith("at the ceiling"):
         # The standard deviation of three or more scores between 1 - d and 1 is at most d / sqrt(3).
         removed = before.value - _shortfall(metrics, method) / math.sqrt(3)
@@ -134,6 +130,12 @@ def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
         return None
     reason = f"{method} reaches {_percent(average)}, but the unmodified model is at the floor: "
     return Verdict(CANNOT_TELL, f"{reason}there is no bias to compare with")
+
+
+def _side(metrics: pd.DataFrame, method: str) -> str:
+    """The shape of a method's score in brackets; empty where it favours no part of the prompt."""
+    shape = shape_in_metrics(metrics, method)
+    return "" if not shape or shape in WITHOUT_SIDE else f" ({shape})"
 
 
 def _shortfall(metrics: pd.DataFrame, method: str) -> float:

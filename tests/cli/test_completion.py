@@ -30,7 +30,7 @@ from tests.messages import assert_refused
         ("posbench method.fac", ["method.factor="]),
         ("posbench runtime.device", ["runtime.device=", "runtime.device_map="]),
         ("posbench ls exp", ["experiments"]),
-        ("posbench show --", ["--all", "--id", "--wrong"]),
+        ("posbench show --", ["--all", "--config-dir", "--id", "--wrong"]),
         ("posbench completion z", ["zsh"]),
         ("posbench report out", []),
         ("posbench model=nope model.pa", ["model.path="]),

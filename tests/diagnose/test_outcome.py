@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from posbench.diagnose.outcome import Remedy, judge_pilot, judge_source, name_shape
+from posbench.diagnose.outcome import Remedy, judge_pilot, judge_source
 from posbench.diagnose.race import winner_of
 from posbench.stats.bootstrap import Estimate
 from posbench.studies.yu2025.bias_source import INTERVENTIONS
@@ -64,37 +64,6 @@ def test_a_guess_is_the_floor_where_there_are_choices() -> None:
 
 def interval(low: float, high: float) -> Estimate:
     return Estimate((low + high) / 2, low, high, QUESTIONS)
-
-
-HIGHER = interval(0.2, 0.4)
-LOWER = interval(-0.4, -0.2)
-LIKE = interval(-0.05, 0.05)
-OPEN = interval(-0.2, 0.3)
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "shape"),
-    [
-        (HIGHER, HIGHER, "middle drop"),
-        (HIGHER, LIKE, "primacy"),
-        (HIGHER, LOWER, "primacy"),
-        (LIKE, HIGHER, "recency"),
-        (LOWER, HIGHER, "recency"),
-        (LOWER, LOWER, "middle rise"),
-        (LIKE, LIKE, "flat"),
-        (OPEN, LIKE, "unclear"),
-        (OPEN, OPEN, "unclear"),
-        # The last position is no better than 30 points above the middle, the first no worse than 50.
-        (interval(0.5, 0.7), OPEN, "primacy"),
-        (HIGHER, OPEN, "unclear"),
-    ],
-)
-def test_a_shape_has_the_name_of_what_is_sure(
-    first: Estimate, last: Estimate, shape: str
-) -> None:
-    named = name_shape({"primacy": first, "recency": last})
-    assert named.name == shape
-    assert bool(named.missing) == (shape == "unclear")
 
 
 def tables_of_source(gap: Estimate, shares: dict[str, Estimate]) -> Any:

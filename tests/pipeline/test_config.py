@@ -21,6 +21,9 @@ from posbench.tasks import KVRetrieval
 from tests.conftest import config_of
 from tests.messages import Tokens, refused
 
+NO_OUTPUTS = "runtime.outputs=nowhere"
+"""Runs of whoever develops here could hold constants, which messages would name."""
+
 
 def _all(*args: str) -> dict[str, Any]:
     """The checked configs of a sweep, by its overrides."""
@@ -176,11 +179,11 @@ def test_a_method_without_constants_is_searched_first_unless_stages_are_typed() 
     )
     hint = ("stages=[search]", "model=posbench://tiny", "method=scale_channel")
     with refused("method.channel", None, allowed="scale_channel", hint=hint):
-        config_of("model=hf", model, "stages=[evaluate]")
+        config_of("model=hf", model, "stages=[evaluate]", NO_OUTPUTS)
     # A task without calibration questions has nothing to search on: the model alone is measured.
     assert config_of("model=hf", model, "task=mmlu").choice.build() == Unmodified()
     with refused("method.channel", None, allowed="scale_channel", hint=hint):
-        config_of("model=hf", model, "task=mmlu", "method=scale_channel")
+        config_of("model=hf", model, "task=mmlu", "method=scale_channel", NO_OUTPUTS)
     assert config_of("model=tiny", "task=mmlu").stages == (
         "intervene",
         "evaluate",

@@ -62,14 +62,15 @@ def test_headline_says_no_more_than_the_interval(
     )
     frame.loc[mask, ["value", "ci_low", "ci_high"]] = value, low, high
     curve, _, result = headline(frame).partition("; ")
-    assert_names(curve, "unmodified", "96.0 %", "60.0 %")
+    assert_names(curve, "unmodified", "98.0 %", "60.0 %", "94.0 %")
     assert_names(result, "scale_channel", *named)
 
 
 def test_headline_without_method_without_comparison_and_without_metrics() -> None:
     alone = headline(metrics("none"))
     assert alone.endswith(
-        "60.0 % at its worst inner position, 84.0 % on average (n = 300)."
+        "98.0 % at the first gold position, a mean of 60.0 % at inner ones and "
+        "94.0 % at the last; 84.0 % on average (n = 300)."
     )
     unpaired = metrics()[lambda f: f["metric"] == "accuracy"]
     assert_names(headline(unpaired), "not compared with")

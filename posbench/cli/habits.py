@@ -1,0 +1,280 @@
+"""Command lines as other tools take them (lm-evaluation-harness, inspect), answered with posbench's spelling."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from posbench import paths
+from posbench.errors import UserError, choices
+from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.schema import default_values, resolve_target
+from posbench.tasks import Task
+
+KEYS = {
+    "--model": "model",
+    "--model-base-url": "model.base_url",
+    "--model-args": "",
+    "--tasks": "task",
+    "--task": "task",
+    "--limit": "task.limit",
+    "--num-fewshot": "task.shots",
+    "--batch-size": "runtime.batch_size",
+    "--device": "runtime.device",
+    "--dtype": "model.dtype",
+    "--output-path": "runtime.outputs",
+    "--log-dir": "runtime.outputs",
+    "--seed": "task.seed",
+    "--max-tokens": "task.max_new_tokens",
+    "--max-connections": "model.concurrency",
+    "-T": "",
+    "-M": "",
+}
+"""Key of posbench by flag, with hyphens for underscores; empty for flags whose values hold keys themselves."""
+FLAGS_WITHOUT_KEY = (
+    "--apply-chat-template",
+    "--fewshot-as-multiturn",
+    "--gen-kwargs",
+    "--include-path",
+    "--log-samples",
+    "--max-batch-size",
+    "--predict-only",
+    "--system-instruction",
+    "--temperature",
+    "--use-cache",
+    "--verbosity",
+    "--write-out",
+)
+"""Flags that posbench has nothing for."""
+MODEL_KEYS = {
+    "pretrained": "model",
+    "model": "model.name",
+    "base_url": "model.base_url",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "attn_implementation": "model.attention",
+    "max_length": "model.context_window",
+    "max_model_len": "model.context_window",
+    "num_concurrent": "model.concurrency",
+    "device": "runtime.device",
+    "device_map": "runtime.device_map",
+    "parallelize": "runtime.device_map",
+    "batch_size": "runtime.batch_size",
+}
+"""Key of posbench by model argument of the harness."""
+BACKENDS = ("hf", "hf-auto", "huggingface", "vllm", "sglang", "openai", "posbench")
+SERVED_BACKENDS = ("local-completions", "local-chat-completions", "openai-completions")
+"""Values of ``--model`` that name no model, but what runs or serves it."""
+ROUTE = re.compile(r"/(chat/)?completions/?$")
+"""What a base_url of the harness ends with, and one of posbench does not."""
+DEFAULT_TASK = "kv_retrieval"
+"""The task of a run that names none."""
+FIRST_WORDS = ("run", "eval", "evaluate")
+"""Verbs of other tools."""
+
+
+def refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
+    """Refuse the flags of other tools with the line that says the same here.
+
+    Args:
+        verb: The verb that was typed; empty for a run.
+        args: The arguments behind it.
+
+    Raises:
+        UserError: One of the arguments is such a flag; the hint is that line.
+    """
+    typed = [arg for arg in args if _flag_of(arg)]
+    if not typed:
+        return
+    line, left_out = _translate(verb, args)
+    hint = shlex.join(line)
+    if left_out:
+        hint += f" (without a counterpart here: {', '.join(left_out)})"
+    raise UserError("flag", typed[0], "key=value", hint)
+
+
+def _flag_of(arg: str) -> str:
+    """The flag of another tool that an argument is, spelled with hyphens; empty where it is none."""
+    name = arg.partition("=")[0]
+    if name.startswith("--"):
+        name = name.replace("_", "-")
+    return name if name in KEYS or name in FLAGS_WITHOUT_KEY else ""
+
+
+def _translate(verb: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The line that says here what the arguments say elsewhere, and what of them it leaves out."""
+    settings: dict[str, str] = {}
+    left_out: list[str] = []
+    kept: list[str] = []
+    for flag, spelled, value in _flags_with_values(args):
+        if not flag:
+            words = [word for word in spelled.split() if word not in FIRST_WORDS]
+            is_task = words and not kept and words[0] in _tasks()
+            if is_task:
+                settings["task"] = words[0]  # inspect names its task first
+            else:
+                kept += words
+        elif flag in ("--model-args", "-M", "-T"):
+            prefix = "task" if flag == "-T" else "model"
+            _add_arguments(settings, left_out, prefix, value)
+        elif not KEYS.get(flag):
+            left_out.append(spelled)
+        else:
+            settings[KEYS[flag]] = value
+    _settle_model(settings)
+    if "task" in settings:
+        names = settings["task"].replace(",", " ").split()
+        foreign = [name for name in names if _task_here(name) is None]
+        if foreign:
+            return _harness_line(settings, names), left_out
+        tasks = dict.fromkeys(str(_task_here(name)) for name in names)
+        settings["task"] = ",".join(tasks)
+        subsets = [name.partition("_")[2] for name in names if name not in _tasks()]
+        if len(tasks) == 1 and all(subsets) and subsets:
+            settings["task.subsets"] = f"[{','.join(subsets)}]"
+    for key, value in _bad_settings(settings, kept):
+        left_out.append(f"{key}={value}")
+        del settings[key]
+    sweep = ["-m"] if "," in settings.get("task", "") and not verb else []
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    return ["posbench", *verb.split(), *sweep, *overrides, *kept], left_out
+
+
+def _flags_with_values(args: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Each flag with how it was typed and its value; other arguments have no flag."""
+    result = []
+    index = 0
+    while index < len(args):
+        arg = args[index]
+        index += 1
+        flag = _flag_of(arg)
+        if not flag:
+            result.append(("", arg, ""))
+            continue
+        values = [arg.partition("=")[2]] if "=" in arg else []
+        while not values or flag in ("--tasks", "--model-args"):
+            if "=" in arg or index == len(args) or args[index].startswith("-"):
+                break
+            if values and flag == "--tasks" and "=" in args[index]:
+                break  # an override of posbench
+            values.append(args[index])
+            index += 1
+        separator = " " if flag == "--tasks" else ","
+        value = separator.join(values)
+        result.append((flag, arg if "=" in arg else f"{arg} {value}".strip(), value))
+    return result
+
+
+def _add_arguments(
+    settings: dict[str, str], left_out: list[str], prefix: str, text: str
+) -> None:
+    """Add what ``key=value,key=value`` sets, of the model or of the task.
+
+    Args:
+        settings: Values by key of posbench; changed.
+        left_out: What has no counterpart; changed.
+        prefix: ``model`` or ``task``.
+        text: The arguments.
+    """
+    for argument in filter(None, text.split(",")):
+        name, _, value = argument.partition("=")
+        if prefix == "task":
+            settings[f"task.{name}"] = value
+        elif name not in MODEL_KEYS:
+            left_out.append(argument)
+        elif name == "parallelize":
+            settings[MODEL_KEYS[name]] = "auto"
+        else:
+            settings[MODEL_KEYS[name]] = value
+
+
+def _settle_model(settings: dict[str, str]) -> None:
+    """Let ``model`` name a checkpoint, or a served model where there is a URL; changes the settings."""
+    served_name = settings.pop("model.name", None)
+    url = settings.get("model.base_url")
+    model = settings.get("model")
+    is_backend = model in (*BACKENDS, *SERVED_BACKENDS)
+    if url:
+        name = served_name or ("" if is_backend else model) or "NAME"
+        del settings["model.base_url"]
+        settings["model"] = "endpoint"
+        settings["model.base_url"] = ROUTE.sub("", url)
+        settings["model.name"] = name
+        if model == "local-chat-completions" or url.endswith("chat/completions"):
+            settings["model.api"] = "chat"
+    elif is_backend:
+        settings["model"] = "DIR_OR_HUB_ID"
+    elif model:
+        model = re.sub(r"^(hf|vllm)/", "", model)  # inspect's providers
+        settings["model"] = model
+        is_choice = model in choices(paths.CONF / "model")
+        if "/" not in model and not is_choice and not Path(model).exists():
+            settings["model"] = "hf"
+            settings["model.path"] = model  # a hub id without an organisation
+
+
+def _bad_settings(
+    settings: dict[str, str], kept: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Settings that the task does not have, or whose value means nothing here.
+
+    Args:
+        settings: Values by key.
+        kept: Overrides that were typed as posbench takes them.
+    """
+    typed = dict(word.split("=", 1) for word in kept if "=" in word)
+    task = settings.get("task") or typed.get("task") or DEFAULT_TASK
+    fields = _fields_of_task(task.partition(",")[0])
+    bad = []
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        is_unknown = group == "task" and name and name not in fields
+        is_auto_batch = key == "runtime.batch_size" and not value.isdigit()
+        is_share = key == "task.limit" and not value.isdigit()
+        if is_unknown or is_auto_batch or is_share:
+            bad.append((key, value))
+    return bad
+
+
+def _harness_line(settings: dict[str, str], tasks: Sequence[str]) -> list[str]:
+    """The line for tasks that posbench has not: the harness itself, under a method."""
+    arguments = [f"pretrained={settings.get('model', 'DIR_OR_HUB_ID')}", "method=NAME"]
+    for name in ("dtype", "revision"):
+        value = settings.get(f"model.{name}")
+        if value:
+            arguments.append(f"{name}={value}")
+    line = ["posbench", "lm_eval", "--model", "posbench"]
+    line += ["--model_args", ",".join(arguments), "--tasks", ",".join(tasks)]
+    flags = {
+        "--limit": "task.limit",
+        "--num_fewshot": "task.shots",
+        "--batch_size": "runtime.batch_size",
+        "--device": "runtime.device",
+    }
+    for flag, key in flags.items():
+        if key in settings:
+            line += [flag, settings[key]]
+    return line
+
+
+def _tasks() -> list[str]:
+    """Names of posbench's tasks."""
+    return choices(paths.CONF / "task")
+
+
+def _task_here(name: str) -> str | None:
+    """Posbench's task for one of the harness (``mmlu_anatomy``, ``longbench_qasper``); None without one."""
+    begins = [task for task in _tasks() if re.match(rf"{task}([-_]|$)", name)]
+    return begins[0] if begins else None
+
+
+def _fields_of_task(name: str) -> set[str]:
+    """Keys of a task."""
+    file = paths.CONF / "task" / f"{name}.yaml"
+    if not file.is_file():
+        return set()  # the user's own, which the run checks
+    cls, _ = resolve_target(read_yaml(file, hint=CORRECT_FILE), Task, "task")  # type: ignore[type-abstract]
+    return set(default_values(cls))

@@ -1,0 +1,172 @@
+"""Constants of methods that runs found or applied, for ``method=from:RUN``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posbench.errors import UserError
+from posbench.files.atomic import short_hash
+from posbench.files.digests import Content, content_keys, read_contents
+from posbench.files.parse import CORRECT_FILE, Object, read_yaml
+from posbench.files.sources import Source
+from posbench.report.folder import read_csv, read_json
+from posbench.report.index import find_run
+from posbench.run.folder import DONE, PROVENANCE, open_run_dir, open_undamaged, runs_in
+from posbench.run.own_code import make_importable
+from posbench.search.base import FOUND_FILE
+from posbench.stats.frames import UNMODIFIED
+from posbench.stats.verdict import run_verdict
+
+FROM_RUN = "from:"
+"""Beginning of a choice of method that takes method and constants from a run."""
+METHOD_FILE = "method.json"
+WEIGHTS_DIGITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConstants:
+    """The method of a run with the constants that it applied or found.
+
+    Attributes:
+        method: Name of the method.
+        run: The hash of the run, as ``posbench ls runs`` prints it.
+        folder: The run folder.
+        weights: Fingerprint of the weights that the run used.
+        source: Where the constants come from, in words.
+        values: Every parameter of the method by name.
+        verdict: What the run says of the position bias, in words; empty where it measured none.
+    """
+
+    method: str
+    run: str
+    folder: str
+    weights: str
+    source: str
+    values: dict[str, Any]
+    verdict: str = ""
+
+    @property
+    def line(self) -> str:
+        """What is taken from the run, for the terminal."""
+        values = ", ".join(f"{k} {v}" for k, v in self.values.items() if v is not None)
+        verdict = f"; its verdict: {self.verdict}" if self.verdict else ""
+        return f"method: {self.method} ({values}) from run {self.run}{verdict}"
+
+
+def fingerprint(read: Sequence[Content]) -> str:
+    """Return the identity of the checkpoint: hub id and commit, or a hash of all that it is loaded from."""
+    checkpoint = [content for content in read if content.source.field == "model.path"]
+    for content in checkpoint:
+        if content.file is None:
+            return f"{content.source.id}@{content.held}"
+    return short_hash(content_keys(checkpoint, "model"), WEIGHTS_DIGITS)
+
+
+def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, Any]]:
+    """Read the method of a run, with the constants that it applied, or else found.
+
+    Args:
+        name: The run's folder, or its hash in the outputs.
+        outputs: The outputs folder.
+
+    Returns:
+        The constants, and the config node of the method with them.
+
+    Raises:
+        UserError: There is no such run, it is damaged, or it has neither a method nor constants.
+    """
+    field = f"method={FROM_RUN}RUN"
+    hint = "posbench ls runs lists the runs and their methods"
+    folder = find_run(name, outputs)
+    if not folder.is_dir():
+        allowed = f"a run: its folder, or its hash in {outputs}"
+        raise UserError(field, name, allowed, hint)
+    out = open_undamaged(folder)
+    make_importable(out)
+    node = out.config("method", "model")["method"]
+    method = str(node.get("name"))
+    if method == UNMODIFIED:
+        raise UserError(field, name, "a run with a method", hint)
+    found: dict[str, Any] = {}
+    if (folder / FOUND_FILE).is_file():
+        found = read_yaml(folder / FOUND_FILE, dict[str, Object], hint=CORRECT_FILE)
+    applied: Any = read_json(folder / METHOD_FILE)
+    if applied is None and not found:
+        allowed = "a run that found or applied constants"
+        raise UserError(field, name, allowed, f"finish it: {out.command}")
+    if applied is None:
+        applied = {"parts": found} if "parts" in node else found.get(method, {})
+    sources = [str(block["source"]) for block in found.values() if "source" in block]
+    source = "; ".join(sources) or str(applied.get("source") or f"run {folder.name}")
+    filled = with_constants(node, applied)
+    verdict = run_verdict(read_csv(folder / "metrics.csv"))
+    constants = RunConstants(
+        method=method,
+        run=folder.name.rpartition("__")[2],
+        folder=str(folder.resolve()),
+        weights=str(out.facts(PROVENANCE).get("identity", {}).get("weights", "")),
+        source=source,
+        values={k: v for k, v in filled.items() if k not in ("name", "_target_")},
+        verdict=str(verdict) if verdict else "",
+    )
+    return constants, filled
+
+
+def with_constants(
+    node: Mapping[str, Any], constants: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A method's config node with other constants, as plain data."""
+    fixed_keys = ("name", "_target_", "parts")
+    filled = {
+        key: constants.get(key, value) if key not in fixed_keys else value
+        for key, value in node.items()
+    }
+    if "parts" in node:
+        parts = constants.get("parts", {})
+        filled["parts"] = {
+            name: with_constants(part, parts.get(name, {}))
+            for name, part in node["parts"].items()
+        }
+    return json.loads(json.dumps(filled))  # type: ignore[no-any-return]
+
+
+def suggest_run(
+    outputs: Path, method: str, checkpoint: Sequence[Source], otherwise: str
+) -> str:
+    """Name the newest finished run whose search found constants of a method for the weights of a checkpoint.
+
+    Args:
+        outputs: The outputs folder, which may not exist.
+        method: Name of the method.
+        checkpoint: The files of the model.
+        otherwise: What to say where there is no such run.
+    """
+    candidates = _runs_with_constants(outputs, method)
+    if candidates:
+        with suppress(UserError):
+            weights = fingerprint(read_contents(checkpoint))
+            for hash_of_run, weights_of_run in candidates:
+                if weights_of_run == weights:
+                    return f"a run found some for these weights: method={FROM_RUN}{hash_of_run}"
+    return otherwise
+
+
+def _runs_with_constants(outputs: Path, method: str) -> list[tuple[str, str]]:
+    """Hash and weights of the finished runs whose search found constants of a method, the newest first."""
+    if not outputs.is_dir():
+        return []
+    found: list[tuple[str, str, str]] = []
+    for folder in runs_in(outputs):
+        is_candidate = (folder / FOUND_FILE).is_file() and (folder / DONE).is_file()
+        if not is_candidate or folder.name.split("__")[1:2] != [method]:
+            continue
+        facts = open_run_dir(folder).facts(PROVENANCE)
+        weights = str(facts.get("identity", {}).get("weights", ""))
+        hash_of_run = folder.name.rpartition("__")[2]
+        found.append((str(facts.get("started", "")), hash_of_run, weights))
+    return [(run, weights) for _, run, weights in sorted(found, reverse=True)]
