@@ -27,7 +27,7 @@ from posbench.late import pd, torch
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
+from posbench.stats.shape import WITHOUT_SIDE
 from posbench.studies.yu2025.bias_source import MASK, POSITION_IDS
 from posbench.tasks import Example, KVRetrieval
 
@@ -227,12 +227,13 @@ def _row(name: str, kind: Kind, seed: int, found: dict[str, Any]) -> dict[str, A
     """What a diagnosis said of a model, and whether that is right."""
     source = found["source"] or {}
     named = frozenset(source.get("named", ()))
-    has_bias = found["verdict"] in (BIAS, FIXED, NOT_FIXED)
+    shape = (found["shape"] or {}).get("name", "")
+    has_bias = bool(shape) and shape not in WITHOUT_SIDE
     return {
         "kind": name,
         "seed": seed,
         "verdict": found["verdict"],
-        "shape": (found["shape"] or {}).get("name", ""),
+        "shape": shape,
         "named": " and ".join(sorted(named)),
         "right": named == kind.sources and has_bias == bool(kind.sources),
         "false_alarm": bool(named - kind.sources) or (has_bias and not kind.sources),

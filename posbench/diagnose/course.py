@@ -46,6 +46,7 @@ from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
     CANNOT_TELL,
+    FIXED,
     NO_BIAS,
     NOT_FIXED,
     Verdict,
@@ -380,12 +381,9 @@ class Course:
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")
         diagnosis.held_back = str(verdict)
-        if verdict.name == BIAS:
-            verdict = Verdict(CANNOT_TELL, verdict.reason)
-        elif verdict.name in (NO_BIAS, CANNOT_DO):
-            reason = f"on held-back questions: {verdict}"
-            verdict = Verdict(CANNOT_TELL, reason)
-        diagnosis.verdict, diagnosis.reason = verdict
+        # Of anything else the bias that was found remains what is known.
+        if verdict.name in (FIXED, NOT_FIXED):
+            diagnosis.verdict, diagnosis.reason = verdict
 
     # Methods
 
@@ -608,17 +606,22 @@ class Course:
         """What to run next; empty where nothing is left to do."""
         diagnosis = self.diagnosis
         begin = shlex.join(["posbench", "diagnose", *self.args])
-        if diagnosis.verdict == "fixed":
+        if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --out fix"
         if diagnosis.pilots and diagnosis.pilots[-1].level == "cut":
             tokens = MORE_TOKENS * self.task.max_new_tokens
             return f"{begin} task.max_new_tokens={tokens}"
-        if diagnosis.verdict == CANNOT_TELL and diagnosis.shape is not None:
+        is_undecided = diagnosis.verdict == CANNOT_TELL or diagnosis.held_back
+        if diagnosis.verdict == BIAS and self.is_served:
+            return "posbench diagnose model=DIR_OR_HUB_ID"
+        if (
+            diagnosis.shape
+            and diagnosis.verdict in (BIAS, CANNOT_TELL)
+            and is_undecided
+        ):
             return f"{begin} budget={_larger_budget(self.seconds)}"
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
             return f"{begin} task.{self.task.sizes[0]}={max(self.task.items // 4, 3)}"
-        if diagnosis.verdict == BIAS and self.is_served:
-            return "posbench diagnose model=DIR_OR_HUB_ID"
         return ""
 
 
