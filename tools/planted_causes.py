@@ -219,8 +219,43 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(_row(name, kind, seed, found))
             print(rows[-1], flush=True)
     table = pd.DataFrame(rows)
-    table.to_csv(options.folder / "planted_causes.csv", index=False)
+    write_csv(options.folder / "planted_causes.csv", table)
+    print(table_of_kinds(table))
+    is_whole = options.seeds == parser.get_default(
+        "seeds"
+    ) and options.kinds == parser.get_default("kinds")
+    if is_whole:
+        write_text(PAGE, between_marks(PAGE, "planted causes", table_of_kinds(table)))
     return 0
+
+
+def table_of_kinds(table: pd.DataFrame) -> str:
+    """A row for each kind: what its models were said to have, and how often that is right.
+
+    Args:
+        table: A row for each model, see :func:`_row`.
+    """
+    rows = []
+    for name, models in table.groupby("kind", sort=False):
+        kind = KINDS[name]
+        count = len(models)
+        wanted = " and ".join(sorted(kind.sources)) or "no bias"
+        named = models["named"].where(models["named"] != "", "none")
+        said = ", ".join(f"{n} {text}" for text, n in named.value_counts().items())
+        right = int(models["right"].sum())
+        low, high = wilson(right, count)
+        interval = f"{right} of {count} [{100 * low:.0f}, {100 * high:.0f} %]"
+        alarms = int(models["false_alarm"].sum())
+        rows.append([name, kind.about, wanted, said, interval, f"{alarms} of {count}"])
+    header = [
+        "kind",
+        "how the models are made",
+        "what is true",
+        "sources named",
+        "right",
+        "something false named",
+    ]
+    return markdown(header, rows)
 
 
 def _row(name: str, kind: Kind, seed: int, found: dict[str, Any]) -> dict[str, Any]:

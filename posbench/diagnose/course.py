@@ -58,7 +58,7 @@ from posbench.tasks.items import GoldPositionTask
 
 DEFAULT_BUDGET = "10min"
 PILOT_QUESTIONS = 20
-ROUND_QUESTIONS = 10
+ROUND_QUESTIONS = 5
 MAX_QUESTIONS = 300
 """Questions at each position of the pilot, of a round, and of the shape at most."""
 MORE_TOKENS = 4

@@ -215,7 +215,8 @@ class Diagnosis:
         """The answer in a sentence or two."""
         text = f"Verdict: {self.verdict} ({self.reason})."
         if self.shape and self.shape.name not in WITHOUT_SIDE:
-            text = f"{self.model} has a {self.shape.name} bias: {SHAPES[self.shape.name]}. {text}"
+            bias = f"{self.model} has a {self.shape.name} bias on {self.task}"
+            text = f"{bias}: {SHAPES[self.shape.name]}. {text}"
         return text
 
     def as_data(self) -> dict[str, Any]:
