@@ -23,13 +23,17 @@ from posbench import paths
 from posbench.cli.main import main as posbench
 from posbench.embedded.recipe import RECIPES, Recipe
 from posbench.embedded.training import save, train
+from posbench.files.atomic import write_csv, write_text
+from posbench.files.markdown import markdown
 from posbench.late import pd, torch
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
+from posbench.stats.bootstrap import wilson
 from posbench.stats.shape import WITHOUT_SIDE
 from posbench.studies.yu2025.bias_source import MASK, POSITION_IDS
 from posbench.tasks import Example, KVRetrieval
+from tools.pages import between_marks
 
 PAGE = paths.EXPERIMENTS / "results" / "diagnose.md"
 SEEDS = range(10)
