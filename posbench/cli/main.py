@@ -44,8 +44,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       a task, a model and a method by name
   posbench model=DIR_OR_HUB_ID
       your own checkpoint: finds its channel, then measures it
-  posbench model=endpoint model.base_url=http://HOST:8000/v1 model.name=NAME
-      a model behind a server
+  posbench model.base_url=http://HOST:8000/v1
+      a model behind a server; model.served=ID where it has several
   posbench method=[layer_scaling,scale_channel]
       two methods, one inside the other
   posbench -m method.factor=1,0.5,0,-0.5,-1
@@ -88,7 +88,7 @@ Every key can be set as key=value; `--cfg job` prints the whole config,
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
-memory); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+memory, a server that does not answer); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 VERBS = {
@@ -292,6 +292,8 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         return {}
     configs: dict[int, Config] = {}
     for composed in jobs:
+        if (composed.raw.get("model") or {}).get("base_url"):
+            continue  # served runs share nothing, and their server is asked by each
         try:
             configs[composed.number] = prepare(composed).config
         except Exception as error:

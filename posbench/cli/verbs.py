@@ -15,7 +15,6 @@ from posbench.cli.runs import split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
-from posbench.model.endpoint import describe_server as look_at_server
 from posbench.model.families import FAMILIES
 from posbench.model.load import load_without_weights, read_checkpoint
 from posbench.pipeline import audit as auditing
@@ -31,6 +30,7 @@ from posbench.pipeline.prepare import (
     prepare,
     silence_transformers,
 )
+from posbench.pipeline.served import need_server
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import make_console, make_wide_console, show_lists
@@ -178,7 +178,8 @@ def validate(args: list[str]) -> int:
       --measure  load the model and time a few batches
 
     Prints the defaults that change to fit the model's window, prompts and tokens of each stage, and memory.
-    All that is wrong is told together, a line for each, with what to fetch; the exit status is then 2.
+    All that is wrong is told together, a line for each, with what to fetch; the exit status is then 2, and 3 where
+    a server does not answer. Of a served model it counts requests, tokens and money.
 
     example: posbench validate model=mistral7b method=layer_scaling
     """
@@ -200,13 +201,15 @@ def validate(args: list[str]) -> int:
                 if checks_choices:
                     check_config(job.raw, job.typed, job.folders)
                 else:
-                    runs.append(prepare(job, download=False))
+                    run = prepare(job, download=False)
+                    need_server(run.config)
+                    runs.append(run)
             except UserError as error:
                 problems.append(error)
         print(f"{'BAD ' if problems else 'ok  '} {shlex.join(command)}")
         for problem in problems:
             complain(problem)
-            status = 2
+            status = max(status, problem.status)
         for run in runs:
             _print_estimate(run, measure)
     return status
@@ -218,9 +221,6 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
         print(line)
     if run.reader:
         estimate.show(run.config, run.reader, measure, make_console())
-    model = run.config.model
-    if run.config.uses_model and model.base_url:
-        make_console().print(look_at_server(model), soft_wrap=True, markup=False)
 
 
 def _all_choices() -> list[list[str]]:

@@ -178,9 +178,10 @@ def ask_server(
 
     Returns:
         ``output``, and what the server says of it, where it does: tokens as it counts (``prompt_tokens``,
-        ``reply_tokens``), why the reply ended (``finish``), its model (``server``); of a choice which way it was
-        read (``by``), with ``loglikelihoods`` (nats); and a ``note`` where the model did not get to read the
-        prompt.
+        ``reply_tokens``), why the reply ended (``finish``), the thinking before it (``thinking``, of so many
+        ``thinking_tokens``) and whether it ended in that (``is_thinking``), its model (``server``); of a choice
+        which way it was read (``by``), with ``loglikelihoods`` (nats); and a ``note`` where the model did not get to
+        read the prompt.
     """
     prompt = endpoint.prompt(encoder, encoded, example.system)
     if example.choices:
@@ -194,10 +195,14 @@ def ask_server(
         "loglikelihoods": list(response.nats),
         "by": response.by,
         "finish": response.finish,
+        "thinking": response.thinking,
+        "thinking_tokens": response.thinking_tokens,
+        "is_thinking": response.is_thinking,
         "prompt_tokens": response.prompt_tokens,
         "reply_tokens": response.reply_tokens,
         "server": response.server,
         "note": response.note,
     }
-    stated = {name: value for name, value in facts.items() if value not in ("", [])}
+    unsaid: tuple[Any, ...] = ("", [], None, False)
+    stated = {name: value for name, value in facts.items() if value not in unsaid}
     return {"output": output, **stated}

@@ -14,6 +14,7 @@ from posbench.files import sources
 from posbench.files.sources import Source
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
+from posbench.model.endpoint import ServerProfile
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
 from posbench.run.budget import Budget
@@ -85,6 +86,7 @@ class Config:
         typed: Dotted keys that the user set.
         all_methods: Methods by name; empty unless the study measures them all.
         budget: What the run may take, from which its sizes are still to be chosen; None: they stand.
+        server: What the server of the model takes and gives; None: it was not asked.
     """
 
     model: ModelConfig
@@ -100,6 +102,7 @@ class Config:
     typed: frozenset[str] = frozenset()
     all_methods: Mapping[str, MethodChoice] = field(default_factory=dict)
     budget: Budget | None = None
+    server: ServerProfile | None = None
 
     @property
     def study_name(self) -> str:

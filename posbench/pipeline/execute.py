@@ -51,6 +51,7 @@ from posbench.pipeline.prepare import (
     need_text_model,
     silence_transformers,
 )
+from posbench.pipeline.served import describe_endpoint
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
@@ -566,19 +567,15 @@ def _probe_server(config: Config, run: Run) -> dict[str, Any]:
     """Ask a server something first, and say what its answers tell."""
     has_choices = any(example.choices for example in run.evaluation)
     run.endpoint.check(has_choices)
-    models = run.endpoint.models()
+    models = [model.id for model in run.endpoint.models()]
     name = config.model.server_name
     if models and name not in models:
         listed = ", ".join(models[:MAX_LISTED_MODELS])
         message = f"server: it lists {listed}, not {name}, and answers all the same"
         run.console.print(message, soft_wrap=True, markup=False)
     decoding = run.endpoint.decoding
-    if decoding["left_out"]:
-        message = f"server: it refuses {', '.join(decoding['left_out'])}: not sent"
-        if decoding["open_penalties"]:
-            names = " or ".join(decoding["open_penalties"])
-            message += f"; if it applies a {names} of its own, replies differ from those in process"
-        run.console.print(message, soft_wrap=True, markup=False)
+    for line in describe_endpoint(run.endpoint):
+        run.console.print(line, soft_wrap=True, markup=False)
     comparison = compare_with_checkpoint(
         run.endpoint, run.encoder, config.model, config.task
     )

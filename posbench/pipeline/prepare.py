@@ -22,6 +22,7 @@ from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.fit import Adjustment, FitToModel
 from posbench.pipeline.identity import input_sources, model_identity
+from posbench.pipeline.served import probe_server_if_it_answers
 from posbench.run.base import Run
 from posbench.tasks.base import EvaluationOnly
 
@@ -72,6 +73,8 @@ def prepare(
 
     silence_transformers()
     is_served = bool(config.model.base_url)
+    if is_served:
+        config = probe_server_if_it_answers(config)
     # A served model's tokenizer stands in for a checkpoint.
     encoder: Any = (
         text_encoder(config.model) if is_served else read_checkpoint(config.model)
@@ -203,6 +206,7 @@ def build_run(
         identity=identity or {},
         all_methods=config.all_methods,
         model_identity=model_identity(config, contents),
+        server=config.server,
         method_files=hash_sources(contents, "method"),
     )
 

@@ -17,7 +17,7 @@ from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
-from posbench.model.endpoint import Endpoint, text_encoder
+from posbench.model.endpoint import Endpoint, ServerProfile, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.renamed import warn_renamed
@@ -82,6 +82,7 @@ class Run:
         workers: Processes that make the other shards.
         deadline: When replies must be there, where the run has a budget of time.
         shape_rule: What tells that enough questions were asked, where the run may stop then.
+        server: What the server of the model takes and gives; None: it was not asked, or there is none.
     """
 
     model: ModelConfig
@@ -102,6 +103,7 @@ class Run:
     workers: WorkerPool | None = None
     deadline: Deadline | None = None
     shape_rule: ShapeRule | None = None
+    server: ServerProfile | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What an old name stands for now, with a warning that says so."""
@@ -130,7 +132,7 @@ class Run:
     @cached_property
     def endpoint(self) -> Endpoint:
         """The served model."""
-        return Endpoint(self.model)
+        return Endpoint(self.model, self.server)
 
     @cached_property
     def encoder(self) -> Encoder:

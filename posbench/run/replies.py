@@ -110,7 +110,7 @@ def _served_replies(
 
     def compute(request: Request) -> Row:
         endpoint.check(has_choices)
-        if first_decoding and first_decoding != endpoint.decoding:
+        if first_decoding and _differs(first_decoding, endpoint.decoding):
             raise _other_decoding(run, first_decoding)
         example = request.example
         prompt = encoded[example.id]
@@ -154,6 +154,11 @@ def _served_replies(
         asked = [example for example in run.evaluation if example.id in ids]
         rows = complete(asked)
     return rows
+
+
+def _differs(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether replies are decoded otherwise than when a run began; how a server shows thinking changes none."""
+    return any(first[name] != now.get(name) for name in first if name != "thinking")
 
 
 def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:

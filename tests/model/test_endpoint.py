@@ -262,13 +262,6 @@ def test_settings_that_a_server_refuses_by_name_are_left_out(
     assert len(server.bodies) == first_requests + 1
 
 
-def test_the_temperature_is_never_left_out() -> None:
-    with serving() as server:
-        server.refused_fields = ("temperature",)
-        with refused("model.base_url", server.url, allowed="temperature"):
-            endpoint(server.url)
-
-
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), -float("inf"), 5.0, "x"])
 def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
     with serving(ways=("echo",)) as server:
