@@ -22,12 +22,23 @@ Fault = Callable[[str, int], str]
 """What goes wrong with a prompt that is asked for the n-th time (from 0); empty: nothing."""
 
 
-def value(prompt: str) -> str:
-    """The value that a compact prompt of kv_retrieval asks for; of every fourth prompt a wrong one."""
+def right_value(prompt: str) -> str:
+    """The value that a compact prompt of kv_retrieval asks for; a letter for any other prompt."""
     pairs = dict(re.findall(r'"(\w+)": "(\w+)"', prompt))
     asked = re.search(r'key "(\w+)" is "$', prompt)
-    right = pairs.get(asked[1], "") if asked else " B"
-    return "bal" if sum(map(ord, prompt)) % 4 == 0 else right
+    return pairs.get(asked[1], "") if asked else " B"
+
+
+def value(prompt: str) -> str:
+    """The same; of every fourth prompt a wrong one."""
+    return "bal" if sum(map(ord, prompt)) % 4 == 0 else right_value(prompt)
+
+
+def gold_position(prompt: str) -> int:
+    """The index of the pair that a compact prompt asks for; 0 for any other prompt."""
+    keys = [key for key, _ in re.findall(r'"(\w+)": "(\w+)"', prompt)]
+    asked = re.search(r'key "(\w+)" is "$', prompt)
+    return keys.index(asked[1]) if asked and asked[1] in keys else 0
 
 
 def is_neutral(body: Mapping[str, Any]) -> bool:
@@ -80,6 +91,8 @@ class Server(ThreadingHTTPServer):
         # fields that it refuses, and in whose words
         self.refused_fields: tuple[str, ...] = ()
         self.refusal_style = "openai"
+        # requests that it refuses without a word on the reason
+        self.refuses_all: Callable[[Mapping[str, Any]], bool] = lambda body: False
         # the only temperature that it takes; None: any
         self.temperature: float | None = None
         # the most tokens of a reply that it takes
@@ -228,7 +241,9 @@ class Handler(BaseHTTPRequestHandler):
         most = body.get("max_tokens", body.get("max_completion_tokens", 16))
         refused = [name for name in server.refused_fields if name in body]
         temperature = body.get("temperature", server.temperature)
-        if "max_tokens" in refused:
+        if server.refuses_all(body):
+            self.refuse("Bad Request")
+        elif "max_tokens" in refused:
             said = (
                 "Unsupported parameter: 'max_tokens' is not supported with this model. "
                 "Use 'max_completion_tokens' instead."
@@ -311,10 +326,10 @@ class Handler(BaseHTTPRequestHandler):
     ) -> tuple[str, dict[str, Any]]:
         """Text and further fields of a message of a model that thought before it answered.
 
-        The thinking names the right answer, whatever the model says.
+        The thinking names the right value, whatever the model says then.
         """
         form = self.server.thinking_form
-        thinking = " ".join(["hm"] * tokens) + f" maybe {self.server.answer(prompt)}"
+        thinking = " ".join(["hm"] * tokens) + f" maybe {right_value(prompt)}"
         answer = text if is_whole else ""
         if form in ("reasoning_content", "reasoning"):
             return answer, {form: thinking}
@@ -383,6 +398,11 @@ class Handler(BaseHTTPRequestHandler):
             }
         if server.rate and server.rate_told != "retry-after":
             return {}
+        if server.rate and status == 429:
+            count, seconds = server.rate
+            with server.lock:
+                wait = min(server.times) + seconds - time.monotonic()
+            return {"Retry-After": f"{max(wait, 0):.3f}"}
         return {"Retry-After": "0.02"} if status >= 429 else {}
 
 

@@ -51,7 +51,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
   posbench model=DIR budget=10min
-      as much as fits into ten minutes (2h, 90s, 500prompts); stops in time
+      as much as fits into ten minutes (2h, 90s, 500prompts, 3Mtok, 2usd)
   posbench study=rollout
       what happens inside the model
   posbench experiment=yu2025_fig6
@@ -84,7 +84,8 @@ Verbs (posbench VERB --help says more):
   completion    print shell completion for bash, zsh or fish
 
 Every key can be set as key=value; `--cfg job` prints the whole config,
-`--config-dir DIR` adds your own YAML files, `--hydra-help` lists Hydra's flags.
+`--config-dir DIR` adds your own YAML files, `--hydra-help` lists Hydra's flags,
+`--yes` starts a run that costs money without asking.
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
@@ -119,6 +120,10 @@ NO_VERBS = {
     "docs": "python tools/pages.py with the same arguments, in the repository",
 }
 """Words that are typed as verbs, and what to type instead."""
+
+YES = "--yes"
+VERBS_WITH_YES = ("", "diagnose", "figures", "submit", "validate")
+"""Verbs, and runs, that start what may cost money, or check it."""
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent ends."""
@@ -161,6 +166,7 @@ def _dispatch(args: list[str]) -> int:
         print(f"posbench {versions.__version__}")
         return 0
     versions.check_transformers()
+    args = _with_consent(args)
     with _sigterm_interrupts():
         name = verb_of(args)
         if not name:
@@ -173,6 +179,13 @@ def _dispatch(args: list[str]) -> int:
             print(usage(verb))
             return 0
         return verb(args)
+
+
+def _with_consent(args: list[str]) -> list[str]:
+    """The arguments with the key that the flag --yes stands for, which every run inherits."""
+    if YES not in args or verb_of(args) not in VERBS_WITH_YES:
+        return args
+    return [*(arg for arg in args if arg != YES), "runtime.yes=true"]
 
 
 class _Terminated(KeyboardInterrupt):

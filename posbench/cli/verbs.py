@@ -15,6 +15,7 @@ from posbench.cli.runs import split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
+from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.families import FAMILIES
 from posbench.model.load import load_without_weights, read_checkpoint
 from posbench.pipeline import audit as auditing
@@ -30,7 +31,7 @@ from posbench.pipeline.prepare import (
     prepare,
     silence_transformers,
 )
-from posbench.pipeline.served import need_server
+from posbench.pipeline.served import describe_endpoint, estimate_served, probe_server
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import make_console, make_wide_console, show_lists
@@ -201,9 +202,8 @@ def validate(args: list[str]) -> int:
                 if checks_choices:
                     check_config(job.raw, job.typed, job.folders)
                 else:
-                    run = prepare(job, download=False)
-                    need_server(run.config)
-                    runs.append(run)
+                    prepared = prepare(job, download=False)
+                    runs.append(with_server(prepared))
             except UserError as error:
                 problems.append(error)
         print(f"{'BAD ' if problems else 'ok  '} {shlex.join(command)}")
@@ -215,12 +215,32 @@ def validate(args: list[str]) -> int:
     return status
 
 
+def with_server(run: PreparedRun) -> PreparedRun:
+    """The run with what its server tells, where it was not asked yet.
+
+    Raises:
+        UserError: It does not answer, or refuses what the user set.
+    """
+    config = run.config
+    if config.uses_model and config.model.base_url and config.server is None:
+        return replace(run, config=probe_server(config))
+    return run
+
+
 def _print_estimate(run: PreparedRun, measure: bool) -> None:
     """Print what changes in a config, and what the run takes."""
     for line in run.warnings:
         print(line)
-    if run.reader:
-        estimate.show(run.config, run.reader, measure, make_console())
+    console = make_console()
+    config = run.config
+    if config.server:
+        endpoint = Endpoint(config.model, config.server)
+        lines = describe_endpoint(endpoint)
+        requests = estimate_served(config, config.server, text_encoder(config.model))
+        for line in (*lines, requests.line(config.model.concurrency)):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    elif run.reader:
+        estimate.show(config, run.reader, measure, console)
 
 
 def _all_choices() -> list[list[str]]:

@@ -156,6 +156,7 @@ class ServerProfile:
         sends_stop: Whether stop texts are sent; else replies are cut here.
         thinking: How it gives thinking.
         max_reply_tokens: Tokens of a reply that it allows; None: not known.
+        max_thinking_tokens: Of these, those that are left for thinking.
         window: Tokens of prompt and reply that the model reads; None: not known.
         choice_method: How choices are read; empty: not asked.
         likelihood_form: How it gives log-likelihoods of a prompt.
@@ -174,6 +175,7 @@ class ServerProfile:
     sends_stop: bool = True
     thinking: Form = ""
     max_reply_tokens: int | None = None
+    max_thinking_tokens: int | None = None
     window: int | None = None
     choice_method: str = ""
     likelihood_form: LikelihoodForm = ""
@@ -183,6 +185,13 @@ class ServerProfile:
     seconds: float = 0.0
     seconds_tokens: int = 0
     reply_tokens: int = 0
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The form of requests that the server takes."""
+        settings = sorted(self.settings.items())
+        fields = (self.api, self.length_field, self.temperature, self.sends_stop)
+        return (*fields, *settings)
 
     @property
     def is_sampled(self) -> bool:
@@ -291,7 +300,10 @@ class Endpoint:
         """Tokens of a reply for thinking."""
         if self._config.thinking_tokens is not None:
             return self._config.thinking_tokens
-        return DEFAULT_THINKING_TOKENS if self.profile.thinking else 0
+        if not self.profile.thinking:
+            return 0
+        most = self.profile.max_thinking_tokens
+        return min(DEFAULT_THINKING_TOKENS, most or DEFAULT_THINKING_TOKENS)
 
     # What the server has
 
@@ -376,6 +388,7 @@ class Endpoint:
         may_think: bool = True,
         sample: Mapping[Api, Prompt] | None = None,
         sample_characters: int = 0,
+        known: ServerProfile | None = None,
     ) -> ServerProfile:
         """Find out what a server takes and gives, by a few short requests.
 
@@ -388,6 +401,8 @@ class Endpoint:
             may_think: Whether prompts have a form in which models think.
             sample: A piece of the task's prompts in the form of each API, whose tokens are counted; None: none is.
             sample_characters: Characters of it.
+            known: What an earlier probe told, of the same kind of requests: if the server takes the same form, thinking
+                and choices are not looked for again.
 
         Raises:
             UserError: It does not know the model, or refuses what cannot be left out.
@@ -396,9 +411,13 @@ class Endpoint:
         with self._lock, self._reporting_probe_failures():
             reply = self._choose_api(apis, prompts, stops)
             prompt = prompts[self.profile.api]
-            self._find_thinking(prompt, reply, answer_tokens, may_think)
-            if choosing:
-                self._find_choice_method(prompt)
+            if known and known.form == self.profile.form:
+                self._profile = known
+                self._count_probe(reply)
+            else:
+                self._find_thinking(prompt, reply, answer_tokens, may_think)
+                if choosing:
+                    self._find_choice_method(prompt)
             if sample:
                 self._measure_sample(
                     prompt, sample[self.profile.api], sample_characters
@@ -513,9 +532,15 @@ class Endpoint:
             form = "hidden"
         self._change(
             thinking=self.profile.thinking or form,
+            reply_tokens=max(self.profile.reply_tokens, wrote),
+        )
+        self._count_probe(reply)
+
+    def _count_probe(self, reply: Reply) -> None:
+        """Take from the reply to the first question what tokens its prompt has."""
+        self._change(
             counts_tokens=reply.prompt_tokens is not None,
             overhead_tokens=reply.prompt_tokens or 0,
-            reply_tokens=max(self.profile.reply_tokens, wrote),
         )
 
     def _find_reply_limit(self, prompt: Prompt, answer_tokens: int) -> None:
@@ -555,7 +580,7 @@ class Endpoint:
                 allowed,
                 f"set model.thinking_tokens={tokens}",
             )
-        self._config = replace(self._config, thinking_tokens=tokens)
+        self._change(max_thinking_tokens=tokens)
 
     def _measure_sample(
         self, prompt: Prompt, sample: Prompt, sample_characters: int

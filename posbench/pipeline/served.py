@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from rich.console import Console
 
 from posbench.errors import MachineError, UserError
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import (
+    BY_LOG_LIKELIHOODS,
     CHOICE_TOKENS,
     MAX_LISTED_MODELS,
     PROBE,
+    PROBE_TOKENS,
     Api,
     Endpoint,
     ListedModel,
     Prompt,
     ServerProfile,
+    is_on_this_machine,
     text_encoder,
 )
 from posbench.pipeline.arguments import ENDPOINT, model_name
 from posbench.pipeline.config import Config
+from posbench.run.budget import money, price_of
+from posbench.run.progress import duration
 from posbench.tasks import Example, Task
 
+ANSWER_TOKENS = 4
+"""Tokens that a reply has beside its answer, about."""
+ASSUMED_TOKENS_PER_CHARACTER = 0.4
+"""Where neither a server nor a tokenizer counts: English text has about 0.25, random characters 0.6."""
+UNPRICED_TOKENS = 200_000
+"""Tokens of unknown price that a server may be asked for without a question."""
+_PROFILES: dict[str, ServerProfile] = {}
+"""What this process learned of servers, by the kind of requests: several runs of one command ask the same one."""
 SAMPLE_CHARACTERS = 4000
 """Characters of the task's prompts whose tokens a server counts before the run."""
 
@@ -52,16 +68,22 @@ def probe_server(config: Config) -> Config:
         for api in apis
     }
     sample_text = sample_of_prompts(examples)
+    answer_tokens = _answer_tokens(task, examples)
+    stops = any(example.stop for example in examples)
+    choosing = any(example.choices for example in examples)
+    key = repr((config.model, apis, answer_tokens, stops, choosing))
     profile = endpoint.probe(
         apis,
         _prompts(endpoint, encoders, examples[0], PROBE),
-        answer_tokens=_answer_tokens(task, examples),
-        stops=any(example.stop for example in examples),
-        choosing=any(example.choices for example in examples),
+        answer_tokens=answer_tokens,
+        stops=stops,
+        choosing=choosing,
         may_think=bool(config.model.path) or "chat" in apis,
         sample=_prompts(endpoint, encoders, examples[0], sample_text),
         sample_characters=len(sample_text),
+        known=_PROFILES.get(key),
     )
+    _PROFILES[key] = profile
     windows = [model.window for model in listed if model.id == config.model.server_name]
     window = next(filter(None, (profile.window, *windows)), None)
     profile = replace(profile, window=window)
@@ -213,15 +235,186 @@ THINKING_FORMS = {
 }
 
 
-def need_server(config: Config) -> None:
-    """Ask the server of a run that was not asked yet; nothing for a model in process.
+# What a run takes
+
+
+@dataclass(frozen=True)
+class ServedEstimate:
+    """What a run asks of a server, about.
+
+    Attributes:
+        requests: Number of requests.
+        read: Tokens of their prompts.
+        written: Tokens of their replies, as far as the probe tells.
+        written_at_most: The most that these may be.
+        counting: How tokens are counted, in words.
+        seconds: Time of the run; None: not known.
+        cost: Money for what is read and written; None: the price is not known.
+        cost_at_most: The most that it may be.
+    """
+
+    requests: int
+    read: int
+    written: int
+    written_at_most: int
+    counting: str
+    seconds: float | None
+    cost: float | None
+    cost_at_most: float | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens read and written, about."""
+        return self.read + self.written
+
+    def times(self, factor: float) -> ServedEstimate:
+        """Return ``factor`` times this work."""
+
+        def scaled(amount: float | None) -> float | None:
+            return None if amount is None else amount * factor
+
+        return replace(
+            self,
+            requests=round(self.requests * factor),
+            read=round(self.read * factor),
+            written=round(self.written * factor),
+            written_at_most=round(self.written_at_most * factor),
+            seconds=scaled(self.seconds),
+            cost=scaled(self.cost),
+            cost_at_most=scaled(self.cost_at_most),
+        )
+
+    def line(self, concurrency: int) -> str:
+        """Return what is said before the first prompt: requests, tokens, time and money.
+
+        Args:
+            concurrency: Requests at a time.
+        """
+        parts = [
+            f"{self.requests:,} requests",
+            f"about {self.read:,} tokens read ({self.counting}) and {self.written:,} written, at most "
+            f"{self.written_at_most:,}",
+        ]
+        if self.seconds is not None:
+            parts.append(
+                f"about {duration(self.seconds)} at {concurrency} requests at a time"
+            )
+        if self.cost is None or self.cost_at_most is None:
+            parts.append("price unknown (model.price=[IN,OUT] of a million tokens)")
+        else:
+            parts.append(
+                f"about {money(self.cost)}, at most {money(self.cost_at_most)}"
+            )
+        return f"server: {'; '.join(parts)}"
+
+
+def estimate_served(
+    config: Config, profile: ServerProfile, encoder: Encoder
+) -> ServedEstimate:
+    """Estimate what the evaluation of a served model takes.
+
+    Args:
+        config: The run.
+        profile: What the probe of the server told.
+        encoder: Makes the model's prompts.
+    """
+    task = config.task
+    examples = task.evaluation()
+    characters = [len(e.prompt) + len(e.system) + len(e.prefill) for e in examples]
+    per_character, counting = _tokens_per_character(config, profile, encoder)
+    by_likelihoods = profile.choice_method == BY_LOG_LIKELIHOODS
+    requests = 0
+    read = 0.0
+    written = 0.0
+    written_at_most = 0
+    thinking_tokens = config.model.thinking_tokens or 0
+    thought = profile.reply_tokens if profile.thinking else 0
+    for example, size in zip(examples, characters, strict=True):
+        repeats = len(example.choices) if by_likelihoods and example.choices else 1
+        requests += repeats
+        read += repeats * (size * per_character + profile.overhead_tokens)
+        if by_likelihoods and example.choices:
+            written_at_most += repeats
+            continue
+        longest = example.max_new_tokens or task.max_new_tokens
+        if example.choices:
+            longest = CHOICE_TOKENS
+        answer = per_character * max(map(len, example.answers), default=0)
+        written += min(answer + ANSWER_TOKENS, longest) + thought
+        written_at_most += longest + thinking_tokens
+    written = min(written, written_at_most)
+    price = config.model.price
+    return ServedEstimate(
+        requests=requests,
+        read=round(read),
+        written=round(written),
+        written_at_most=written_at_most,
+        counting=counting,
+        seconds=_seconds(config, profile, requests, read, written),
+        cost=price_of(read, written, price),
+        cost_at_most=price_of(read, written_at_most, price),
+    )
+
+
+def _tokens_per_character(
+    config: Config, profile: ServerProfile, encoder: Encoder
+) -> tuple[float, str]:
+    """Tokens of a character of the task's prompts, and how that is known."""
+    if profile.tokens_per_character is not None:
+        value = profile.tokens_per_character
+        return value, f"{value:.2f} a character, as the server counts"
+    if encoder.tokenizer:
+        text = sample_of_prompts(config.task.evaluation())
+        value = len(encoder.tokenizer(text)["input_ids"]) / max(len(text), 1)
+        return value, f"{value:.2f} a character, by the tokenizer"
+    value = ASSUMED_TOKENS_PER_CHARACTER
+    return value, f"{value:.2f} a character, assumed: the server does not count"
+
+
+def _seconds(
+    config: Config,
+    profile: ServerProfile,
+    requests: int,
+    read: float,
+    written: float,
+) -> float | None:
+    """The time of a run, from the longest request of the probe; None where that is not known."""
+    if not (profile.seconds and profile.seconds_tokens and requests):
+        return None
+    longer_prompts = read / requests / profile.seconds_tokens
+    longer_replies = written / requests / PROBE_TOKENS
+    each = profile.seconds * max(longer_prompts, longer_replies, 1.0)
+    return each * requests / min(config.model.concurrency, requests)
+
+
+def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> None:
+    """Ask whether a run may start that costs money, or much of an unknown price.
+
+    What answers on this machine is not asked about, nor what a budget of money or tokens bounds.
 
     Raises:
-        UserError: As :func:`probe_server`.
-        MachineError: It does not answer.
+        UserError: Nobody can be asked and the user did not say so beforehand, or says no.
     """
-    if config.uses_model and config.model.base_url and config.server is None:
-        probe_server(config)
+    model = config.model
+    budget = config.budget
+    is_bounded = budget is not None and (budget.usd or budget.tokens)
+    if config.runtime.yes or is_bounded or is_on_this_machine(str(model.base_url)):
+        return
+    if estimate.cost_at_most is None:
+        is_small = estimate.tokens <= UNPRICED_TOKENS
+        what = f"{estimate.tokens:,} tokens of unknown price"
+    else:
+        is_small = estimate.cost_at_most == 0
+        what = f"{money(estimate.cost_at_most)} at most"
+    if is_small:
+        return
+    hint = "add --yes, or ask less: budget=1usd, budget=500ktok"
+    if not (console.is_terminal and sys.stdin.isatty()):
+        allowed = f"given, where no terminal asks: the run takes {what}"
+        raise UserError("--yes", False, allowed, hint)
+    answer = console.input(f"the run takes {what}: go on? [y/N] ")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise UserError("--yes", answer, "y: nothing was asked", hint)
 
 
 def probe_server_if_it_answers(config: Config) -> Config:

@@ -21,7 +21,7 @@ from posbench.model.endpoint import Endpoint, ServerProfile, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.renamed import warn_renamed
-from posbench.run.budget import Deadline
+from posbench.run.budget import Deadline, Spending
 from posbench.run.folder import RunDir
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
@@ -83,6 +83,7 @@ class Run:
         deadline: When replies must be there, where the run has a budget of time.
         shape_rule: What tells that enough questions were asked, where the run may stop then.
         server: What the server of the model takes and gives; None: it was not asked, or there is none.
+        spending: Tokens and money that requests to the server took.
     """
 
     model: ModelConfig
@@ -104,6 +105,7 @@ class Run:
     deadline: Deadline | None = None
     shape_rule: ShapeRule | None = None
     server: ServerProfile | None = None
+    spending: Spending | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What an old name stands for now, with a warning that says so."""
@@ -187,7 +189,8 @@ class Run:
     @cached_property
     def meter(self) -> StageMeter:
         """What measures the stages."""
-        return StageMeter(self._loaded_model)
+        price = self.model.price if self.model.base_url else None
+        return StageMeter(self._loaded_model, price)
 
     def in_folder(self, out: RunDir) -> Run:
         """Return the same run with another folder, where its rows go and resume; the model is shared."""
@@ -214,9 +217,16 @@ class Run:
         def tokens_read() -> int:
             return model.tokens_read if model else 0
 
+        spending = self.spending
         with (
             progress(
-                self.console, interval, label, total, done, tokens=tokens_read
+                self.console,
+                interval,
+                label,
+                total,
+                done,
+                tokens=tokens_read,
+                spent=(lambda: spending) if spending else None,
             ) as work,
             self.meter.loop(),
         ):

@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,6 +271,44 @@ def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
         server.last_nats = nats
         with pytest.raises(RequestError):
             made.choose("1 + 1 =", [" A", " B"])
+
+
+@pytest.mark.parametrize("told", ["retry-after", "headers", ""])
+def test_requests_follow_the_limits_of_the_server(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve requests at most within 0.1 s, asked by eight threads: all are answered, though none may be repeated."""
+    monkeypatch.setattr("posbench.model.pacing.FIRST_PAUSE_SECONDS", 0.01)
+    with serving() as server:
+        made = endpoint(server.url)
+        server.rate = (12, 0.1)
+        server.rate_told = told
+        with ThreadPool(8) as pool:
+            replies = pool.map(lambda n: made.generate(f"{n}?", 1), range(60))
+    assert {reply.finish for reply in replies} == {"stop"}
+    # They take five spans; without pacing, the other threads are refused all the time.
+    assert 0 < server.num_busy < 60
+
+
+@pytest.mark.parametrize(
+    "form", ["reasoning_content", "reasoning", "inline", "opened", "hidden"]
+)
+def test_thinking_is_told_from_the_answer_in_every_form(form: str) -> None:
+    prompt: Any = [{"role": "user", "content": "Who?"}]
+    with serving() as server:
+        server.thinking = lambda prompt: 40
+        server.thinking_form = form
+        server.answer = lambda prompt: "Me."
+        made = endpoint(server.url, api="chat", thinking_tokens=50)
+        whole = made.generate(prompt, 10)
+        server.thinking = lambda prompt: 70
+        cut = made.generate(prompt, 10)
+    names = {"reasoning_content": "field", "reasoning": "field"}
+    assert made.profile.thinking == names.get(form, form)
+    assert (whole.text, whole.is_thinking) == ("Me.", False)
+    assert (cut.text, cut.is_thinking) == ("", True)
+    assert bool(whole.thinking) == bool(cut.thinking) == (form != "hidden")
+    assert whole.thinking_tokens == (40 if form == "hidden" else None)
 
 
 REPLY_FIELDS: list[tuple[str | int, ...]] = [
