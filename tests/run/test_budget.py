@@ -50,7 +50,7 @@ def test_a_budget_is_a_number_of_tokens_or_money(
 
 def test_what_is_spent_adds_up_and_leaves_room_by_what_was_taken() -> None:
     """At 1 and 4 a million: 3,000 tokens read and 500 written cost half a cent."""
-    spending = Spending(Budget.parse("0.05usd"), (1.0, 4.0), expected=0.005)
+    spending = Spending(Budget.parse("35ktok"), (1.0, 4.0), expected=3500)
     for requests in (1, 10, 11):
         assert spending.has_room(requests) == (requests <= 10)
     for made in range(1, 11):
@@ -59,7 +59,7 @@ def test_what_is_spent_adds_up_and_leaves_room_by_what_was_taken() -> None:
         assert spending.usd == pytest.approx(0.005 * made)
         assert spending.is_spent == (made == 10)
         assert spending.has_room(1) == (made < 10)
-    assert str(spending) == "35,000 tokens, 0.0500 usd of 0.05usd"
+    assert str(spending) == "35,000 tokens of 35ktok, 0.0500 usd"
     # What a request took, not what it was expected to take.
     dear = Spending(Budget.parse("100tok"), expected=1)
     dear.begin()
