@@ -235,8 +235,10 @@ def text_encoder(config: ModelConfig) -> Encoder:
     """
     thinking_tokens = config.thinking_tokens or 0
     if not config.path:
-        window = (config.context_window or NO_WINDOW) - thinking_tokens
-        return Untokenized(config.name, context_window=max(window, 1))
+        window = NO_WINDOW
+        if config.context_window:
+            window = max(config.context_window - thinking_tokens, 1)
+        return Untokenized(config.name, context_window=window)
     if config.api == "chat":
         config = replace(config, chat_template="none")
     reader = read_checkpoint(config)
@@ -587,7 +589,11 @@ class Endpoint:
     ) -> None:
         """Count the tokens of a piece of the task's prompts, and time it."""
         began = time.monotonic()
-        long = self._ask_reply(sample, PROBE_TOKENS)
+        try:
+            long = self._ask_reply(sample, PROBE_TOKENS)
+        except _PromptRejected as rejection:
+            self._change(window=self.profile.window or rejection.window)
+            return
         seconds = time.monotonic() - began
         self._change(seconds=seconds, seconds_tokens=long.prompt_tokens or 0)
         short_tokens = self.profile.overhead_tokens

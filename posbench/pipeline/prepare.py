@@ -16,7 +16,8 @@ from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
 from posbench.measure import served
 from posbench.measure.replies import encode_longest
-from posbench.model.endpoint import text_encoder
+from posbench.model.encode import Encoder
+from posbench.model.endpoint import NO_WINDOW, text_encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
@@ -80,6 +81,7 @@ def prepare(
         text_encoder(config.model) if is_served else read_checkpoint(config.model)
     )
     fit = FitToModel(config, encoder, asks_calibration)
+    long_prompts: list[str] = []
     _note_method_left_out(fit, composed.raw["method"]["name"])
     if encoder.tokenizer:
         with faults.collecting():
@@ -89,6 +91,8 @@ def prepare(
     else:
         with faults.collecting():
             fit.leave_prompts_uncut()
+        with faults.collecting():
+            long_prompts = _fit_to_server(fit, encoder)
     if not is_served:
         with faults.collecting():
             fit.fit_batches()
@@ -102,8 +106,23 @@ def prepare(
         for key, adjustment in fit.adjustments.items()
     ]
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
-    warnings += [*server_warnings, *_dequantised(config.model.files)]
+    warnings += [*long_prompts, *server_warnings, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
+
+
+def _fit_to_server(fit: FitToModel, encoder: Encoder) -> list[str]:
+    """Fit prompts to the window of a server whose tokenizer is not known; return what does not fit, in words.
+
+    Raises:
+        UserError: The user typed what does not fit.
+    """
+    server = fit.config.server
+    if server is None or encoder.context_window >= NO_WINDOW:
+        return []
+    if server.tokens_per_character is None:
+        return []
+    overhead = server.overhead_tokens
+    return fit.fit_by_characters(server.tokens_per_character, overhead)
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:

@@ -67,7 +67,9 @@ def probe_server(config: Config) -> Config:
         api: text_encoder(replace(config.model, api=api, thinking_tokens=0))
         for api in apis
     }
-    sample_text = sample_of_prompts(examples)
+    windows = [model.window for model in listed if model.id == config.model.server_name]
+    listed_window = next(filter(None, windows), None)
+    sample_text = sample_of_prompts(examples, listed_window)
     answer_tokens = _answer_tokens(task, examples)
     stops = any(example.stop for example in examples)
     choosing = any(example.choices for example in examples)
@@ -84,9 +86,7 @@ def probe_server(config: Config) -> Config:
         known=_PROFILES.get(key),
     )
     _PROFILES[key] = profile
-    windows = [model.window for model in listed if model.id == config.model.server_name]
-    window = next(filter(None, (profile.window, *windows)), None)
-    profile = replace(profile, window=window)
+    profile = replace(profile, window=profile.window or listed_window)
     return replace(_with_profile(config, endpoint, profile, encoders), server=profile)
 
 
@@ -147,10 +147,16 @@ def _prompts(
     }
 
 
-def sample_of_prompts(examples: Sequence[Example]) -> str:
-    """Pieces of a few prompts, spread over them and joined: their tokens stand for those of all."""
+def sample_of_prompts(examples: Sequence[Example], window: int | None = None) -> str:
+    """Pieces of a few prompts, spread over them and joined: their tokens stand for those of all.
+
+    Args:
+        examples: The prompts.
+        window: Tokens that the sample must not be over, at a token a character; None: not known.
+    """
+    characters = min(SAMPLE_CHARACTERS, (window or 2 * SAMPLE_CHARACTERS) // 2)
     count = min(len(examples), 4)
-    size = SAMPLE_CHARACTERS // count
+    size = characters // count
     pieces = []
     for index in range(count):
         prompt = examples[index * len(examples) // count].prompt

@@ -240,3 +240,39 @@ def test_a_server_that_only_fails_is_the_machine_s_fault(posbench: Call) -> None
         result = ask(posbench, server, "model.retries=1")
     assert result.status == 3 and result.err.count("\n") == 1
     assert_names(result.err, "model.base_url", "HTTP 500")
+
+
+# The window
+
+
+def test_prompts_fit_the_window_that_the_server_tells(
+    posbench: Call, outputs: Path
+) -> None:
+    """By the tokens of their characters, half a one each: 140 pairs are too many for 2,000, and are not sent."""
+    with serving() as server:
+        server.count_tokens = lambda characters: round(0.5 * characters)
+        server.window = 2000
+        server.listed = [{"id": "fake", "max_model_len": 2000}]
+        call = [f"model.base_url={server.url}", "task.limit=2", "stages=[evaluate]"]
+        result = posbench(*call)
+        assert result.status == 0, result.err
+        typed = posbench(*call, "task.pairs=140")
+    assert typed.status == 2 and "task.pairs = 140" in typed.err
+    assert_names(result.out, "task.pairs: 140", "2000 tokens")
+    rows = rows_of(only_run(outputs))
+    assert not any("note" in row for row in rows)
+    # No fewer than needed.
+    assert max(row["prompt_tokens"] for row in rows) > 0.9 * (2000 - 100)
+
+
+def test_thinking_takes_its_share_of_the_window(posbench: Call, outputs: Path) -> None:
+    with serving() as server:
+        server.count_tokens = lambda characters: round(0.5 * characters)
+        server.window = 2000
+        server.thinking = lambda prompt: 30
+        server.listed = [{"id": "fake", "meta": {"n_ctx_train": 2000}}]
+        call = [f"model.base_url={server.url}", "task.limit=1", "stages=[evaluate]"]
+        result = posbench(*call)
+    assert result.status == 0, result.err
+    assert decoding_of(only_run(outputs))["thinking_tokens"] == 1000
+    assert not any("note" in row for row in rows_of(only_run(outputs)))
