@@ -387,7 +387,6 @@ class Endpoint:
         answer_tokens: int = CHOICE_TOKENS,
         stops: bool = True,
         choosing: bool = False,
-        may_think: bool = True,
         sample: Mapping[Api, Prompt] | None = None,
         sample_characters: int = 0,
         known: ServerProfile | None = None,
@@ -400,7 +399,6 @@ class Endpoint:
             answer_tokens: Tokens of a reply without thinking, in the run.
             stops: Whether stop texts will be sent.
             choosing: Whether choices will be asked for.
-            may_think: Whether prompts have a form in which models think.
             sample: A piece of the task's prompts in the form of each API, whose tokens are counted; None: none is.
             sample_characters: Characters of it.
             known: What an earlier probe told, of the same kind of requests: if the server takes the same form, thinking
@@ -417,7 +415,7 @@ class Endpoint:
                 self._profile = known
                 self._count_probe(reply)
             else:
-                self._find_thinking(prompt, reply, answer_tokens, may_think)
+                self._find_thinking(prompt, reply, answer_tokens)
                 if choosing:
                     self._find_choice_method(prompt)
             if sample:
@@ -509,10 +507,12 @@ class Endpoint:
     def _change(self, **changes: Any) -> None:
         self._profile = replace(self.profile, **changes)
 
-    def _find_thinking(
-        self, prompt: Prompt, reply: Reply, answer_tokens: int, may_think: bool
-    ) -> None:
-        """Find out whether and how the model thinks, and how long its replies may be then."""
+    def _find_thinking(self, prompt: Prompt, reply: Reply, answer_tokens: int) -> None:
+        """Find out whether and how the model thinks, and how long its replies may be then.
+
+        A text without a chat template is no question that a model thinks about, and it may never end.
+        """
+        may_think = prompt != PROBE
         opened = isinstance(prompt, str) and opens_thinking(prompt)
         if opened:
             self._change(thinking="opened")

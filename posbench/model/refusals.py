@@ -35,7 +35,7 @@ TOO_LONG = re.compile(
     re.I | re.S,
 )
 WINDOW = re.compile(
-    r"(?:context (?:length|window|size)(?: is| of)?|n_ctx\W{1,4}|max_model_len\W{1,4})\D{0,20}(\d{3,9})",
+    r"(?:context[ _](?:length|window|size)(?: is| of)?|n_ctx\W{1,4}|max_model_len\W{1,4})\D{0,20}(\d{3,9})",
     re.I,
 )
 """The window, where a message tells it."""
@@ -133,10 +133,11 @@ def _read_client_error(
     named = _named_fields(text, error, fields)
     about_length = [name for name in named if name.startswith("max_")]
     limit = REPLY_LIMIT.search(message)
-    if about_length and limit and not WINDOW.search(message):
+    window = WINDOW.search(text)
+    if about_length and limit and not window:
         return Refusal("length", tuple(about_length), int(limit[1]))
-    if status in (400, 413, 422) and TOO_LONG.search(text):
-        window = WINDOW.search(text)
+    is_over = TOO_LONG.search(text) or (about_length and window)
+    if status in (400, 413, 422) and is_over:
         return Refusal("overflow", limit=int(window[1]) if window else None)
     # Of two names, a message may refuse one and recommend the other, which was not sent.
     if named:

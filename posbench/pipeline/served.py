@@ -15,6 +15,7 @@ from posbench.model.endpoint import (
     BY_LOG_LIKELIHOODS,
     CHOICE_TOKENS,
     MAX_LISTED_MODELS,
+    NO_WINDOW,
     PROBE,
     PROBE_TOKENS,
     Api,
@@ -67,9 +68,13 @@ def probe_server(config: Config) -> Config:
         api: text_encoder(replace(config.model, api=api, thinking_tokens=0))
         for api in apis
     }
-    windows = [model.window for model in listed if model.id == config.model.server_name]
+    name = config.model.server_name
+    windows = [m.window for m in listed if m.id == name or len(listed) == 1]
     listed_window = next(filter(None, windows), None)
-    sample_text = sample_of_prompts(examples, listed_window)
+    own_windows = [encoder.context_window for encoder in encoders.values()]
+    sample_text = sample_of_prompts(
+        examples, min(*own_windows, listed_window or NO_WINDOW)
+    )
     answer_tokens = _answer_tokens(task, examples)
     stops = any(example.stop for example in examples)
     choosing = any(example.choices for example in examples)
@@ -80,7 +85,6 @@ def probe_server(config: Config) -> Config:
         answer_tokens=answer_tokens,
         stops=stops,
         choosing=choosing,
-        may_think=bool(config.model.path) or "chat" in apis,
         sample=_prompts(endpoint, encoders, examples[0], sample_text),
         sample_characters=len(sample_text),
         known=_PROFILES.get(key),
@@ -147,14 +151,14 @@ def _prompts(
     }
 
 
-def sample_of_prompts(examples: Sequence[Example], window: int | None = None) -> str:
+def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> str:
     """Pieces of a few prompts, spread over them and joined: their tokens stand for those of all.
 
     Args:
         examples: The prompts.
-        window: Tokens that the sample must not be over, at a token a character; None: not known.
+        window: Tokens that the sample must not be over, at a token a character.
     """
-    characters = min(SAMPLE_CHARACTERS, (window or 2 * SAMPLE_CHARACTERS) // 2)
+    characters = min(SAMPLE_CHARACTERS, window // 2)
     count = min(len(examples), 4)
     size = characters // count
     pieces = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -276,3 +277,47 @@ def test_thinking_takes_its_share_of_the_window(posbench: Call, outputs: Path) -
     assert result.status == 0, result.err
     assert decoding_of(only_run(outputs))["thinking_tokens"] == 1000
     assert not any("note" in row for row in rows_of(only_run(outputs)))
+
+
+# Claims
+
+
+def share_of(prompt: str, salt: str) -> float:
+    """A number from 0 to 1 that a prompt draws."""
+    digest = hashlib.sha256(f"{salt}{prompt}".encode()).digest()
+    return int.from_bytes(digest[:4]) / 2**32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_a_bias_of_models_that_think_is_claimed_where_there_is_one(
+    posbench: Call, outputs: Path, is_biased: bool
+) -> None:
+    """Twenty servers, the thinking in turn in each form, 1 % of the replies cut in it."""
+    forms = ["reasoning_content", "inline", "opened", "hidden"]
+    claimed = 0
+    for seed in range(20):
+        with serving() as server:
+
+            def reply(prompt: str, seed: int = seed) -> str:
+                is_end = gold_position(prompt) in (0, 11)
+                accuracy = 0.9 if is_end or not is_biased else 0.5
+                is_right = share_of(prompt, f"right{seed}") < accuracy
+                return right_value(prompt) if is_right else "I cannot say."
+
+            def tokens(prompt: str, seed: int = seed) -> int:
+                return 999 if share_of(prompt, f"cut{seed}") < 0.01 else 30
+
+            server.answer = reply
+            server.thinking = tokens
+            server.thinking_form = forms[seed % len(forms)]
+            args = (f"task.seed={seed}", "task.limit=60", "model.thinking_tokens=300")
+            positions = "task.positions=[0,3,6,9,11]"
+            resamples = "runtime.resamples=500"
+            result = ask(posbench, server, *args, positions, resamples)
+        assert result.status == 0, result.err
+        assert "the model thinks" in result.out
+        folder = max(run_folders(outputs), key=lambda path: path.stat().st_mtime)
+        metrics = pd.read_csv(folder / "metrics.csv").set_index("metric")
+        claimed += bool(metrics.loc["position_bias", "ci_low"] > 0)
+    assert claimed >= 18 if is_biased else claimed <= 1

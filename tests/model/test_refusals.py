@@ -95,6 +95,15 @@ CASES = [
     (
         400,
         body(
+            "max_tokens=5000 cannot be greater than max_model_len=4096. Please request fewer output tokens. "
+            "(parameter=max_tokens, value=5000)",
+            param="max_tokens",
+        ),
+        Refusal("overflow", limit=4096),
+    ),
+    (
+        400,
+        body(
             "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens"
         ),
         Refusal("overflow", limit=4096),
