@@ -89,7 +89,7 @@ Every key can be set as key=value; `--cfg job` prints the whole config,
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
-memory, a server that does not answer); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+memory, a dead server); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 VERBS = {

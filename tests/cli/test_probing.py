@@ -320,4 +320,8 @@ def test_a_bias_of_models_that_think_is_claimed_where_there_is_one(
         folder = max(run_folders(outputs), key=lambda path: path.stat().st_mtime)
         metrics = pd.read_csv(folder / "metrics.csv").set_index("metric")
         claimed += bool(metrics.loc["position_bias", "ci_low"] > 0)
-    assert claimed >= 18 if is_biased else claimed <= 1
+    if is_biased:
+        assert claimed >= 18
+    else:
+        # At an error rate of 5 %, more than three of twenty come once in sixty times.
+        assert claimed <= 3
