@@ -83,9 +83,8 @@ Verbs (posbench VERB --help says more):
   lm_eval       run lm-evaluation-harness under a method
   completion    print shell completion for bash, zsh or fish
 
-Every key can be set as key=value; `--cfg job` prints the whole config,
-`--config-dir DIR` adds your own YAML files, `--hydra-help` lists Hydra's flags,
-`--yes` starts a run that costs money without asking.
+Every key can be set as key=value; `--cfg job` prints the whole config, `--yes`
+skips questions, `--config-dir DIR` adds YAML files, `--hydra-help` lists flags.
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
