@@ -84,6 +84,11 @@ def compare_with_checkpoint(
     Returns:
         The result, or why there is none, as a line.
     """
+    if not model.path:
+        return (
+            "server: its decoding could not be compared with that of a checkpoint: "
+            "model.path=DIR_OR_HUB_ID names one"
+        )
     try:
         lm = _load_reference(model)
         pairs = [
@@ -141,12 +146,8 @@ def _load_reference(model: ModelConfig) -> LM:
     """The checkpoint of a served model in process, on the CPU: the server may need the whole GPU.
 
     Raises:
-        UserError: It is not known, not on this machine, too large for a look, or cannot be loaded.
+        UserError: It is not on this machine, too large for a look, or cannot be loaded.
     """
-    if not model.path:
-        allowed = "the checkpoint that the server has loaded"
-        hint = "model.path=DIR_OR_HUB_ID names it"
-        raise UserError("model.path", model.path, allowed, hint)
     defaults = {
         key.name: key.default for key in fields(ModelConfig) if key.name in SERVER_KEYS
     }

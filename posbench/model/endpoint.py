@@ -37,7 +37,7 @@ from posbench.model.answers import (
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LENGTH
 from posbench.model.load import ModelConfig, read_checkpoint
-from posbench.model.pacing import Pacer, ServerBusy
+from posbench.model.pacing import MAX_WAIT_SECONDS, Pacer, ServerBusy
 from posbench.model.refusals import Refusal, read_refusal
 from posbench.model.thinking import Form, opens_thinking
 
@@ -91,6 +91,8 @@ PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
 PROBE_TOKENS = 16
 LONG_PROBE_TOKENS = 512
 """Tokens of the first reply, and of one that shows whether a model thinks that has written no answer by then."""
+PROBE_WAIT_SECONDS = 120.0
+"""How long a server may be busy before a run begins."""
 PROBE_STOP = "\n#####"
 DEFAULT_THINKING_TOKENS = 16384
 """Tokens for thinking where the user says nothing: more than questions about one item of a prompt take."""
@@ -408,6 +410,7 @@ class Endpoint:
             UserError: It does not know the model, or refuses what cannot be left out.
             MachineError: It does not answer.
         """
+        self.pacer.max_wait = PROBE_WAIT_SECONDS
         with self._lock, self._reporting_probe_failures():
             reply = self._choose_api(apis, prompts, stops)
             prompt = prompts[self.profile.api]
@@ -422,7 +425,8 @@ class Endpoint:
                 self._measure_sample(
                     prompt, sample[self.profile.api], sample_characters
                 )
-            return self.profile
+        self.pacer.max_wait = MAX_WAIT_SECONDS
+        return self.profile
 
     def _choose_api(
         self, apis: Sequence[Api], prompts: Mapping[Api, Prompt], stops: bool
@@ -876,6 +880,9 @@ class Endpoint:
         cause = error.__cause__
         if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
             return self._dead_address(cause)
+        if type(error).__name__ == "APITimeoutError":
+            seconds = self._config.timeout
+            return ServerFailed(f"no answer within {seconds:g} s (model.timeout)")
         return ServerFailed(self._short_text(cause or error))
 
     def _dead_address(self, cause: object) -> MachineError:

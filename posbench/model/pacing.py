@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -10,11 +11,15 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+log = logging.getLogger(__name__)
+
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
 """Pauses after a refusal that names no time: the first one, doubled up to the longest while nothing is answered."""
 MAX_WAIT_SECONDS = 900.0
 """How long a server may answer nothing but that it is busy, or ask to wait, before the run stops."""
+NOTICE_SECONDS = 10.0
+"""How long it is waited without a word."""
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
@@ -33,10 +38,15 @@ class Pacer:
     Args:
         most: Requests at a time at most.
         clock: Seconds.
+
+    Attributes:
+        max_wait: Seconds that the server may refuse all requests, or ask to wait.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
+        self.max_wait = MAX_WAIT_SECONDS
+        self._is_noticed = False
         self._clock = clock
         self._limit = float(most)
         self._active = 0
@@ -80,6 +90,7 @@ class Pacer:
             self._limit = min(self._limit + 1 / self._limit, float(self.most))
             self._pause = FIRST_PAUSE_SECONDS
             self._refused_since = None
+            self._is_noticed = False
             pause = pause_until_refilled(headers, tokens)
             if pause:
                 resume_at = self._clock() + min(pause, LONGEST_PAUSE_SECONDS)
@@ -92,8 +103,7 @@ class Pacer:
         """Count a refusal of the request that was sent at ``began``: fewer at a time from now on, after a pause.
 
         Raises:
-            ServerBusy: The server asks to wait for longer than :data:`MAX_WAIT_SECONDS`, or answered nothing else
-                for as long.
+            ServerBusy: The server asks to wait for longer than :attr:`max_wait`, or answered nothing else for as long.
         """
         with self._changed:
             now = self._clock()
@@ -108,12 +118,17 @@ class Pacer:
                 if began >= self._resume_at:
                     self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
             waited = now - self._refused_since
-            if pause > MAX_WAIT_SECONDS:
+            if pause > self.max_wait:
                 raise ServerBusy(f"it asks to wait {pause:,.0f} s ({message})")
-            if waited > MAX_WAIT_SECONDS:
+            if waited > self.max_wait:
                 raise ServerBusy(
                     f"it has refused all requests for {waited / 60:.0f} minutes ({message})"
                 )
+            if max(waited, pause) > NOTICE_SECONDS and not self._is_noticed:
+                self._is_noticed = True
+                minutes = self.max_wait / 60
+                text = "the server is busy, waiting for up to %.0f minutes: %s"
+                log.warning(text, minutes, message)
             self._resume_at = max(self._resume_at, now + pause)
             self._changed.notify_all()
 

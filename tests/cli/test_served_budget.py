@@ -114,7 +114,19 @@ def test_nothing_is_sent_that_nobody_agreed_to(
         assert result.status == 2 and not server.questions, result.err
         assert_refused(result.err, "--yes", False, allowed="given", hint="budget=1usd")
         assert not run_folders(outputs)
-        assert ask(posbench, server, *args, "--yes").status == 0
+        server.quota = len(server.bodies) + 8
+        assert ask(posbench, server, *args, "--yes").status == 2
+        server.quota = None
+        folder = str(only_run(outputs))
+        config = only_run(outputs) / "config.yaml"
+        config.write_text(config.read_text().replace("'yes': true", "'yes': false"))
+        refused_again = posbench("resume", folder, verb=True)
+        assert_refused(
+            refused_again.err, "--yes", False, allowed="given", hint="budget=1usd"
+        )
+        again = posbench("resume", folder, "--yes", verb=True)
+        assert again.status == 0, again.err
+    assert len(rows_of(only_run(outputs))) == 12
 
 
 @pytest.mark.parametrize(
