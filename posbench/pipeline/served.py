@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from posbench.errors import MachineError, UserError
+from posbench.measure.replies import encode_untruncated
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import (
     BY_LOG_LIKELIHOODS,
@@ -41,6 +42,9 @@ UNPRICED_TOKENS = 200_000
 _PROFILES: dict[str, ServerProfile] = {}
 """What this process learned of servers, by the kind of requests: several runs of one command ask the same one."""
 SAMPLE_CHARACTERS = 4000
+PIECE_CHARACTERS = 1000
+COUNTED_PROMPTS = 16
+"""Prompts whose tokens are counted where the tokenizer is known."""
 """Characters of the task's prompts whose tokens a server counts before the run."""
 
 
@@ -158,8 +162,9 @@ def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> s
         examples: The prompts.
         window: Tokens that the sample must not be over, at a token a character.
     """
-    characters = min(SAMPLE_CHARACTERS, window // 2)
-    count = min(len(examples), 4)
+    characters = min(SAMPLE_CHARACTERS, max(window - 4 * PROBE_TOKENS, window // 2))
+    # Short pieces have more beginnings and ends than prompts.
+    count = min(len(examples), max(characters // PIECE_CHARACTERS, 1))
     size = characters // count
     pieces = []
     for index in range(count):
@@ -331,7 +336,7 @@ def estimate_served(
     task = config.task
     examples = task.evaluation()
     characters = [len(e.prompt) + len(e.system) + len(e.prefill) for e in examples]
-    per_character, counting = _tokens_per_character(config, profile, encoder)
+    per_character, overhead, counting = _token_count(profile, encoder, examples)
     by_likelihoods = profile.choice_method == BY_LOG_LIKELIHOODS
     requests = 0
     read = 0.0
@@ -342,7 +347,7 @@ def estimate_served(
     for example, size in zip(examples, characters, strict=True):
         repeats = len(example.choices) if by_likelihoods and example.choices else 1
         requests += repeats
-        read += repeats * (size * per_character + profile.overhead_tokens)
+        read += repeats * (size * per_character + overhead)
         if by_likelihoods and example.choices:
             written_at_most += repeats
             continue
@@ -366,19 +371,27 @@ def estimate_served(
     )
 
 
-def _tokens_per_character(
-    config: Config, profile: ServerProfile, encoder: Encoder
-) -> tuple[float, str]:
-    """Tokens of a character of the task's prompts, and how that is known."""
+def _token_count(
+    profile: ServerProfile, encoder: Encoder, examples: Sequence[Example]
+) -> tuple[float, int, str]:
+    """Tokens of a character of prompts, tokens of a prompt beside its text, and in words how they are known."""
+    if encoder.tokenizer:
+        step = -(-len(examples) // COUNTED_PROMPTS)
+        counted = examples[::step]
+        tokens = sum(len(encode_untruncated(encoder, e).ids) for e in counted)
+        characters = sum(
+            len(e.prompt) + len(e.system) + len(e.prefill) for e in counted
+        )
+        value = tokens / max(characters, 1)
+        overhead = profile.overhead_tokens if profile.api == "chat" else 0
+        return value, overhead, f"{value:.2f} a character, by the tokenizer"
+    overhead = profile.overhead_tokens
     if profile.tokens_per_character is not None:
         value = profile.tokens_per_character
-        return value, f"{value:.2f} a character, as the server counts"
-    if encoder.tokenizer:
-        text = sample_of_prompts(config.task.evaluation())
-        value = len(encoder.tokenizer(text)["input_ids"]) / max(len(text), 1)
-        return value, f"{value:.2f} a character, by the tokenizer"
+        return value, overhead, f"{value:.2f} a character, as the server counts"
     value = ASSUMED_TOKENS_PER_CHARACTER
-    return value, f"{value:.2f} a character, assumed: the server does not count"
+    counting = f"{value:.2f} a character, assumed: the server does not count"
+    return value, overhead, counting
 
 
 def _seconds(

@@ -290,8 +290,8 @@ def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     cut_thinking = sum(bool(row.get("is_thinking")) for row in rows)
     if cut_thinking:
         sentences.append(
-            f"{cut_thinking} of {len(rows)} replies ended in the thinking, before an answer: "
-            "they are no wrong answers, and counted apart."
+            f"{cut_thinking} of {len(rows)} replies ended in the thinking, before an answer: they score 0 and are "
+            "counted apart from wrong answers (cut thinking)."
         )
     empty = sum(
         "finish" in row

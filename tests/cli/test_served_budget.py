@@ -77,6 +77,18 @@ def test_tokens_are_those_of_the_estimate(api: str, task: list[str]) -> None:
     assert estimate.written_at_most == len(examples) * config.task.max_new_tokens
 
 
+def test_tokens_of_a_known_tokenizer_are_counted_by_it() -> None:
+    with serving() as server:
+        call = ["model=tiny", f"model.base_url={server.url}", "task.limit=20"]
+        prepared = prepare(compose_one(*call))
+    config = prepared.config
+    assert config.server is not None and prepared.reader is not None
+    estimate = estimate_served(config, config.server, text_encoder(config.model))
+    examples = config.task.evaluation()
+    counted = sum(len(prepared.reader.encode(e.prompt).ids) for e in examples)
+    assert estimate.read == pytest.approx(counted, rel=0.02)
+
+
 def test_requests_tokens_and_money_are_said_first(
     posbench: Call, outputs: Path
 ) -> None:
