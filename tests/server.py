@@ -292,6 +292,8 @@ class Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": text, **message}
         part = {"message": message} if "messages" in body else {"text": text}
         choice = {"index": 0, "finish_reason": finish, "logprobs": logprobs, **part}
+        if hasattr(self, "prompt_logprobs"):
+            choice["prompt_logprobs"] = self.prompt_logprobs
         choices = [choice]
         if fault == "unfinished":
             choice["finish_reason"] = None
@@ -354,6 +356,15 @@ class Handler(BaseHTTPRequestHandler):
                 tokens.append(" more")
                 nats.append(-9.0)
             return prompt, "length", {"tokens": tokens, "token_logprobs": nats}
+        if body.get("prompt_logprobs") == 0 and "prompt_logprobs" in ways:
+            tokens = re.findall(r"\s?\w+|\W", prompt)
+            self.prompt_logprobs = [
+                None,
+                *(
+                    {str(hash(t)): {"logprob": nats_of(t), "rank": 1}}
+                    for t in tokens[1:]
+                ),
+            ]
         if body.get("top_logprobs") and "first" in ways:
             top = [{"token": "B", "logprob": -0.5}, {"token": "A", "logprob": -1.0}]
             return "B", "length", {"content": [{"token": "B", "top_logprobs": top}]}

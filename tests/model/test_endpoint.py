@@ -36,14 +36,26 @@ def endpoint(url: str, **more: Any) -> Endpoint:
     return made
 
 
-def test_log_likelihoods_count_what_the_choices_do_not_share() -> None:
+@pytest.mark.parametrize(
+    ("way", "form"),
+    [
+        ("echo", "echo"),
+        ("echo1", "echo with a token"),
+        ("prompt_logprobs", "prompt_logprobs"),
+    ],
+)
+def test_log_likelihoods_count_what_the_choices_do_not_share(
+    way: str, form: str
+) -> None:
     """Against the server's own formula, -(sum of the letters mod 7) - 0.5 a token."""
 
     def nats(*tokens: str) -> float:
         return sum(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens)
 
-    with serving(ways=("echo",)) as server:
-        reply = endpoint(server.url).choose("One or two?", [" the one", " the two of"])
+    with serving(ways=(way,)) as server:
+        made = endpoint(server.url)
+        reply = made.choose("One or two?", [" the one", " the two of"])
+    assert made.profile.likelihood_form == form
     assert reply.nats == pytest.approx((nats(" one"), nats(" two", " of")))
     assert reply.text == (
         "the one" if nats(" one") > nats(" two", " of") else "the two of"
