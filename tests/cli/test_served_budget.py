@@ -170,6 +170,34 @@ def test_what_costs_and_what_is_large_and_of_unknown_price_wants_consent(
         need_consent(config, estimate, console)
 
 
+@pytest.mark.parametrize(
+    ("answer", "agrees"), [("y", True), ("Yes ", True), ("", False), ("n", False)]
+)
+def test_a_terminal_asks(
+    monkeypatch: pytest.MonkeyPatch, answer: str, agrees: bool
+) -> None:
+    asked = []
+
+    class Terminal(Console):
+        def input(self, prompt: str = "", **more: object) -> str:  # type: ignore[override]
+            asked.append(prompt)
+            return answer
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    config = config_of(
+        "model.base_url=http://far.example/v1", *SMALL, "model.price=[2,10]"
+    )
+    profile = ServerProfile("chat", tokens_per_character=1.0)
+    estimate = estimate_served(config, profile, text_encoder(config.model))
+    console = Terminal(force_terminal=True, quiet=True)
+    if agrees:
+        need_consent(config, estimate, console)
+    else:
+        with refused("--yes", answer, allowed="y", hint="--yes"):
+            need_consent(config, estimate, console)
+    assert len(asked) == 1 and f"{estimate.cost_at_most:.2f} usd" in asked[0]
+
+
 # On the way
 
 
