@@ -56,7 +56,9 @@ def decoding_of(folder: Path) -> dict[str, Any]:
 # Thinking
 
 
-@pytest.mark.parametrize("form", ["inline", "hidden"])
+@pytest.mark.parametrize(
+    "form", ["inline", pytest.param("hidden", marks=pytest.mark.slow)]
+)
 def test_thinking_is_kept_apart_and_never_scored(
     posbench: Call, outputs: Path, form: str
 ) -> None:
@@ -83,7 +85,9 @@ def test_thinking_is_kept_apart_and_never_scored(
     assert question["max_tokens"] == 16384 + 100 and "stop" not in question
 
 
-@pytest.mark.parametrize("form", ["reasoning_content", "opened"])
+@pytest.mark.parametrize(
+    "form", ["opened", pytest.param("reasoning_content", marks=pytest.mark.slow)]
+)
 def test_a_reply_that_ends_in_its_thinking_is_no_wrong_answer(
     posbench: Call, outputs: Path, form: str
 ) -> None:
@@ -129,7 +133,9 @@ def test_a_limit_of_replies_limits_the_thinking(posbench: Call, outputs: Path) -
 # Fields
 
 
-@pytest.mark.parametrize("apis", [("chat",), ("completions",)])
+@pytest.mark.parametrize(
+    "apis", [("completions",), pytest.param(("chat",), marks=pytest.mark.slow)]
+)
 def test_the_api_that_is_offered_is_asked(
     posbench: Call, outputs: Path, apis: tuple[str, ...]
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_terminal_asks(
 # On the way
 
 
+@pytest.mark.slow
 def test_a_budget_of_tokens_is_kept_and_leaves_questions_whole(
     posbench: Call, outputs: Path
 ) -> None:
@@ -292,7 +293,10 @@ def test_what_cannot_be_counted_is_no_budget(posbench: Call, outputs: Path) -> N
     assert not run_folders(outputs)
 
 
-@pytest.mark.parametrize(("budget", "most"), [("30ktok", 30_000), ("0.06usd", 0.06)])
+@pytest.mark.parametrize(
+    ("budget", "most"),
+    [("0.06usd", 0.06), pytest.param("30ktok", 30_000, marks=pytest.mark.slow)],
+)
 def test_a_model_in_process_has_budgets_of_tokens_and_money(
     budget: str, most: float
 ) -> None:
