@@ -92,6 +92,7 @@ def public_names() -> set[str]:
 def verb_names() -> Iterator[str]:
     """Verbs, their flags, and the words that they take."""
     yield from ("verb -m", "verb --multirun", "verb --cfg", "verb --config-dir")
+    yield "verb --yes"
     for verb in main.VERBS:
         yield f"verb {verb}"
         text = main.usage(main.find_verb(verb)).partition("\n\nexample:")[0]

@@ -44,8 +44,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
       a task, a model and a method by name
   posbench model=DIR_OR_HUB_ID
       your own checkpoint: finds its channel, then measures it
-  posbench model=endpoint model.base_url=http://HOST:8000/v1 model.name=NAME
-      a model behind a server
+  posbench model.base_url=http://HOST:8000/v1
+      a model behind a server; model.served=ID where it has several
   posbench method=[layer_scaling,scale_channel]
       two methods, one inside the other
   posbench method=from:51cc60e3
@@ -53,7 +53,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
   posbench model=DIR budget=10min
-      as much as fits into ten minutes (2h, 90s, 500prompts); stops in time
+      as much as fits into ten minutes (2h, 90s, 500prompts, 3Mtok, 2usd)
   posbench study=rollout
       what happens inside the model
   posbench experiment=yu2025_fig6
@@ -85,12 +85,12 @@ Verbs (posbench VERB --help says more):
   lm_eval       run lm-evaluation-harness under a method
   completion    print shell completion for bash, zsh or fish
 
-Every key can be set as key=value; `--cfg job` prints the whole config,
-`--config-dir DIR` adds your own YAML files, `--hydra-help` lists Hydra's flags.
+Every key can be set as key=value; `--cfg job` prints the whole config, `--yes`
+skips questions, `--config-dir DIR` adds YAML files, `--hydra-help` lists flags.
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
-memory); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
+memory, a dead server); 130 stopped by Ctrl-C; 143 stopped by SIGTERM.
 """
 
 VERBS = {
@@ -138,6 +138,10 @@ NO_VERBS = {
 }
 """Words that are typed as verbs, and what to type instead."""
 
+YES = "--yes"
+VERBS_WITH_YES = ("", "diagnose", "figures", "submit", "validate")
+"""Verbs, and runs, that start what may cost money, or check it."""
+
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent ends."""
 
@@ -179,6 +183,7 @@ def _dispatch(args: list[str]) -> int:
         print(f"posbench {versions.__version__}")
         return 0
     versions.check_transformers()
+    args = _with_consent(args)
     with _sigterm_interrupts():
         name = verb_of(args)
         if name in OVERRIDE_VERBS:
@@ -208,6 +213,13 @@ def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
         from posbench.cli.habits import refuse_foreign_flags
 
         refuse_foreign_flags(verb, args)
+
+
+def _with_consent(args: list[str]) -> list[str]:
+    """The arguments with the key that the flag --yes stands for, which every run inherits."""
+    if YES not in args or verb_of(args) not in VERBS_WITH_YES:
+        return args
+    return [*(arg for arg in args if arg != YES), "runtime.yes=true"]
 
 
 class _Terminated(KeyboardInterrupt):
@@ -327,6 +339,8 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         return {}
     configs: dict[int, Config] = {}
     for composed in jobs:
+        if (composed.raw.get("model") or {}).get("base_url"):
+            continue  # served runs share nothing, and their server is asked by each
         try:
             configs[composed.number] = prepare(composed).config
         except Exception as error:

@@ -323,11 +323,12 @@ def _without_streams() -> Iterator[None]:
 def resume(args: list[str]) -> int:
     """Go on with a run, told by its folder alone: what the jobs of a cluster do.
 
-    usage: posbench resume RUN [--shard I/N] [--part I/N] [--config-dir DIR]
+    usage: posbench resume RUN [--shard I/N] [--part I/N] [--yes] [--config-dir DIR]
 
       --shard I/N  make the rows of shard I of N (from 0); whoever makes the last one finishes the run
       --part I/N   the same, and leave the search and the end to the process that owns the run: what
                    runtime.workers does
+      --yes        what the rest of a served run costs is not asked about
 
     While another process owns the run this one waits; then it does what is left, if anything is.
 
@@ -335,6 +336,8 @@ def resume(args: list[str]) -> int:
     """
     part_text, remaining = option(args, "--part")
     shard_text, remaining = option(remaining, "--shard")
+    agrees = "--yes" in remaining
+    remaining = [arg for arg in remaining if arg != "--yes"]
     leaves_end = part_text is not None
     text = part_text if part_text is not None else shard_text or "0/1"
     shard = _shard("--part" if leaves_end else "--shard", text)
@@ -353,6 +356,9 @@ def resume(args: list[str]) -> int:
         try:
             command = _command(folder)
             config = recorded_config(folder)
+            if agrees:
+                runtime = replace(config.runtime, yes=True)
+                config = replace(config, runtime=runtime)
             if leaves_end and find_finished_run(config):
                 print("finished before: no part is left to make")
             elif leaves_end:

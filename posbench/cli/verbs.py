@@ -15,7 +15,7 @@ from posbench.cli.runs import split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
-from posbench.model.endpoint import describe_server as look_at_server
+from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.families import FAMILIES
 from posbench.model.load import load_without_weights, read_checkpoint
 from posbench.pipeline import audit as auditing
@@ -31,6 +31,7 @@ from posbench.pipeline.prepare import (
     prepare,
     silence_transformers,
 )
+from posbench.pipeline.served import describe_endpoint, estimate_served, probe_server
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import make_console, make_wide_console, show_lists
@@ -179,7 +180,8 @@ def validate(args: list[str]) -> int:
       --measure  load the model and time a few batches
 
     Prints the defaults that change to fit the model's window, prompts and tokens of each stage, and memory.
-    All that is wrong is told together, a line for each, with what to fetch; the exit status is then 2.
+    All that is wrong is told together, a line for each, with what to fetch; the exit status is then 2, and 3 where
+    a server does not answer. Of a served model it counts requests, tokens and money.
 
     example: posbench validate model=mistral7b method=layer_scaling
     """
@@ -201,27 +203,45 @@ def validate(args: list[str]) -> int:
                 if checks_choices:
                     check_config(job.raw, job.typed, job.folders)
                 else:
-                    runs.append(prepare(job, download=False))
+                    prepared = prepare(job, download=False)
+                    runs.append(with_server(prepared))
             except UserError as error:
                 problems.append(error)
         print(f"{'BAD ' if problems else 'ok  '} {shlex.join(command)}")
         for problem in problems:
             complain(problem)
-            status = 2
+            status = max(status, problem.status)
         for run in runs:
             _print_estimate(run, measure)
     return status
+
+
+def with_server(run: PreparedRun) -> PreparedRun:
+    """The run with what its server tells, where it was not asked yet.
+
+    Raises:
+        UserError: It does not answer, or refuses what the user set.
+    """
+    config = run.config
+    if config.uses_model and config.model.base_url and config.server is None:
+        return replace(run, config=probe_server(config))
+    return run
 
 
 def _print_estimate(run: PreparedRun, measure: bool) -> None:
     """Print what changes in a config, and what the run takes."""
     for line in run.warnings:
         print(line)
-    if run.reader:
-        estimate.show(run.config, run.reader, measure, make_console())
-    model = run.config.model
-    if run.config.uses_model and model.base_url:
-        make_console().print(look_at_server(model), soft_wrap=True, markup=False)
+    console = make_console()
+    config = run.config
+    if config.server:
+        endpoint = Endpoint(config.model, config.server)
+        lines = describe_endpoint(endpoint)
+        requests = estimate_served(config, config.server, text_encoder(config.model))
+        for line in (*lines, requests.line(config.model.concurrency)):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    elif run.reader:
+        estimate.show(config, run.reader, measure, console)
 
 
 def _all_choices() -> list[list[str]]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from posbench.files.atomic import round_values
 from posbench.model.encode import Encoded, Encoder
-from posbench.model.lm import LM, length_batches
+from posbench.model.lm import LM, GeneratedReply, length_batches
 from posbench.model.prefix import Prefix
+from posbench.model.thinking import opens_thinking, split_thinking
 from posbench.tasks import Example, Task
 
 
@@ -124,7 +125,8 @@ def reply_to_batch(
 
     Returns:
         For each example its ``output``, and why that ended (``finish``, see
-        :class:`posbench.model.lm.GeneratedReply`) or, where it has choices, their ``loglikelihoods`` (nats).
+        :class:`posbench.model.lm.GeneratedReply`), with the ``thinking`` before it, and whether it ended in that
+        (``is_thinking``); or, where it has choices, their ``loglikelihoods`` (nats).
     """
     prompts = [encoded[example.id].ids for example in batch]
     first = batch[0]
@@ -139,7 +141,21 @@ def reply_to_batch(
         batch_size=len(batch),
         prefix=prefix,
     )
-    return [{"output": reply.text, "finish": reply.finish} for reply in replies]
+    return [
+        _without_thinking(reply, encoded[example.id])
+        for reply, example in zip(replies, batch, strict=True)
+    ]
+
+
+def _without_thinking(reply: GeneratedReply, prompt: Encoded) -> dict[str, Any]:
+    """What a row says of a reply: thinking stands apart, and is not scored."""
+    split = split_thinking(reply.text, opens_thinking(prompt.text))
+    row: dict[str, Any] = {"output": split.answer, "finish": reply.finish}
+    if split.thinking:
+        row["thinking"] = split.thinking
+    if split.is_open:
+        row["is_thinking"] = True
+    return row
 
 
 def _choices(

@@ -84,6 +84,11 @@ def compare_with_checkpoint(
     Returns:
         The result, or why there is none, as a line.
     """
+    if not model.path:
+        return (
+            "server: its decoding could not be compared with that of a checkpoint: "
+            "model.path=DIR_OR_HUB_ID names one"
+        )
     try:
         lm = _load_reference(model)
         pairs = [
@@ -141,12 +146,8 @@ def _load_reference(model: ModelConfig) -> LM:
     """The checkpoint of a served model in process, on the CPU: the server may need the whole GPU.
 
     Raises:
-        UserError: It is not known, not on this machine, too large for a look, or cannot be loaded.
+        UserError: It is not on this machine, too large for a look, or cannot be loaded.
     """
-    if not model.path:
-        allowed = "the checkpoint that the server has loaded"
-        hint = "model.path=DIR_OR_HUB_ID names it"
-        raise UserError("model.path", model.path, allowed, hint)
     defaults = {
         key.name: key.default for key in fields(ModelConfig) if key.name in SERVER_KEYS
     }
@@ -178,9 +179,10 @@ def ask_server(
 
     Returns:
         ``output``, and what the server says of it, where it does: tokens as it counts (``prompt_tokens``,
-        ``reply_tokens``), why the reply ended (``finish``), its model (``server``); of a choice which way it was
-        read (``by``), with ``loglikelihoods`` (nats); and a ``note`` where the model did not get to read the
-        prompt.
+        ``reply_tokens``), why the reply ended (``finish``), the thinking before it (``thinking``, of so many
+        ``thinking_tokens``) and whether it ended in that (``is_thinking``), its model (``server``); of a choice
+        which way it was read (``by``), with ``loglikelihoods`` (nats); and a ``note`` where the model did not get to
+        read the prompt.
     """
     prompt = endpoint.prompt(encoder, encoded, example.system)
     if example.choices:
@@ -194,10 +196,14 @@ def ask_server(
         "loglikelihoods": list(response.nats),
         "by": response.by,
         "finish": response.finish,
+        "thinking": response.thinking,
+        "thinking_tokens": response.thinking_tokens,
+        "is_thinking": response.is_thinking,
         "prompt_tokens": response.prompt_tokens,
         "reply_tokens": response.reply_tokens,
         "server": response.server,
         "note": response.note,
     }
-    stated = {name: value for name, value in facts.items() if value not in ("", [])}
+    unsaid: tuple[Any, ...] = ("", [], None, False)
+    stated = {name: value for name, value in facts.items() if value not in unsaid}
     return {"output": output, **stated}

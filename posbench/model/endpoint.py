@@ -1,27 +1,46 @@
-"""A model behind an OpenAI-compatible server: text in, replies out; nothing inside it can be seen."""
+"""A model behind an OpenAI-compatible server: text in, replies out; nothing inside it can be seen.
+
+What servers take differs: a server is asked, and every request has the form that it took then.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from annotated_types import Ge
-
-from posbench.errors import UserError
+from posbench.errors import MachineError, UserError
+from posbench.model.answers import (
+    OVERFLOW,
+    REFUSED,
+    Reply,
+    RequestError,
+    choice_in_reply,
+    failing_on_other_forms,
+    first_choice,
+    first_token_nats,
+    read_echoed_logprobs,
+    read_prompt_logprobs,
+    read_reply,
+    read_top_logprobs,
+    read_usage,
+    without_surrogates,
+)
 from posbench.model.encode import Encoded, Encoder
+from posbench.model.lm import LENGTH
 from posbench.model.load import ModelConfig, read_checkpoint
-from posbench.schema import check_shape
+from posbench.model.pacing import MAX_WAIT_SECONDS, Pacer, ServerBusy
+from posbench.model.refusals import Refusal, read_refusal
+from posbench.model.thinking import Form, opens_thinking
 
-OVERFLOW = "context overflow"
-REFUSED = "refused"
-"""Notes of a reply that has no text: the prompt is over the server's window; its content filter took it."""
 BY_LOG_LIKELIHOODS = "log-likelihoods"
 BY_FIRST_TOKEN = "first token"
 BY_LETTER = "letter"
@@ -63,62 +82,131 @@ PENALTIES = (
     ("repetition_penalty", "repeat_penalty", "generation_config"),
 )
 """Settings that change the greedy reply; of several names of one, a server needs to take one."""
+SEED = 0
+"""Seed of sampled replies, where the server takes one."""
+LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
+"""Names of the most tokens of a reply; models that think take the second alone."""
 PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
 """What a server is asked first."""
-TOO_LONG = re.compile(
-    r"context.{0,20}(length|window|size)|maximum (context|sequence|prompt)|too (long|many tokens)"
-    r"|exceeds? .{0,40}(tokens|length|context)|exceed_context",
-    re.I | re.S,
+PROBE_TOKENS = 16
+LONG_PROBE_TOKENS = 512
+"""Tokens of the first reply, and of one that shows whether a model thinks that has written no answer by then."""
+PROBE_WAIT_SECONDS = 120.0
+"""How long a server may be busy before a run begins."""
+PROBE_STOP = "\n#####"
+DEFAULT_THINKING_TOKENS = 16384
+"""Tokens for thinking where the user says nothing: more than questions about one item of a prompt take."""
+FIRST_RETRY_SECONDS = 0.5
+LONGEST_RETRY_SECONDS = 8.0
+"""Pauses before a failed request is repeated: the first one, doubled up to the longest."""
+WINDOW_FIELDS = (
+    "max_model_len",  # vLLM, SGLang
+    "loaded_context_length",  # LM Studio
+    "context_length",  # OpenRouter, Together
+    "context_window",  # Groq
+    "max_context_length",  # Mistral, LM Studio
 )
-ROUNDING_NATS = 1e-3
-"""How far above 0 rounding may put a log-probability."""
-FILTERED = re.compile(r"content.?(filter|policy|management)", re.I)
+"""Where lists of models tell the window of a model."""
+NO_WINDOW = 2**31
+"""Tokens of a window that is not known."""
+LLAMA_CPP = "llamacpp"
+"""The owner of models in the list of llama.cpp, which tells the window of the server elsewhere."""
 
-Tokens = Annotated[int, Ge(0)]
-"""A number of tokens."""
 Prompt = str | list[dict[str, str]]
 """What is sent: the text that the model reads, or messages."""
+Api = Literal["completions", "chat"]
+LikelihoodForm = Literal["", "echo", "echo with a token", "prompt_logprobs"]
+"""How a server gives the log-likelihoods of a prompt: not at all; of an echoed prompt without a reply, or with one of a
+token; by a field of vLLM's."""
 
 
-class RequestError(RuntimeError):
-    """A request that failed after all its retries, or whose answer is none; another time it may go well."""
+class ServerFailed(RequestError):
+    """The server failed or was not reached: nothing is said about the request."""
 
 
-class _SettingsRefused(RequestError):
-    """The server refused settings of :data:`NEUTRAL_SETTINGS`, which it named."""
+class _RequestRefused(RequestError):
+    """The server refused a request, for a reason that concerns its form."""
 
-    def __init__(self, message: str, names: Sequence[str]) -> None:
+    def __init__(self, message: str, refusal: Refusal) -> None:
         super().__init__(message)
-        self.names = names
+        self.refusal = refusal
 
 
 class _PromptRejected(Exception):
-    """The server did not let the model read a prompt; the text is :data:`OVERFLOW` or :data:`REFUSED`."""
+    """The server did not let the model read a prompt.
+
+    Attributes:
+        note: :data:`OVERFLOW` or :data:`REFUSED`.
+        window: Tokens that the model reads, where the server told them.
+    """
+
+    def __init__(self, note: str, window: int | None = None) -> None:
+        super().__init__(note)
+        self.note = note
+        self.window = window
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a server answered.
+class ServerProfile:
+    """What the probe of a server told: the form of requests that it takes, and what it gives.
 
     Attributes:
-        text: The reply, or the choice.
-        finish: Why the reply ended, in the server's word: stop, length ...
-        prompt_tokens: Tokens of the prompt as the server counts, None where it does not tell them.
-        reply_tokens: Tokens of the reply, as those of the prompt.
-        note: :data:`OVERFLOW` or :data:`REFUSED`, where there is no text.
-        nats: Log-likelihood of each choice; None: not among the likeliest.
-        by: How the choice was read, :data:`BY_LOG_LIKELIHOODS` and so on; empty where there was none to make.
-        server: The model and the fingerprint that the server reports.
+        api: The API that is asked.
+        length_field: Name of the most tokens of a reply.
+        temperature: The temperature that is sent; None: none, as the server refuses it.
+        settings: The neutral settings that it takes.
+        sends_stop: Whether stop texts are sent; else replies are cut here.
+        thinking: How it gives thinking.
+        max_reply_tokens: Tokens of a reply that it allows; None: not known.
+        max_thinking_tokens: Of these, those that are left for thinking.
+        window: Tokens of prompt and reply that the model reads; None: not known.
+        choice_method: How choices are read; empty: not asked.
+        likelihood_form: How it gives log-likelihoods of a prompt.
+        counts_tokens: Whether it tells the tokens of a request.
+        overhead_tokens: Tokens of a prompt beside its text: the server's chat template.
+        tokens_per_character: Tokens of a character of the task's prompts, as the server counts; None: not measured.
+        seconds: What the longest request of the probe took.
+        seconds_tokens: Tokens of that request's prompt.
+        reply_tokens: Tokens of the longest reply to the probe, thinking among them.
     """
 
-    text: str = ""
-    finish: str = ""
-    prompt_tokens: int | None = None
-    reply_tokens: int | None = None
-    note: str = ""
-    nats: tuple[float | None, ...] = ()
-    by: str = ""
-    server: str = ""
+    api: Api
+    length_field: str = LENGTH_FIELDS[0]
+    temperature: float | None = 0.0
+    settings: Mapping[str, Any] = field(default_factory=lambda: dict(NEUTRAL_SETTINGS))
+    sends_stop: bool = True
+    thinking: Form = ""
+    max_reply_tokens: int | None = None
+    max_thinking_tokens: int | None = None
+    window: int | None = None
+    choice_method: str = ""
+    likelihood_form: LikelihoodForm = ""
+    counts_tokens: bool = False
+    overhead_tokens: int = 0
+    tokens_per_character: float | None = None
+    seconds: float = 0.0
+    seconds_tokens: int = 0
+    reply_tokens: int = 0
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The form of requests that the server takes."""
+        settings = sorted(self.settings.items())
+        fields = (self.api, self.length_field, self.temperature, self.sends_stop)
+        return (*fields, *settings)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether replies are drawn at random, so that the same prompt may get another one."""
+        return self.temperature != 0
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model that a server lists, with its window where that is told."""
+
+    id: str
+    window: int | None = None
 
 
 @dataclass
@@ -127,7 +215,7 @@ class Untokenized(Encoder):
 
     name: str
     tokenizer: None = None
-    context_window: int = 2**31
+    context_window: int = NO_WINDOW
     chat_template: str = "none"
 
     def encode(self, prompt: str, **form: Any) -> Encoded:  # type: ignore[override]
@@ -141,31 +229,42 @@ class Untokenized(Encoder):
 def text_encoder(config: ModelConfig) -> Encoder:
     """The encoder that makes the texts of a served model, with its tokenizer where that is known.
 
-    The chat template is the tokenizer's; a server that is sent messages brings a template of its own.
+    The chat template is the tokenizer's; a server that is sent messages brings a template of its own. What the model
+    may think takes its share of the window.
 
     Raises:
         UserError: There is no such tokenizer.
     """
+    thinking_tokens = config.thinking_tokens or 0
     if not config.path:
-        return Untokenized(config.name)
+        window = NO_WINDOW
+        if config.context_window:
+            window = max(config.context_window - thinking_tokens, 1)
+        return Untokenized(config.name, context_window=window)
     if config.api == "chat":
         config = replace(config, chat_template="none")
-    return read_checkpoint(config)
+    reader = read_checkpoint(config)
+    window = max(reader.context_window - thinking_tokens, 1)
+    return replace(reader, context_window=window)
 
 
 class Endpoint:
     """A served model. Its calls may come from several threads.
+
+    Args:
+        config: The model.
+        profile: What an earlier probe told; None: :meth:`check` asks.
 
     Attributes:
         tokens_read: Tokens of all prompts so far, as the server counts.
         tokens_written: Tokens of all replies so far.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, config: ModelConfig, profile: ServerProfile | None = None
+    ) -> None:
         self._config = config
-        # How the server lets choices be read; empty until check() has asked it.
-        self._choice_method = ""
-        self._neutral_settings = dict(NEUTRAL_SETTINGS)
+        self._profile = profile
         self._lock = threading.RLock()
         self.tokens_read = 0
         self.tokens_written = 0
@@ -187,73 +286,375 @@ class Endpoint:
         self._client = openai.OpenAI(
             base_url=config.base_url,
             api_key=self._key or "none",
-            max_retries=config.retries,
+            max_retries=0,
             timeout=config.timeout,
         )
+        self.pacer = Pacer(config.concurrency)
 
-    def models(self) -> list[str]:
+    @property
+    def profile(self) -> ServerProfile:
+        """What the probe of the server told; before it, what is assumed."""
+        if self._profile is None:
+            api: Api = "chat" if self._config.api == "chat" else "completions"
+            return ServerProfile(api, temperature=self._config.temperature or 0)
+        return self._profile
+
+    @property
+    def thinking_tokens(self) -> int:
+        """Tokens of a reply for thinking."""
+        if self._config.thinking_tokens is not None:
+            return self._config.thinking_tokens
+        if not self.profile.thinking:
+            return 0
+        most = self.profile.max_thinking_tokens
+        return min(DEFAULT_THINKING_TOKENS, most or DEFAULT_THINKING_TOKENS)
+
+    # What the server has
+
+    def models(self) -> list[ListedModel]:
         """The models that the server lists; empty where it has no such list.
 
         Raises:
-            UserError: Nothing answers there.
+            MachineError: Nothing answers there.
         """
         import openai
 
+        client = self._client.with_options(timeout=min(self._config.timeout, 10))
+        data: Any = {}
         # Not every server has a list; one that cannot be read stops nothing.
         with suppress(openai.OpenAIError, AttributeError, TypeError, ValueError):
-            client = self._client.with_options(
-                max_retries=0, timeout=min(self._config.timeout, 5)
-            )
-            with self._refusing_dead_address():
-                return [str(model.id) for model in client.models.list().data or ()]
-        return []
+            with self._reporting_dead_address():
+                response = client.models.with_raw_response.list()
+            data = without_surrogates(response.http_response.json())
+        entries = data.get("data") if isinstance(data, dict) else None
+        if not isinstance(entries, list):
+            return []
+        return [
+            ListedModel(str(entry["id"]), self._listed_window(entry))
+            for entry in entries
+            if isinstance(entry, dict) and entry.get("id")
+        ]
+
+    def _listed_window(self, entry: Mapping[str, Any]) -> int | None:
+        """The window of a model, from its entry in the list."""
+        meta = entry.get("meta")
+        values = [entry.get(name) for name in WINDOW_FIELDS]
+        if entry.get("owned_by") == LLAMA_CPP:
+            values.append(self._llama_cpp_window())
+        if isinstance(meta, dict):
+            values += [meta.get("n_ctx"), meta.get("n_ctx_train")]
+        for value in values:
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+    def _llama_cpp_window(self) -> Any:
+        """The window of a request to llama.cpp: that of the checkpoint may be larger than its cache."""
+        import openai
+
+        root = str(self._config.base_url).removesuffix("/v1")
+        client = self._client.with_options(base_url=root, timeout=5)
+        with suppress(openai.OpenAIError, LookupError, ValueError, TypeError):
+            properties: Any = client.get("/props", cast_to=object)
+            return properties["default_generation_settings"]["n_ctx"]
+        return None
+
+    # Probing
 
     def check(self, choosing: bool = False) -> None:
-        """Ask something short, to see that the server answers for this model.
+        """Ask something short, to see that the server answers for this model, and what it takes.
 
         Args:
             choosing: Whether choices will be asked for: then find out how the server lets them be read.
 
         Raises:
-            UserError: It cannot be reached, does not know the model, or takes no such request.
+            UserError: It does not know the model, or takes no such request.
+            MachineError: It does not answer.
         """
-        prompt: Prompt = PROBE
-        if self._config.api == "chat":
-            prompt = [{"role": "user", "content": PROBE}]
         with self._lock:
-            if self._choice_method:
+            if self._profile is not None and (
+                not choosing or self._profile.choice_method
+            ):
                 return
-            self.models()
-            try:
-                self._find_accepted_settings(prompt)
-                self._choice_method = BY_LETTER
+            apis: Sequence[Api] = ("completions", "chat")
+            if self._config.api != "auto":
+                apis = (self._config.api,)
+            self.probe(apis, probe_prompts(), choosing=choosing)
+
+    def probe(
+        self,
+        apis: Sequence[Api],
+        prompts: Mapping[Api, Prompt],
+        *,
+        answer_tokens: int = CHOICE_TOKENS,
+        stops: bool = True,
+        choosing: bool = False,
+        sample: Mapping[Api, Prompt] | None = None,
+        sample_characters: int = 0,
+        known: ServerProfile | None = None,
+    ) -> ServerProfile:
+        """Find out what a server takes and gives, by a few short requests.
+
+        Args:
+            apis: The APIs to try, the best one first.
+            prompts: A short question in the form of each.
+            answer_tokens: Tokens of a reply without thinking, in the run.
+            stops: Whether stop texts will be sent.
+            choosing: Whether choices will be asked for.
+            sample: A piece of the task's prompts in the form of each API, whose tokens are counted; None: none is.
+            sample_characters: Characters of it.
+            known: What an earlier probe told, of the same kind of requests: if the server takes the same form, thinking
+                and choices are not looked for again.
+
+        Raises:
+            UserError: It does not know the model, or refuses what cannot be left out.
+            MachineError: It does not answer.
+        """
+        self.pacer.max_wait = PROBE_WAIT_SECONDS
+        with self._lock, self._reporting_probe_failures():
+            reply = self._choose_api(apis, prompts, stops)
+            prompt = prompts[self.profile.api]
+            if known and known.form == self.profile.form:
+                self._profile = known
+                self._count_probe(reply)
+            else:
+                self._find_thinking(prompt, reply, answer_tokens)
                 if choosing:
-                    self._choice_method = self._best_choice_method(prompt)
-            except RequestError as error:
-                allowed = f"a server that answers ({error})"
-                hint = "read the log of the server, or try the other model.api"
+                    self._find_choice_method(prompt)
+            if sample:
+                self._measure_sample(
+                    prompt, sample[self.profile.api], sample_characters
+                )
+        self.pacer.max_wait = MAX_WAIT_SECONDS
+        return self.profile
+
+    def _choose_api(
+        self, apis: Sequence[Api], prompts: Mapping[Api, Prompt], stops: bool
+    ) -> Reply:
+        """Ask the first API that the server offers; return the reply."""
+        first_error: _RequestRefused | None = None
+        temperature = self._config.temperature or 0.0
+        for api in apis:
+            self._profile = ServerProfile(api, temperature=temperature)
+            if temperature:
+                self._profile = replace(
+                    self._profile, settings={**NEUTRAL_SETTINGS, "seed": SEED}
+                )
+            try:
+                return self._find_accepted_form(prompts[api], stops)
+            except _RequestRefused as error:
+                if error.refusal.kind != "api":
+                    raise
+                first_error = first_error or error
+        assert first_error is not None, "there is an API to try"
+        raise self._no_api(apis, first_error)
+
+    def _find_accepted_form(self, prompt: Prompt, stops: bool) -> Reply:
+        """Change the form of requests until the server takes it; return the reply.
+
+        What the server refuses by name is left out or sent under its other name; where it names nothing, all that can
+        be left out is.
+        """
+        tried_fields: set[str] = set()
+        stop = (PROBE_STOP,) if stops else ()
+        while True:
+            tried_fields.add(self.profile.length_field)
+            try:
+                return self._ask_reply(prompt, PROBE_TOKENS, stop)
+            except _RequestRefused as error:
+                refusal = error.refusal
+                if refusal.kind == "request" and self.profile.settings:
+                    self._change(settings={})
+                elif refusal.kind != "fields" or not self._leave_out(
+                    refusal.fields, str(error), tried_fields
+                ):
+                    raise
+
+    def _leave_out(
+        self, names: Sequence[str], message: str, tried_fields: set[str]
+    ) -> bool:
+        """Change the form of requests as the server wants it; return whether anything changed."""
+        profile = self.profile
+        typed = [name for name in names if name in (self._config.extra_body or {})]
+        if typed:
+            value = (self._config.extra_body or {})[typed[0]]
+            allowed = f"a field that {self._config.base_url} takes ({message})"
+            hint = "leave it out, or give it another value"
+            raise UserError(f"model.extra_body.{typed[0]}", value, allowed, hint)
+        refused = [name for name in names if name in profile.settings]
+        if refused:
+            kept = {k: v for k, v in profile.settings.items() if k not in refused}
+            self._change(settings=kept)
+            return True
+        if "stop" in names:
+            self._change(sends_stop=False)
+            return True
+        if profile.length_field in names:
+            others = [name for name in LENGTH_FIELDS if name not in tried_fields]
+            if others:
+                self._change(length_field=others[0])
+                return True
+        if "temperature" in names and profile.temperature is not None:
+            if self._config.temperature is not None:
+                allowed = (
+                    f"a temperature that {self._config.base_url} takes ({message})"
+                )
+                hint = "leave it out, or set the one that it names"
                 raise UserError(
-                    "model.base_url", self._config.base_url, allowed, hint
-                ) from error
+                    "model.temperature", self._config.temperature, allowed, hint
+                )
+            settings = {**profile.settings, "seed": SEED}
+            self._change(temperature=None, settings=settings)
+            return True
+        return False
+
+    def _change(self, **changes: Any) -> None:
+        self._profile = replace(self.profile, **changes)
+
+    def _find_thinking(self, prompt: Prompt, reply: Reply, answer_tokens: int) -> None:
+        """Find out whether and how the model thinks, and how long its replies may be then.
+
+        A text without a chat template is no question that a model thinks about, and it may never end.
+        """
+        may_think = prompt != PROBE
+        opened = isinstance(prompt, str) and opens_thinking(prompt)
+        if opened:
+            self._change(thinking="opened")
+        self._see(reply)
+        is_unfinished = reply.finish == LENGTH
+        if self.profile.thinking or not (may_think and is_unfinished):
+            if self.profile.thinking:
+                self._find_reply_limit(prompt, answer_tokens)
+            return
+        self._see(self._ask_reply(prompt, LONG_PROBE_TOKENS))
+        if self.profile.thinking:
+            self._find_reply_limit(prompt, answer_tokens)
+
+    def _see(self, reply: Reply) -> None:
+        """Take from a reply how the model thinks, and whether tokens are counted."""
+        form = reply.thinking_form
+        wrote = reply.reply_tokens or 0
+        if not form and not reply.text.strip() and reply.finish == LENGTH:
+            form = "hidden"
+        self._change(
+            thinking=self.profile.thinking or form,
+            reply_tokens=max(self.profile.reply_tokens, wrote),
+        )
+        self._count_probe(reply)
+
+    def _count_probe(self, reply: Reply) -> None:
+        """Take from the reply to the first question what tokens its prompt has."""
+        self._change(
+            counts_tokens=reply.prompt_tokens is not None,
+            overhead_tokens=reply.prompt_tokens or 0,
+        )
+
+    def _find_reply_limit(self, prompt: Prompt, answer_tokens: int) -> None:
+        """Ask with all the tokens that the run will ask for, and keep to what the server allows."""
+        for _ in range(2):
+            try:
+                reply = self._ask_reply(prompt, answer_tokens + self.thinking_tokens)
+                self._see(reply)
+                return
+            except _RequestRefused as error:
+                limit = error.refusal.limit
+                if error.refusal.kind != "length" or not limit:
+                    raise
+                if limit <= answer_tokens:
+                    allowed = f"at most {limit} tokens of a reply ({error})"
+                    hint = f"set task.max_new_tokens={limit}"
+                    raise UserError(
+                        "task.max_new_tokens", answer_tokens, allowed, hint
+                    ) from error
+                self._limit_thinking(limit - answer_tokens, error)
+                self._change(max_reply_tokens=limit)
+            except _PromptRejected as rejection:
+                # So short a prompt is over no window: the reply is.
+                if not rejection.window:
+                    raise
+                self._limit_thinking(rejection.window // 2, rejection)
+                self._change(window=rejection.window)
+
+    def _limit_thinking(self, tokens: int, reason: Exception) -> None:
+        """Allow no more tokens for thinking than a server does."""
+        typed = self._config.thinking_tokens
+        if typed is not None and typed > tokens:
+            allowed = f"at most {tokens}: {reason}"
+            raise UserError(
+                "model.thinking_tokens",
+                typed,
+                allowed,
+                f"set model.thinking_tokens={tokens}",
+            )
+        self._change(max_thinking_tokens=tokens)
+
+    def _measure_sample(
+        self, prompt: Prompt, sample: Prompt, sample_characters: int
+    ) -> None:
+        """Count the tokens of a piece of the task's prompts, and time it."""
+        began = time.monotonic()
+        try:
+            long = self._ask_reply(sample, PROBE_TOKENS)
+        except _PromptRejected as rejection:
+            self._change(window=self.profile.window or rejection.window)
+            return
+        seconds = time.monotonic() - began
+        self._change(seconds=seconds, seconds_tokens=long.prompt_tokens or 0)
+        short_tokens = self.profile.overhead_tokens
+        if long.prompt_tokens is None or long.prompt_tokens <= short_tokens:
+            return
+        # Both prompts stand in the same template.
+        extra_characters = sample_characters - len(PROBE)
+        per_character = (long.prompt_tokens - short_tokens) / max(extra_characters, 1)
+        overhead = max(short_tokens - round(per_character * len(PROBE)), 0)
+        self._change(tokens_per_character=per_character, overhead_tokens=overhead)
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How replies are decoded, known once :meth:`check` has asked the server.
+        """How replies are decoded, known once the server was probed.
 
         Returns:
-            The settings ``sent``; those ``left_out``, as the server refused them; and the ``open_penalties``,
-            which were sent under none of their names, so that the server's own may apply.
+            The ``api``; the settings ``sent``; those ``left_out``, as the server refused them; the ``open_penalties``,
+            which were sent under none of their names, so that the server's own may apply; the field of the ``length``;
+            whether stop texts are ``sent`` or replies cut ``here``; how thinking is given, and tokens for it.
         """
-        sent = {"temperature": 0, **self._neutral_settings}
-        left_out = [name for name in NEUTRAL_SETTINGS if name not in sent]
+        profile = self.profile
+        sent = dict(profile.settings)
+        if profile.temperature is not None:
+            sent = {"temperature": profile.temperature, **sent}
+        sent |= self._config.extra_body or {}
+        wanted = ["temperature", *NEUTRAL_SETTINGS]
+        left_out = [name for name in wanted if name not in sent]
         open_penalties = [
             names[0] for names in PENALTIES if sent.keys().isdisjoint(names)
         ]
-        return {"sent": sent, "left_out": left_out, "open_penalties": open_penalties}
+        return {
+            "api": profile.api,
+            "sent": sent,
+            "left_out": left_out,
+            "open_penalties": open_penalties,
+            "length": profile.length_field,
+            "stop": "sent" if self._stop_is_sent else "here",
+            "thinking": profile.thinking,
+            "thinking_tokens": self.thinking_tokens,
+        }
+
+    @property
+    def _stop_is_sent(self) -> bool:
+        # A stop text would end the thinking, too.
+        return self.profile.sends_stop and not self.profile.thinking
+
+    # Prompts and replies
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
         """What to send for a prompt, so that the model reads what ``encoded`` says."""
-        if self._config.api == "chat":
+        return self.prompt_for(self.profile.api, encoder, encoded, system)
+
+    def prompt_for(
+        self, api: Api, encoder: Encoder, encoded: Encoded, system: str
+    ) -> Prompt:
+        """The same for one of the APIs."""
+        if api == "chat":
             messages = [{"role": "user", "content": encoded.prompt}]
             if system:
                 messages.insert(0, {"role": "system", "content": system})
@@ -272,37 +673,36 @@ class Endpoint:
     def generate(
         self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
     ) -> Reply:
-        """The greedy reply to a prompt.
+        """The reply to a prompt.
 
         Args:
             prompt: What to send.
-            max_tokens: Tokens of the reply at most.
+            max_tokens: Tokens of the answer at most; those for thinking come on top.
             stop: Texts that end the reply; the server gets the first four, so the caller cuts, too.
 
         Raises:
             RequestError: No answer came.
-            UserError: Nothing answers there any more, the key is wrong, or there is no such model.
+            UserError: The key is wrong or its quota spent, or there is no such model.
+            MachineError: Nothing answers there any more.
         """
 
         def request() -> Reply:
-            settings: dict[str, Any] = {"max_tokens": max_tokens}
-            if stop:
-                settings["stop"] = list(stop[:MAX_STOP_TEXTS])
-            return self._reply(self._ask(prompt, **settings))
+            return self._ask_reply(prompt, max_tokens + self.thinking_tokens, stop)
 
         return _reply_or_note(request)
 
     def choose(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """The choice that follows a prompt, by the best way that the server allows; for errors see
         :meth:`generate`."""
-        if self._choice_method == BY_LOG_LIKELIHOODS:
-            return _reply_or_note(lambda: self._by_echo(str(prompt), choices))
-        if self._choice_method == BY_FIRST_TOKEN:
+        method = self.profile.choice_method
+        if method == BY_LOG_LIKELIHOODS:
+            return _reply_or_note(lambda: self._by_likelihoods(str(prompt), choices))
+        if method == BY_FIRST_TOKEN:
             reply = _reply_or_note(lambda: self._by_first_token(prompt, choices))
             if reply.note or any(nats is not None for nats in reply.nats):
                 return reply
         reply = self.generate(prompt, CHOICE_TOKENS)
-        if reply.note:
+        if reply.note or reply.is_thinking:
             return reply
         choice = choice_in_reply(reply.text, choices)
         if not choice:
@@ -311,121 +711,189 @@ class Endpoint:
 
     # One request
 
-    def _find_accepted_settings(self, prompt: Prompt) -> None:
-        """Leave out the neutral settings that the server refuses by name."""
-        while True:
-            try:
-                self.generate(prompt, 1)
-                return
-            except _SettingsRefused as refusal:
-                for name in refusal.names:
-                    del self._neutral_settings[name]
-
-    def _ask(self, prompt: Prompt, **settings: Any) -> Mapping[str, Any]:
-        """The answer to one request as plain data; ``settings`` are the API's."""
-        import openai
-
-        settings = {
-            "model": self._config.server_name,
-            "temperature": 0,
-            "extra_body": dict(self._neutral_settings),
-            **settings,
-        }
+    def _ask_reply(
+        self, prompt: Prompt, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Reply:
+        """The reply to one request, with so many tokens in all."""
+        settings: dict[str, Any] = {}
+        if stop and self._stop_is_sent:
+            settings["stop"] = list(stop[:MAX_STOP_TEXTS])
         try:
-            with self._refusing_dead_address():
-                if isinstance(prompt, str):
-                    response = self._client.completions.with_raw_response.create(
-                        prompt=prompt, **settings
-                    )
-                else:
-                    messages: Any = prompt
-                    response = self._client.chat.completions.with_raw_response.create(
-                        messages=messages, **settings
-                    )
-            answer = _without_surrogates(response.http_response.json())
-        except openai.APIConnectionError as error:
-            message = self._short_text(error.__cause__ or error)
-            raise RequestError(message) from error
-        except openai.APIStatusError as error:
-            raise self._status_error(error) from error
-        except (ValueError, RecursionError) as error:
-            message = self._short_text(error)
-            raise RequestError(f"the answer is no JSON: {message}") from error
-        if not isinstance(answer, dict) or not _first_choice(answer):
+            answer = self._ask(prompt, max_tokens, **settings)
+        except _RequestRefused as error:
+            if error.refusal.kind != "cut":
+                raise
+            return Reply(finish=LENGTH, is_thinking=True, thinking_form="hidden")
+        return self._read(answer, prompt)
+
+    def _read(self, answer: Mapping[str, Any], prompt: Prompt) -> Reply:
+        thinking = self.profile.thinking
+        if isinstance(prompt, str):
+            opened = opens_thinking(prompt)
+        else:
+            opened = thinking == "opened"
+        with failing_on_other_forms():
+            return read_reply(answer, opened, hidden=thinking == "hidden")
+
+    def _ask(self, prompt: Prompt, max_tokens: int, **settings: Any) -> dict[str, Any]:
+        """The answer to one request as plain data; ``settings`` are the API's."""
+        profile = self.profile
+        body: dict[str, Any] = dict(profile.settings)
+        if profile.temperature is not None:
+            body["temperature"] = profile.temperature
+        body |= {profile.length_field: max_tokens, **settings}
+        body |= self._config.extra_body or {}
+        answer = self._send(prompt, body)
+        if not isinstance(answer, dict) or not first_choice(answer):
             message = self._short_text(answer)
             raise RequestError(f"an answer without a choice 0: {message}")
-        usage = _usage(answer)
+        usage = read_usage(answer)
         with self._lock:
             self.tokens_read += usage.prompt_tokens or 0
-            self.tokens_written += usage.completion_tokens or 0
+            self.tokens_written += usage.reply_tokens or 0
         return answer
 
-    def _reply(self, answer: Mapping[str, Any]) -> Reply:
-        """The reply in an answer of either API."""
-        choice = _first_choice(answer)
-        usage = _usage(answer)
-        message = choice.get("message") or {}
-        if choice.get("finish_reason", "") is None:
-            raise RequestError("the reply is not finished (finish_reason is null)")
-        finish = str(choice.get("finish_reason", ""))
-        text = choice.get("text") if "text" in choice else message.get("content")
-        if not isinstance(text, str | None):
-            raise TypeError(f"text is {type(text).__name__}")
-        note = ""
-        if finish == "content_filter" or message.get("refusal"):
-            text = ""
-            note = REFUSED
-        server = (answer.get("model"), answer.get("system_fingerprint"))
-        return Reply(
-            text=text or "",
-            note=note,
-            finish=finish,
-            prompt_tokens=usage.prompt_tokens,
-            reply_tokens=usage.completion_tokens,
-            server=" ".join(str(name) for name in server if name),
-        )
+    def _send(self, prompt: Prompt, body: Mapping[str, Any]) -> Any:
+        """Send a request until it is answered, in its turn: what failed is repeated, what is refused is not."""
+        import openai
 
-    def _status_error(self, error: Any) -> Exception:
-        """The exception for an HTTP status of the server."""
+        failures = 0
+        while True:
+            with self.pacer.turn() as began:
+                try:
+                    response = self._post(prompt, body)
+                    answer = without_surrogates(response.json())
+                    self.pacer.answered(response.headers, self._last_tokens(answer))
+                    return answer
+                except openai.APIStatusError as error:
+                    failure = self._status_error(error, body)
+                    headers = error.response.headers
+                    if failure is None:
+                        self._wait_for_server(began, headers, error)
+                        continue
+                except openai.APIConnectionError as error:
+                    failure = self._connection_error(error)
+                except (ValueError, RecursionError) as error:
+                    message = self._short_text(error)
+                    raise RequestError(f"the answer is no JSON: {message}") from error
+            failures += 1
+            is_final = not isinstance(failure, ServerFailed | MachineError)
+            if is_final or failures > self._config.retries:
+                raise failure
+            _sleep_before_retry(failures)
+
+    def _post(self, prompt: Prompt, body: Mapping[str, Any]) -> Any:
+        """The response to a request."""
+        name = self._config.server_name
+        extra = dict(body)
+        if isinstance(prompt, str):
+            completions = self._client.completions.with_raw_response
+            response: Any = completions.create(
+                model=name, prompt=prompt, extra_body=extra
+            )
+        else:
+            messages: Any = prompt
+            chat = self._client.chat.completions.with_raw_response
+            response = chat.create(model=name, messages=messages, extra_body=extra)
+        return response.http_response
+
+    @staticmethod
+    def _last_tokens(answer: Any) -> int:
+        """Tokens of a request as its answer counts them: what the next one takes, about."""
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        total = usage.get("total_tokens") if isinstance(usage, dict) else None
+        return total if isinstance(total, int) else 0
+
+    def _wait_for_server(
+        self, began: float, headers: Mapping[str, str], error: Any
+    ) -> None:
+        """Slow down, as the server asks for it."""
+        message = self._short_text(error.response.text)
+        try:
+            self.pacer.refused(began, headers, f"{error.status_code}: {message}")
+        except ServerBusy as busy:
+            hint = "repeat the command later: it goes on; or lower model.concurrency"
+            raise MachineError(
+                "model.base_url",
+                self._config.base_url,
+                f"a server that takes requests; {busy}",
+                hint,
+            ) from error
+
+    def _status_error(self, error: Any, body: Mapping[str, Any]) -> Exception | None:
+        """The exception for an HTTP status of the server; None where it asks to wait."""
         config = self._config
         status = error.status_code
-        message = self._short_text(error.response.text)
-        if status in (400, 413, 422):
-            if FILTERED.search(message):
-                return _PromptRejected(REFUSED)
-            if TOO_LONG.search(message):
-                return _PromptRejected(OVERFLOW)
-            refused_names = self._named_settings(error.response.text)
-            if refused_names:
-                return _SettingsRefused(f"HTTP {status}: {message}", refused_names)
-        if status in (401, 403):
+        text = error.response.text
+        message = f"HTTP {status}: {self._short_text(text)}"
+        refusal = read_refusal(status, text, body.keys(), config.server_name)
+        if refusal.kind == "busy":
+            return None
+        if refusal.kind == "server":
+            return ServerFailed(message)
+        if refusal.kind == "filter":
+            return _PromptRejected(REFUSED)
+        if refusal.kind == "overflow":
+            return _PromptRejected(OVERFLOW, refusal.limit)
+        if refusal.kind == "key":
             allowed = "a variable with a key of that server"
-            hint = f"export {config.key_env}=KEY, or name another with model.key_env ({status}: {message})"
+            hint = f"export {config.key_env}=KEY, or name another with model.key_env ({message})"
             return UserError("model.key_env", config.key_env, allowed, hint)
-        # vLLM answers an unknown model with 404, transformers with 400.
-        if status == 404 or (status == 400 and config.server_name in message):
-            allowed = f"a model of {config.base_url}"
-            models = self.models()
-            if models:
-                allowed += f", which lists {', '.join(models[:MAX_LISTED_MODELS])}"
-            allowed += f" ({status}: {message})"
-            hint = "set model.served=ID, or where the server lacks /completions model.api=chat"
-            if not str(config.base_url).rstrip("/").endswith("/v1"):
-                hint = f"most addresses end in /v1: add it; or {hint}"
-            return UserError("model.served", config.server_name, allowed, hint)
-        return RequestError(f"HTTP {status}: {message}")
+        if refusal.kind == "quota":
+            allowed = f"a key of an account that may go on ({message})"
+            hint = "add credit, or take another key; the same command goes on"
+            return UserError("model.key_env", config.key_env, allowed, hint)
+        if refusal.kind == "model":
+            return self._no_model(message)
+        return _RequestRefused(message, refusal)
 
-    def _named_settings(self, message: str) -> list[str]:
-        """The neutral settings among those sent that a server's message names."""
-        return [
-            name
-            for name in self._neutral_settings
-            if re.search(rf"\b{name}\b", message)
-        ]
+    def _no_model(self, message: str) -> UserError:
+        """That the server has no model of that name."""
+        config = self._config
+        allowed = f"a model of {config.base_url}"
+        models = [model.id for model in self.models()]
+        if models:
+            allowed += f", which lists {', '.join(models[:MAX_LISTED_MODELS])}"
+        hint = "set model.served=ID"
+        return UserError(
+            "model.served", config.server_name, f"{allowed} ({message})", hint
+        )
+
+    def _no_api(self, apis: Sequence[Api], error: _RequestRefused) -> UserError:
+        """That the server offers none of the APIs that were tried."""
+        config = self._config
+        models = [model.id for model in self.models()]
+        if models and config.server_name not in models:
+            return self._no_model(str(error))
+        others = [api for api in ("completions", "chat") if api not in apis]
+        hints = []
+        if not str(config.base_url).rstrip("/").endswith("/v1"):
+            hints.append("most addresses end in /v1: add it")
+        if others:
+            hints.append(f"set model.api={others[0]}")
+        hints.append("read the log of the server")
+        allowed = f"an API that {config.base_url} offers ({error})"
+        return UserError("model.api", " and ".join(apis), allowed, "; or ".join(hints))
+
+    def _connection_error(self, error: Any) -> Exception:
+        """The exception for a request that got no response."""
+        cause = error.__cause__
+        if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
+            return self._dead_address(cause)
+        if type(error).__name__ == "APITimeoutError":
+            seconds = self._config.timeout
+            return ServerFailed(f"no answer within {seconds:g} s (model.timeout)")
+        return ServerFailed(self._short_text(cause or error))
+
+    def _dead_address(self, cause: object) -> MachineError:
+        """That nothing takes a connection; one that breaks is another thing."""
+        allowed = f"the address of a running server ({self._short_text(cause)})"
+        hint = "start the server or correct the address, then repeat the command: it resumes"
+        return MachineError("model.base_url", self._config.base_url, allowed, hint)
 
     @contextmanager
-    def _refusing_dead_address(self) -> Iterator[None]:
-        """Raise UserError where nothing takes a connection; one that breaks is another thing."""
+    def _reporting_dead_address(self) -> Iterator[None]:
+        """Raise MachineError where nothing takes a connection."""
         import openai
 
         try:
@@ -434,11 +902,36 @@ class Endpoint:
             cause = error.__cause__
             if type(cause).__name__ not in ("ConnectError", "ConnectTimeout"):
                 raise
-            allowed = f"the address of a running server ({self._short_text(cause)})"
-            hint = "start the server or correct the address, then repeat the command: it resumes"
-            raise UserError(
-                "model.base_url", self._config.base_url, allowed, hint
+            raise self._dead_address(cause) from error
+
+    @contextmanager
+    def _reporting_probe_failures(self) -> Iterator[None]:
+        """Raise in one line what keeps a server from being probed."""
+        config = self._config
+        try:
+            yield
+        except ServerFailed as error:
+            allowed = f"a server that answers ({error})"
+            hint = "read the log of the server, then repeat the command"
+            raise MachineError(
+                "model.base_url", config.base_url, allowed, hint
             ) from error
+        except _RequestRefused as error:
+            fields = [*self.profile.settings, self.profile.length_field]
+            fields += [*(config.extra_body or {}), "temperature"]
+            allowed = f"fields that {config.base_url} takes ({error})"
+            hint = "set what it asks for with model.extra_body, model.temperature or model.api"
+            raise UserError("request", ", ".join(fields), allowed, hint) from error
+        except _PromptRejected as rejection:
+            allowed = f"a server that reads a short prompt ({rejection})"
+            hint = "read the log of the server"
+            raise UserError(
+                "model.base_url", config.base_url, allowed, hint
+            ) from rejection
+        except RequestError as error:
+            allowed = f"the address of an OpenAI-compatible API ({error})"
+            hint = "correct it: most end in /v1; or read the log of the server"
+            raise UserError("model.base_url", config.base_url, allowed, hint) from error
 
     def _short_text(self, message: object) -> str:
         """What a server or a library said, short, and without the key that it may repeat."""
@@ -449,32 +942,43 @@ class Endpoint:
 
     # Choices
 
-    def _best_choice_method(self, prompt: Prompt) -> str:
-        """The best way that the server allows; one that it refuses, or passes over in silence, is not."""
-        with suppress(RequestError, _PromptRejected), _failing_on_other_forms():
-            if isinstance(prompt, str) and self._echo(prompt, " A"):
-                return BY_LOG_LIKELIHOODS
-        with suppress(RequestError, _PromptRejected), _failing_on_other_forms():
-            if _top_logprobs(self._ask_first_token(prompt)):
-                return BY_FIRST_TOKEN
-        return BY_LETTER
+    def _find_choice_method(self, prompt: Prompt) -> None:
+        """Find the best way that the server allows; one that it refuses, or passes over in silence, is not."""
+        forms: tuple[LikelihoodForm, ...] = (
+            "echo",
+            "echo with a token",
+            "prompt_logprobs",
+        )
+        for form in forms if isinstance(prompt, str) else ():
+            with suppress(RequestError, _PromptRejected), failing_on_other_forms():
+                self._likelihoods(str(prompt), " A", form)
+                self._change(choice_method=BY_LOG_LIKELIHOODS, likelihood_form=form)
+                return
+        self._change(choice_method=BY_LETTER)
+        if self.profile.thinking:
+            return  # its first token begins the thinking
+        with suppress(RequestError, _PromptRejected), failing_on_other_forms():
+            if read_top_logprobs(self._ask_first_token(prompt)):
+                self._change(choice_method=BY_FIRST_TOKEN)
 
-    def _echo(self, prompt: str, choice: str) -> tuple[Reply, list[tuple[str, Any]]]:
+    def _likelihoods(
+        self, prompt: str, choice: str, form: LikelihoodForm
+    ) -> tuple[Reply, list[tuple[str, Any]]]:
         """The reply to a prompt with a choice, and every token of both with its log-likelihood."""
-        answer = self._ask(prompt + choice, max_tokens=0, echo=True, logprobs=1)
-        logprobs = _first_choice(answer).get("logprobs") or {}
-        tokens = logprobs.get("tokens") or []
-        nats = logprobs.get("token_logprobs") or []
-        if len(tokens) != len(nats) or len(tokens) < 2 or None in nats[1:]:
-            raise RequestError("no log-likelihoods of the prompt")
-        # The first token has none.
-        nats = [None, *map(log_probability, nats[1:])]
-        return self._reply(answer), list(zip(tokens, nats, strict=True))
+        text = prompt + choice
+        if form == "prompt_logprobs":
+            answer = self._ask(text, 1, prompt_logprobs=0)
+            return self._read(answer, text), read_prompt_logprobs(answer)
+        written = 0 if form == "echo" else 1
+        answer = self._ask(text, written, echo=True, logprobs=1)
+        return self._read(answer, ""), read_echoed_logprobs(answer, written)
 
-    def _by_echo(self, prompt: str, choices: Sequence[str]) -> Reply:
+    def _by_likelihoods(self, prompt: str, choices: Sequence[str]) -> Reply:
         """By the log-likelihoods of the choices, without the tokens with which all of them begin."""
+        form = self.profile.likelihood_form
         replies, rows = zip(
-            *(self._echo(prompt, choice) for choice in choices), strict=True
+            *(self._likelihoods(prompt, choice, form) for choice in choices),
+            strict=True,
         )
         common = 0
         while (
@@ -489,24 +993,39 @@ class Endpoint:
             nats=nats,
             by=BY_LOG_LIKELIHOODS,
             finish="",
-            prompt_tokens=sum(reply.prompt_tokens or 0 for reply in replies),
+            thinking="",
+            is_thinking=False,
+            prompt_tokens=_total(reply.prompt_tokens for reply in replies),
+            reply_tokens=_total(reply.reply_tokens for reply in replies),
         )
 
     def _ask_first_token(self, prompt: Prompt) -> Mapping[str, Any]:
         """The answer with the likeliest first tokens of a reply, as many as the API gives."""
         if isinstance(prompt, str):
-            return self._ask(prompt, max_tokens=1, logprobs=5)
-        return self._ask(prompt, max_tokens=1, logprobs=True, top_logprobs=20)
+            return self._ask(prompt, 1, logprobs=5)
+        return self._ask(prompt, 1, logprobs=True, top_logprobs=20)
 
     def _by_first_token(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """By the likeliest first tokens, where these tell the choices apart; ``nats`` are None elsewhere."""
         answer = self._ask_first_token(prompt)
-        nats = first_token_nats(_top_logprobs(answer), choices)
+        nats = first_token_nats(read_top_logprobs(answer), choices)
         likely = [value for value in nats if value is not None]
         text = choices[nats.index(max(likely))].strip() if likely else ""
         return replace(
-            self._reply(answer), text=text, nats=tuple(nats), by=BY_FIRST_TOKEN
+            self._read(answer, prompt), text=text, nats=tuple(nats), by=BY_FIRST_TOKEN
         )
+
+
+def _total(counts: Any) -> int | None:
+    """The sum of numbers of tokens; None where one is not known."""
+    counts = list(counts)
+    return None if None in counts else sum(counts)
+
+
+def _sleep_before_retry(failures: int) -> None:
+    """Pause before a request is repeated, longer with each failure, and not with all others at once."""
+    seconds = FIRST_RETRY_SECONDS * 2 ** (failures - 1)
+    time.sleep(min(seconds, LONGEST_RETRY_SECONDS) * random.uniform(0.75, 1.25))
 
 
 def _reply_or_note(request: Callable[[], Reply]) -> Reply:
@@ -516,138 +1035,18 @@ def _reply_or_note(request: Callable[[], Reply]) -> Reply:
         RequestError: The answer has another form.
     """
     try:
-        with _failing_on_other_forms():
+        with failing_on_other_forms():
             return request()
     except _PromptRejected as rejection:
-        return Reply(note=str(rejection))
+        return Reply(note=rejection.note)
 
 
-@contextmanager
-def _failing_on_other_forms() -> Iterator[None]:
-    """Raise RequestError where an answer has another form than the API's."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(
-            f"an answer of another form ({type(error).__name__}: {error})"
-        ) from error
+def probe_prompts() -> dict[Api, Prompt]:
+    """The first question in the form of each API, without a chat template."""
+    return {"completions": PROBE, "chat": [{"role": "user", "content": PROBE}]}
 
 
-def first_token_nats(
-    top_logprobs: Mapping[str, float], choices: Sequence[str]
-) -> list[float | None]:
-    """Log-likelihoods of choices by the likeliest first tokens; None for a choice that no token begins.
-
-    A token counts where it begins one choice alone, as it stands; where no token does so, without the spaces
-    around both.
-    """
-    result: list[float | None] = [None] * len(choices)
-    for strip in (False, True):
-        names = [choice.strip() if strip else choice for choice in choices]
-        for token, nats in top_logprobs.items():
-            beginning = token.strip() if strip else token
-            if not beginning.strip():
-                continue
-            matches = [i for i, name in enumerate(names) if name.startswith(beginning)]
-            if len(matches) == 1:
-                (match,) = matches
-                best = result[match]
-                result[match] = nats if best is None else max(best, nats)
-        if any(value is not None for value in result):
-            break
-    return result
-
-
-def choice_in_reply(text: str, choices: Sequence[str]) -> str:
-    """The choice with which a reply begins, or that follows "answer is" or "answer:"; else nothing."""
-    names = sorted((choice.strip() for choice in choices), key=len, reverse=True)
-    choice = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
-    match = re.match(choice, text) or re.search(rf"(?i:answer(?: is)?):?{choice}", text)
-    return match[1] if match else ""
-
-
-def _top_logprobs(answer: Mapping[str, Any]) -> dict[str, float]:
-    """The likeliest first tokens of a reply with their log-likelihoods, in either form of the APIs."""
-    logprobs = _first_choice(answer).get("logprobs") or {}
-    completions = next(iter(logprobs.get("top_logprobs") or ()), None)
-    if completions:
-        return {
-            str(token): log_probability(nats) for token, nats in completions.items()
-        }
-    chat = next(iter(logprobs.get("content") or ()), None) or {}
-    return {
-        str(entry["token"]): log_probability(entry["logprob"])
-        for entry in chat.get("top_logprobs") or ()
-    }
-
-
-def log_probability(value: object) -> float:
-    """A log-probability in nats, as a server gave it; RequestError where it is none.
-
-    Rounding may put that of a certain token a little above 0.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RequestError(f"a log-probability that is {value!r}")
-    if not math.isfinite(value) or value > ROUNDING_NATS:
-        raise RequestError(f"a log-probability that is {value}")
-    return float(value)
-
-
-@dataclass(frozen=True)
-class _Usage:
-    """Tokens of a request as the server counts, None where it does not tell them; other fields are not read."""
-
-    prompt_tokens: Tokens | None = None
-    completion_tokens: Tokens | None = None
-
-
-def _usage(answer: Mapping[str, Any]) -> _Usage:
-    """What the server counts of a request; RequestError where that is no number of tokens."""
-    try:
-        usage: _Usage = check_shape(answer.get("usage") or {}, _Usage, "usage", "")
-    except UserError as error:
-        raise RequestError(f"{error.field} that is {error.value!r}") from error
-    return usage
-
-
-def _first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The choice with index 0 of an answer; empty where there is none.
-
-    A server may give several in any order. One that stands alone needs no index.
-    """
-    choices = answer.get("choices")
-    if not isinstance(choices, list):
-        return {}
-    choices = [choice for choice in choices if isinstance(choice, dict)]
-    if len(choices) == 1 and "index" not in choices[0]:
-        return choices[0]
-    return next((choice for choice in choices if choice.get("index") == 0), {})
-
-
-def _without_surrogates(value: Any) -> Any:
-    """Data with the replacement character for every half of a surrogate pair, which no file can hold.
-
-    A reply that ends inside a character may have one.
-    """
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_without_surrogates(entry) for entry in value]
-    if isinstance(value, dict):
-        return {
-            _without_surrogates(key): _without_surrogates(entry)
-            for key, entry in value.items()
-        }
-    return value
-
-
-def describe_server(config: ModelConfig) -> str:
-    """Whether a server answers now, and what it lists, in words."""
-    try:
-        models = Endpoint(config).models()
-    except UserError as error:
-        return f"server: not ready: {error}"
-    answers = f"server: {config.base_url} answers"
-    if not models:
-        return answers
-    return f"{answers} and lists {', '.join(models[:MAX_LISTED_MODELS])}"
+def is_on_this_machine(address: str) -> bool:
+    """Return whether an address is one of this machine: what answers there is no service that charges."""
+    host = urlsplit(address).hostname or ""
+    return host in ("localhost", "::1") or bool(re.fullmatch(r"127(\.\d+){3}", host))

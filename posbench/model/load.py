@@ -26,7 +26,7 @@ from posbench.late import (
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
-from posbench.schema import Positive, Threads, Tokens, build
+from posbench.schema import NonNegative, Positive, Threads, Tokens, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -37,8 +37,30 @@ FROM_THIS_MACHINE: dict[str, Any] = {
 }
 """How transformers reads a checkpoint: from this machine, and no code of its own."""
 
-SERVER_KEYS = ("served", "api", "concurrency", "retries", "timeout", "key_env")
+SERVER_KEYS = (
+    "served",
+    "api",
+    "temperature",
+    "thinking_tokens",
+    "extra_body",
+    "concurrency",
+    "retries",
+    "timeout",
+    "key_env",
+)
 """Keys of a model that mean something with a server alone."""
+
+RESERVED_FIELDS = (
+    "model",
+    "prompt",
+    "messages",
+    "stream",
+    "n",
+    "temperature",
+    "max_tokens",
+    "max_completion_tokens",
+)
+"""Fields of a request that ``model.extra_body`` cannot set."""
 
 FILES_WITHOUT_WEIGHTS = tuple(
     pattern
@@ -89,9 +111,15 @@ class ModelConfig:
     # what that server calls the model; None: ``name``
     served: str | None = None
     # ``completions`` sends the very text that the model reads in process; ``chat`` sends messages, and the
-    # server's own template surrounds them
-    api: Literal["completions", "chat"] = "completions"
-    # requests at a time
+    # server's own template surrounds them; ``auto`` takes what the server offers, see docs/endpoint.md
+    api: Literal["auto", "completions", "chat"] = "auto"
+    # sampling temperature; None: 0, or what the server prescribes where it refuses 0
+    temperature: Annotated[float, Ge(0), Le(2)] | None = None
+    # tokens of a reply for thinking, beside those for the answer; None: none for a model that does not think
+    thinking_tokens: Annotated[int, Ge(0), Le(10**6)] | None = None
+    # further fields of every request, such as {reasoning_effort: low}; they are recorded, so no secrets
+    extra_body: dict[str, Any] | None = None
+    # requests at a time, at most: fewer where the server asks to wait
     concurrency: Annotated[int, Ge(1), Le(256)] = 8
     # repetitions of a request that failed, each after a longer pause
     retries: Annotated[int, Ge(0), Le(20)] = 5
@@ -99,6 +127,8 @@ class ModelConfig:
     timeout: Annotated[float, Gt(0), Le(86400)] = 600.0
     # environment variable that holds the key, where the server asks for one
     key_env: str = "OPENAI_API_KEY"
+    # price of a million tokens that are read, and of a million that are written, in the unit of budget=2usd
+    price: tuple[NonNegative, NonNegative] | None = None
     # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -117,6 +147,11 @@ class ModelConfig:
         else:
             _check_address(self.base_url, self.key_env)
             object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
+        for name in RESERVED_FIELDS:
+            if name in (self.extra_body or {}):
+                allowed = f"fields other than {', '.join(RESERVED_FIELDS)}, which posbench sets"
+                hint = f"leave out model.extra_body.{name}"
+                raise UserError("model.extra_body", {name: "..."}, allowed, hint)
 
     def _refuse_server_keys(self) -> None:
         """Refuse the settings of a server where there is none."""

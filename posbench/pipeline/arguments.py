@@ -51,6 +51,8 @@ MOVED_CHOICES = {
 TOP = (*GROUPS, "stages", "experiment", "budget")
 USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
+ENDPOINT = "endpoint"
+"""The choice of ``model`` that takes its name from a server."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
@@ -181,6 +183,8 @@ def parse_request(
     group_overrides, path_models = _name_path_models(group_overrides, folders)
     group_overrides, run_methods = _name_run_methods(group_overrides)
     parsed = _parse(group_overrides)
+    if _names_server(parsed):
+        parsed += _parse([f"model={ENDPOINT}"])
     searched = list(folders[1:])
     reference_override = list[str]()
     config = "config"
@@ -231,6 +235,17 @@ def parse_request(
             for name, node in run_methods.items()
         },
     )
+
+
+def _names_server(overrides: Sequence[Override]) -> bool:
+    """Whether overrides name a server and no model: then the model is what the server has."""
+    keys = {override.key_or_group for override in overrides}
+    addresses = [o for o in overrides if o.key_or_group == "model.base_url"]
+    has_address = any(
+        not o.is_delete() and (o.is_sweep_override() or o.value() is not None)
+        for o in addresses
+    )
+    return has_address and "model" not in keys
 
 
 def _with_stages_as_list(override: str) -> str:

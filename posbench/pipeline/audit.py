@@ -184,7 +184,15 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         recorded: The row of the run.
         plain: The row as it came out now.
     """
-    reply_fields = {"output", "finish", "scores", "cut", "loglikelihoods"}
+    reply_fields = {
+        "output",
+        "thinking",
+        "is_thinking",
+        "finish",
+        "scores",
+        "cut",
+        "loglikelihoods",
+    }
     request = {name: plain[name] for name in plain.keys() - reply_fields}
     if _first_difference(recorded, as_json(request)):
         return math.inf  # another prompt was asked
@@ -194,7 +202,7 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
     lm = subject.run.lm
     end = lm.need_tokenizer().eos_token_id or 0
     replies = [
-        [*lm.continuation_ids(prompt, str(row["output"])), end]
+        [*lm.continuation_ids(prompt, f"{row.get('thinking', '')}{row['output']}"), end]
         for row in (recorded, plain)
     ]
     num_same = _num_tokens_in_common(*replies)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 
 from posbench import paths
-from posbench.errors import UserError
+from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_json
 from posbench.files.parse import read_json
+from posbench.measure.served import ask_server
+from posbench.model.answers import RequestError
+from posbench.model.encode import Encoder
+from posbench.model.endpoint import text_encoder
 from posbench.model.load import (
     CheckpointReader,
     load_without_weights,
@@ -25,11 +32,13 @@ from posbench.model.precision import bfloat16_speedup, has_bfloat16
 from posbench.pipeline.config import Config, Stage
 from posbench.pipeline.estimate import estimate_run, measure_speed
 from posbench.pipeline.prepare import build_run
+from posbench.pipeline.served import estimate_served, need_consent
 from posbench.run.base import Run
-from posbench.run.budget import Budget, Stopwatch, half_width
+from posbench.run.budget import Budget, Stopwatch, half_width, money, price_of
 from posbench.run.cost import Costs, Speed, WorkEstimate
 from posbench.run.progress import SECONDS_PER_UNIT, duration
 from posbench.schema import no_other_keys
+from posbench.tasks import Example
 from posbench.tasks.base import num_questions
 from posbench.tasks.items import GoldPositionTask
 
@@ -50,6 +59,10 @@ MIN_INTERVENE = 2
 where the latter take more than their share, the stage is left out."""
 USED_SHARE = 0.85
 """Of the time that is left, the share that is planned with: speeds vary."""
+SPARE_QUESTIONS = 3
+"""How many times the expected questions a model that thinks may be asked, if it thinks less than on the probe."""
+MAX_TIMED_REQUESTS = 8
+"""Requests that time a server, at once."""
 ROUND_SECONDS = 45.0
 ROUND_SHARE = 0.05
 """A round of questions takes at most so many seconds, and this share of the budget."""
@@ -84,6 +97,8 @@ class BudgetPlan:
         operation: Measured seconds per operation of a prefill.
         step: Measured seconds per step of generation.
         note: What was decided about the precision.
+        tokens: Tokens of all stages, as estimated, where the budget counts them.
+        usd: Money of all stages, as estimated, where the budget is one.
     """
 
     budget: str
@@ -95,6 +110,8 @@ class BudgetPlan:
     operation: float | None = None
     step: float | None = None
     note: str = ""
+    tokens: int | None = None
+    usd: float | None = None
 
     def lines(self) -> list[str]:
         """Return what is printed of the choice."""
@@ -114,6 +131,14 @@ class BudgetPlan:
         if self.seconds is not None:
             lines.append(
                 f"budget: about {duration(self.seconds)} expected, at most {self.budget}"
+            )
+        if self.tokens is not None:
+            lines.append(
+                f"budget: about {self.tokens:,} tokens expected, at most {self.budget}"
+            )
+        if self.usd is not None:
+            lines.append(
+                f"budget: about {money(self.usd)} expected, at most {self.budget}"
             )
         return lines
 
@@ -223,18 +248,27 @@ def check_budget(config: Config) -> None:
         raise UserError(
             "budget", budget.text, allowed, "set the sizes of the study: study.KEY=..."
         )
-    if budget.prompts:
-        return
-    hint = "set budget=500prompts, or leave it out"
-    if config.model.base_url:
+    model = config.model
+    if budget.usd and model.price is None:
         allowed = (
-            "a number of prompts for a served model, whose speed is not ours to plan"
+            "money with model.price=[IN,OUT], of a million tokens read and written"
         )
+        hint = "set the price, or budget=3Mtok"
         raise UserError("budget", budget.text, allowed, hint)
-    if config.runtime.workers > 1:
+    if budget.usd and model.price == (0, 0):
+        allowed = "a time, prompts or tokens: at the price 0 nothing is spent"
+        raise UserError("budget", budget.text, allowed, "set budget=3Mtok")
+    counts_tokens = config.server is None or config.server.counts_tokens
+    if model.base_url and (budget.usd or budget.tokens) and not counts_tokens:
+        allowed = (
+            f"a time or prompts: {model.base_url} does not tell the tokens of a request"
+        )
+        raise UserError("budget", budget.text, allowed, "set budget=500prompts")
+    if budget.seconds and config.runtime.workers > 1:
         allowed = (
             "a number of prompts where processes share out a run (runtime.workers)"
         )
+        hint = "set budget=500prompts, or leave it out"
         raise UserError("budget", budget.text, allowed, hint)
 
 
@@ -261,7 +295,7 @@ class _Option(NamedTuple):
 
 
 Price = Callable[[WorkEstimate], float]
-"""What some work costs: seconds, or prompts."""
+"""What some work costs: seconds, prompts, tokens, or money."""
 
 
 class Chooser:
@@ -286,7 +320,10 @@ class Chooser:
         self.total = total
         self.text = config.budget.text if config.budget else ""
         self._lm = None
-        if reader and not config.model.base_url:
+        self._encoder = None
+        if config.model.base_url:
+            self._encoder = text_encoder(config.model)
+        elif reader:
             self._lm = load_without_weights(config.model, reader, config.runtime.device)
 
     @property
@@ -459,9 +496,9 @@ class Chooser:
             questions = min(num_measured, PROBED_QUESTIONS)
             factor = num_measured / questions
         config = with_settings(config, {"task.limit": questions})
-        if config.model.base_url:
-            prompts = len(config.task.evaluation())
-            return float(prompts), prompts
+        if self._encoder:
+            work = served_work(config, self._encoder)
+            return self.price(work), work.prompts
         # Of all stages: a search stands for the constants of the method.
         run = build_run(config, Console(quiet=True))
         assert self._lm is not None, "the model of this machine was outlined"
@@ -509,12 +546,17 @@ def plan_run(
     """
     budget = config.budget
     assert budget is not None
-    if budget.prompts:
-        chooser = Chooser(
-            config, reader, lambda work: float(work.prompts), float(budget.prompts)
-        )
-        return _make_plan(chooser, budget, float(budget.prompts), 0.0, None, ""), None
-    assert reader is not None and budget.seconds is not None
+    if budget.seconds is None:
+        chooser = Chooser(config, reader, counted_price(config), budget.size)
+        return _make_plan(chooser, budget, budget.size, 0.0, None, ""), None
+    if config.model.base_url:
+        price = time_server(config, console)
+        spent = watch.seconds + watch.report_seconds(budget.seconds)
+        total = max(budget.seconds - spent, 0.0)
+        chooser = Chooser(config, None, price, total)
+        plan = _make_plan(chooser, budget, USED_SHARE * total, spent, None, "")
+        return plan, None
+    assert reader is not None, "the model is in process"
     settings, note = _precision(config, reader)
     config = with_settings(config, settings)
     run, speed, costs = time_model(
@@ -525,6 +567,82 @@ def plan_run(
     chooser = Chooser(config, reader, lambda work: speed.seconds(costs, work), total)
     plan = _make_plan(chooser, budget, USED_SHARE * total, spent, speed, note)
     return replace(plan, settings={**settings, **plan.settings}), run
+
+
+def counted_price(config: Config) -> Price:
+    """Return what work costs in the unit of a budget that is no time."""
+    budget = config.budget
+    assert budget is not None
+
+    def price(work: WorkEstimate) -> float:
+        # Of a reply in process, all tokens but the last are read again.
+        written = work.decoded_tokens + (work.prompts if work.decode_steps else 0)
+        if budget.prompts:
+            return float(work.prompts)
+        if budget.usd:
+            return price_of(work.tokens, written, config.model.price) or 0.0
+        return float(work.tokens + written)
+
+    return price
+
+
+def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
+    """Return what a served run asks, in the terms of a model in process."""
+    assert config.server is not None, "a budget asks the server first"
+    estimate = estimate_served(config, config.server, encoder)
+    return WorkEstimate(
+        "evaluate",
+        prompts=len(config.task.evaluation()),
+        tokens=estimate.read,
+        computed_tokens=estimate.read,
+        attention_pairs=0,
+        decode_steps=estimate.written,
+        decoded_tokens=max(estimate.written - len(config.task.evaluation()), 0),
+    )
+
+
+def time_server(config: Config, console: Console) -> Price:
+    """Ask a server a few of the run's prompts at once; return what work takes it, in seconds.
+
+    Half of the time of a request is taken to grow with the tokens of its prompt, and half to be that of its reply.
+    """
+    run = build_run(config, Console(quiet=True))
+    count = min(config.model.concurrency, MAX_TIMED_REQUESTS, len(run.evaluation))
+    examples = run.evaluation[:count]
+    few = with_settings(config, {"task.limit": 1})
+    assert config.server is not None, "a budget asks the server first"
+    each = estimate_served(few, config.server, run.encoder)
+    share = count / len(few.task.evaluation())
+    line = each.times(share).line(count).removeprefix("server: ")
+    console.print(
+        f"server: timing {line}", soft_wrap=True, markup=False, highlight=False
+    )
+    need_consent(config, each.times(share), console)
+    encoded = run.prompts.encode(examples)
+
+    def ask(example: Example) -> dict[str, Any]:
+        return ask_server(
+            run.endpoint, run.encoder, run.task, example, encoded[example.id]
+        )
+
+    began = time.monotonic()
+    with ThreadPool(count) as pool:
+        try:
+            pool.map(ask, examples)
+        except RequestError as error:
+            allowed = f"a server that answers the first prompts ({error})"
+            hint = "read the log of the server, then repeat the command"
+            raise MachineError(
+                "model.base_url", config.model.base_url, allowed, hint
+            ) from error
+    per_request = (time.monotonic() - began) / count
+    tokens_of_request = max(each.read / max(each.requests, 1), 1.0)
+
+    def price(work: WorkEstimate) -> float:
+        by_tokens = work.tokens / tokens_of_request
+        return per_request * (by_tokens + work.prompts) / 2
+
+    return price
 
 
 def time_model(
@@ -561,6 +679,12 @@ def _make_plan(
             seconds = (least / USED_SHARE + spent) / (1 - ROUND_SHARE)
             needed = f"about {duration(seconds)}"
             hint = f"set budget={_round_up(seconds)}"
+        if budget.tokens:
+            needed = f"about {least:,.0f} tokens"
+            hint = f"set budget={-(-least // 1000):.0f}ktok"
+        if budget.usd:
+            needed = f"about {money(least)}"
+            hint = f"set budget={math.ceil(100 * least) / 100:g}usd"
         allowed = f"{needed}, for one question at each position"
         hint += ", or smaller prompts"
         if "search" in config.stages:
@@ -571,6 +695,10 @@ def _make_plan(
     typed_limit = "task.limit" in config.typed
     if not typed_limit and questions < chooser.limit:
         settings["task.limit"] = questions
+        thinks = config.server is not None and bool(config.server.thinking)
+        if thinks and (budget.tokens or budget.usd):
+            # How long a model thinks is not known before: the run itself stops at the budget.
+            settings["task.limit"] = min(SPARE_QUESTIONS * questions, chooser.limit)
     planned = chooser.limit if typed_limit else questions
     if budget.seconds and "runtime.round_questions" not in config.typed:
         per_round = chooser.round_questions(option.per_question)
@@ -589,6 +717,8 @@ def _make_plan(
         operation=speed.operation if speed else None,
         step=speed.step if speed else None,
         note=note,
+        tokens=round(option.cost(questions)) if budget.tokens else None,
+        usd=option.cost(questions) if budget.usd else None,
     )
 
 

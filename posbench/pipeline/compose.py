@@ -30,6 +30,7 @@ from posbench.errors import UserError, choices, is_machine_fault, near
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
+    ENDPOINT,
     GROUPS,
     RUN_CONSTANTS,
     Request,
@@ -351,9 +352,14 @@ def _fill_model(node: Mapping[str, Any]) -> dict[str, Any]:
     model = {**fields, **node}
     if model["name"] == HUB_MODEL and isinstance(model["path"], str):
         model["name"] = model_name(model["path"])
-    if model["base_url"] and "/" in str(model["name"]):
-        model["served"] = model["served"] or model["name"]
-        model["name"] = model_name(model["served"])
+    name = str(model["name"])
+    if model["base_url"]:
+        if model["served"] and name == ENDPOINT:
+            model["name"] = model_name(str(model["served"]))
+        elif not re.fullmatch(r"\w[\w.-]*", name):
+            # Names of servers have a / or a :, those of folders have not.
+            model["served"] = model["served"] or name
+            model["name"] = model_name(name)
     return model
 
 

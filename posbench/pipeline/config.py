@@ -14,6 +14,7 @@ from posbench.files import sources
 from posbench.files.sources import Source
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
+from posbench.model.endpoint import ServerProfile
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
 from posbench.pipeline.constants import RunConstants, suggest_run
@@ -88,6 +89,7 @@ class Config:
         budget: What the run may take, from which its sizes are still to be chosen; None: they stand.
         config_dir: The user's own config folder; None without one.
         constants: Constants of the method, or of its parts, that come from runs.
+        server: What the server of the model takes and gives; None: it was not asked.
     """
 
     model: ModelConfig
@@ -105,6 +107,7 @@ class Config:
     budget: Budget | None = None
     config_dir: Path | None = None
     constants: tuple[RunConstants, ...] = ()
+    server: ServerProfile | None = None
 
     @property
     def study_name(self) -> str:

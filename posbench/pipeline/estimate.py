@@ -52,7 +52,7 @@ NO_LIMIT = 2**62
 def show(
     config: Config, reader: CheckpointReader, measure: bool, console: Console
 ) -> None:
-    """Print what a run would take.
+    """Print what a run of a model in process would take.
 
     Args:
         config: The run.
@@ -60,22 +60,16 @@ def show(
         measure: Whether to run a few batches to tell the time, too.
         console: Where it is printed.
     """
-    is_served = bool(config.model.base_url)
     run = build_run(config, Console(quiet=True))
-    if is_served:
-        run.lm = reader  # type: ignore[assignment]
-    else:
-        run.lm = load_without_weights(config.model, reader, config.runtime.device)
+    run.lm = load_without_weights(config.model, reader, config.runtime.device)
     estimates = estimate_run(config, run)
     seconds = None
-    if measure and estimates and not is_served:
+    if measure and estimates:
         costs = Costs.of(run.lm)
         speed = measure_speed(build_run(config, console), costs)
         seconds = [speed.seconds(costs, work) for work in estimates]
     if estimates:
         console.print(_table(estimates, seconds))
-    if is_served:
-        return
     costs = Costs.of(run.lm)
     console.print(_memory_line(costs, estimates), soft_wrap=True)
     if estimates:

@@ -51,10 +51,11 @@ from posbench.pipeline.prepare import (
     need_text_model,
     silence_transformers,
 )
+from posbench.pipeline.served import describe_endpoint, estimate_served, need_consent
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
-from posbench.run.budget import Budget, Deadline, Stopwatch
+from posbench.run.budget import Budget, Deadline, Spending, Stopwatch, price_of
 from posbench.run.claim import claim, find
 from posbench.run.cost import Costs
 from posbench.run.folder import (
@@ -153,6 +154,8 @@ def execute(
         if config.budget is None:
             _announce_long_run(config, run)
         _forget_end(out)
+        if config.model.base_url and config.uses_model:
+            run.spending = _spending(config, run)
         try:
             with (
                 _time_counted(run, config.budget, watch),
@@ -311,6 +314,28 @@ def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator
         yield
 
 
+def _spending(config: Config, run: Run) -> Spending:
+    """What a served run spent so far, killed sessions among it, and may spend."""
+    rows = run.out.rows_without_error(evaluate.FILE)
+    recorded = run.out.status().get("spent", {}).get(evaluate.STAGE, {})
+    read = sum(row.get("prompt_tokens") or 0 for row in rows)
+    written = sum(row.get("reply_tokens") or 0 for row in rows)
+    # What a killed session took stands in its rows alone, and what was not kept in the record alone.
+    tokens = max(
+        read + written,
+        recorded.get("prompt_tokens", 0) + recorded.get("reply_tokens", 0),
+    )
+    budget = config.budget
+    price = run.model.price
+    usd = max(price_of(read, written, price) or 0.0, recorded.get("usd", 0.0))
+    expected = 0.0
+    if budget and (budget.tokens or budget.usd):
+        estimate = estimate_served(config, run.endpoint.profile, run.encoder)
+        amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
+        expected = amount / max(len(run.evaluation), 1)
+    return Spending(budget, price, tokens, usd, expected)
+
+
 def _seconds_used(out: RunDir) -> float:
     """Seconds that the sessions of a run with a budget took so far, killed ones among them."""
     file = out.path / USED_TIME
@@ -439,6 +464,8 @@ def claim_run(
     server_facts: Mapping[str, Any] = {}
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
         server_facts = probe_model(config, run)
+    if config.uses_model and config.model.base_url:
+        _announce_cost(config, run, existing)
     title = [config.study_name or config.task.name]
     if config.uses_model:
         title = [config.model.name, *title, config.choice.name]
@@ -563,23 +590,41 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
     return {}
 
 
+def _announce_cost(config: Config, run: Run, existing: RunDir | None) -> None:
+    """Say what the requests take that a served run lacks, and ask where they cost money.
+
+    Raises:
+        UserError: The user does not agree, or nobody can be asked.
+    """
+    made = 0
+    if existing:
+        if _has_ended(existing, config) and not existing.damaged():
+            return
+        made = len(existing.rows_without_error(evaluate.FILE))
+    run.endpoint.check(any(example.choices for example in run.evaluation))
+    estimate = estimate_served(config, run.endpoint.profile, run.encoder)
+    share = 1 - made / max(len(run.evaluation), 1)
+    if share <= 0:
+        return
+    estimate = estimate.times(share)
+    line = estimate.line(config.model.concurrency)
+    run.console.print(line, soft_wrap=True, markup=False, highlight=False)
+    need_consent(config, estimate, run.console)
+
+
 def _probe_server(config: Config, run: Run) -> dict[str, Any]:
     """Ask a server something first, and say what its answers tell."""
     has_choices = any(example.choices for example in run.evaluation)
     run.endpoint.check(has_choices)
-    models = run.endpoint.models()
+    models = [model.id for model in run.endpoint.models()]
     name = config.model.server_name
     if models and name not in models:
         listed = ", ".join(models[:MAX_LISTED_MODELS])
         message = f"server: it lists {listed}, not {name}, and answers all the same"
         run.console.print(message, soft_wrap=True, markup=False)
     decoding = run.endpoint.decoding
-    if decoding["left_out"]:
-        message = f"server: it refuses {', '.join(decoding['left_out'])}: not sent"
-        if decoding["open_penalties"]:
-            names = " or ".join(decoding["open_penalties"])
-            message += f"; if it applies a {names} of its own, replies differ from those in process"
-        run.console.print(message, soft_wrap=True, markup=False)
+    for line in describe_endpoint(run.endpoint):
+        run.console.print(line, soft_wrap=True, markup=False)
     comparison = compare_with_checkpoint(
         run.endpoint, run.encoder, config.model, config.task
     )

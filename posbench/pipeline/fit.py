@@ -26,6 +26,8 @@ NUM_LONGEST = 16
 """Prompts whose tokens are counted: the longest."""
 QUESTIONS_TO_DRAW = 8
 """Questions that are drawn to find the longest prompts, where the task draws them."""
+CHARACTER_MARGIN = 0.05
+"""Share of a prompt's tokens that stays free where they are estimated from its characters."""
 SLACK_DEVIATIONS = 5.0
 """Standard deviations of their lengths that stay free: another prompt may be longer."""
 MIN_ITEMS = 5
@@ -142,6 +144,46 @@ class FitToModel:
         }
         reason = "without a tokenizer nothing can be cut (model.path=DIR_OR_HUB_ID)"
         self._change("task", values, reason)
+
+    def fit_by_characters(
+        self, tokens_per_character: float, overhead_tokens: int
+    ) -> list[str]:
+        """Fit prompts to the window of a server that counted the tokens of a piece of them.
+
+        Args:
+            tokens_per_character: Tokens of a character of the prompts.
+            overhead_tokens: Tokens of a prompt beside its text.
+
+        Returns:
+            What does not fit all the same, in words.
+
+        Raises:
+            UserError: The user typed more items than fit.
+        """
+        window = self.reader.context_window
+        task = self.config.task
+        if task.max_new_tokens > window // 2:
+            reply_tokens = {"max_new_tokens": max(window // 4, 1)}
+            self._change("task", reply_tokens, self._window_reason)
+            task = self.config.task
+        room = window - task.max_new_tokens - overhead_tokens
+        room_characters = room / (tokens_per_character * (1 + CHARACTER_MARGIN))
+        examples = task.evaluation()
+        sizes = [len(e.system) + len(e.prompt) + len(e.prefill) for e in examples]
+        num_longer = sum(size > room_characters for size in sizes)
+        if not num_longer:
+            return []
+        longest = examples[sizes.index(max(sizes))]
+        if not isinstance(task, GoldPositionTask) or not longest.items:
+            count = f"{num_longer} of {len(examples)} prompts"
+            return [
+                f"about {count} are too long, and will not be read: {self._window_reason}"
+            ]
+        num_items = len(longest.items)
+        per_item = (longest.items[-1][1] - longest.items[0][0]) / num_items
+        beside_items = max(sizes) - per_item * num_items
+        self._reduce_items(task, int((room_characters - beside_items) / per_item))
+        return []
 
     # Changes
 

@@ -49,7 +49,16 @@ READ = (".py", ".json", ".yaml", ".jinja")
 """What the package computes with: code, and the tables, shapes and chat templates beside it."""
 DRAWS = re.compile(rb"^@plot\.styled\ndef .*?(?=^[^\s)]|\Z)", re.M | re.S)
 """A function that draws: it stands beside what it draws, and moves no number."""
-SERVED_SETTINGS = ("base_url", "server_name", "api", "chat_template", "context_window")
+SERVED_SETTINGS = (
+    "base_url",
+    "server_name",
+    "api",
+    "temperature",
+    "thinking_tokens",
+    "extra_body",
+    "chat_template",
+    "context_window",
+)
 """Settings of a served model that can move a number, or stand for what can."""
 MODEL_SETTINGS = (
     "dtype",

@@ -22,7 +22,8 @@ from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
 from posbench.measure import served
 from posbench.measure.replies import encode_longest
-from posbench.model.endpoint import text_encoder
+from posbench.model.encode import Encoder
+from posbench.model.endpoint import NO_WINDOW, text_encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
@@ -33,6 +34,7 @@ from posbench.pipeline.identity import (
     model_identity,
     need_constants_of_weights,
 )
+from posbench.pipeline.served import probe_server_if_it_answers
 from posbench.run.base import Run
 from posbench.tasks.base import EvaluationOnly
 
@@ -85,11 +87,14 @@ def prepare(
         _check_constants(config)
     silence_transformers()
     is_served = bool(config.model.base_url)
+    if is_served:
+        config = probe_server_if_it_answers(config)
     # A served model's tokenizer stands in for a checkpoint.
     encoder: Any = (
         text_encoder(config.model) if is_served else read_checkpoint(config.model)
     )
     fit = FitToModel(config, encoder, asks_calibration)
+    long_prompts: list[str] = []
     _note_method_left_out(fit, composed.raw["method"]["name"])
     if encoder.tokenizer:
         with faults.collecting():
@@ -99,6 +104,8 @@ def prepare(
     else:
         with faults.collecting():
             fit.leave_prompts_uncut()
+        with faults.collecting():
+            long_prompts = _fit_to_server(fit, encoder)
     if not is_served:
         with faults.collecting():
             fit.fit_batches()
@@ -113,7 +120,7 @@ def prepare(
     ]
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
     warnings += [constants.line for constants in config.constants]
-    warnings += [*server_warnings, *_dequantised(config.model.files)]
+    warnings += [*long_prompts, *server_warnings, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
 
 
@@ -126,6 +133,21 @@ def _check_constants(config: Config) -> None:
     here = all(cached_path(source) for source in config.model.files)
     if config.constants and here:
         need_constants_of_weights(config, read_contents(config.model.files))
+
+
+def _fit_to_server(fit: FitToModel, encoder: Encoder) -> list[str]:
+    """Fit prompts to the window of a server whose tokenizer is not known; return what does not fit, in words.
+
+    Raises:
+        UserError: The user typed what does not fit.
+    """
+    server = fit.config.server
+    if server is None or encoder.context_window >= NO_WINDOW:
+        return []
+    if server.tokens_per_character is None:
+        return []
+    overhead = server.overhead_tokens
+    return fit.fit_by_characters(server.tokens_per_character, overhead)
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:
@@ -231,6 +253,7 @@ def build_run(
         identity=identity or {},
         all_methods=config.all_methods,
         model_identity=model_identity(config, contents),
+        server=config.server,
         method_files=hash_sources(contents, "method"),
     )
 

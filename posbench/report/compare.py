@@ -15,6 +15,7 @@ import numpy as np
 from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row, new_folder, short_hash, write_csv
 from posbench.late import DataFrame, Figure, pd
+from posbench.model.load import SERVER_KEYS
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
@@ -111,11 +112,15 @@ class ComparedRun:
             for name in DECODING_KEYS
             if name in task
         }
+        settings["temperature"] = "0"
         open_penalties: Sequence[str] = ()
         if (self.summary.config.get("model") or {}).get("base_url"):
             recorded = self.run.facts(PROVENANCE).get("decoding")
             # Before they were sent, every penalty was the server's.
             open_penalties = recorded["open_penalties"] if recorded else PENALTY_NAMES
+            sent = (recorded or {}).get("sent", {"temperature": 0})
+            temperature = sent.get("temperature", "of the server")
+            settings["temperature"] = override_text(temperature)
         for name in PENALTY_NAMES:
             is_open = name in open_penalties
             settings[name] = "of the server" if is_open else "neutral"
@@ -216,8 +221,8 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
         if several_methods:
             names.append(display_name(run.method))
             # The method's name tells a served model from its twin in process.
-            settings.pop("model.base_url", None)
-            settings.pop("model.served", None)
+            for key in ("base_url", *SERVER_KEYS):
+                settings.pop(f"model.{key}", None)
         for key, value in settings.items():
             names.append(f"{key.partition('.')[2]}={value}")
         labels.append(cut_text(", ".join(names), MAX_LABEL_CHARACTERS))

@@ -76,8 +76,10 @@ class RunExamples:
         return [name for name in self.prompts if name in self.rows] or list(self.rows)
 
     def _score(self, row: Row) -> float:
-        """The score by the task's own metric; 1 for a row without scores."""
+        """The score by the task's own metric; 1 for a row without scores, and for one that ended in its thinking."""
         scores = row.get("scores") or {}
+        if row.get("is_thinking"):
+            return 1.0
         return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
 
     def text(self, name: str, whole: bool = False) -> str:
@@ -128,11 +130,17 @@ class RunExamples:
         if "error" in row:
             return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
+        if row.get("is_thinking"):
+            scores = "ended in the thinking, before an answer"
         lines = [f"{method}: {scores or row.get('note') or 'not scored'}"]
         rewritten = row.get("rewritten_prompt")
         if rewritten:
             text = rewritten if in_full else shorten(rewritten)
             lines.append(f"  prompt of this method: {_indent(text, 10).strip()}")
+        thinking = row.get("thinking")
+        if thinking:
+            text = thinking if in_full else shorten(thinking)
+            lines.append(f"  thinking, not scored: {_indent(text, 10).strip()}")
         lines.append(f"  reply:  {_indent(row['output'], 10).strip()}")
         answer = self.task.extracted(example, row["output"]) if example else None
         if answer is not None:

@@ -33,6 +33,12 @@ BIAS_LABELS = {
     "middle_drop": "middle drop (ends - lowest inner)",
 }
 
+CUT_COLUMNS = {
+    cut_replies.METRIC: "cut off",
+    cut_replies.THINKING_METRIC: "cut thinking",
+}
+"""Columns of the table by position with the shares of replies that ended before an answer."""
+
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
     """A value with its interval, as `76.6 [72.1, 80.5]`.
@@ -206,9 +212,11 @@ def position_table(metrics: pd.DataFrame) -> Table:
         n = "/".join(dict.fromkeys(map(str, at_position["n"])))
         table.append([label, *columns.cells(at_position, "score"), n])
     header = ["gold position", *columns.header, "n"]
-    cut = rows_of_metric(metrics, cut_replies.METRIC)
-    if len(cut):
-        header.append("cut off")
+    for metric, title in CUT_COLUMNS.items():
+        cut = rows_of_metric(metrics, metric)
+        if not len(cut):
+            continue
+        header.append(title)
         for line, position in zip(table, labels, strict=True):
             at_position = cut[cut["gold_position"].astype(str) == position]
             shares = dict(zip(at_position["method"], at_position["value"], strict=True))
@@ -275,7 +283,7 @@ def has_cut_note(metrics: pd.DataFrame) -> pd.Series:
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    shown_elsewhere = [*STATISTICS, cut_replies.METRIC]
+    shown_elsewhere = [*STATISTICS, *CUT_COLUMNS]
     is_other = (metric != metric_of_task(metrics)) & ~metric.isin(shown_elsewhere)
     is_overall = metrics["gold_position"].astype(str) == "all"
     return metrics[is_other & is_overall].assign(subset="all", kind="average")

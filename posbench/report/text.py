@@ -22,6 +22,7 @@ from posbench.report.tables import (
     points,
     unmeasurable_bias,
 )
+from posbench.run.budget import money
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import (
@@ -68,6 +69,9 @@ def describe_costs(status: Mapping[str, Any]) -> dict[str, str]:
         texts["time"] = ", ".join(times)
     if rates:
         texts["tokens/s"] = f"{', '.join(rates)} (prompts and replies)"
+    money_spent = [cost["usd"] for cost in stages.values() if "usd" in cost]
+    if money_spent:
+        texts["cost"] = money(sum(money_spent))
     if peaks:
         texts["peak memory"] = ", ".join(peaks)
     return texts
@@ -282,8 +286,26 @@ def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     if models:
         names = " and ".join(map(str, models))
         sentences.append(f"The replies come from a server, from its model {names}.")
+    thoughts = [row["thinking_tokens"] for row in rows if row.get("thinking_tokens")]
+    num_thinking = sum(bool(row.get("thinking")) for row in rows)
+    if num_thinking or thoughts:
+        num_thinking = max(num_thinking, len(thoughts))
+        text = f"The model thought before {num_thinking} of {len(rows)} replies"
+        if thoughts:
+            text += f", in {np.mean(thoughts):,.0f} tokens on average"
+        sentences.append(f"{text}; that is not scored.")
+    cut_thinking = sum(bool(row.get("is_thinking")) for row in rows)
+    if cut_thinking:
+        sentences.append(
+            f"{cut_thinking} of {len(rows)} replies ended in the thinking, before an answer: they score 0 and are "
+            "counted apart from wrong answers (cut thinking)."
+        )
     empty = sum(
-        "finish" in row and not row["output"] and "note" not in row for row in rows
+        "finish" in row
+        and not row["output"]
+        and "note" not in row
+        and not row.get("is_thinking")
+        for row in rows
     )
     if empty:
         sentences.append(f"{empty} of {len(rows)} replies are empty.")

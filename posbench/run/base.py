@@ -17,11 +17,11 @@ from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
-from posbench.model.endpoint import Endpoint, text_encoder
+from posbench.model.endpoint import Endpoint, ServerProfile, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.renamed import warn_renamed
-from posbench.run.budget import Deadline
+from posbench.run.budget import Deadline, Spending
 from posbench.run.folder import RunDir
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
@@ -82,6 +82,8 @@ class Run:
         workers: Processes that make the other shards.
         deadline: When replies must be there, where the run has a budget of time.
         shape_rule: What tells that enough questions were asked, where the run may stop then.
+        server: What the server of the model takes and gives; None: it was not asked, or there is none.
+        spending: Tokens and money that requests to the server took.
     """
 
     model: ModelConfig
@@ -102,6 +104,8 @@ class Run:
     workers: WorkerPool | None = None
     deadline: Deadline | None = None
     shape_rule: ShapeRule | None = None
+    server: ServerProfile | None = None
+    spending: Spending | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What an old name stands for now, with a warning that says so."""
@@ -130,7 +134,7 @@ class Run:
     @cached_property
     def endpoint(self) -> Endpoint:
         """The served model."""
-        return Endpoint(self.model)
+        return Endpoint(self.model, self.server)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -185,7 +189,8 @@ class Run:
     @cached_property
     def meter(self) -> StageMeter:
         """What measures the stages."""
-        return StageMeter(self._loaded_model)
+        price = self.model.price if self.model.base_url else None
+        return StageMeter(self._loaded_model, price)
 
     def in_folder(self, out: RunDir) -> Run:
         """Return the same run with another folder, where its rows go and resume; the model is shared."""
@@ -212,9 +217,16 @@ class Run:
         def tokens_read() -> int:
             return model.tokens_read if model else 0
 
+        spending = self.spending
         with (
             progress(
-                self.console, interval, label, total, done, tokens=tokens_read
+                self.console,
+                interval,
+                label,
+                total,
+                done,
+                tokens=tokens_read,
+                spent=(lambda: spending) if spending else None,
             ) as work,
             self.meter.loop(),
         ):

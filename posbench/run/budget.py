@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from posbench.run import progress
 from posbench.run.progress import SECONDS_PER_UNIT
 from posbench.stats.bootstrap import wilson
 
-BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d|prompts)")
-"""A number, and a unit of time or ``prompts``."""
+BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d|prompts|tok|ktok|Mtok|usd)")
+"""A number, and a unit of time, of tokens or of money, or ``prompts``."""
+TOKENS_PER_UNIT = {"tok": 1, "ktok": 10**3, "Mtok": 10**6}
 REPORT_SECONDS = 8.0
 MAX_REPORT_SHARE = 0.4
 """Time that is kept for tables, figures and the page: so much of one core, at most this share of a budget."""
@@ -21,37 +23,167 @@ MAX_REPORT_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take: a time or a number of prompts.
+    """What a run may take: a time, or a number of prompts, of tokens, or of the unit of money of ``model.price``.
 
     Attributes:
         text: As the user typed it.
-        seconds: The time; None: it counts prompts.
-        prompts: The number of prompts, all positions and methods; None: it is a time.
+        seconds: The time; None: it counts something else, as with the others.
+        prompts: The number of prompts, all positions and methods.
+        tokens: The number of tokens, read and written.
+        usd: The money.
     """
 
     text: str
     seconds: float | None = None
     prompts: int | None = None
+    tokens: int | None = None
+    usd: float | None = None
 
     @classmethod
     def parse(cls, value: Any) -> Budget:
-        """Read a budget such as ``10min``, ``2h``, ``90s`` or ``500prompts``.
+        """Read a budget such as ``10min``, ``2h``, ``90s``, ``500prompts``, ``3Mtok`` or ``2usd``.
 
         Raises:
             UserError: It is none.
         """
         match = BUDGET.fullmatch(str(value).strip())
         number = float(match[1]) if match else 0.0
-        if match and match[2] == "prompts" and not number.is_integer():
-            match = None
-        if match is None or not number:
-            allowed = "a time in s, min, h or d, or a whole number of prompts"
-            hint = "set budget=10min, or budget=500prompts"
+        unit = match[2] if match else ""
+        size = number * TOKENS_PER_UNIT.get(unit, 1)
+        is_counted = unit == "prompts" or unit in TOKENS_PER_UNIT
+        if match is None or not number or (is_counted and not size.is_integer()):
+            allowed = (
+                "a time in s, min, h or d, a whole number of prompts or of tok, ktok or Mtok, "
+                "or money in usd"
+            )
+            hint = "set budget=10min, budget=500prompts, budget=3Mtok or budget=2usd"
             raise UserError("budget", value, allowed, hint)
-        text = match[1] + match[2]
-        if match[2] == "prompts":
-            return cls(text, prompts=int(number))
-        return cls(text, seconds=number * SECONDS_PER_UNIT[match[2]])
+        text = match[1] + unit
+        if unit == "prompts":
+            return cls(text, prompts=int(size))
+        if unit == "usd":
+            return cls(text, usd=number)
+        if unit in TOKENS_PER_UNIT:
+            return cls(text, tokens=int(size))
+        return cls(text, seconds=number * SECONDS_PER_UNIT[unit])
+
+    @property
+    def size(self) -> float:
+        """How much it is, in its unit."""
+        amounts = (self.seconds, self.prompts, self.tokens, self.usd)
+        return next(float(amount) for amount in amounts if amount is not None)
+
+
+def price_of(
+    read: float, written: float, price: tuple[float, float] | None
+) -> float | None:
+    """Return what tokens cost that are read and written; None where the price is not known.
+
+    Args:
+        read: Tokens of prompts.
+        written: Tokens of replies, thinking among them.
+        price: Of a million of each.
+    """
+    if price is None:
+        return None
+    return (read * price[0] + written * price[1]) / 1e6
+
+
+class Spending:
+    """Tokens and money that requests to a server took, and whether a budget has room for more.
+
+    Its methods may be called from several threads.
+
+    Args:
+        budget: What may be spent; None, or a time or a number of prompts: as much as the run takes.
+        price: Of a million tokens read and written; None: not known.
+        tokens: Tokens that earlier sessions took.
+        usd: Money that they took.
+        expected: What a request takes, about, in the budget's unit: before the first one is made.
+
+    Attributes:
+        stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | None = None,
+        price: tuple[float, float] | None = None,
+        tokens: int = 0,
+        usd: float = 0.0,
+        expected: float = 0.0,
+    ) -> None:
+        self.price = price
+        self.tokens = tokens
+        self.usd = usd
+        self.stopped: tuple[int, int] | None = None
+        self._budget = budget
+        self._expected = expected
+        self._made = 0
+        self._made_amount = 0.0
+        self._under_way = 0
+        self._lock = threading.Lock()
+
+    @property
+    def _limit(self) -> float | None:
+        """What may be spent, in the budget's unit."""
+        budget = self._budget
+        if budget is None or (budget.tokens is None and budget.usd is None):
+            return None
+        return budget.size
+
+    @property
+    def _spent(self) -> float:
+        is_money = self._budget is not None and self._budget.usd is not None
+        return self.usd if is_money else float(self.tokens)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left of the budget."""
+        limit = self._limit
+        return limit is not None and self._spent >= limit
+
+    def has_room(self, requests: int) -> bool:
+        """Return whether so many more requests fit beside those under way, by what those before took."""
+        with self._lock:
+            each = self._expected
+            if self._made:
+                each = self._made_amount / self._made
+            needed = (self._under_way + requests) * each
+            return self._limit is None or self._spent + needed <= self._limit
+
+    def begin(self) -> None:
+        """Count a request as under way."""
+        with self._lock:
+            self._under_way += 1
+
+    def add(self, read: int, written: int) -> None:
+        """Count what a request took."""
+        cost = price_of(read, written, self.price) or 0.0
+        with self._lock:
+            before = self._spent
+            self.tokens += read + written
+            self.usd += cost
+            self._made += 1
+            self._made_amount += self._spent - before
+            self._under_way -= 1
+
+    def __str__(self) -> str:
+        """What was spent, of how much."""
+        text = f"{self.tokens:,} tokens"
+        if self._budget and self._budget.tokens is not None:
+            text += f" of {self._budget.text}"
+        if self.price is not None:
+            text += f", {money(self.usd)}"
+            if self._budget and self._budget.usd is not None:
+                text += f" of {self._budget.text}"
+        return text
+
+
+def money(amount: float) -> str:
+    """Money in words: cents for an amount, more digits for a small one."""
+    digits = 2 if amount >= 1 or not amount else 4
+    return f"{amount:,.{digits}f} usd"
 
 
 class Stopwatch:

@@ -48,6 +48,8 @@ NUMBER_FILES = (ROWS, ".csv", ".json", ".yaml")
 """Kinds of files that numbers are read from: an added one damages a finished run too."""
 REDRAWN_FILES = ("figures/", "report.html")
 """What ``posbench report`` makes again from the other files."""
+DIGITS_OF = {"usd": 6}
+"""Digits behind the point of what a stage took, where they are more than two."""
 MAX_LISTED_RUNS = 8
 MAX_LISTED_FILES = 4
 
@@ -198,7 +200,7 @@ class RunDir:
         status = self.status()
         spent = status.setdefault("spent", {}).setdefault(stage, {})
         for name, value in amounts.items():
-            spent[name] = round(spent.get(name, 0) + value, 2)
+            spent[name] = round(spent.get(name, 0) + value, DIGITS_OF.get(name, 2))
         for name, value in peaks.items():
             spent[name] = max(spent.get(name, 0), value)
         self.write_facts(STATUS, status)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from posbench.files.hardware import peak_memory
 from posbench.model.endpoint import Endpoint
 from posbench.model.lm import LM
+from posbench.run.budget import price_of
 from posbench.run.folder import RunDir
 
 STAGES_WITH_TOKENS = ("intervene", "evaluate")
@@ -21,10 +22,16 @@ class StageMeter:
 
     Args:
         loaded_model: Returns the model that counts tokens; None as long as it is not loaded.
+        price: Of a million tokens read and written; None: not known.
     """
 
-    def __init__(self, loaded_model: Callable[[], LM | Endpoint | None]) -> None:
+    def __init__(
+        self,
+        loaded_model: Callable[[], LM | Endpoint | None],
+        price: tuple[float, float] | None = None,
+    ) -> None:
         self._loaded_model = loaded_model
+        self._price = price
         self._loops = dict[str, float]()
 
     @contextmanager
@@ -38,6 +45,13 @@ class StageMeter:
             amounts = {"seconds": time.monotonic() - started}
             if name in STAGES_WITH_TOKENS:
                 amounts |= self._loops
+                cost = price_of(
+                    self._loops.get("prompt_tokens", 0),
+                    self._loops.get("reply_tokens", 0),
+                    self._price,
+                )
+                if cost is not None:
+                    amounts["usd"] = cost
             # On a full disk, the stage itself raises, or what follows it.
             with suppress(OSError):
                 out.spend(name, amounts, peak_memory())

@@ -40,6 +40,7 @@ class Progress:
         done: Parts done so far, those of earlier sessions among them.
         began: Start, by :data:`clock`.
         tokens: Counts the tokens that a model has read; None: there is no model.
+        spent: Says what was spent so far; None: nothing is.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Progress:
     done: int = 0
     began: float = field(default_factory=lambda: clock())
     tokens: Callable[[], int] | None = None
+    spent: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self._tokens_before = self.tokens() if self.tokens else 0
@@ -96,6 +98,8 @@ class Progress:
             remaining = seconds * (self.weight / self._session_weight - 1)
             remaining -= now - self._last_advance
             parts.append(f"{duration(max(remaining, 0))} left")
+        if self.spent:
+            parts.append(f"{self.spent()} spent")
         text = ", ".join(parts)
         return f"{text}: {self.note}" if self.note else text
 
@@ -109,6 +113,7 @@ def progress(
     done: int = 0,
     weight: float | None = None,
     tokens: Callable[[], int] | None = None,
+    spent: Callable[[], object] | None = None,
 ) -> Iterator[Progress]:
     """Show the progress of work while the block runs; nothing where nothing is left to do.
 
@@ -123,12 +128,13 @@ def progress(
         done: Parts that an earlier session did.
         weight: Work of all parts; None: one a part.
         tokens: Counts the tokens that a model has read.
+        spent: Says what was spent so far.
 
     Yields:
         What the block calls with the number of parts that it did.
     """
     all_weight = total if weight is None else weight
-    work = Progress(label, total, all_weight, tokens=tokens)
+    work = Progress(label, total, all_weight, tokens=tokens, spent=spent)
     work(done, before=True)
 
     def bar() -> Table:

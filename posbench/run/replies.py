@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LENGTH
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
+from posbench.run.budget import Deadline, price_of
 from posbench.run.folder import PROVENANCE
 from posbench.run.proofs import (
     COMPUTATION,
@@ -23,10 +26,13 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
+from posbench.run.sequential import ShapeRule
 from posbench.tasks import Example, Task
 from posbench.tasks.base import num_questions, split_into_rounds
 
 STAGE = "evaluate"
+COST_DIGITS = 9
+"""Digits behind the point of what a reply cost."""
 
 
 def prompt_digest(example: Example) -> str:
@@ -102,20 +108,35 @@ def plan_replies(
 def _served_replies(
     run: Run, file: str, subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
 ) -> list[Row]:
-    """Rows of the replies of a server, several of which are requested at a time."""
+    """Rows of the replies of a server, several of which are requested at a time.
+
+    A question is asked at all its positions before the next one, so that what stops the run leaves questions whole.
+    """
     endpoint = run.endpoint
     encoder = run.encoder
     has_choices = any(example.choices for example in run.evaluation)
     first_decoding = run.out.facts(PROVENANCE).get("decoding")
+    questions = ServedQuestions(run, subjects)
 
     def compute(request: Request) -> Row:
         endpoint.check(has_choices)
-        if first_decoding and first_decoding != endpoint.decoding:
+        if first_decoding and _differs(first_decoding, endpoint.decoding):
             raise _other_decoding(run, first_decoding)
         example = request.example
         prompt = encoded[example.id]
-        reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
-        return _row(run, example, prompt, reply)
+        try:
+            reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
+        except Exception:
+            questions.count(0, 0)
+            raise
+        read = int(reply.get("prompt_tokens") or 0)
+        written = int(reply.get("reply_tokens") or 0)
+        questions.count(read, written)
+        row = _row(run, example, prompt, reply)
+        cost = price_of(read, written, run.model.price)
+        if cost is not None and not reply.get("note"):
+            row["cost"] = round(cost, COST_DIGITS)
+        return row
 
     def proof(request: Request) -> Row:
         # What tokens the server makes of the text is not known.
@@ -126,34 +147,130 @@ def _served_replies(
             COMPUTATION: computation_digest(run, request.subject.method, decoding),
         }
 
-    def complete(examples: Sequence[Example]) -> list[Row]:
-        requests = [
-            Request(subject, example) for subject in subjects for example in examples
-        ]
-        return run.rows.complete_each(
-            file,
-            STAGE,
-            requests,
-            key=lambda request: request.key,
-            compute=compute,
-            workers=run.model.concurrency,
-            proof=proof,
-        )
+    requests = [
+        Request(subject, example) for subject in subjects for example in run.evaluation
+    ]
+    rows = run.rows.complete_each(
+        file,
+        STAGE,
+        requests,
+        key=lambda request: request.key,
+        compute=compute,
+        workers=run.model.concurrency,
+        proof=proof,
+        rounds=questions.rounds,
+        stop=lambda number: questions.stop(number, run.out.rows(file)),
+        may_start=questions.may_start,
+    )
+    return questions.keep_whole(rows, file)
 
-    rule = run.shape_rule
-    if rule is None:
-        return complete(run.evaluation)
-    rounds = split_into_rounds(run.evaluation, run.runtime.round_questions)
-    asked: list[Example] = []
-    rows: list[Row] = []
-    for number, questions in enumerate(rounds):
-        if number and rule.is_decided(rows):
-            rule.stop(number, num_questions(asked), num_questions(run.evaluation))
-            break
-        ids = {example.id for example in (*asked, *questions)}
-        asked = [example for example in run.evaluation if example.id in ids]
-        rows = complete(asked)
-    return rows
+
+class ServedQuestions:
+    """The questions of a served run, in the order in which they are asked, and what stops them.
+
+    Args:
+        run: The run.
+        subjects: The methods under which each is asked.
+    """
+
+    def __init__(self, run: Run, subjects: Sequence[Subject]) -> None:
+        self._run = run
+        self._subjects = subjects
+        by_question = split_into_rounds(run.evaluation, 1)
+        self._question_of = {
+            example.id: number
+            for number, examples in enumerate(by_question)
+            for example in examples
+        }
+        self._sizes = [len(subjects) * len(examples) for examples in by_question]
+        self._rounds = split_into_rounds(run.evaluation, run.runtime.round_questions)
+        self._started = set[int]()
+        self._is_closed = False
+        self._stopped_round: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def rounds(self) -> list[list[Request]]:
+        """The requests of each round, question by question."""
+        rounds = []
+        for examples in self._rounds:
+            ordered = sorted(examples, key=lambda e: self._question_of[e.id])
+            rounds.append(
+                [Request(subject, e) for e in ordered for subject in self._subjects]
+            )
+        return rounds
+
+    def stop(self, number: int, rows: Sequence[Row]) -> bool:
+        """Return whether a round is the first that is not asked: the shape is decided, or the time is over."""
+        run = self._run
+        size = sum(len(example.prompt) for example in self._rounds[number])
+        ending: ShapeRule | Deadline | None = None
+        asked = self._examples_before(number)
+        if number and run.shape_rule:
+            ids = {example.id for example in asked}
+            if run.shape_rule.is_decided([row for row in rows if row["id"] in ids]):
+                ending = run.shape_rule
+        if number and not ending and run.deadline and not run.deadline.fits(size):
+            ending = run.deadline
+        if ending:
+            ending.stop(number, num_questions(asked), num_questions(run.evaluation))
+            self._stopped_round = number
+            return True
+        if run.deadline:
+            run.deadline.begin(size)
+        return False
+
+    def may_start(self, request: Request) -> bool:
+        """Return whether a request may be sent: a question is begun only where the budget has room for all of it."""
+        spending = self._run.spending
+        if spending is None:
+            return True
+        question = self._question_of[request.example.id]
+        with self._lock:
+            if question not in self._started:
+                if self._is_closed or not spending.has_room(self._sizes[question]):
+                    self._is_closed = True
+                    return False
+                self._started.add(question)
+            if spending.is_spent:
+                return False
+            spending.begin()
+            return True
+
+    def count(self, read: int, written: int) -> None:
+        """Count the tokens that a request took."""
+        if self._run.spending:
+            self._run.spending.add(read, written)
+
+    def _examples_before(self, number: int) -> list[Example]:
+        """The examples of the rounds before one."""
+        ids = {e.id for examples in self._rounds[:number] for e in examples}
+        return [example for example in self._run.evaluation if example.id in ids]
+
+    def keep_whole(self, rows: list[Row], file: str) -> list[Row]:
+        """Return the rows of the questions that were asked at all positions, where some were not; the file keeps no
+        others."""
+        run = self._run
+        made = Counter(self._question_of[row["id"]] for row in rows)
+        if self._stopped_round is not None:
+            ids = {e.id for e in self._examples_before(self._stopped_round)}
+            kept = {self._question_of[name] for name in ids}
+        else:
+            kept = {number for number, n in made.items() if n == self._sizes[number]}
+        if sum(made.values()) == sum(self._sizes) == sum(map(made.__getitem__, kept)):
+            return rows
+        kept_rows = [row for row in rows if self._question_of[row["id"]] in kept]
+        asked = [e for e in run.evaluation if self._question_of[e.id] in kept]
+        if run.spending and self._stopped_round is None:
+            planned = num_questions(run.evaluation)
+            run.spending.stopped = (num_questions(asked), planned)
+        run.out.write_rows(file, kept_rows)
+        return kept_rows
+
+
+def _differs(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether replies are decoded otherwise than when a run began; how a server shows thinking changes none."""
+    return any(first[name] != now.get(name) for name in first if name != "thinking")
 
 
 def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:
@@ -175,7 +292,7 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
     if not reply.get("note"):
         scores = run.task.checked_score(example, str(reply["output"]))
     # A server that applies the chat template itself counts the tokens.
-    tokens = len(encoded.ids) if run.model.api == "completions" else 0
+    tokens = 0 if run.model.api == "chat" else len(encoded.ids)
     row = {
         "subset": example.subset,
         "gold_position": example.gold_position,
@@ -197,14 +314,16 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
 def is_cut(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
     """Whether a reply was cut off before it came to an answer.
 
-    A reply of one token at most has no room for anything before its answer. A benchmark that prescribes the
-    length scores a reply as it stands.
+    One that ended in its thinking was. A reply of one token at most has no room for anything before its answer. A
+    benchmark that prescribes the length scores a reply as it stands.
 
     Args:
         task: The task.
         example: What was asked.
-        reply: Has ``output`` and, where that is known, ``finish``.
+        reply: Has ``output`` and, where that is known, ``finish`` and ``is_thinking``.
     """
+    if reply.get("is_thinking"):
+        return True
     if example.choices or reply.get("finish") != LENGTH or reply.get("note"):
         return False
     max_new_tokens = example.max_new_tokens or task.max_new_tokens

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import torch
 from posbench.renamed import renamed_parameters
@@ -35,9 +37,14 @@ FAILURES_IN_A_ROW = 3
 """Failed requests one after another, for each thread, after which no more are tried."""
 
 
-def go_on(batch: Sequence[Any]) -> bool:
-    """Return that no batch is left out."""
+def go_on(batch: Any) -> bool:
+    """Return that no batch, and no round, is left out."""
     return False
+
+
+def may_start_any(item: Any) -> bool:
+    """Return that every item may be taken."""
+    return True
 
 
 def no_proof(item: Any) -> Mapping[str, Any]:
@@ -157,10 +164,14 @@ class ResumableRows:
         compute: Callable[[Any], Row],
         workers: int,
         proof: Proof = no_proof,
+        rounds: Sequence[Sequence[Any]] | None = None,
+        stop: Callable[[int], bool] = go_on,
+        may_start: Callable[[Any], bool] = may_start_any,
     ) -> list[Row]:
         """Compute every row that a file lacks, item by item in several threads, and return all rows.
 
-        Each row is kept as soon as it is computed, so that a killed run repeats only the items under way.
+        Each row is kept as soon as it is computed, so that a killed run repeats only the items under way. What stops
+        the run (a key that is wrong, say) lets the items under way end first, so that their rows are kept.
 
         Args:
             file: Name of the JSON-lines file in the run folder.
@@ -170,43 +181,73 @@ class ResumableRows:
             compute: Row of an item, without these fields.
             workers: Number of threads.
             proof: What the row of an item proves itself by.
+            rounds: The items in the order in which they are computed, a round after the other; None: all at once.
+            stop: Asked before each round by its number; rows of that round and of those after it are left out then.
+            may_start: Asked by each thread before it takes an item; the item is left out where the answer is no.
+
+        Returns:
+            The rows that exist, in the order of the items.
 
         Raises:
             IncompleteRun: Some rows failed, or so many one after another that the others were not tried.
         """
         key_fields, rows = self._read_rows(file, items, key, proof)
-        pending = [item for item in items if tuple(key(item).values()) not in rows]
+
+        def is_missing(item: Any) -> bool:
+            return tuple(key(item).values()) not in rows
+
+        num_pending = sum(map(is_missing, items))
         num_failed = 0
         failures_in_a_row = 0
+        stopping = threading.Event()
+        obstacles: list[Exception] = []
 
-        def try_to_compute(item: Any) -> Row:
+        def try_to_compute(item: Any) -> Row | None:
+            if stopping.is_set() or not may_start(item):
+                return None
             try:
                 return {**key(item), **compute(item), **proof(item)}
             except RuntimeError as error:
                 log.error("%s: %s", file, error)
                 return {**key(item), "error": str(error)}
+            except UserError as error:
+                obstacles.append(error)
+                stopping.set()
+                return None
 
         # Threads of a pool do not keep a process from ending.
         with (
-            self.progress(label, len(items), len(items) - len(pending)) as advance,
+            self.progress(label, len(items), len(items) - num_pending) as advance,
             ThreadPool(workers) as pool,
         ):
-            for row in pool.imap_unordered(try_to_compute, pending):
-                self.out.append(file, [row])
-                advance(1)
-                if "error" not in row:
-                    rows[_row_key(row, key_fields)] = row
-                    failures_in_a_row = 0
-                    continue
-                num_failed += 1
-                failures_in_a_row += 1
-                some_left = len(rows) + num_failed < len(items)
-                if failures_in_a_row == FAILURES_IN_A_ROW * workers and some_left:
-                    raise IncompleteRun(
-                        f"{failures_in_a_row} requests failed one after another; the last: {row['error']}"
-                        "; run the same command again to go on"
-                    )
-        return self._ordered(file, rows, [key(item) for item in items], num_failed)
+            for number, round_items in enumerate([items] if rounds is None else rounds):
+                if stopping.is_set() or stop(number):
+                    break
+                pending = [item for item in round_items if is_missing(item)]
+                for row in pool.imap_unordered(try_to_compute, pending):
+                    if row is None:
+                        continue
+                    self.out.append(file, [row])
+                    advance(1)
+                    if "error" not in row:
+                        rows[_row_key(row, key_fields)] = row
+                        failures_in_a_row = 0
+                        continue
+                    num_failed += 1
+                    failures_in_a_row += 1
+                    some_left = len(rows) + num_failed < len(items)
+                    if failures_in_a_row == FAILURES_IN_A_ROW * workers and some_left:
+                        obstacles.append(
+                            IncompleteRun(
+                                f"{failures_in_a_row} requests failed one after another; the last: {row['error']}"
+                                "; run the same command again to go on"
+                            )
+                        )
+                        stopping.set()
+        if obstacles:
+            raise obstacles[0]
+        left_items = [item for item in items if not is_missing(item)]
+        return self._ordered(file, rows, [key(item) for item in left_items], num_failed)
 
     def _read_rows(
         self, file: str, items: Sequence[Any], key: Key, proof: Proof

@@ -84,6 +84,8 @@ class Runtime:
     share: str | None = "4GiB"
     # CPU threads; None takes the model's, or leaves torch's choice
     threads: Threads | None = None
+    # whether a run that charges starts without asking, as the flag --yes says
+    yes: bool = False
     outputs: str = "outputs"  # folder that receives the runs
     # seconds between lines of progress where there is no terminal; 0: no such lines
     log_every: Whole = 30

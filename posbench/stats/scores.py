@@ -76,7 +76,7 @@ class Tabulator:
     """Makes the tables of a run of a task by a model out of its scored rows.
 
     Methods are compared with the one called ``unmodified`` on the same prompts. Intervals that need draws
-    have ``resamples`` of them; ``seed`` is theirs, and a column.
+    have ``resamples`` of them; ``seed`` is theirs, and a column. A served model has ``thinking_tokens`` of its own.
     """
 
     task: Task
@@ -84,6 +84,7 @@ class Tabulator:
     unmodified: str
     resamples: int
     seed: int
+    thinking_tokens: int | None = None
 
     @property
     def _composes_score(self) -> bool:
@@ -146,25 +147,30 @@ class Tabulator:
         """For each method why its scores mean nothing as its replies were cut; empty where they stand."""
         return {
             str(method): cut_replies.cut_note(
-                rows, self.task.max_new_tokens, self.resamples, self.seed
+                rows,
+                self.task.max_new_tokens,
+                self.resamples,
+                self.seed,
+                self.thinking_tokens,
             )
             for method, rows in frame.groupby("method", sort=False)
         }
 
     def _cut_lines(self, frame: pd.DataFrame) -> list[dict[str, Any]]:
-        """The share of cut replies of each method, at each gold position and over all; none where none was cut."""
-        if not frame[cut_replies.COLUMN].any():
-            return []
+        """The shares of cut replies of each method, at each gold position and over all; none where none was cut."""
         lines = []
-        for method, rows in frame.groupby("method", sort=False):
-            parts = [
-                (self._position_cells(position), part)
-                for position, part in rows.groupby("gold_position")
-            ]
-            for cells, part in [*parts, (OVER_ALL, rows)]:
-                estimate = cut_replies.cut_share(part)
-                line = self._line(str(method), cut_replies.METRIC, estimate)
-                lines.append({**line, **cells, "note": ""})
+        for column, metric in cut_replies.METRICS.items():
+            if not frame[column].any():
+                continue
+            for method, rows in frame.groupby("method", sort=False):
+                parts = [
+                    (self._position_cells(position), part)
+                    for position, part in rows.groupby("gold_position")
+                ]
+                for cells, part in [*parts, (OVER_ALL, rows)]:
+                    estimate = cut_replies.cut_share(part, column)
+                    line = self._line(str(method), metric, estimate)
+                    lines.append({**line, **cells, "note": ""})
         return lines
 
     def _position_cells(self, position: float) -> dict[str, Any]:
@@ -341,9 +347,9 @@ def score_frame(
         task: The task that scored them.
 
     Returns:
-        A row per reply with method, id, gold_position, cluster, subset, cut (1 for a reply that was cut off
-        before an answer) and each metric (NaN where a reply lacks it), and the names of the metrics, the task's
-        own first.
+        A row per reply with method, id, gold_position, cluster, subset, cut and cut_thinking (1 for a reply that was
+        cut off before an answer: in it, or in the thinking) and each metric (NaN where a reply lacks it), and the
+        names of the metrics, the task's own first.
 
     Raises:
         ValueError: No row has scores.
@@ -356,13 +362,16 @@ def score_frame(
         metrics += [name for name in row["scores"] if name not in metrics]
     lines = []
     for row in scored_rows:
+        is_cut = bool(row.get("cut"))
+        is_thinking = bool(row.get("is_thinking"))
         line = {
             "method": row["method"],
             "id": row["id"],
             "gold_position": row["gold_position"],
             "cluster": row["cluster"] or row["id"],
             "subset": row.get("subset", ""),
-            cut_replies.COLUMN: int(row.get("cut", False)),
+            cut_replies.COLUMN: int(is_cut and not is_thinking),
+            cut_replies.THINKING_COLUMN: int(is_cut and is_thinking),
         }
         for name in metrics:
             line[name] = row["scores"].get(name, np.nan)

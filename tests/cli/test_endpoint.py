@@ -36,7 +36,7 @@ from tests.messages import (
     assert_refused,
     refused,
 )
-from tests.server import KEY, serving, value
+from tests.server import KEY, is_question, serving, value
 
 TASK = [
     "task=kv_retrieval",
@@ -83,7 +83,7 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pause before a request is repeated."""
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr("posbench.model.endpoint.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -104,9 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             == 0
         )
     assert 1 < server.most <= 3
-    assert (
-        set(server.asked.values()) == {1} and len(server.asked) == PROMPTS + 1
-    )  # and the first look
+    assert set(server.asked.values()) == {1} and len(server.asked) == PROMPTS
     body = server.bodies[-1]
     assert (body["model"], body["temperature"]) == ("fake", 0)
     return run_folders(outputs)[0]
@@ -150,9 +148,11 @@ def test_faults_on_the_way_lose_and_double_no_row(
 ) -> None:
     """Each of the first prompts fails at first in its own way; a body that is no JSON fails its row."""
     order: dict[str, int] = {}
-    kinds = ["", "429", "500", "torn", "late", "503", "cut", "429"]
+    kinds = ["429", "500", "torn", "late", "503", "cut", "429"]
 
     def fault(prompt: str, n: int) -> str:
+        if not is_question(prompt):
+            return ""
         place = order.setdefault(prompt, len(order))
         return kinds[place] if place < len(kinds) and n == 0 else ""
 
@@ -184,7 +184,7 @@ def test_prompts_that_were_not_read_have_no_score(
         assert_names(result.out, "2 of 18", "1 context overflow", "1 refused")
         again = posbench(*served(server.url))
         assert (
-            "finished before" in again.out and server.asked.total() == PROMPTS + 1
+            "finished before" in again.out and server.asked.total() == PROMPTS
         )  # not tried again
     rows, (folder,) = rows_of(outputs), run_folders(outputs)
     assert [row["id"] for row in rows if not row["scores"]] == [
@@ -234,7 +234,7 @@ def test_a_killed_client_asks_again_for_what_was_under_way_alone(
 def test_a_killed_server_stops_the_run_that_goes_on_later(
     undisturbed: list[dict[str, Any]], posbench: Call, outputs: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.server", "0", "9"]
+    command = [sys.executable, "-m", "tests.server", "0", "8"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as process:
@@ -242,7 +242,7 @@ def test_a_killed_server_stops_the_run_that_goes_on_later(
         port = int(process.stdout.readline())
         url = f"http://127.0.0.1:{port}/v1"
         first = posbench(*served(url, "model.concurrency=2"))
-    assert first.status == 2 and first.err.count("\n") == 1
+    assert first.status == 3 and first.err.count("\n") == 1
     assert (
         first.err.startswith(f"posbench: model.base_url = '{url}'")
         and "resumes" in first.err
@@ -251,7 +251,7 @@ def test_a_killed_server_stops_the_run_that_goes_on_later(
     assert 0 < len(kept) <= 8 and not any("error" in row for row in kept)
     with serving(port=port) as server:
         assert posbench(*served(url, "model.concurrency=2")).status == 0
-    assert len(server.asked) == PROMPTS - len(kept) + 1
+    assert len(server.asked) == PROMPTS - len(kept)
     assert told(rows_of(outputs)) == told(undisturbed)
 
 
@@ -420,7 +420,7 @@ def test_what_a_server_cannot_do_is_refused_by_name(
 
 
 def test_settings_of_a_server_want_one() -> None:
-    with refused("model.api", "chat", allowed="completions", hint="model.base_url=URL"):
+    with refused("model.api", "chat", allowed="auto", hint="model.base_url=URL"):
         config_of("model=tiny", "model.api=chat")
     with refused(
         "model.path",
@@ -432,7 +432,11 @@ def test_settings_of_a_server_want_one() -> None:
 
 
 def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
-    """Without a tokenizer no prompt is cut; defaults change with a word, what was typed is refused."""
+    """Without a tokenizer no prompt is cut; defaults change with a word, what was typed is refused.
+
+    With name and API typed, no server is needed for that.
+    """
+    call = [*served(URL)[:3], "model.api=completions"]
     long = [
         "task=own_data",
         f"task.path={paths.PACKAGE.parent / 'tests/data/own/long_text.jsonl'}",
@@ -443,9 +447,62 @@ def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
     ):
         hint = f"{name}={allowed.removesuffix('.0')}"
         with refused(name, typed, allowed=allowed, hint=hint):
-            prepare(compose_one(*served(URL)[:3], *long, f"{name}={typed}"))
-    (line,) = prepare(compose_one(*served(URL)[:3], *long)).warnings
+            prepare(compose_one(*call, *long, f"{name}={typed}"))
+    (line,) = prepare(compose_one(*call, *long)).warnings
     assert_names(line, "prompts", "plain text")
+
+
+def test_an_address_alone_means_what_is_served_there(
+    posbench: Call, outputs: Path
+) -> None:
+    """The run is named by the server's model and asks the task as it is, not in the words of the toy."""
+    assert (
+        config_of(f"model.base_url={URL}").task
+        == config_of("model=endpoint", f"model.base_url={URL}").task
+    )
+    small = [*TASK, "task.limit=1", "stages=[evaluate]"]
+    with serving() as server:
+        server.listed = [{"id": "org/fake:8b", "object": "model"}]
+        alone = posbench(f"model.base_url={server.url}", *small)
+        assert alone.status == 0, alone.err
+        assert {body["model"] for body in server.bodies} == {"org/fake:8b"}
+        # The same run, typed in other ways.
+        for name in ("model.served=org/fake:8b", "model.name=org/fake:8b"):
+            again = posbench(
+                "model=endpoint", f"model.base_url={server.url}", name, *small
+            )
+            assert "finished before" in again.out, again.err
+    (folder,) = run_folders(outputs)
+    assert folder.name.startswith("fake-8b__none__")
+
+
+@pytest.mark.parametrize("listed", [["fake", "other"], []])
+def test_of_several_models_the_user_chooses(posbench: Call, listed: list[str]) -> None:
+    with serving() as server:
+        server.listed = [{"id": name} for name in listed] or None
+        result = posbench(f"model.base_url={server.url}", *TASK)
+        assert_refused(
+            result.err,
+            "model.served",
+            None,
+            allowed=listed or "none",
+            hint="model.served=ID",
+        )
+        assert result.status == 2 and not server.bodies
+        named = posbench(
+            f"model.base_url={server.url}", "model.served=fake", *TASK, "task.limit=1"
+        )
+    assert named.status == 0, named.err
+
+
+def test_a_known_model_is_found_under_its_name_at_the_server(posbench: Call) -> None:
+    call = ["model=tiny", *TASK, "task.limit=1", "stages=[evaluate]"]
+    with serving() as server:
+        for listed in (["a", "tiny"], ["only"]):
+            server.listed = [{"id": name} for name in listed]
+            result = posbench(f"model.base_url={server.url}", *call)
+            assert result.status == 0, result.err
+            assert server.bodies[-1]["model"] == listed[-1]
 
 
 def test_what_is_served_is_the_identity_and_how_it_is_asked_is_not() -> None:
@@ -463,6 +520,9 @@ def test_what_is_served_is_the_identity_and_how_it_is_asked_is_not() -> None:
         "model.served=other",
         "model.base_url=http://localhost:9/v1",
         "model.api=chat",
+        "model.temperature=0.5",
+        "model.thinking_tokens=9",
+        "model.extra_body.reasoning_effort=low",
     )
     assert all(who(arg) != who() for arg in others)
 
@@ -472,13 +532,14 @@ def test_a_server_that_is_away_is_told_in_one_line(
 ) -> None:
     result = posbench(*served(URL))
     assert (
-        result.status == 2
+        result.status == 3
         and result.err.count("\n") == 1
         and f"model.base_url = '{URL}'" in result.err
     )
     assert not run_folders(outputs)
-    checked = posbench("validate", *served(URL), verb=True)
-    assert checked.status == 0 and "server: not ready" in checked.out
+    for api in ("auto", "chat"):
+        checked = posbench("validate", *served(URL), f"model.api={api}", verb=True)
+        assert checked.status == 3 and f"model.base_url = '{URL}'" in checked.err
 
 
 def test_a_wrong_model_is_told_with_those_of_the_server(posbench: Call) -> None:
@@ -514,7 +575,7 @@ def test_a_run_says_and_records_how_the_server_decodes(
     port = server.server_address[1]
     with serving(port=port) as other:
         again = posbench(*served(server.url, *args))
-    assert again.status == 2 and len(other.asked) == 1, again.err
+    assert again.status == 2 and not other.asked, again.err
     assert_refused(
         again.err,
         "model.base_url",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -10,13 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from posbench import paths
+from posbench.cli.main import main
 from posbench.export.llama_cpp import serve
+from posbench.model.endpoint import Endpoint
+from posbench.model.load import ModelConfig, load
 from tests.conftest import Result, run_folders
 
 Call = Callable[..., Result]
@@ -102,3 +110,125 @@ def test_llama_cpp_serves_the_fix_as_it_is_in_process(
     assert len(served) == 180 and served == replies(
         outputs, "scale_channel"
     ) != replies(outputs, "none")
+
+
+WORD_MODEL: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    head_dim=32,  # vLLM's attention on a CPU takes no 16
+    num_key_value_heads=1,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    bos_token_id=None,
+)
+VLLM_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the tokenizer of the embedded models."""
+    from posbench.embedded.tokenizer import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "words"
+    tokenizer = build_tokenizer()
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **WORD_MODEL,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def vllm_serve(folder: Path) -> Iterator[str]:
+    """The server of vLLM with the checkpoint of a folder: its address."""
+    python = os.environ.get("POSBENCH_VLLM_PYTHON")
+    if not python:
+        pytest.skip("needs POSBENCH_VLLM_PYTHON, a Python that has vLLM")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--served-model-name", "words"]
+    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **VLLM_SETTINGS},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            look = build_opener(ProxyHandler({}))
+            for _ in range(900):
+                assert process.poll() is None, "it ended by itself"
+                try:
+                    look.open(f"http://localhost:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            yield f"http://localhost:{port}/v1"
+        finally:
+            process.terminate()
+
+
+@pytest.mark.slow
+def test_vllm_tells_choices_and_replies_as_the_model_in_process(
+    posbench: Call, outputs: Path, word_model: Path
+) -> None:
+    """By an echo and by prompt_logprobs: differences of log-likelihoods as in process, in float32."""
+    few = [f"model.path={word_model}", "task.prompt=compact", "task.records=words"]
+    few += ["task.pairs=12", "task.limit=6", "task.max_new_tokens=8"]
+    few += ["runtime.resamples=100", "stages=[evaluate]"]
+    lm = load(str(word_model))
+    prompt = 'Json data: {"bal": "bel", "dip": "dop"} The value of key "bal" is "'
+    choices = ["bel", "dop", "tip tap"]
+    ids = [lm.continuation_ids(lm.encode(prompt), choice) for choice in choices]
+    (scored,) = lm.continuations([lm.encode(prompt).ids], [ids], batch_size=1)
+    in_process = [nats for nats, _ in scored]
+    with vllm_serve(word_model) as url:
+        for form in ("echo", "echo with a token", "prompt_logprobs"):
+            config = ModelConfig(name="words", base_url=url, api="completions")
+            endpoint = Endpoint(config)
+            endpoint.check(choosing=True)
+            # The first one that works is taken; the others work, too.
+            assert endpoint.profile.likelihood_form == "echo"
+            profile = replace(endpoint.profile, likelihood_form=form)
+            reply = Endpoint(config, profile).choose(prompt, choices)
+            assert reply.by == "log-likelihoods"
+            assert reply.nats == pytest.approx(in_process, abs=1e-3)
+        result = posbench(
+            f"model.base_url={url}", "model.name=vllm", "model.served=words", *few
+        )
+        assert result.status == 0, result.err
+    assert posbench("model=hf", "model.name=here", "method=none", *few).status == 0
+    assert "window 512" in result.out
+    assert replies(outputs, "served") == replies(outputs, "none")
+
+
+@pytest.mark.slow
+def test_llama_cpp_is_asked_for_choices_by_the_first_token(tmp_path: Path) -> None:
+    """Likelihoods of a prompt it does not give; it passes over the fields that ask for them."""
+    pytest.importorskip("xllamacpp")
+    out = tmp_path / "fixed"
+    fix = ["model=tiny", "method.last=all", "--to", "gguf", "--out", str(out)]
+    assert main(["export", *fix]) == 0
+    server = serve(out / "model.gguf", 512)
+    config = ModelConfig(name="x", base_url=f"{server.listening_address}/v1")
+    endpoint = Endpoint(config)
+    endpoint.check(choosing=True)
+    assert endpoint.profile.choice_method == "first token"
+    assert [model.window for model in endpoint.models()] == [512]
+    prompt = 'Json data: {"bal": "bel", "dip": "dop"} The value of key "bal" is "'
+    assert endpoint.choose(prompt, ["dop", "bel", "tip"]).text == "bel"

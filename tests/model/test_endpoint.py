@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +36,26 @@ def endpoint(url: str, **more: Any) -> Endpoint:
     return made
 
 
-def test_log_likelihoods_count_what_the_choices_do_not_share() -> None:
+@pytest.mark.parametrize(
+    ("way", "form"),
+    [
+        ("echo", "echo"),
+        ("echo1", "echo with a token"),
+        ("prompt_logprobs", "prompt_logprobs"),
+    ],
+)
+def test_log_likelihoods_count_what_the_choices_do_not_share(
+    way: str, form: str
+) -> None:
     """Against the server's own formula, -(sum of the letters mod 7) - 0.5 a token."""
 
     def nats(*tokens: str) -> float:
         return sum(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens)
 
-    with serving(ways=("echo",)) as server:
-        reply = endpoint(server.url).choose("One or two?", [" the one", " the two of"])
+    with serving(ways=(way,)) as server:
+        made = endpoint(server.url)
+        reply = made.choose("One or two?", [" the one", " the two of"])
+    assert made.profile.likelihood_form == form
     assert reply.nats == pytest.approx((nats(" one"), nats(" two", " of")))
     assert reply.text == (
         "the one" if nats(" one") > nats(" two", " of") else "the two of"
@@ -262,13 +275,6 @@ def test_settings_that_a_server_refuses_by_name_are_left_out(
     assert len(server.bodies) == first_requests + 1
 
 
-def test_the_temperature_is_never_left_out() -> None:
-    with serving() as server:
-        server.refused_fields = ("temperature",)
-        with refused("model.base_url", server.url, allowed="temperature"):
-            endpoint(server.url)
-
-
 @pytest.mark.parametrize("nats", [float("nan"), float("inf"), -float("inf"), 5.0, "x"])
 def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
     with serving(ways=("echo",)) as server:
@@ -277,6 +283,44 @@ def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
         server.last_nats = nats
         with pytest.raises(RequestError):
             made.choose("1 + 1 =", [" A", " B"])
+
+
+@pytest.mark.parametrize("told", ["retry-after", "headers", ""])
+def test_requests_follow_the_limits_of_the_server(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve requests at most within 0.1 s, asked by eight threads: all are answered, though none may be repeated."""
+    monkeypatch.setattr("posbench.model.pacing.FIRST_PAUSE_SECONDS", 0.01)
+    with serving() as server:
+        made = endpoint(server.url)
+        server.rate = (12, 0.1)
+        server.rate_told = told
+        with ThreadPool(8) as pool:
+            replies = pool.map(lambda n: made.generate(f"{n}?", 1), range(60))
+    assert {reply.finish for reply in replies} == {"stop"}
+    # They take five spans; without pacing, the other threads are refused all the time.
+    assert 0 < server.num_busy < 60
+
+
+@pytest.mark.parametrize(
+    "form", ["reasoning_content", "reasoning", "inline", "opened", "hidden"]
+)
+def test_thinking_is_told_from_the_answer_in_every_form(form: str) -> None:
+    prompt: Any = [{"role": "user", "content": "Who?"}]
+    with serving() as server:
+        server.thinking = lambda prompt: 40
+        server.thinking_form = form
+        server.answer = lambda prompt: "Me."
+        made = endpoint(server.url, api="chat", thinking_tokens=50)
+        whole = made.generate(prompt, 10)
+        server.thinking = lambda prompt: 70
+        cut = made.generate(prompt, 10)
+    names = {"reasoning_content": "field", "reasoning": "field"}
+    assert made.profile.thinking == names.get(form, form)
+    assert (whole.text, whole.is_thinking) == ("Me.", False)
+    assert (cut.text, cut.is_thinking) == ("", True)
+    assert bool(whole.thinking) == bool(cut.thinking) == (form != "hidden")
+    assert whole.thinking_tokens == (40 if form == "hidden" else None)
 
 
 REPLY_FIELDS: list[tuple[str | int, ...]] = [

@@ -8,7 +8,7 @@ import pytest
 
 from posbench.run import budget as module
 from posbench.run import progress
-from posbench.run.budget import Budget, Deadline, Stopwatch, half_width
+from posbench.run.budget import Budget, Deadline, Spending, Stopwatch, half_width
 from tests.messages import refused
 
 
@@ -31,7 +31,63 @@ def test_a_budget_is_a_time_or_a_number_of_prompts(
 
 
 @pytest.mark.parametrize(
-    "value", ["", "10", 10, "ten minutes", "0min", "-1h", "1.5prompts", "1h30min", True]
+    ("text", "tokens", "usd"),
+    [
+        ("3Mtok", 3_000_000, None),
+        ("1.5ktok", 1500, None),
+        ("7 tok", 7, None),
+        ("2usd", None, 2.0),
+        ("0.05usd", None, 0.05),
+    ],
+)
+def test_a_budget_is_a_number_of_tokens_or_money(
+    text: str, tokens: int | None, usd: float | None
+) -> None:
+    budget = Budget.parse(text)
+    assert (budget.tokens, budget.usd) == (tokens, usd)
+    assert budget.size == (tokens or usd)
+
+
+def test_what_is_spent_adds_up_and_leaves_room_by_what_was_taken() -> None:
+    """At 1 and 4 a million: 3,000 tokens read and 500 written cost half a cent."""
+    spending = Spending(Budget.parse("35ktok"), (1.0, 4.0), expected=3500)
+    for requests in (1, 10, 11):
+        assert spending.has_room(requests) == (requests <= 10)
+    for made in range(1, 11):
+        spending.begin()
+        spending.add(3000, 500)
+        assert spending.usd == pytest.approx(0.005 * made)
+        assert spending.is_spent == (made == 10)
+        assert spending.has_room(1) == (made < 10)
+    assert str(spending) == "35,000 tokens of 35ktok, 0.0500 usd"
+    # What a request took, not what it was expected to take.
+    dear = Spending(Budget.parse("100tok"), expected=1)
+    dear.begin()
+    dear.add(40, 20)
+    assert not dear.has_room(1) and not dear.is_spent
+    # Without such a budget there is always room.
+    free = Spending(Budget.parse("5min"), (1.0, 1.0))
+    free.begin()
+    free.add(10**9, 10**9)
+    assert free.has_room(10**9) and not free.is_spent
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "10",
+        10,
+        "ten minutes",
+        "0min",
+        "-1h",
+        "1.5prompts",
+        "1h30min",
+        True,
+        "1.5tok",
+        "0usd",
+        "2eur",
+    ],
 )
 def test_anything_else_is_refused(value: object) -> None:
     with refused("budget", value, hint=("budget=10min", "budget=500prompts")):

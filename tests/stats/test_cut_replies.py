@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from posbench.model.answers import read_reply
 from posbench.report.tables import bias_table, position_table
 from posbench.report.text import headline
 from posbench.run.replies import is_cut
@@ -165,6 +166,113 @@ def test_hardly_an_unbiased_reader_gets_a_bias(reader: Reader) -> None:
         bias = bias_of(metrics_of(kv, ("none", reader), seed=seed))
         claimed += bool(bias["ci_low"] > 0)
     assert claimed <= 1
+
+
+# Models that think, behind a server
+
+FORMS = ("reasoning_content", "reasoning", "inline", "opened", "hidden")
+
+
+def thinker(
+    accuracy: Callable[[int], float], cut: Callable[[int], float]
+) -> Callable[[str], Reader]:
+    """A reader that thinks: its accuracy, and how often it ends in the thinking, by gold position.
+
+    The thinking names the right value, whatever the answer is. The form in which a server gives it is chosen by name.
+    """
+
+    def of_form(form: str) -> Reader:
+        def reader(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+            position = example.gold_position or 0
+            value = example.answers[0]
+            is_right = rng.random() < accuracy(position)
+            is_cut = rng.random() < cut(position)
+            answer = value if is_right else value[:-3] + "000"
+            reply = read_reply(served_answer(form, value, answer, is_cut), *FLAGS[form])
+            row = {"output": reply.text, "finish": reply.finish}
+            return row | ({"is_thinking": True} if reply.is_thinking else {})
+
+        return reader
+
+    return of_form
+
+
+FLAGS = {form: (form == "opened", form == "hidden") for form in FORMS}
+"""What the probe of a server tells of the form: whether the template opens the thinking, whether it is hidden."""
+
+
+def served_answer(form: str, value: str, answer: str, is_cut: bool) -> dict[str, Any]:
+    """What a server sends of a reply with thinking in some form."""
+    thinking = f"Perhaps it is {value}."
+    message: dict[str, Any] = {"content": "" if is_cut else answer}
+    if form in ("reasoning_content", "reasoning"):
+        message[form] = thinking
+    elif form != "hidden":
+        begin = "<think>" if form == "inline" else ""
+        message["content"] = begin + thinking
+        if not is_cut:
+            message["content"] += f"</think>\n\n{answer}"
+    finish = "length" if is_cut else "stop"
+    return {"choices": [{"index": 0, "finish_reason": finish, "message": message}]}
+
+
+def by_position(ends: float, middle: float) -> Callable[[int], float]:
+    return lambda position: ends if position in (0, PAIRS - 1) else middle
+
+
+UNBIASED = {
+    "never cut": (lambda position: 0.8, lambda position: 0.0),
+    "hardly cut": (lambda position: 0.8, lambda position: 0.01),
+    "often cut": (lambda position: 0.8, lambda position: 0.3),
+    "cut by position": (lambda position: 1.0, lambda position: 0.05 * position),
+    "cut in the middle": (lambda position: 0.9, by_position(0.0, 0.15)),
+}
+BIASED = {
+    "never cut": (by_position(0.95, 0.6), lambda position: 0.0),
+    "hardly cut": (by_position(0.95, 0.6), lambda position: 0.005),
+}
+
+
+def claims(accuracy: Callable[[int], float], cut: Callable[[int], float]) -> int:
+    """In how many of 20 runs of a thinking model a bias is claimed, each in the next form."""
+    claimed = 0
+    for seed in range(20):
+        kv = task(positions=POSITIONS, seed=seed)
+        reader = thinker(accuracy, cut)(FORMS[seed % len(FORMS)])
+        bias = bias_of(metrics_of(kv, ("none", reader), seed=seed))
+        claimed += bool(bias["ci_low"] > 0)
+    return claimed
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_hardly_an_unbiased_thinker_gets_a_bias(name: str) -> None:
+    assert claims(*UNBIASED[name]) <= 1
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_the_bias_of_a_thinker_is_found(name: str) -> None:
+    assert claims(*BIASED[name]) >= 18
+
+
+def test_what_a_thinker_only_thinks_is_not_right() -> None:
+    for form in FORMS:
+        wrong = thinker(lambda position: 0.0, lambda position: 0.0)(form)
+        metrics = metrics_of(task(positions=POSITIONS), ("none", wrong))
+        average = metrics[metrics["gold_position"] == "all"].iloc[0]
+        assert average["value"] == 0
+
+
+def test_replies_cut_in_the_thinking_are_counted_apart() -> None:
+    cut = thinker(lambda position: 1.0, lambda position: 0.05 * position)("inline")
+    metrics = metrics_of(task(positions=POSITIONS), ("none", cut))
+    assert "cut_replies" not in set(metrics["metric"])
+    shares = metrics[metrics["metric"] == "cut_thinking"].set_index("gold_position")
+    for position in POSITIONS:
+        assert shares.loc[str(position), "value"] == pytest.approx(
+            0.05 * position, abs=0.2
+        )
+    header, _ = position_table(metrics)
+    assert "cut thinking" in header and "cut off" not in header
 
 
 def test_a_method_is_not_compared_with_a_model_whose_replies_were_cut() -> None:

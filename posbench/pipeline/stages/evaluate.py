@@ -61,7 +61,7 @@ def run(config: Config, run: Run) -> None:
     stopped = next(
         (
             rule.stopped
-            for rule in (run.shape_rule, run.deadline)
+            for rule in (run.shape_rule, run.deadline, run.spending)
             if rule and rule.stopped
         ),
         None,
@@ -163,12 +163,14 @@ def write_metrics(
     ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
     if not any(row["scores"] for row in ordered):
         return False
+    served = out.config().get("model") or {}
     tabulator = Tabulator(
         task=task,
         model=model,
         unmodified=UNMODIFIED,
         resamples=resamples,
         seed=getattr(task, "seed", 0),
+        thinking_tokens=served.get("thinking_tokens"),
     )
     write_csv(out.path / METRICS, tabulator.metrics(ordered))
     # From what was written, as page and card are.

@@ -1,0 +1,206 @@
+"""How many requests go to a server at a time, and when: as many as it answers, none while it asks to wait."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 60.0
+"""Pauses after a refusal that names no time: the first one, doubled up to the longest while nothing is answered."""
+MAX_WAIT_SECONDS = 900.0
+"""How long a server may answer nothing but that it is busy, or ask to wait, before the run stops."""
+NOTICE_SECONDS = 10.0
+"""How long it is waited without a word."""
+DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
+
+
+class ServerBusy(RuntimeError):
+    """A server refused requests for :data:`MAX_WAIT_SECONDS`, or asks to wait for longer."""
+
+
+class Pacer:
+    """Lets several threads send requests, as many at a time as the server takes.
+
+    The number rises by one with each round of answers and is halved when the server refuses (additive increase,
+    multiplicative decrease); refusals of requests that were under way together halve it once.
+
+    Args:
+        most: Requests at a time at most.
+        clock: Seconds.
+
+    Attributes:
+        max_wait: Seconds that the server may refuse all requests, or ask to wait.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most = most
+        self.max_wait = MAX_WAIT_SECONDS
+        self._is_noticed = False
+        self._clock = clock
+        self._limit = float(most)
+        self._active = 0
+        self._resume_at = 0.0
+        self._decreased_at = float("-inf")
+        self._pause = FIRST_PAUSE_SECONDS
+        self._refused_since: float | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be under way now."""
+        return max(int(self._limit), 1)
+
+    @contextmanager
+    def turn(self) -> Iterator[float]:
+        """Wait until a request may be sent, and count it as under way in the block; yield when it was sent."""
+        with self._changed:
+            while True:
+                pause = self._resume_at - self._clock()
+                if pause <= 0 and self._active < self.limit:
+                    break
+                self._changed.wait(pause if pause > 0 else None)
+            self._active += 1
+            began = self._clock()
+        try:
+            yield began
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    def answered(self, headers: Mapping[str, str], tokens: int = 0) -> None:
+        """Count an answer, and heed what its headers say is left.
+
+        Args:
+            headers: Headers of the answer, names in lower case.
+            tokens: Tokens that a request takes, about.
+        """
+        with self._changed:
+            self._limit = min(self._limit + 1 / self._limit, float(self.most))
+            self._pause = FIRST_PAUSE_SECONDS
+            self._refused_since = None
+            self._is_noticed = False
+            pause = pause_until_refilled(headers, tokens)
+            if pause:
+                resume_at = self._clock() + min(pause, LONGEST_PAUSE_SECONDS)
+                self._resume_at = max(self._resume_at, resume_at)
+            self._changed.notify_all()
+
+    def refused(
+        self, began: float, headers: Mapping[str, str], message: str = ""
+    ) -> None:
+        """Count a refusal of the request that was sent at ``began``: fewer at a time from now on, after a pause.
+
+        Raises:
+            ServerBusy: The server asks to wait for longer than :attr:`max_wait`, or answered nothing else for as long.
+        """
+        with self._changed:
+            now = self._clock()
+            if began > self._decreased_at:
+                self._limit = max(self._limit / 2, 1.0)
+                self._decreased_at = now
+            if self._refused_since is None:
+                self._refused_since = now
+            pause = retry_after(headers)
+            if pause is None:
+                pause = self._pause
+                if began >= self._resume_at:
+                    self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            waited = now - self._refused_since
+            if pause > self.max_wait:
+                raise ServerBusy(f"it asks to wait {pause:,.0f} s ({message})")
+            if waited > self.max_wait:
+                raise ServerBusy(
+                    f"it has refused all requests for {waited / 60:.0f} minutes ({message})"
+                )
+            if max(waited, pause) > NOTICE_SECONDS and not self._is_noticed:
+                self._is_noticed = True
+                minutes = self.max_wait / 60
+                text = "the server is busy, waiting for up to %.0f minutes: %s"
+                log.warning(text, minutes, message)
+            self._resume_at = max(self._resume_at, now + pause)
+            self._changed.notify_all()
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that ``retry-after-ms`` or ``Retry-After`` asks to wait; None where neither is there."""
+    milliseconds = headers.get("retry-after-ms", "")
+    if re.fullmatch(r"\d+(\.\d+)?", milliseconds):
+        return float(milliseconds) / 1000
+    text = headers.get("retry-after", "")
+    seconds = parse_seconds(text)
+    if seconds is not None or not text:
+        return seconds
+    try:
+        when = parsedate_to_datetime(text)
+    except (ValueError, TypeError):
+        return None
+    return max((when - datetime.now(UTC)).total_seconds(), 0.0)
+
+
+def pause_until_refilled(headers: Mapping[str, str], tokens: int) -> float:
+    """Return the seconds until one more request fits into what a server allows, by its rate-limit headers.
+
+    Headers tell what remains, and after how long all of the limit is there again; it fills evenly.
+
+    Args:
+        headers: ``x-ratelimit-remaining-requests``, ``-reset-requests``, ``-limit-requests``, and the same of
+            ``tokens``; names in lower case.
+        tokens: Tokens that a request takes.
+    """
+    pauses = [0.0]
+    for unit, needed in (("requests", 1), ("tokens", max(tokens, 1))):
+        for prefix in PREFIXES:
+            remaining = _rate_header(headers, prefix, "remaining", unit)
+            reset = parse_seconds(_rate_header(headers, prefix, "reset", unit))
+            if not re.fullmatch(r"\d+", remaining) or reset is None:
+                continue
+            missing = needed - int(remaining)
+            if missing <= 0:
+                continue
+            share = 1.0
+            limit = _rate_header(headers, prefix, "limit", unit)
+            if re.fullmatch(r"\d+", limit) and int(limit) > int(remaining):
+                share = min(missing / (int(limit) - int(remaining)), 1.0)
+            pauses.append(share * reset)
+    return max(pauses)
+
+
+def _rate_header(headers: Mapping[str, str], prefix: str, kind: str, unit: str) -> str:
+    """A rate-limit header in either order of its words, as OpenAI and Anthropic have them; empty where absent."""
+    name = headers.get(f"{prefix}-{kind}-{unit}")
+    return name or headers.get(f"{prefix}-{unit}-{kind}", "")
+
+
+def parse_seconds(text: str) -> float | None:
+    """Read a time as rate-limit headers give it: ``2``, ``0.5``, ``6m0s``, ``20ms``, or the moment as ISO 8601.
+
+    Returns:
+        Seconds from now; None where it is no time.
+    """
+    text = text.strip()
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if text and not DURATION.sub("", text):
+        return sum(
+            float(number) * UNIT_SECONDS[unit]
+            for number, unit in DURATION.findall(text)
+        )
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max((moment - datetime.now(UTC)).total_seconds(), 0.0)

@@ -1,0 +1,100 @@
+"""Answers in the forms of real servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from posbench.model.answers import RequestError, read_reply
+
+
+def answer(
+    message: dict[str, Any], finish: str = "stop", **usage: Any
+) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": finish, "message": message}
+    return {"choices": [choice], "usage": usage, "model": "m"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "C", "reasoning_content": "so B"},  # DeepSeek, vLLM, llama.cpp
+        {"content": "C", "reasoning": "so B"},  # OpenRouter, Groq
+        {"content": "<think>so B</think>C"},
+        {
+            "content": [  # Mistral
+                {"type": "thinking", "thinking": [{"type": "text", "text": "so B"}]},
+                {"type": "text", "text": "C"},
+            ]
+        },
+    ],
+)
+def test_the_thinking_of_every_server_is_told_apart(message: dict[str, Any]) -> None:
+    reply = read_reply(answer(message))
+    assert (reply.text, reply.thinking, reply.is_thinking) == ("C", "so B", False)
+
+
+@pytest.mark.parametrize(
+    ("usage", "thinking_tokens", "reply_tokens"),
+    [
+        ({"completion_tokens": 9}, None, 9),
+        (
+            {
+                "completion_tokens": 9,
+                "completion_tokens_details": {"reasoning_tokens": 7},
+            },
+            7,
+            9,
+        ),
+        ({"completion_tokens": 9, "completion_tokens_details": None}, None, 9),
+        # xAI leaves the thinking out of the tokens of the reply.
+        (
+            {
+                "completion_tokens": 2,
+                "reasoning_tokens": 7,
+                "prompt_tokens": 5,
+                "total_tokens": 14,
+            },
+            7,
+            9,
+        ),
+        ({"completion_tokens": 9, "prompt_tokens": 5, "total_tokens": 0}, None, 9),
+        ({}, None, None),
+    ],
+)
+def test_tokens_are_counted_whole(
+    usage: dict[str, Any], thinking_tokens: int | None, reply_tokens: int | None
+) -> None:
+    reply = read_reply(answer({"content": "C"}, **usage))
+    assert (reply.thinking_tokens, reply.reply_tokens) == (
+        thinking_tokens,
+        reply_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "flags", "is_thinking"),
+    [
+        ({"content": None, "reasoning_content": "so"}, "length", {}, True),
+        ({"content": None, "reasoning_content": "so"}, "stop", {}, False),
+        ({"content": "C", "reasoning_content": "so"}, "length", {}, False),
+        ({"content": "<think>so"}, "length", {}, True),
+        # A stop text, or the end, in the middle of the thinking.
+        ({"content": "<think>so"}, "stop", {}, True),
+        ({"content": "so"}, "length", {"opened": True}, True),
+        ({"content": "so"}, "length", {}, False),
+        ({"content": ""}, "length", {"hidden": True}, True),
+        ({"content": ""}, "length", {}, False),
+        ({"content": "<think>so", "refusal": "no"}, "stop", {}, False),
+    ],
+)
+def test_a_reply_may_end_in_its_thinking(
+    message: dict[str, Any], finish: str, flags: dict[str, bool], is_thinking: bool
+) -> None:
+    assert read_reply(answer(message, finish), **flags).is_thinking == is_thinking
+
+
+def test_what_is_no_number_of_tokens_is_a_failure() -> None:
+    with pytest.raises(RequestError, match="usage"):
+        read_reply(answer({"content": "C"}, completion_tokens="many"))
