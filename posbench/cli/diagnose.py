@@ -17,17 +17,19 @@ from posbench.run.budget import Budget
 def diagnose(args: list[str]) -> int:
     """Tell whether a model has a position bias, of what shape, where from, what helps, and what it costs.
 
-    usage: posbench diagnose [model=DIR|ID|NAME] [budget=10min] [OVERRIDES] [--config-dir DIR]
+    usage: posbench diagnose [model=DIR|ID|NAME] [model.base_url=URL] [budget=10min] [OVERRIDES] [--yes]
+    [--config-dir DIR]
 
-      model     a checkpoint's folder, a hub id, or a name of `posbench ls models`; a served model with
-                model=endpoint model.base_url=URL
-      budget    a time (10min unless said): a diagnosis asks as much as it needs, and no more than fits
+      model     a checkpoint's folder, a hub id, or a name of `posbench ls models`
+      model.base_url  the address of a server; with model=DIR its checkpoint, which is looked into
+      budget    an upper limit: 10min unless said, 500prompts, 3Mtok, or 2usd with model.price=[IN,OUT]
       OVERRIDES as a run has them: task=nq_multidoc task.path=FILE asks about documents
+      --yes     asks a server without asking you first
 
-    A pilot makes the task easier or harder where it shows nothing; questions at five positions are asked until the
+    A pilot makes the task easier or harder where it shows nothing; questions at all positions are asked until the
     shape is decided; interventions look for the source; the methods race on calibration prompts, and the winner is
-    asked held-back questions. Every part is an ordinary run, and the same command resumes. Writes one page, one JSON
-    file and one SVG badge into outputs/diagnose/.
+    asked held-back questions. A server shows the shape alone. Every part is an ordinary run, and the same command
+    resumes. Writes one page, one JSON file and one SVG badge into outputs/diagnose/.
 
     example: posbench diagnose model=smollm2 budget=10min
     """
@@ -35,9 +37,11 @@ def diagnose(args: list[str]) -> int:
     budget = Budget.parse(typed_budget or DEFAULT_BUDGET)
     console = make_console()
     course = Course(args, budget, console)
-    diagnosis = course.run()
-    folder = _folder(course, args)
-    command = shlex.join(["posbench", "diagnose", *args, f"budget={budget.text}"])
+    course.run()
+    diagnosis = course.diagnosis
+    typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
+    folder = _folder(course, typed)
+    command = shlex.join(["posbench", "diagnose", *typed, f"budget={budget.text}"])
     page = write_diagnosis(diagnosis, folder, command)
     console.rule(f"diagnosis of {diagnosis.model}")
     for line in lines(diagnosis):

@@ -3,44 +3,49 @@
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from posbench import paths
+from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import (
-    Diagnosis,
+    Pilot,
     judge_pilot,
     judge_source,
     points,
 )
 from posbench.diagnose.race import applicable_methods, race, winner_of
-from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
+from posbench.diagnose.runs import Runs, key_of, spell
+from posbench.diagnose.signal import (
+    answer_signal,
+    has_no_signal,
+    spread_over_positions,
+)
 from posbench.errors import UserError
 from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.measure.replies import encode_prompt
 from posbench.methods.choice import MethodChoice, all_choices
-from posbench.model.lm import LM
-from posbench.model.load import load
+from posbench.model.encode import Encoder
+from posbench.model.endpoint import text_encoder
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import read_flags
-from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config
-from posbench.pipeline.execute import execute, set_threads
-from posbench.pipeline.prepare import prepare, silence_transformers
+from posbench.pipeline.served import (
+    ASSUMED_TOKENS_PER_CHARACTER,
+    estimate_served,
+    need_consent,
+)
 from posbench.report.folder import read_csv, study_tables
 from posbench.report.page import render_run
-from posbench.run.budget import Budget, Stopwatch
+from posbench.run.budget import Budget
 from posbench.run.folder import open_run_dir
 from posbench.run.progress import duration, progress
 from posbench.search.base import FOUND_FILE
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import estimate
-from posbench.stats.frames import SERVED, UNMODIFIED
 from posbench.stats.shape import FLAT, UNCLEAR, name_shape
 from posbench.stats.verdict import (
     BIAS,
@@ -58,9 +63,11 @@ from posbench.tasks.items import GoldPositionTask
 
 DEFAULT_BUDGET = "10min"
 PILOT_QUESTIONS = 20
+MIN_PILOT_QUESTIONS = 5
 ROUND_QUESTIONS = 5
 MAX_QUESTIONS = 300
-"""Questions at each position of the pilot, of a round, and of the shape at most."""
+"""Questions at each position of the pilot, the least of them that say anything, those of a round, and of the shape at
+most."""
 MORE_TOKENS = 4
 """How many times as many tokens a reply gets where the pilot's were cut."""
 LARGER = 3
@@ -69,9 +76,9 @@ FIRST_ITEMS = 20
 """Items of a prompt where neither the user nor the model's file says it: a pilot on two cores."""
 MIN_ITEMS = 6
 SHARES = {"pilot": 0.2, "source": 0.65, "remedies": 0.8}
-"""Share of the time that is over at the end of each part at most; the rest is for held-back questions."""
+"""Share of the budget that is spent at the end of each part at most; the rest is for held-back questions."""
 LAST_SHARE = 0.95
-"""Share of the time that is over when the last question is answered."""
+"""Share of the budget that is spent when the last question is answered."""
 MIN_SOURCE_EXAMPLES = 10
 MAX_SOURCE_EXAMPLES = 30
 """Questions at each position of the search for the source."""
@@ -97,41 +104,34 @@ class Course:
         console: Where progress goes.
 
     Raises:
-        UserError: A key is the diagnosis' own, or the task has no gold positions.
+        UserError: A key is the diagnosis' own, the task has no gold positions, or a server may not be asked.
     """
 
     def __init__(self, args: Sequence[str], budget: Budget, console: Console) -> None:
+        _refuse_own_keys(read_flags(args).overrides)
         self.args = list(args)
         self.console = console
-        self.watch = Stopwatch()
-        if budget.seconds is None:
-            allowed = "a time: a diagnosis asks as many prompts as it needs"
-            raise UserError("budget", budget.text, allowed, "set budget=10min")
-        self.budget = budget
-        self.seconds = budget.seconds
-        _refuse_own_keys(read_flags(args).overrides)
-        self.typed_keys = {
-            override.lstrip("+").partition("=")[0]
-            for override in read_flags(args).overrides
-        }
-        self.settings: dict[str, Any] = {}
-        self._configs: dict[tuple[str, ...], Config] = {}
+        self.allowance = Allowance(budget, None)
+        self.runs = Runs(args, self.allowance, console)
+        self.diagnosis = self.runs.diagnosis
         config = self._prepare_task()
         task = config.task
         if not isinstance(task, GoldPositionTask):
             allowed = "a task that moves a gold item over positions"
-            raise UserError(
-                "task", task.name, allowed, "set task=kv_retrieval or task=nq_multidoc"
-            )
+            hint = "set task=kv_retrieval or task=nq_multidoc"
+            raise UserError("task", task.name, allowed, hint)
         self._set_first_size(config, task)
-        self.config = self._prepare_task()
-        self.is_served = bool(config.model.base_url)
-        self.method = SERVED if self.is_served else UNMODIFIED
-        self.diagnosis = Diagnosis(
-            model=config.model.server_name if self.is_served else config.model.name,
-            task=task.name,
-        )
-        self._lm: LM | None = None
+        self._use(self._prepare_task())
+        model = self.config.model
+        self.allowance.price = model.price
+        if budget.usd and model.price is None:
+            allowed = (
+                "money with model.price=[IN,OUT], of a million tokens read and written"
+            )
+            hint = "set the price, or budget=3Mtok"
+            raise UserError("budget", budget.text, allowed, hint)
+        self.diagnosis.model = model.server_name if model.base_url else model.name
+        self.diagnosis.task = task.name
 
     @property
     def task(self) -> GoldPositionTask:
@@ -140,31 +140,55 @@ class Course:
         assert isinstance(task, GoldPositionTask), "others were refused"
         return task
 
-    def run(self) -> Diagnosis:
-        """Take the parts in turn until the question is answered."""
+    def run(self) -> None:
+        """Take the parts in turn until the question is answered; what is found stands in :attr:`diagnosis`."""
         diagnosis = self.diagnosis
+        self._announce()
         if self._has_signal() and self._pilot():
             self._shape()
-            if diagnosis.verdict == BIAS:
-                if self.is_served:
-                    note = "a server shows nothing of the inside of its model"
-                    diagnosis.source_note = note
-                    diagnosis.remedies_note = note
-                else:
-                    self._source()
-                    self._remedies()
+            if diagnosis.verdict == BIAS and self.runs.has_checkpoint:
+                self._source()
+                self._remedies()
+            elif diagnosis.verdict == BIAS:
+                note = "a server shows nothing of the inside of its model"
+                diagnosis.source_note = note
+                diagnosis.remedies_note = note
         diagnosis.next = self._next_command()
-        diagnosis.total_seconds = round(self.watch.seconds, 1)
-        return diagnosis
+        diagnosis.total = str(self.allowance)
+        diagnosis.total_seconds = round(self.allowance.watch.seconds, 1)
 
     # Parts
+
+    def _announce(self) -> None:
+        """Say what the diagnosis may take, and ask where that costs money."""
+        budget = self.allowance.budget.text
+        if not self.runs.is_served:
+            positions = len(self.task.gold_positions)
+            most = self._typed_limit(MAX_QUESTIONS)
+            line = (
+                f"diagnosis: a pilot of {3 * PILOT_QUESTIONS} prompts, then as many as tell the shape, at most "
+                f"{most * positions:,}, and what explains and mends it; at most {budget}"
+            )
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            return
+        config = self.runs.prepare([f"task.limit={self._typed_limit(MAX_QUESTIONS)}"])
+        profile = config.server
+        assert profile is not None, "a server that does not answer was refused"
+        estimate = estimate_served(config, profile, text_encoder(config.model))
+        line = f"{estimate.line(config.model.concurrency)}; fewer where these tell the shape; at most {budget}"
+        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+        need_consent(
+            replace(config, budget=self.allowance.budget), estimate, self.console
+        )
+        # What was agreed to here is not asked again by each run.
+        self.runs.settings["runtime.yes"] = True
 
     def _has_signal(self) -> bool:
         """Look whether the prompt tells the model anything of the answer; if not, set the verdict.
 
         A model that is random, or does not fit its tokenizer, ends here within seconds.
         """
-        if self.is_served:
+        if self.runs.is_served:
             return True
         gain = self._measure_signal()
         if not has_no_signal(gain):
@@ -186,13 +210,13 @@ class Course:
     def _measure_signal(self) -> Estimate:
         """How much likelier the right answer is after its own prompt."""
         examples = spread_over_positions(self.task.evaluation())
-        with self._timed("first look"):
-            lm = self.lm
-            with self.console.status(f"first look: {2 * len(examples)} prompts"):
-                gain = answer_signal(lm, self.task, examples)
-        prompts = self.diagnosis.prompts
-        prompts["first look"] = prompts.get("first look", 0) + 2 * len(examples)
-        return gain
+        lm = self.runs.lm
+        prompts = 2 * len(examples)
+        with (
+            self.runs.counted("first look", lm, prompts),
+            self.console.status(f"first look: {prompts} prompts"),
+        ):
+            return answer_signal(lm, self.task, examples)
 
     def _pilot(self) -> bool:
         """Ask a few questions, and once make the task easier, harder or longer where it shows no bias.
@@ -205,52 +229,64 @@ class Course:
         tried = set[str]()
         while True:
             positions = _ends_and_middle(self.task.gold_positions)
-            folder = self._execute(
+            questions = self._affordable("pilot", PILOT_QUESTIONS, len(positions))
+            if questions < min(MIN_PILOT_QUESTIONS, self._typed_limit(PILOT_QUESTIONS)):
+                prompts = MIN_PILOT_QUESTIONS * len(positions) / SHARES["pilot"]
+                allowed = f"more: a diagnosis begins with {MIN_PILOT_QUESTIONS} questions at {len(positions)} positions"
+                hint = f"set budget={self.allowance.larger()}, or {prompts:.0f}prompts"
+                raise UserError("budget", self.allowance.budget.text, allowed, hint)
+            folder = self.runs.execute(
                 "pilot",
                 [
                     f"task.positions={positions}",
-                    f"task.limit={PILOT_QUESTIONS}",
+                    f"task.limit={questions}",
                     "runtime.round_questions=5",
                 ],
                 share=SHARES["pilot"],
             )
             rows = open_run_dir(folder).rows_without_error("predictions.jsonl")
-            chance = self.task.chance or 0.0
-            pilot = judge_pilot(rows, self.task.metric, chance, changes)
+            pilot = judge_pilot(
+                rows, self.task.metric, self.task.chance or 0.0, changes
+            )
             diagnosis.pilots.append(pilot)
             if pilot.level == "in between":
                 return True
             kind = "cut" if pilot.level == "cut" else "difficulty"
-            changes = {} if kind in tried else self._other_task(pilot.level)
+            changes = {} if kind in tried else self._other_settings(pilot)
             if not changes:
-                return self._end_at(pilot.level, pilot.average)
+                return self._end_at(pilot)
             tried.add(kind)
             self._change_task(changes, f"pilot: {_level_text(pilot.level)}")
 
-    def _end_at(self, level: str, average: Any) -> bool:
+    def _end_at(self, pilot: Pilot) -> bool:
         """Set the verdict of a pilot that shows no bias; return whether to go on all the same."""
-        diagnosis = self.diagnosis
-        score = f"{points(average)} % of the pilot's answers are right"
-        if level == "ceiling":
+        if pilot.level == "ceiling":
             return True  # whether that is so at every position, the shape tells
-        diagnosis.verdict = CANNOT_DO if level == "floor" else CANNOT_TELL
-        diagnosis.reason = score
-        if level == "cut":
-            cut = diagnosis.pilots[-1].cut
-            diagnosis.reason = f"{cut} replies end before an answer"
+        self.diagnosis.verdict = CANNOT_DO if pilot.level == "floor" else CANNOT_TELL
+        score = f"{points(pilot.average)} % of the pilot's answers are right"
+        self.diagnosis.reason = score
+        if pilot.level == "cut":
+            where = "their thinking, before an answer" if pilot.thinks else "an answer"
+            text = f"{pilot.cut} replies end before {where}"
+            if pilot.thinks:
+                text = f"{pilot.cut} replies end in {where}"
+            self.diagnosis.reason = text
         return False
 
     def _shape(self) -> None:
-        """Ask questions at all positions until the shape is decided or the time is over."""
+        """Ask questions at all positions until the shape is decided or the budget is spent."""
         diagnosis = self.diagnosis
-        limit = self._typed("task.limit") or MAX_QUESTIONS
-        overrides = [
-            f"task.limit={limit}",
-            f"runtime.round_questions={ROUND_QUESTIONS}",
-            "runtime.until=decided",
-        ]
-        # Without a shape there is nothing to explain or fix: it may take the time of these parts, too.
-        folder = self._execute("shape", overrides, share=LAST_SHARE)
+        # Without a shape there is nothing to explain or fix: it may take what these parts would.
+        limit = self._affordable("shape", MAX_QUESTIONS, len(self.task.gold_positions))
+        folder = self.runs.execute(
+            "shape",
+            [
+                f"task.limit={limit}",
+                f"runtime.round_questions={ROUND_QUESTIONS}",
+                "runtime.until=decided",
+            ],
+            share=LAST_SHARE,
+        )
         render_run(folder)
         metrics = read_csv(folder / "metrics.csv")
         table = read_csv(folder / "shape.csv")
@@ -266,9 +302,8 @@ class Course:
             f"first minus inner positions {points(contrasts['primacy'])} points, "
             f"last minus inner {points(contrasts['recency'])}, n = {shape.questions}"
         )
-        if (run and run.name in (CANNOT_DO, NO_BIAS)) or (
-            run and run.name == CANNOT_TELL and "cut replies" in run.reason
-        ):
+        is_cut = bool(run and run.name == CANNOT_TELL and "cut" in run.reason)
+        if run and (run.name in (CANNOT_DO, NO_BIAS) or is_cut):
             diagnosis.verdict, diagnosis.reason = run
         elif shape.name == FLAT:
             diagnosis.verdict = NO_BIAS
@@ -277,14 +312,17 @@ class Course:
             diagnosis.verdict = CANNOT_TELL
             diagnosis.reason = numbers
             if shape.missing:
-                more = shape.missing * diagnosis.seconds["shape"] / shape.questions
-                diagnosis.reason += f"; about {shape.missing} more questions, {duration(more)}, would tell"
+                seconds = diagnosis.seconds["shape"] / shape.questions
+                more = duration(shape.missing * seconds)
+                diagnosis.reason += (
+                    f"; about {shape.missing} more questions, {more}, would tell"
+                )
         else:
             diagnosis.verdict = BIAS
             diagnosis.reason = numbers
 
     def _source(self) -> None:
-        """Take the gold item's mask and position ids away, and see what that does to the inner positions."""
+        """Take away, one by one, what tells the place of the gold item, and see what that does to its answer."""
         diagnosis = self.diagnosis
         try:
             need_items(self.task)
@@ -294,17 +332,15 @@ class Course:
         examples = self._source_examples()
         if examples < MIN_SOURCE_EXAMPLES:
             return
+        own = [
+            "study=bias_source",
+            f"study.examples={examples}",
+            f"task.positions={_ends_and_middle(self.task.gold_positions)}",
+            f"task.limit={examples}",
+        ]
         try:
-            folder = self._execute(
-                "source",
-                [
-                    "study=bias_source",
-                    f"study.examples={examples}",
-                    f"task.positions={_ends_and_middle(self.task.gold_positions)}",
-                    f"task.limit={examples}",
-                ],
-                method="",
-                stages="study",
+            folder = self.runs.execute(
+                "source", own, method="", stages="study", in_process=True
             )
         except UserError as error:
             diagnosis.source_note = f"{error.field}: {error.allowed}"
@@ -313,49 +349,67 @@ class Course:
         assert findings is not None, "the study writes it"
         tables = study_tables(folder, SOURCE_TABLES)
         diagnosis.source = judge_source(tables, findings)
-        if not can_move(self.lm):
+        if not can_move(self.runs.lm):
             diagnosis.source_note = "the model has no rotary embedding to move"
 
     def _source_examples(self) -> int:
-        """Questions at each position for which time is left; a note says where these are too few."""
+        """Questions at each position that the budget leaves; a note says where these are too few."""
         diagnosis = self.diagnosis
-        left = self.seconds * SHARES["source"] - self.watch.seconds
-        seconds_per_prompt = diagnosis.seconds["shape"] / diagnosis.prompts["shape"]
-        per_question = SOURCE_PROMPTS * SOURCE_WORK * seconds_per_prompt
-        examples = min(int(left / per_question), MAX_SOURCE_EXAMPLES)
-        if examples < MIN_SOURCE_EXAMPLES:
-            needed = duration(MIN_SOURCE_EXAMPLES * per_question)
-            diagnosis.source_note = (
-                f"it takes about {needed}, more than this budget leaves"
+        if self.allowance.is_time:
+            per_prompt = (
+                SOURCE_WORK * diagnosis.seconds["shape"] / diagnosis.prompts["shape"]
             )
-        return examples
+        else:
+            per_prompt = self._cost_of_prompt()
+        per_question = SOURCE_PROMPTS * per_prompt
+        examples = int(self.allowance.left(SHARES["source"]) / max(per_question, 1e-9))
+        if examples < MIN_SOURCE_EXAMPLES:
+            needed = f"{MIN_SOURCE_EXAMPLES * SOURCE_PROMPTS} prompts"
+            if self.allowance.is_time:
+                needed = f"about {duration(MIN_SOURCE_EXAMPLES * per_question)}"
+            diagnosis.source_note = f"it takes {needed}, more than this budget leaves"
+        return min(examples, MAX_SOURCE_EXAMPLES)
 
     def _remedies(self) -> None:
         """Race the methods on calibration prompts, and ask held-back questions of the winner."""
         diagnosis = self.diagnosis
+        lm = self.runs.lm
         try:
             examples = self.task.examples("calibration")[:RACE_PROMPTS]
         except UserError as error:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
         choices = self._choices()
-        methods, left_out = applicable_methods(self.lm, choices)
+        methods, left_out = applicable_methods(lm, choices)
         if not methods:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "no method runs on this model"
             return
-        left = self.seconds * SHARES["remedies"] - self.watch.seconds
+        allowance = self.allowance
+        total = len(examples) * (len(methods) + 1)
+        runtime = self.config.runtime
         with (
-            self._timed("remedies"),
+            self.runs.counted("remedies", lm),
             progress(
                 self.console,
-                self.config.runtime.log_every,
+                runtime.log_every,
                 "remedies",
-                len(examples) * (len(methods) + 1),
-                tokens=lambda: self.lm.tokens_read,
+                total,
+                tokens=lambda: lm.tokens_read,
             ) as advance,
         ):
-            remedies = race(self.lm, methods, examples, left, advance)
+
+            def count(prompts: int) -> None:
+                allowance.add(prompts, 0, 0)
+                advance(prompts)
+
+            remedies = race(
+                lm,
+                methods,
+                examples,
+                is_over=lambda: allowance.left(SHARES["remedies"]) <= 0,
+                advance=count,
+            )
         diagnosis.prompts["remedies"] = sum(r.gain.n for r in remedies if r.gain)
         diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
@@ -369,14 +423,22 @@ class Course:
         """Ask the winner, and the unmodified model, questions that nothing was chosen on."""
         diagnosis = self.diagnosis
         assert diagnosis.shape is not None, "without a bias there is no race"
-        overrides = [
-            f"task.limit={max(diagnosis.shape.questions, MIN_HELD_BACK)}",
+        most = max(diagnosis.shape.questions, MIN_HELD_BACK)
+        prompts_per_question = 2 * len(self.task.gold_positions)
+        limit = self._affordable("held-back", most, prompts_per_question)
+        if not limit:
+            diagnosis.held_back = "not asked: nothing is left of the budget"
+            return
+        own = [
+            f"task.limit={limit}",
             f"runtime.round_questions={ROUND_QUESTIONS}",
             *_spell_method(choice),
         ]
-        if self.task.path is None and "task.seed" not in self.typed_keys:
-            overrides.append(f"task.seed={self.task.seed + 1}")
-        folder = self._execute("held-back", overrides, share=LAST_SHARE, method="")
+        if self.task.path is None and "task.seed" not in self.runs.typed_keys:
+            own.append(f"task.seed={self.task.seed + 1}")
+        folder = self.runs.execute(
+            "held-back", own, share=LAST_SHARE, method="", in_process=True
+        )
         render_run(folder)
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")
@@ -389,11 +451,11 @@ class Course:
 
     def _choices(self) -> dict[str, MethodChoice]:
         """The methods to race: the typed one, or all, with what a search finds where time is left for it."""
-        folders = paths.config_folders(read_flags(self.args).config_dir)
-        choices = all_choices(folders, self.config.model.blocks)
-        if "method" in self.typed_keys:
-            config = self._prepare([], method="")
+        config = self.runs.prepare(["task.limit=1"], method="", in_process=True)
+        if "method" in self.runs.typed_keys:
             return {config.choice.name: config.choice}
+        folders = paths.config_folders(read_flags(self.args).config_dir)
+        choices = all_choices(folders, config.model.blocks)
         choice = choices["scale_channel"]
         if choice.values.get("channel") is None:
             found = self._search()
@@ -404,222 +466,154 @@ class Course:
         return choices
 
     def _search(self) -> Mapping[str, Any]:
-        """What a search finds for scale_channel; empty where there is no time for it."""
-        left = self.seconds * SHARES["remedies"] - self.watch.seconds
-        if left < MIN_SEARCH_SECONDS:
+        """What a search finds for scale_channel; empty where there is no time for it, or no budget of time."""
+        left = self.allowance.left(SHARES["remedies"])
+        if not self.allowance.is_time or left < MIN_SEARCH_SECONDS:
             return {}
+        own = [
+            "method=scale_channel",
+            "search=channel",
+            "search.strings=100",
+            "task.calibration_examples=16",
+        ]
         try:
-            folder = self._execute(
-                "search",
-                [
-                    "method=scale_channel",
-                    "search=channel",
-                    "search.strings=100",
-                    "task.calibration_examples=16",
-                ],
-                method="",
-                stages="search",
+            folder = self.runs.execute(
+                "search", own, method="", stages="search", in_process=True
             )
         except UserError as error:
-            self.console.print(f"search: {error}")
+            self.console.print(f"search: {error}", markup=False)
             return {}
-        hint = CORRECT_FILE
         found: dict[str, dict[str, Any]] = read_yaml(
-            folder / FOUND_FILE, dict[str, dict[str, Any]], hint=hint
+            folder / FOUND_FILE, dict[str, dict[str, Any]], hint=CORRECT_FILE
         )
         return found["scale_channel"]
 
-    # Runs
+    # Sizes
 
-    @property
-    def lm(self) -> LM:
-        """The model in process, loaded when it is first needed."""
-        if self._lm is None:
-            silence_transformers()
-            set_threads(self.config)
-            runtime = self.config.runtime
-            with self.console.status(f"loading {self.config.model.name}"):
-                self._lm = load(
-                    self.config.model,
-                    device=runtime.device,
-                    device_map=runtime.device_map,
-                    max_memory=runtime.max_memory,
-                )
-        return self._lm
+    def _typed_limit(self, most: int) -> int:
+        """So many questions, or as many as the user typed if these are fewer."""
+        return min(most, self.runs.typed_number("task.limit") or most)
 
-    def _overrides(self, own: Sequence[str], method: str, stages: str) -> list[str]:
-        """The command line of a run: what was typed, what the diagnosis changed, and what the part sets."""
-        own_keys = {override.partition("=")[0] for override in own}
-        typed = [
-            arg
-            for arg in self.args
-            if arg.partition("=")[0] not in own_keys
-            and not (method and arg.startswith("method"))
-        ]
-        changed = [
-            f"{key}={_spell(value)}"
-            for key, value in self.settings.items()
-            if key not in own_keys
-        ]
-        overrides = [*typed, *changed]
-        if method:
-            overrides.append(f"method={method}")
-        overrides += own
-        return [*overrides, f"stages=[{stages}]"]
+    def _affordable(self, part: str, most: int, prompts_per_question: int) -> int:
+        """Questions that a part may ask: so many at most, and no more than a budget that is no time has left.
 
-    def _prepare(
-        self, own: Sequence[str], method: str = "none", stages: str = "evaluate"
-    ) -> Config:
-        """The checked config of a run; the same overrides are composed once."""
-        overrides = self._overrides(own, method, stages)
-        config = self._configs.get(tuple(overrides))
-        if config is None:
-            configs: list[ComposedConfig] = []
-            compose(overrides, configs.append)
-            config = prepare(configs[0]).config
-            self._configs[tuple(overrides)] = config
-        return config
-
-    def _prepare_task(self) -> Config:
-        """The config of the task as it is asked now, with as many questions as a pilot has."""
-        own = []
-        if "task.limit" not in self.typed_keys:
-            own.append(f"task.limit={PILOT_QUESTIONS}")
-        return self._prepare(own)
-
-    def _execute(
-        self,
-        part: str,
-        own: Sequence[str],
-        share: float | None = None,
-        method: str = "none",
-        stages: str = "evaluate",
-    ) -> Path:
-        """Make a run, and record it as a part of the diagnosis.
-
-        Args:
-            part: Name of the part.
-            own: Overrides of the part.
-            share: Share of the time of the diagnosis that is over when its rows must be there; None: no limit.
-            method: The method; empty: the typed one, or one among ``own``.
-            stages: Its stages.
-
-        Returns:
-            The run folder.
+        A run keeps a time itself.
         """
-        config = self._prepare(own, method, stages)
-        command = shlex.join(["posbench", *self._overrides(own, method, stages)])
-        watch = Stopwatch()
-        if share is not None:
-            left = max(share * self.seconds - self.watch.seconds, 1.0)
-            config = _with_time(config, left)
-        lm = None if self.is_served else self.lm
-        with self._timed(part):
-            folder = execute(
-                config,
-                command=command,
-                console=self.console,
-                lm=lm,
-                watch=watch,
-                shows_result=False,
-            )
-        self.diagnosis.runs[part] = str(folder)
-        file = folder / "predictions.jsonl"
-        if file.is_file():
-            rows = open_run_dir(folder).rows_without_error(file.name)
-            self.diagnosis.prompts[part] = len(rows)
-        return folder
+        most = self._typed_limit(most)
+        if self.allowance.is_time:
+            return most
+        left = self.allowance.left(SHARES.get(part, LAST_SHARE))
+        per_question = prompts_per_question * self._cost_of_prompt()
+        return min(most, int(left / max(per_question, 1e-12)))
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        """Add the time of a block to that of a part."""
-        began = time.monotonic()
-        yield
-        seconds = self.diagnosis.seconds
-        seconds[part] = round(seconds.get(part, 0) + time.monotonic() - began, 1)
-
-    # Settings
-
-    def _typed(self, key: str) -> int | None:
-        """A number that the user typed."""
-        for override in self.args:
-            name, _, value = override.partition("=")
-            if name == key and value.isdigit():
-                return int(value)
-        return None
+    def _cost_of_prompt(self) -> float:
+        """What one more prompt takes of a budget that is no time."""
+        example = self.task.evaluation()[0]
+        encoder: Encoder = (
+            text_encoder(self.config.model) if self.runs.is_served else self.runs.lm
+        )
+        encoded = encode_prompt(encoder, self.task, example)
+        read = len(encoded.ids) or ASSUMED_TOKENS_PER_CHARACTER * len(example.prompt)
+        return self.allowance.cost_of_prompt(read, self.task.max_new_tokens)
 
     def _set_first_size(self, config: Config, task: GoldPositionTask) -> None:
         """Begin with few items where neither the user nor the model's file says how many."""
         size = f"task.{task.sizes[0]}"
         named = config.model.blocks.get(task.name, {})
-        is_set = size in self.typed_keys or task.sizes[0] in named
+        is_set = size in self.runs.typed_keys or task.sizes[0] in named
         if not is_set and task.path is None and task.items > FIRST_ITEMS:
-            self.settings[size] = FIRST_ITEMS
-            self.settings[f"task.{task.sizes[1]}"] = FIRST_ITEMS
+            self.runs.settings[size] = FIRST_ITEMS
+            self.runs.settings[f"task.{task.sizes[1]}"] = FIRST_ITEMS
+
+    # Settings
+
+    def _prepare_task(self) -> Config:
+        """The config of the task as it is asked now, with as many questions as a pilot has."""
+        own = []
+        if "task.limit" not in self.runs.typed_keys:
+            own.append(f"task.limit={PILOT_QUESTIONS}")
+        return self.runs.prepare(own)
+
+    def _use(self, config: Config) -> None:
+        """Ask with this config from now on."""
+        self.config = config
+        self.runs.use_model(config.model)
+
+    def _other_settings(self, pilot: Pilot) -> dict[str, Any]:
+        """What to change after a pilot: longer replies or more thinking where they are cut, else another task."""
+        if pilot.level != "cut":
+            return self._other_task(pilot.level)
+        key = "task.max_new_tokens"
+        value = MORE_TOKENS * self.task.max_new_tokens
+        if pilot.thinks:
+            key = "model.thinking_tokens"
+            value = MORE_TOKENS * (self.config.model.thinking_tokens or 1)
+        return self._if_possible({key: value})
 
     def _other_task(self, level: str) -> dict[str, Any]:
-        """Settings that give replies more room, or make the task easier or harder; empty where nothing does.
-
-        What the user typed stays.
-        """
+        """Settings that make the task easier or harder; empty where nothing does."""
         task = self.task
-        if level == "cut":
-            key = "task.max_new_tokens"
-            changes = {key: MORE_TOKENS * task.max_new_tokens}
-        else:
-            size, calibration_size = (f"task.{name}" for name in task.sizes)
+        size, calibration_size = (f"task.{name}" for name in task.sizes)
+        changes: dict[str, Any] = {}
+        items = LARGER * task.items
+        if level == "floor":
             items = max(task.items // 2, MIN_ITEMS)
-            changes = {}
-            if level == "floor":
-                simpler = {
-                    f"task.{name}": value
-                    for name, value in task.simpler.items()
-                    if name not in task.sizes and value != getattr(task, name)
-                }
-                changes |= simpler
-            else:
-                items = LARGER * task.items
-            if items != task.items:
-                changes |= {size: items, calibration_size: items}
-        changes = {k: v for k, v in changes.items() if k not in self.typed_keys}
+            changes |= {
+                f"task.{name}": value
+                for name, value in task.simpler.items()
+                if name not in task.sizes and value != getattr(task, name)
+            }
+        if items != task.items:
+            changes |= {size: items, calibration_size: items}
+        return self._if_possible(changes)
+
+    def _if_possible(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Changes of settings without what the user typed; empty where they do not fit the window or the data."""
+        changes = {k: v for k, v in changes.items() if k not in self.runs.typed_keys}
         if not changes:
             return {}
-        before = dict(self.settings)
-        self.settings |= changes
+        before = dict(self.runs.settings)
+        self.runs.settings |= changes
         try:
             self._prepare_task()
         except UserError:
-            return {}  # it does not fit the window or the data
+            return {}
         finally:
-            self.settings = before
+            self.runs.settings = before
         return changes
 
     def _change_task(self, changes: Mapping[str, Any], reason: str) -> None:
         """Ask the task with other settings from now on, and say so."""
-        self.settings |= changes
-        self.config = self._prepare_task()
-        text = ", ".join(f"{key}={_spell(value)}" for key, value in changes.items())
+        self.runs.settings |= changes
+        self._use(self._prepare_task())
+        text = ", ".join(f"{key}={spell(value)}" for key, value in changes.items())
         line = f"{reason}; asked again with {text}"
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _next_command(self) -> str:
         """What to run next; empty where nothing is left to do."""
         diagnosis = self.diagnosis
-        begin = shlex.join(["posbench", "diagnose", *self.args])
+        typed = [arg for arg in self.args if key_of(arg) != "runtime.yes"]
+        begin = shlex.join(["posbench", "diagnose", *typed])
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --out fix"
-        if diagnosis.pilots and diagnosis.pilots[-1].level == "cut":
+        last_pilot = diagnosis.pilots[-1] if diagnosis.pilots else None
+        if last_pilot and last_pilot.level == "cut":
             tokens = MORE_TOKENS * self.task.max_new_tokens
-            return f"{begin} task.max_new_tokens={tokens}"
-        is_undecided = diagnosis.verdict == CANNOT_TELL or diagnosis.held_back
-        if diagnosis.verdict == BIAS and self.is_served:
+            change = f"task.max_new_tokens={tokens}"
+            if last_pilot.thinks:
+                tokens = MORE_TOKENS * (self.config.model.thinking_tokens or 1)
+                change = f"model.thinking_tokens={tokens}"
+            return f"{begin} {change}"
+        if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             return "posbench diagnose model=DIR_OR_HUB_ID"
+        is_undecided = diagnosis.verdict == CANNOT_TELL or diagnosis.held_back
         if (
             diagnosis.shape
             and diagnosis.verdict in (BIAS, CANNOT_TELL)
             and is_undecided
         ):
-            return f"{begin} budget={_larger_budget(self.seconds)}"
+            return f"{begin} budget={self.allowance.larger()}"
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
             return f"{begin} task.{self.task.sizes[0]}={max(self.task.items // 4, 3)}"
         return ""
@@ -632,11 +626,6 @@ def _refuse_own_keys(overrides: Sequence[str]) -> None:
         if key in REFUSED:
             allowed = "left out: a diagnosis chooses it"
             raise UserError(key, value, allowed, f"leave {key} out")
-
-
-def _with_time(config: Config, seconds: float) -> Config:
-    """The config with a time in which its rows must be made."""
-    return replace(config, budget=Budget(f"{seconds:.0f}s", seconds=seconds))
 
 
 def _ends_and_middle(positions: Sequence[int]) -> list[int]:
@@ -654,27 +643,11 @@ def _level_text(level: str) -> str:
     }[level]
 
 
-def _spell(value: Any) -> str:
-    """A value as an override has it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_spell, value))}]"
-    return str(value)
-
-
 def _spell_method(choice: MethodChoice) -> list[str]:
     """A method and its constants as overrides."""
     constants = [
-        f"method.{key}={_spell(value)}"
+        f"method.{key}={spell(value)}"
         for key, value in choice.values.items()
         if value is not None
     ]
     return [f"method={choice.name}", *constants]
-
-
-def _larger_budget(seconds: float) -> str:
-    """Three times a budget, in minutes."""
-    return f"{-(-3 * seconds // 60):.0f}min"

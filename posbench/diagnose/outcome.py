@@ -36,12 +36,14 @@ class Pilot:
         level: Where the model stands.
         average: Score over all of them, 0..1, with its interval.
         cut: Replies that were cut before an answer.
+        thinks: Whether most of these ended in the model's thinking.
         settings: Settings of the task that the diagnosis changed, by key.
     """
 
     level: Level
     average: Estimate
     cut: int
+    thinks: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -77,7 +79,8 @@ def judge_pilot(
         level = "floor"
     elif average.ci_low > 1 - CEILING_MARGIN and average.value >= 1 - NEGLIGIBLE_SHARE:
         level = "ceiling"
-    return Pilot(level, average, cut, dict(settings))
+    cut_thinking = sum(bool(row.get("is_thinking")) for row in rows)
+    return Pilot(level, average, cut, 2 * cut_thinking > cut, dict(settings))
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ class Diagnosis:
         runs: Run folders by part.
         prompts: Prompts that were answered, by part.
         seconds: Time of each part.
+        total: What all of it took, in words.
         total_seconds: Time of all, loading and checks among it.
     """
 
@@ -208,6 +212,7 @@ class Diagnosis:
     runs: dict[str, str] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    total: str = ""
     total_seconds: float = 0.0
 
     @property

@@ -108,9 +108,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         )
     elif diagnosis.remedies_note:
         result.append(f"remedy: {diagnosis.remedies_note}")
-    total = duration(diagnosis.total_seconds)
-    prompts = sum(diagnosis.prompts.values())
-    result.append(f"cost: {prompts:,} prompts, {total}")
+    result.append(f"cost: {diagnosis.total}")
     result.append(f"next: {diagnosis.next or 'nothing is left to do'}")
     return result
 
@@ -253,8 +251,8 @@ def _cost_section(diagnosis: Diagnosis) -> Section:
         ]
         for part, seconds in diagnosis.seconds.items()
     ]
-    total = duration(diagnosis.total_seconds)
-    return Section("Cost", f"{total} in all.", ["part", "prompts", "time", "run"], rows)
+    header = ["part", "prompts", "time", "run"]
+    return Section("Cost", f"{diagnosis.total} in all.", header, rows)
 
 
 def _nats(value: Estimate | None) -> str:

@@ -56,7 +56,7 @@ def race(
     lm: LM,
     methods: Mapping[str, Method],
     examples: Sequence[Example],
-    seconds: float,
+    is_over: Callable[[], bool],
     advance: Callable[[int], None],
 ) -> list[Remedy]:
     """Compare methods by the loss of the right answer; the worse half drops out after the first prompts.
@@ -65,7 +65,7 @@ def race(
         lm: The model.
         methods: The methods by name.
         examples: Calibration prompts.
-        seconds: Time after which no further prompts are read.
+        is_over: Whether no further prompts may be read; asked after each batch.
         advance: Called with the number of prompts that were read.
 
     Returns:
@@ -74,10 +74,9 @@ def race(
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
     losses: dict[str, list[float]] = {name: [] for name in contestants}
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    began = time.monotonic()
     for start in range(0, len(examples), BATCH):
         batch = examples[start : start + BATCH]
-        if start and time.monotonic() - began > seconds:
+        if start and is_over():
             break
         if start == FIRST_ROUND and len(contestants) > 3:
             contestants = _better_half(contestants, losses)

@@ -1,0 +1,107 @@
+"""What a diagnosis may take of its budget, and what it took."""
+
+from __future__ import annotations
+
+from posbench.run.budget import Budget, Stopwatch, money, price_of
+from posbench.run.progress import duration
+
+
+class Allowance:
+    """The budget of a diagnosis, shared out among its parts.
+
+    Args:
+        budget: A time, or a number of prompts, of tokens, or money.
+        price: Money for a million tokens read and written; None: not known.
+
+    Attributes:
+        watch: Measures the time of this session.
+        prompts: Prompts that were read so far.
+        read: Their tokens.
+        written: Tokens of replies.
+    """
+
+    def __init__(self, budget: Budget, price: tuple[float, float] | None) -> None:
+        self.budget = budget
+        self.price = price
+        self.watch = Stopwatch()
+        self.prompts = 0
+        self.read = 0
+        self.written = 0
+
+    @property
+    def is_time(self) -> bool:
+        """Whether the budget is a time."""
+        return self.budget.seconds is not None
+
+    @property
+    def usd(self) -> float | None:
+        """Money that was spent; None: the price is not known."""
+        return price_of(self.read, self.written, self.price)
+
+    @property
+    def spent(self) -> float:
+        """What was taken so far, in the unit of the budget."""
+        if self.is_time:
+            return self.watch.seconds
+        if self.budget.prompts is not None:
+            return float(self.prompts)
+        if self.budget.usd is not None:
+            return self.usd or 0.0
+        return float(self.read + self.written)
+
+    def left(self, share: float) -> float:
+        """What is left before so large a share of the budget is spent, in its unit."""
+        return max(share * self.budget.size - self.spent, 0.0)
+
+    def add(self, prompts: int, read: int, written: int) -> None:
+        """Count prompts that were read, their tokens, and the tokens of their replies."""
+        self.prompts += prompts
+        self.read += read
+        self.written += written
+
+    def cost_of_prompt(self, read: float, written: float) -> float:
+        """What one more prompt takes of a budget that is no time.
+
+        Args:
+            read: Its tokens, about, where none was read so far.
+            written: Those of its reply.
+        """
+        if self.budget.prompts is not None:
+            return 1.0
+        if self.prompts:
+            read = self.read / self.prompts
+            written = self.written / self.prompts
+        if self.budget.usd is not None:
+            return price_of(read, written, self.price) or 0.0
+        return read + written
+
+    def rest(self, share: float) -> Budget:
+        """The budget of the next run: what is left before so large a share is spent."""
+        left = self.left(share)
+        budget = self.budget
+        if budget.seconds is not None:
+            seconds = max(left, 1.0)
+            return Budget(f"{seconds:.0f}s", seconds=seconds)
+        if budget.usd is not None:
+            return Budget(f"{left:.6f}usd", usd=max(left, 1e-6))
+        if budget.tokens is not None:
+            return Budget(f"{left:.0f}tok", tokens=max(int(left), 1))
+        return Budget(f"{left:.0f}prompts", prompts=max(int(left), 1))
+
+    def larger(self, factor: int = 3) -> str:
+        """A larger budget, as it is typed."""
+        size = factor * self.budget.size
+        if self.budget.seconds is not None:
+            return f"{-(-size // 60):.0f}min"
+        if self.budget.usd is not None:
+            return f"{size:g}usd"
+        if self.budget.tokens is not None:
+            return f"{-(-size // 1000):.0f}ktok"
+        return f"{size:.0f}prompts"
+
+    def __str__(self) -> str:
+        """What was taken, in words."""
+        parts = [f"{self.prompts:,} prompts", f"{self.read + self.written:,} tokens"]
+        if self.usd is not None:
+            parts.append(money(self.usd))
+        return ", ".join([*parts, duration(self.watch.seconds)])

@@ -1,0 +1,287 @@
+"""The runs that a diagnosis is made of: ordinary runs, composed from what the user typed and what a part sets."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from posbench.diagnose.allowance import Allowance
+from posbench.diagnose.outcome import Diagnosis
+from posbench.errors import UserError
+from posbench.files.sources import cached_path, weight_files
+from posbench.model.lm import LM
+from posbench.model.load import SERVER_KEYS, ModelConfig, load
+from posbench.pipeline.arguments import ENDPOINT, read_flags
+from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.config import Config
+from posbench.pipeline.execute import execute, set_threads
+from posbench.pipeline.prepare import prepare, silence_transformers
+from posbench.run.folder import open_run_dir
+
+PREDICTIONS = "predictions.jsonl"
+
+
+def key_of(override: str) -> str:
+    """The key, or the group, that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def spell(value: Any) -> str:
+    """A value as an override has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(spell, value))}]"
+    return str(value)
+
+
+class Runs:
+    """Makes the runs of a diagnosis.
+
+    Args:
+        args: Overrides as typed, with Hydra's flags, without the budget.
+        allowance: What all of them may take.
+        console: Where progress goes.
+
+    Attributes:
+        settings: Overrides that the diagnosis chose so far, by key.
+        typed_keys: Keys that the user set.
+        diagnosis: What is found; the runs and what they took are recorded there.
+    """
+
+    def __init__(
+        self, args: Sequence[str], allowance: Allowance, console: Console
+    ) -> None:
+        self.args = list(args)
+        self.allowance = allowance
+        self.console = console
+        self.settings: dict[str, Any] = {}
+        overrides = read_flags(args).overrides
+        self.typed_keys = {key_of(override) for override in overrides}
+        self.diagnosis = Diagnosis(model="", task="")
+        self._configs: dict[tuple[str, ...], Config] = {}
+        self._in_process_args: list[str] | None = None
+        self._model: ModelConfig | None = None
+        self._lm: LM | None = None
+
+    # Configs
+
+    def typed_number(self, key: str) -> int | None:
+        """A whole number that the user typed."""
+        for override in self.args:
+            name, _, value = override.partition("=")
+            if name == key and value.isdigit():
+                return int(value)
+        return None
+
+    def overrides(
+        self,
+        own: Sequence[str],
+        method: str = "none",
+        stages: str = "evaluate",
+        in_process: bool = False,
+    ) -> list[str]:
+        """The command line of a run: what was typed, what the diagnosis changed, and what the part sets.
+
+        Args:
+            own: Overrides of the part.
+            method: The method; empty: the typed one, or one among ``own``.
+            stages: Its stages.
+            in_process: Whether to ask the checkpoint of a served model, and not the server.
+        """
+        args = self.args
+        if in_process and self._in_process_args is not None:
+            args = self._in_process_args
+        own_keys = {key_of(override) for override in own}
+        typed = [
+            arg
+            for arg in args
+            if key_of(arg) not in own_keys and not (method and arg.startswith("method"))
+        ]
+        changed = [
+            f"{key}={spell(value)}"
+            for key, value in self.settings.items()
+            if key not in own_keys and not (in_process and key.startswith("model."))
+        ]
+        chosen = [f"method={method}"] if method else []
+        return [*typed, *changed, *chosen, *own, f"stages=[{stages}]"]
+
+    def prepare(self, own: Sequence[str], **choices: Any) -> Config:
+        """The checked config of a run; the same overrides are composed once.
+
+        Args:
+            own: Overrides of the part.
+            **choices: See :meth:`overrides`.
+        """
+        overrides = self.overrides(own, **choices)
+        config = self._configs.get(tuple(overrides))
+        if config is None:
+            configs: list[ComposedConfig] = []
+            compose(overrides, configs.append)
+            config = prepare(configs[0]).config
+            self._configs[tuple(overrides)] = config
+        return config
+
+    # The model
+
+    def use_model(self, model: ModelConfig) -> None:
+        """Ask this model from now on; of a served one find out whether its checkpoint is on this machine."""
+        self._model = model
+        if not model.base_url:
+            return
+        self._in_process_args = None
+        if _has_weights(model):
+            self._in_process_args = _args_of_checkpoint(self.args, model)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server answers."""
+        return bool(self._model and self._model.base_url)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the inside of the model can be looked at."""
+        return not self.is_served or self._in_process_args is not None
+
+    @property
+    def lm(self) -> LM:
+        """The model in process, loaded when it is first needed."""
+        if self._lm is None:
+            silence_transformers()
+            config = self.prepare(["task.limit=1"], in_process=True)
+            set_threads(config)
+            runtime = config.runtime
+            began = time.monotonic()
+            with self.console.status(f"loading {config.model.name}"):
+                self._lm = load(
+                    config.model,
+                    device=runtime.device,
+                    device_map=runtime.device_map,
+                    max_memory=runtime.max_memory,
+                )
+            self._count_time("loading", time.monotonic() - began)
+        return self._lm
+
+    # Runs
+
+    def execute(
+        self, part: str, own: Sequence[str], share: float | None = None, **choices: Any
+    ) -> Path:
+        """Make a run, and record it as a part of the diagnosis.
+
+        Args:
+            part: Name of the part.
+            own: Overrides of the part.
+            share: Share of the budget that is spent when its rows must be there; None: no limit.
+            **choices: See :meth:`overrides`.
+
+        Returns:
+            The run folder.
+        """
+        config = self.prepare(own, **choices)
+        if share is not None and (self.allowance.is_time or config.model.base_url):
+            config = replace(config, budget=self.allowance.rest(share))
+        command = shlex.join(["posbench", *self.overrides(own, **choices)])
+        lm = None if config.model.base_url else self.lm
+        with self.counted(part, lm):
+            folder = execute(
+                config,
+                command=command,
+                console=self.console,
+                lm=lm,
+                shows_result=False,
+            )
+        self.diagnosis.runs[part] = str(folder)
+        self._count_rows(part, folder, is_served=lm is None)
+        return folder
+
+    @contextmanager
+    def counted(
+        self, part: str, lm: LM | None = None, prompts: int = 0
+    ) -> Iterator[None]:
+        """Add the time of a block, and what a model read and wrote in it, to a part.
+
+        Args:
+            part: Name of the part.
+            lm: The model in process, None for a server.
+            prompts: Prompts that are read in it, where no run counts them.
+        """
+        began = time.monotonic()
+        read, written = (lm.tokens_read, lm.tokens_written) if lm else (0, 0)
+        yield
+        self._count_time(part, time.monotonic() - began)
+        if lm:
+            self.allowance.add(
+                prompts, lm.tokens_read - read, lm.tokens_written - written
+            )
+        if prompts:
+            self._count_prompts(part, prompts)
+
+    def _count_rows(self, part: str, folder: Path, is_served: bool) -> None:
+        """Count the prompts of a run, and the tokens that its server counted."""
+        if not (folder / PREDICTIONS).is_file():
+            return
+        rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
+        self._count_prompts(part, len(rows))
+        read = written = 0
+        if is_served:
+            read = sum(int(row.get("prompt_tokens") or 0) for row in rows)
+            written = sum(int(row.get("reply_tokens") or 0) for row in rows)
+        self.allowance.add(len(rows), read, written)
+
+    def _count_prompts(self, part: str, prompts: int) -> None:
+        counts = self.diagnosis.prompts
+        counts[part] = counts.get(part, 0) + prompts
+
+    def _count_time(self, part: str, seconds: float) -> None:
+        counts = self.diagnosis.seconds
+        counts[part] = round(counts.get(part, 0.0) + seconds, 1)
+
+
+def _has_weights(model: ModelConfig) -> bool:
+    """Whether the checkpoint of a served model is on this machine, weights and all."""
+    if not model.path:
+        return False
+    try:
+        source = _without_server(model).checkpoint
+        folder = cached_path(source)
+    except UserError:
+        return False
+    if folder is None:
+        return False
+    files = weight_files(folder)
+    return bool(files) and all((folder / name).is_file() for name in files)
+
+
+def _without_server(model: ModelConfig) -> ModelConfig:
+    """The config of a served model's checkpoint in process."""
+    defaults = {
+        name: ModelConfig.__dataclass_fields__[name].default for name in SERVER_KEYS
+    }
+    changes: Mapping[str, Any] = {**defaults, "base_url": None}
+    return replace(model, **changes)
+
+
+def _args_of_checkpoint(args: Sequence[str], model: ModelConfig) -> list[str]:
+    """The arguments for the checkpoint of a served model in process."""
+    server_keys = [
+        f"model.{name}" for name in ("base_url", "path", "price", *SERVER_KEYS)
+    ]
+    kept = [
+        arg
+        for arg in args
+        if not any(f"{key_of(arg)}.".startswith(f"{key}.") for key in server_keys)
+    ]
+    choices = [arg for arg in kept if key_of(arg) == "model"]
+    if choices and choices != [f"model={ENDPOINT}"]:
+        return kept
+    return [f"model={model.path}", *(arg for arg in kept if arg not in choices)]

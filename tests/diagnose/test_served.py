@@ -1,0 +1,167 @@
+"""``posbench diagnose`` through servers whose bias is planted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Result
+from tests.messages import assert_line_names, assert_refused
+from tests.server import Server, gold_position, right_value, serving
+
+PAIRS = 8
+TASK = (
+    "task.prompt=compact",
+    "task.records=words",
+    f"task.pairs={PAIRS}",
+    "task.positions=[0%,50%,100%]",
+    "runtime.resamples=100",
+)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def diagnose(
+    posbench: Callable[..., Result], outputs: Path, server: Server
+) -> Callable[..., tuple[Result, dict[str, Any]]]:
+    """The verb in this process on the server, and what its JSON file says."""
+
+    def call(*args: str) -> tuple[Result, dict[str, Any]]:
+        address = f"model.base_url={server.url}"
+        result = posbench("diagnose", address, *TASK, *args)
+        files = sorted(outputs.glob("diagnose/*/diagnosis.json"))
+        return result, json.loads(files[-1].read_text()) if files else {}
+
+    return call
+
+
+def reader(right: Callable[[int], bool]) -> Callable[[str], str]:
+    """Answers right at the gold positions that a rule names, and wrong elsewhere."""
+
+    def answer(prompt: str) -> str:
+        return right_value(prompt) if right(gold_position(prompt)) else "bal"
+
+    return answer
+
+
+def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.answer = reader(lambda position: position == 0)
+    result, found = diagnose()
+    assert result.status == 0, result.err
+    assert (found["verdict"], found["shape"]["name"]) == ("bias", "primacy")
+    assert found["source"] is None and not found["remedies"]
+    assert found["next"] == "posbench diagnose model=DIR_OR_HUB_ID"
+    assert found["model"] == "fake"
+    # All positions of each question, and no more questions than tell the shape.
+    assert found["shape"]["questions"] < 100
+    assert_line_names(result.out, "requests", "tokens", "price unknown")
+    prompts = result.out.index("requests"), result.out.index("evaluate")
+    assert prompts[0] < prompts[1], "the price stands before the first prompt"
+
+
+@pytest.mark.slow
+def test_a_reader_without_bias_has_none(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.answer = reader(lambda position: True)
+    result, found = diagnose("task.limit=150")
+    assert result.status == 0, result.err
+    assert found["verdict"] == "no bias"
+
+
+def test_a_model_that_answers_nothing_ends_after_its_pilots(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.answer = reader(lambda position: False)
+    result, found = diagnose()
+    assert result.status == 0, result.err
+    assert found["verdict"] == "cannot do the task"
+    assert len(server.questions) <= 2 * 3 * 20
+
+
+def test_a_pilot_that_is_cut_in_its_thinking_is_asked_again_with_room(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.answer = reader(lambda position: True)
+    server.thinking = lambda prompt: 20_000
+    result, found = diagnose("task.limit=20")
+    assert result.status == 0, result.err
+    first, second, *_ = found["pilots"]
+    assert (first["level"], first["thinks"]) == ("cut", True)
+    assert second["settings"] == {"model.thinking_tokens": 4 * 16_384}
+    assert second["level"] == "ceiling"
+
+
+@pytest.mark.slow
+def test_one_that_is_cut_all_the_same_is_told_what_to_set(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.answer = reader(lambda position: True)
+    server.thinking = lambda prompt: 10**6
+    result, found = diagnose("model.thinking_tokens=100")
+    assert result.status == 0, result.err
+    assert found["verdict"] == "cannot tell"
+    assert "model.thinking_tokens=400" in found["next"]
+
+
+@pytest.mark.slow
+def test_a_budget_of_tokens_is_kept(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.answer = reader(lambda position: position != PAIRS // 2)
+    result, found = diagnose("budget=60ktok")
+    assert result.status == 0, result.err
+    asked = [len(str(body["messages"][-1]["content"])) + 1 for body in server.questions]
+    assert 30_000 < sum(asked) <= 60_000
+    assert found["prompts"]["pilot"] >= 15
+
+
+def test_a_budget_that_holds_no_pilot_is_refused(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    result, found = diagnose("budget=20prompts")
+    assert result.status == 2 and not found
+    assert_refused(result.err, "budget", "20prompts")
+    assert not server.questions
+
+
+def test_money_needs_a_price(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    result, _ = diagnose("budget=1usd")
+    assert result.status == 2 and not server.questions
+    assert_refused(result.err, "budget", "1usd")
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_a_served_model_is_looked_into(
+    posbench: Callable[..., Result], outputs: Path, server: Server
+) -> None:
+    server.answer = reader(lambda position: position in (0, 31))
+    result = posbench(
+        "diagnose",
+        "model=tiny",
+        f"model.base_url={server.url}",
+        "model.served=fake",
+        "task.positions=[0%,50%,100%]",
+        "task.limit=40",
+        "runtime.resamples=100",
+        "method=scale_channel",
+    )
+    assert result.status == 0, result.err
+    (file,) = outputs.glob("diagnose/*/diagnosis.json")
+    found = json.loads(file.read_text())
+    assert found["shape"]["name"] == "middle drop"
+    assert set(found["source"]["named"]) == {"causal mask", "position ids"}
+    assert found["winner"] == "scale_channel" and found["verdict"] == "fixed"
