@@ -44,6 +44,7 @@ PAGES = [
 ]
 PAGES += [*(ROOT / "experiments").rglob("*.md"), *(ROOT / "posbench").rglob("*.md")]
 VERBS = (
+    "diagnose",
     "ls",
     "fetch",
     "validate",
@@ -63,6 +64,7 @@ VERBS = (
 )
 
 APART = (
+    "diagnose",
     "fetch",
     "figures",
     "lm_eval",
