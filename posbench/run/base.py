@@ -23,6 +23,7 @@ from posbench.model.load import ModelConfig, load
 from posbench.renamed import warn_renamed
 from posbench.run.budget import Deadline
 from posbench.run.folder import RunDir
+from posbench.run.heartbeat import doing, is_beating, loading, showing_bar
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
 from posbench.run.progress import Progress, progress
@@ -119,7 +120,7 @@ class Run:
         message = Text(f"loading {self.model.name}")
         if self.runtime.log_every and not self.console.is_terminal:
             self.console.print(message, soft_wrap=True)
-        with self.console.status(message):
+        with self.console.status(message), loading(self.model.name):
             return load(
                 self.model,
                 device=self.runtime.device,
@@ -214,8 +215,15 @@ class Run:
 
         with (
             progress(
-                self.console, interval, label, total, done, tokens=tokens_read
+                self.console,
+                interval,
+                label,
+                total,
+                done,
+                tokens=tokens_read,
+                first_line=not is_beating(),
             ) as work,
+            showing_bar() if self.console.is_terminal else doing(work.__str__, False),
             self.meter.loop(),
         ):
             yield work

@@ -109,6 +109,7 @@ def progress(
     done: int = 0,
     weight: float | None = None,
     tokens: Callable[[], int] | None = None,
+    first_line: bool = True,
 ) -> Iterator[Progress]:
     """Show the progress of work while the block runs; nothing where nothing is left to do.
 
@@ -123,6 +124,7 @@ def progress(
         done: Parts that an earlier session did.
         weight: Work of all parts; None: one a part.
         tokens: Counts the tokens that a model has read.
+        first_line: Whether a line comes soon after the start, too.
 
     Yields:
         What the block calls with the number of parts that it did.
@@ -148,7 +150,8 @@ def progress(
         if done:
             print_line()
         try:
-            with repeating(print_line, interval, min(interval, FIRST_LINE_SECONDS)):
+            first = min(interval, FIRST_LINE_SECONDS) if first_line else None
+            with repeating(print_line, interval, first):
                 yield work
         finally:
             print_line()
