@@ -35,6 +35,7 @@ from posbench.report.folder import read_csv
 from posbench.report.page import render_run
 from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import open_run_dir
+from posbench.run.heartbeat import loading
 from posbench.run.progress import duration, progress
 from posbench.search.base import FOUND_FILE
 from posbench.stats.findings import estimate
@@ -400,7 +401,7 @@ class Course:
             silence_transformers()
             set_threads(self.config)
             runtime = self.config.runtime
-            with self.console.status(f"loading {self.config.model.name}"):
+            with loading(self.config.model.name, self.console):
                 self._lm = load(
                     self.config.model,
                     device=runtime.device,

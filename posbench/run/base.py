@@ -120,7 +120,7 @@ class Run:
         message = Text(f"loading {self.model.name}")
         if self.runtime.log_every and not self.console.is_terminal:
             self.console.print(message, soft_wrap=True)
-        with self.console.status(message), loading(self.model.name):
+        with loading(self.model.name, self.console):
             return load(
                 self.model,
                 device=self.runtime.device,

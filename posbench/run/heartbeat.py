@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
 from posbench.late import transformers
 from posbench.run import progress
 from posbench.run.progress import duration
@@ -167,19 +171,31 @@ def showing_bar() -> Iterator[None]:
 
 
 @contextmanager
-def loading(name: str) -> Iterator[None]:
+def loading(name: str, console: Console) -> Iterator[None]:
     """Name the loading of a model, with the share of its tensors that are there.
 
     Args:
         name: Name of the model.
+        console: A terminal shows a line that is gone afterwards.
     """
     count = _LoadCount()
     # Before transformers 5.12 there is no such hook, and no share is said.
     set_hook = getattr(transformers.utils.logging, "set_tqdm_hook", None)
     previous = set_hook(count.hook) if set_hook else None
+
+    def line() -> Text:
+        return Text(f"loading {name}{count}")
+
     try:
-        with doing(lambda: f"loading {name}{count}"):
-            yield
+        if console.is_terminal and not console.is_dumb_terminal:
+            with (
+                showing_bar(),
+                Live(get_renderable=line, console=console, transient=True),
+            ):
+                yield
+        else:
+            with doing(lambda: str(line())):
+                yield
     finally:
         if set_hook:
             set_hook(previous)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from posbench.run import heartbeat as module
 from posbench.run import progress
@@ -100,7 +102,7 @@ def test_loading_says_the_share_of_the_tensors(life: Life) -> None:
     if not hasattr(logging, "set_tqdm_hook"):
         pytest.skip("this version of transformers tells nothing")
     logging.disable_progress_bar()
-    with loading("mine"):
+    with loading("mine", Console(file=io.StringIO())):
         for number, _ in enumerate(logging.tqdm([*range(50)], desc="weights")):
             if number == 19:
                 life.wait(8)
@@ -113,7 +115,7 @@ def test_a_model_loads_behind_that_hook(life: Life, checkpoint: Path) -> None:
     import posbench
 
     plain = posbench.load(str(checkpoint)).model.state_dict()
-    with loading("random"):
+    with loading("random", Console(file=io.StringIO())):
         life.heartbeat.look()
         state = posbench.load(str(checkpoint)).model.state_dict()
     assert all(bool((plain[name] == state[name]).all()) for name in plain)
