@@ -47,9 +47,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench model=endpoint model.base_url=http://HOST:8000/v1 model.name=NAME
       a model behind a server
   posbench method=[layer_scaling,scale_channel]
-      two methods, one inside the other
-  posbench method=from:51cc60e3
-      the method of a run, with the constants that it found
+      two methods, one inside the other; method=from:RUN takes a run's
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
   posbench model=DIR budget=10min
