@@ -307,6 +307,6 @@ def test_annotations_in_words(kind: Any, words: str) -> None:
 
 def test_a_module_of_ones_own_that_is_not_on_the_path_is_named() -> None:
     target = {"_target_": "my_method_of_elsewhere.Mine"}
-    hint = ("my_method_of_elsewhere.py", "PYTHONPATH=FOLDER", "--config-dir")
+    hint = ("my_method_of_elsewhere.py", "--config-dir")
     with refused("method._target_", target["_target_"], hint=hint):
         resolve_target(target, Method, "method")

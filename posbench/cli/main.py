@@ -47,9 +47,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench model.base_url=http://HOST:8000/v1
       a model behind a server; model.served=ID where it has several
   posbench method=[layer_scaling,scale_channel]
-      two methods, one inside the other
-  posbench method=from:51cc60e3
-      the method of a run, with the constants that it found
+      two methods, one inside the other; method=from:RUN takes a run's
   posbench -m method.factor=1,0.5,0,-0.5,-1
       a sweep; ends with one table and one figure
   posbench model=DIR budget=10min
@@ -130,6 +128,8 @@ RUN_VERBS = (
     "compare",
 )
 """Verbs that read runs, and so find the user's own classes in ``--config-dir``, or in the one that a run records."""
+VERBS_WITH_MODEL = ("audit", "export", "verify", "resume")
+"""Verbs that run a model, which takes a while."""
 OVERRIDE_VERBS = ("", "diagnose", "fetch", "validate", "submit", "figures", "export")
 """Verbs that take overrides as a run does, and the run itself."""
 NO_VERBS = {
@@ -197,6 +197,9 @@ def _dispatch(args: list[str]) -> int:
         if "-h" in flags or "--help" in flags:
             print(usage(verb))
             return 0
+        if name == "diagnose":
+            with _signs_of_life():
+                return verb(args)
         if name not in RUN_VERBS:
             return verb(args)
         from posbench.cli.options import option
@@ -204,7 +207,10 @@ def _dispatch(args: list[str]) -> int:
 
         config_dir, args = option(args, "--config-dir")
         with chosen_config_dir(config_dir):
-            return verb(args)
+            if name not in VERBS_WITH_MODEL:
+                return verb(args)
+            with _signs_of_life():
+                return verb(args)
 
 
 def _refuse_foreign_flags(verb: str, args: Sequence[str]) -> None:
@@ -287,15 +293,36 @@ def wrap_help(text: str, width: int) -> str:
 
 def _run(args: list[str]) -> int:
     """Run the config of the arguments, or each job of a sweep; return the exit status."""
-    from posbench.pipeline.compose import compose
-    from posbench.report.console import make_console
-    from posbench.report.sweep import summarise
     from posbench.run.budget import Stopwatch
 
     watch = Stopwatch()
     _refuse_unknown_verb(args)
     if "--cfg" in args:
         return _show_config(args)
+    with _signs_of_life():
+        return _run_jobs(args, watch)
+
+
+@contextmanager
+def _signs_of_life() -> Iterator[None]:
+    """Say what is being done while the block runs, where nothing else is printed."""
+    from posbench.report.console import make_console
+    from posbench.run.heartbeat import beating, doing
+
+    def say(text: str) -> None:
+        make_console().print(text, soft_wrap=True, highlight=False)
+
+    with beating(say), doing("loading libraries"):
+        yield
+
+
+def _run_jobs(args: list[str], watch: Stopwatch) -> int:
+    """Run the config of the arguments, or each job of a sweep; return the exit status."""
+    from posbench.pipeline.compose import compose
+    from posbench.report.console import make_console
+    from posbench.report.sweep import summarise
+    from posbench.run.heartbeat import doing
+
     command = shlex.join(["posbench", *args])
     # Models that jobs of a sweep loaded together, by number of the job.
     models: dict[int, LM] = {}
@@ -313,7 +340,8 @@ def _run(args: list[str]) -> int:
         for line in record.get("error", "").splitlines():
             print(f"posbench: {line}", file=sys.stderr)
     if len(records) > 1 or any(record["multirun"] for record in records):
-        summarise(records, make_console(), command=command)
+        with doing(f"summarising {len(records)} runs"):
+            summarise(records, make_console(), command=command)
     return max((record["status"] for record in records), default=0)
 
 
@@ -383,6 +411,7 @@ def _run_job(
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
     from posbench.run.budget import Stopwatch
+    from posbench.run.heartbeat import doing, set_interval
 
     watch = watch or Stopwatch()
     record: dict[str, Any] = {
@@ -392,7 +421,9 @@ def _run_job(
         "status": 0,
     }
     try:
-        run = prepare(composed)
+        with doing("checking the config, the files and the longest prompts"):
+            run = prepare(composed)
+        set_interval(run.config.runtime.log_every)
         cluster = run.config.runtime.cluster
         if cluster:
             hint = (

@@ -24,6 +24,7 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
 from posbench.run.folder import open_run_dir
+from posbench.run.heartbeat import loading
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -161,7 +162,7 @@ class Runs:
             set_threads(config)
             runtime = config.runtime
             began = time.monotonic()
-            with self.console.status(f"loading {config.model.name}"):
+            with loading(config.model.name, self.console):
                 self._lm = load(
                     config.model,
                     device=runtime.device,

@@ -80,6 +80,8 @@ LONG_RUN_SECONDS = 3600.0
 LIGHT_PARAMETERS = 10_000_000
 """A model with fewer parameters is not timed before a run without a budget: an hour of it is rare."""
 SUGGESTED_BUDGETS = ("10min", "30min", "1h", "2h", "4h", "8h", "1d")
+SMALL_BUDGETS = ("1min", "2min", "5min")
+"""Suggested in place of too small ones; of a run of hours too little is left in them."""
 
 
 @no_other_keys
@@ -99,6 +101,7 @@ class BudgetPlan:
         note: What was decided about the precision.
         tokens: Tokens of all stages, as estimated, where the budget counts them.
         usd: Money of all stages, as estimated, where the budget is one.
+        study: The sizes of a study, in words; empty for other runs.
     """
 
     budget: str
@@ -112,10 +115,11 @@ class BudgetPlan:
     note: str = ""
     tokens: int | None = None
     usd: float | None = None
+    study: str = ""
 
     def lines(self) -> list[str]:
         """Return what is printed of the choice."""
-        width = 100 * half_width(self.questions)
+        width = 100 * half_width(max(self.questions, 1))
         places = f" at each of {self.positions} positions" if self.positions else ""
         questions = (
             "1 question" if self.questions == 1 else f"{self.questions} questions"
@@ -124,6 +128,9 @@ class BudgetPlan:
             f"budget {self.budget}: {questions}{places}, {self.prompts} prompts in all; "
             f"95 % intervals of at most +-{width:.0f} points"
         ]
+        if self.study:
+            prompts = f"; {self.prompts} prompts in all" if self.prompts else ""
+            lines = [f"budget {self.budget}: {self.study}{prompts}"]
         if self.settings:
             lines.append(f"budget: chosen {spelled(self.settings)}")
         if self.note:
@@ -242,12 +249,17 @@ def check_budget(config: Config) -> None:
     """
     budget = config.budget
     assert budget is not None
-    if config.study or not config.uses_model:
+    rows = {"search", "intervene", "evaluate"} & set(config.stages)
+    if config.study and (rows or not config.uses_model):
         name = config.study_name
-        allowed = f"null: what study {name} takes cannot be divided beforehand"
-        raise UserError(
-            "budget", budget.text, allowed, "set the sizes of the study: study.KEY=..."
-        )
+        allowed = f"null: study {name} runs no model, so posbench cannot tell beforehand what it takes"
+        hint = "set the sizes of the study: study.KEY=..."
+        if rows:
+            allowed = (
+                f"null where study {name} and {' and '.join(sorted(rows))} share a run"
+            )
+            hint = "run the study alone: stages=[study,report]"
+        raise UserError("budget", budget.text, allowed, hint)
     model = config.model
     if budget.usd and model.price is None:
         allowed = (
@@ -306,6 +318,9 @@ class Chooser:
         reader: Its model without weights; None for a served one.
         price: What work costs.
         total: What the whole budget is worth in the same unit.
+
+    Attributes:
+        lm: The model without weights; None for a served one.
     """
 
     def __init__(
@@ -319,12 +334,12 @@ class Chooser:
         self.price = price
         self.total = total
         self.text = config.budget.text if config.budget else ""
-        self._lm = None
+        self.lm = None
         self._encoder = None
         if config.model.base_url:
             self._encoder = text_encoder(config.model)
         elif reader:
-            self._lm = load_without_weights(config.model, reader, config.runtime.device)
+            self.lm = load_without_weights(config.model, reader, config.runtime.device)
 
     @property
     def limit(self) -> int:
@@ -333,7 +348,7 @@ class Chooser:
 
     def options(self) -> Iterator[_Option]:
         """Yield the ways to ask: all positions of whole prompts first, then fewer, then fewer items."""
-        for settings in self._task_settings():
+        for settings in self.task_settings():
             yield self._price_option(settings)
 
     def choose(self, available: float) -> tuple[_Option, int] | None:
@@ -348,7 +363,8 @@ class Chooser:
     def _is_typed(self, key: str) -> bool:
         return key in self.config.typed
 
-    def _task_settings(self) -> Iterator[dict[str, Any]]:
+    def task_settings(self) -> Iterator[dict[str, Any]]:
+        """Yield settings of the task: none first, then fewer positions, then fewer items."""
         settings = dict[str, Any]()
         yield dict(settings)
         task = self.config.task
@@ -403,7 +419,7 @@ class Chooser:
         if "evaluate" in stages:
             questions = min(PROBED_QUESTIONS, self.limit)
             cost, prompts = self._price_stage(chosen, "evaluate", questions)
-            if self._lm:
+            if self.lm:
                 # So few prompts go through the model one round at a time.
                 round_questions = self.round_questions(cost / questions)
                 if round_questions and round_questions < questions:
@@ -501,8 +517,8 @@ class Chooser:
             return self.price(work), work.prompts
         # Of all stages: a search stands for the constants of the method.
         run = build_run(config, Console(quiet=True))
-        assert self._lm is not None, "the model of this machine was outlined"
-        run.lm = self._lm
+        assert self.lm is not None, "the model of this machine was outlined"
+        run.lm = self.lm
         stage_alone = replace(config, stages=(stage,))
         works = estimate_run(stage_alone, run, characters=COUNTED_CHARACTERS)
         estimates = [work.times(factor) for work in works]
@@ -557,7 +573,7 @@ def plan_run(
         plan = _make_plan(chooser, budget, USED_SHARE * total, spent, None, "")
         return plan, None
     assert reader is not None, "the model is in process"
-    settings, note = _precision(config, reader)
+    settings, note = choose_precision(config, reader)
     config = with_settings(config, settings)
     run, speed, costs = time_model(
         config, reader, console, MEASURING_SHARE * budget.seconds
@@ -584,6 +600,20 @@ def counted_price(config: Config) -> Price:
         return float(work.tokens + written)
 
     return price
+
+
+def describe_least(budget: Budget, least: float) -> tuple[str, str]:
+    """Return in words what the smallest sizes take of a budget that is no time, and a budget that holds it.
+
+    Args:
+        budget: The budget.
+        least: What they take, in its unit.
+    """
+    if budget.tokens:
+        return f"about {least:,.0f} tokens", f"{-(-least // 1000):.0f}ktok"
+    if budget.usd:
+        return f"about {money(least)}", f"{math.ceil(100 * least) / 100:g}usd"
+    return f"about {least:.0f} prompts", f"{-(-least // 10) * 10:.0f}prompts"
 
 
 def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
@@ -673,20 +703,14 @@ def _make_plan(
     chosen = chooser.choose(available)
     if chosen is None:
         least = min(option.cost(1) for option in chooser.options())
-        needed = f"about {least:.0f} prompts"
-        hint = f"set budget={-(-least // 10) * 10:.0f}prompts"
         if budget.seconds:
             seconds = (least / USED_SHARE + spent) / (1 - ROUND_SHARE)
             needed = f"about {duration(seconds)}"
-            hint = f"set budget={_round_up(seconds)}"
-        if budget.tokens:
-            needed = f"about {least:,.0f} tokens"
-            hint = f"set budget={-(-least // 1000):.0f}ktok"
-        if budget.usd:
-            needed = f"about {money(least)}"
-            hint = f"set budget={math.ceil(100 * least) / 100:g}usd"
+            suggestion = suggested_budget(seconds)
+        else:
+            needed, suggestion = describe_least(budget, least)
         allowed = f"{needed}, for one question at each position"
-        hint += ", or smaller prompts"
+        hint = f"set budget={suggestion}, or smaller prompts"
         if "search" in config.stages:
             hint += ", or method=none, for which nothing is searched"
         raise UserError("budget", budget.text, allowed, hint)
@@ -722,16 +746,18 @@ def _make_plan(
     )
 
 
-def _round_up(seconds: float) -> str:
-    """The smallest suggested budget that holds so many seconds."""
-    for text in SUGGESTED_BUDGETS:
+def suggested_budget(seconds: float) -> str:
+    """Return the smallest suggested budget that holds so many seconds."""
+    for text in (*SMALL_BUDGETS, *SUGGESTED_BUDGETS):
         if (Budget.parse(text).seconds or 0) >= seconds:
             return text
     return f"{-(-seconds // SECONDS_PER_UNIT['d']):.0f}d"
 
 
-def _precision(config: Config, reader: CheckpointReader) -> tuple[dict[str, Any], str]:
-    """The precision that a budget chooses on a CPU, and in words why; nothing where there is no choice."""
+def choose_precision(
+    config: Config, reader: CheckpointReader
+) -> tuple[dict[str, Any], str]:
+    """Return the precision that a budget takes on a CPU, and in words why; nothing where there is no choice."""
     model = config.model
     is_embedded = model.path.startswith(paths.EMBEDDED)
     on_cpu = torch_device(config.runtime.device).type == "cpu"
@@ -760,19 +786,12 @@ def describe_long_run(config: Config, run: Run) -> str:
     """
     if config.study or config.model.base_url or not config.uses_model:
         return ""
-    reader = read_checkpoint(config.model)
-    outline = load_without_weights(config.model, reader, config.runtime.device)
-    costs = Costs.of(outline)
-    if costs.parameters < LIGHT_PARAMETERS:
+    probe = probe_speed(config, run)
+    if probe is None:
         return ""
-    few = build_run(
-        with_settings(config, {"task.limit": min(config.task.limit or 1, 1)}),
-        run.console,
-    )
-    few.lm = run.lm
-    speed = measure_speed(few, costs, PROBED_TOKENS, max_seconds=1.0)
+    reader, speed, costs = probe
     planned = build_run(config, Console(quiet=True))
-    planned.lm = outline
+    planned.lm = load_without_weights(config.model, reader, config.runtime.device)
     works = estimate_run(config, planned)
     seconds = sum(speed.seconds(costs, work) for work in works)
     if seconds < LONG_RUN_SECONDS:
@@ -793,6 +812,31 @@ def describe_long_run(config: Config, run: Run) -> str:
                 f"intervals of at most +-{width:.0f} points"
             )
     return f"{line}budget=1d would ask what fits into a day"
+
+
+def probe_speed(
+    config: Config, run: Run
+) -> tuple[CheckpointReader, Speed, Costs] | None:
+    """Time a model on a few short prompts; return nothing for one of few parameters.
+
+    Args:
+        config: The run.
+        run: The same run, its model loaded.
+
+    Returns:
+        The model without weights, its speed and its sizes.
+    """
+    reader = read_checkpoint(config.model)
+    costs = Costs.of(load_without_weights(config.model, reader, config.runtime.device))
+    if costs.parameters < LIGHT_PARAMETERS:
+        return None
+    few = build_run(
+        with_settings(config, {"task.limit": min(config.task.limit or 1, 1)}),
+        run.console,
+    )
+    few.lm = run.lm
+    speed = measure_speed(few, costs, PROBED_TOKENS, max_seconds=1.0)
+    return reader, speed, costs
 
 
 # Records

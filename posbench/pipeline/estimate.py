@@ -34,6 +34,7 @@ from posbench.run.cost import (
     StudyWorkload,
     WorkEstimate,
 )
+from posbench.run.heartbeat import doing
 from posbench.run.progress import duration
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
@@ -324,7 +325,14 @@ def measure_speed(
     writing_seconds = 0.0
     steps = 0
     first_started = time.perf_counter()
-    with run.method.trial().applied(run.lm) as lm:
+    tokens_before = run.lm.tokens_read
+
+    def activity() -> str:
+        return (
+            f"timing {run.lm.name}, {run.lm.tokens_read - tokens_before:,} tokens read"
+        )
+
+    with doing(activity), run.method.trial().applied(run.lm) as lm:
         # The first batch warms up.
         for number, batch in enumerate([timed_batches[0][:1], *timed_batches]):
             prompts = [encoded[example.id].ids for example in batch]

@@ -53,6 +53,7 @@ from posbench.pipeline.prepare import (
 )
 from posbench.pipeline.served import describe_endpoint, estimate_served, need_consent
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
+from posbench.pipeline.study_budget import describe_long_study, plan_study
 from posbench.report.text import describe_stop
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.budget import Budget, Deadline, Spending, Stopwatch, price_of
@@ -68,6 +69,7 @@ from posbench.run.folder import (
     open_run,
     run_id,
 )
+from posbench.run.heartbeat import doing
 from posbench.run.own_code import make_importable
 from posbench.run.progress import duration, repeating
 from posbench.run.shards import (
@@ -86,6 +88,14 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "report": report.run,
 }
 
+STAGE_ACTIVITIES = {
+    "search": "search: between its loops",
+    "study": "study: tables and intervals",
+    "intervene": "intervene: plans and averages",
+    "evaluate": "evaluate: plans, scores and intervals",
+    "report": "report: figures and page",
+}
+"""What a stage does where it shows no progress."""
 ROW_STAGES: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
 """Stages whose rows several runs make together, or several processes share out."""
 
@@ -164,7 +174,11 @@ def execute(
                 for stage in config.stages:
                     if stage == "report":
                         _finish_shards(run)
-                    with out.recorded(stage), run.meter.stage(stage, out):
+                    with (
+                        out.recorded(stage),
+                        run.meter.stage(stage, out),
+                        doing(STAGE_ACTIVITIES[stage]),
+                    ):
                         STAGES[stage](config, run)
                         need_unchanged(contents, out)
                 _finish_shards(run)
@@ -275,7 +289,8 @@ def apply_budget(
     """
     config = prepared.config
     assert config.budget is not None
-    contents = run_contents(config)
+    with doing("hashing the files that the run reads"):
+        contents = run_contents(config)
     location = RunLocation.of(config, identity(config, contents), contents)
     key = short_hash([location.run_id, config.stages, config.budget.text])
     file = location.outputs / location.suite / BUDGETS / f"{key}.json"
@@ -286,7 +301,12 @@ def apply_budget(
         location.find()  # outputs that cannot be written are refused before anything is timed
         silence_transformers()
         set_threads(config)
-        plan, timed = plan_run(config, prepared.reader, console, watch)
+        with doing("choosing sizes for the budget"):
+            if config.study:
+                assert prepared.reader is not None, "other studies were refused"
+                plan, timed = plan_study(config, prepared.reader, console, watch)
+            else:
+                plan, timed = plan_run(config, prepared.reader, console, watch)
         write_plan(file, plan)
     for line in plan.lines():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -374,7 +394,8 @@ def _announce_long_run(config: Config, run: Run) -> None:
     """Say that a run will take long on this machine, with a budget that would do."""
     if "lm" not in vars(run):
         return
-    line = describe_long_run(config, run)
+    with doing("estimating the time of the run"):
+        line = describe_long_study(config, run) or describe_long_run(config, run)
     if line:
         run.console.print(line, soft_wrap=True, markup=False)
 
@@ -452,7 +473,8 @@ def claim_run(
         UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
     """
     # First of all: weights to download, with the hub's own progress bars.
-    contents = run_contents(config)
+    with doing("hashing the files that the run reads"):
+        contents = run_contents(config)
     run_identity = identity(config, contents)
     silence_transformers()
     set_threads(config)
@@ -463,7 +485,8 @@ def claim_run(
     existing = location.find()
     server_facts: Mapping[str, Any] = {}
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
-        server_facts = probe_model(config, run)
+        with doing("checking the model with its longest prompt"):
+            server_facts = probe_model(config, run)
     if config.uses_model and config.model.base_url:
         _announce_cost(config, run, existing)
     title = [config.study_name or config.task.name]

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from posbench.run.heartbeat import sign_of_life
+
 Record = Mapping[str, Any]
 """One row of a list, by column; a column with a mapping prints as ``key=value`` pairs."""
 
@@ -36,6 +38,11 @@ class _Terminal(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print, which is a sign of life."""
+        super().print(*objects, **settings)
+        sign_of_life()
 
 
 def show_lists(

@@ -23,6 +23,7 @@ from posbench.model.load import ModelConfig, load
 from posbench.renamed import warn_renamed
 from posbench.run.budget import Deadline, Spending
 from posbench.run.folder import RunDir
+from posbench.run.heartbeat import doing, is_beating, loading, showing_bar
 from posbench.run.meter import StageMeter
 from posbench.run.method import MethodUnderTest
 from posbench.run.progress import Progress, progress
@@ -123,7 +124,7 @@ class Run:
         message = Text(f"loading {self.model.name}")
         if self.runtime.log_every and not self.console.is_terminal:
             self.console.print(message, soft_wrap=True)
-        with self.console.status(message):
+        with loading(self.model.name, self.console):
             return load(
                 self.model,
                 device=self.runtime.device,
@@ -227,7 +228,9 @@ class Run:
                 done,
                 tokens=tokens_read,
                 spent=(lambda: spending) if spending else None,
+                first_line=not is_beating(),
             ) as work,
+            showing_bar() if self.console.is_terminal else doing(work.__str__, False),
             self.meter.loop(),
         ):
             yield work

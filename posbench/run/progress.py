@@ -114,6 +114,7 @@ def progress(
     weight: float | None = None,
     tokens: Callable[[], int] | None = None,
     spent: Callable[[], object] | None = None,
+    first_line: bool = True,
 ) -> Iterator[Progress]:
     """Show the progress of work while the block runs; nothing where nothing is left to do.
 
@@ -129,6 +130,7 @@ def progress(
         weight: Work of all parts; None: one a part.
         tokens: Counts the tokens that a model has read.
         spent: Says what was spent so far.
+        first_line: Whether a line comes soon after the start, too.
 
     Yields:
         What the block calls with the number of parts that it did.
@@ -154,7 +156,8 @@ def progress(
         if done:
             print_line()
         try:
-            with repeating(print_line, interval, min(interval, FIRST_LINE_SECONDS)):
+            first = min(interval, FIRST_LINE_SECONDS) if first_line else None
+            with repeating(print_line, interval, first):
                 yield work
         finally:
             print_line()

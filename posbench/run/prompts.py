@@ -14,6 +14,7 @@ from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM, length_batches
 from posbench.renamed import renamed_parameters
+from posbench.run.heartbeat import doing
 from posbench.tasks import Example, Task
 
 
@@ -45,7 +46,8 @@ class PromptBatcher:
             task: The task that asks them; None: the run's.
         """
         task = task or self.task
-        encoded = {e.id: encode_prompt(self.encoder, task, e) for e in examples}
+        with doing(f"tokenising {len(examples):,} prompts"):
+            encoded = {e.id: encode_prompt(self.encoder, task, e) for e in examples}
         if self.reads_items and isinstance(self.encoder, LM):
             for example in examples:
                 prompt = encoded[example.id]

@@ -28,12 +28,14 @@ class Study(ABC):
         uses_method: Whether it applies the run's method itself. Otherwise all of it runs inside the method that
             the user typed, and on the unmodified model where none was typed.
         all_methods: Whether it measures every method of ``run.all_methods``, and takes none.
+        smallest: Fields that a budget may lower, each with the least that it leaves; its :meth:`workload` follows them.
     """
 
     needs_model: ClassVar[bool] = True
     needs_task: ClassVar[bool] = True
     uses_method: ClassVar[bool] = False
     all_methods: ClassVar[bool] = False
+    smallest: ClassVar[Mapping[str, int]] = {}
 
     reads = RenamedAttribute("workload")
 

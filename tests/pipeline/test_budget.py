@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from posbench import paths
+from posbench.errors import choices
+from posbench.files.parse import read_yaml
 from posbench.model import precision
+from posbench.model.load import read_checkpoint
 from posbench.pipeline import budget as module
+from posbench.pipeline import study_budget
 from posbench.pipeline.budget import choose, most_questions, read_plan
+from posbench.pipeline.study_budget import StudyChooser
 from posbench.run.budget import Deadline
 from posbench.run.folder import open_run_dir
-from tests.conftest import Result, run_folders
+from posbench.schema import default_values, resolve_target
+from posbench.studies.base import Study
+from tests.conftest import Result, config_of, run_folders
 from tests.messages import assert_refused
 
 POSBENCH = Callable[..., Result]
@@ -258,13 +266,124 @@ def test_a_search_finds_the_constants_of_a_run_with_a_budget(
     assert (folder / "found.yaml").is_file() and (folder / "attention.csv").is_file()
 
 
+# Studies
+
+STUDIES = {
+    "attention_to_gold": "examples",
+    "channel_subtraction": "examples",
+    "crop_mask": "examples",
+    "doubling": "examples",
+    "hidden_perturbation": "texts",
+    "positional_channels": "strings",
+    "rollout": "prompts",
+    "rope_curves": "prompts",
+    "score_map": "samples",
+}
+"""Studies that tell their work beforehand, and the size that a budget lowers."""
+
+
+def study_chooser(study: str, *overrides: str) -> StudyChooser:
+    config = config_of("model=tiny", f"study={study}", "task.limit=20", *overrides)
+    return StudyChooser(config, read_checkpoint(config.model))
+
+
+def test_every_study_that_tells_its_work_has_sizes() -> None:
+    for name in choices(paths.CONF / "study"):
+        node = read_yaml(paths.CONF / "study" / f"{name}.yaml", hint="")
+        cls, _ = resolve_target(node, Study, "study")  # type: ignore[type-abstract]
+        tells = cls.workload is not Study.workload
+        assert tells == bool(cls.smallest), name
+        if tells and name in STUDIES:
+            assert [*cls.smallest] == [STUDIES[name]]
+            assert cls.smallest.keys() <= default_values(cls).keys()
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_smaller_study_asks_less_and_never_less_than_its_smallest(study: str) -> None:
+    chooser = study_chooser(study)
+    assert chooser.config.study is not None
+    (smallest,) = chooser.config.study.smallest.values()
+    key = f"study.{STUDIES[study]}"
+    costs = []
+    for count in (1, smallest, chooser.limit // 2, chooser.limit):
+        size = chooser.settings_for(count).get(key, chooser.limit)
+        assert size == max(count, smallest)
+        works = chooser.works({}, count)
+        costs.append(sum(work.tokens for work in works))
+    assert 0 < costs[0] == costs[1] <= costs[2] <= costs[3]
+    assert costs[1] < costs[3]
+    assert chooser.settings_for(chooser.limit) == {}
+    assert study_chooser(study, f"{key}={2 * smallest}").sizes == {}
+
+
+def test_the_sizes_of_a_study_typed_by_hand_are_the_same_run(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    args = [arg for arg in small if not arg.startswith(("search", "stages"))]
+    args += ["study=crop_mask"]
+    refused = posbench(*args, "budget=2prompts")
+    assert refused.status == 2
+    assert_refused(refused.err, "budget", "2prompts", allowed="crop_mask")
+    enough = refused.err.partition("set ")[2].split(",")[0]
+    assert posbench(*args, enough).status == 0
+    (folder,) = run_folders(outputs)
+    plan = plan_of(outputs)
+    assert plan.settings == {"study.examples": 6}
+    assert f"budget={plan.prompts}prompts" == enough
+    by_hand = posbench(*args, *shlex.split(module.spelled(plan.settings)))
+    assert by_hand.status == 0 and "finished before" in by_hand.out
+    assert run_folders(outputs) == [folder]
+
+
+def test_a_study_is_tried_at_small_sizes_and_leaves_nothing_of_that(
+    posbench: POSBENCH,
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+    time_study = study_budget._time_study
+
+    def record(config: Any, run: Any) -> float:
+        tried.append(config.study.prompts)
+        return time_study(config, run)
+
+    monkeypatch.setattr(study_budget, "_time_study", record)
+    args = [arg for arg in small if not arg.startswith(("search", "stages"))]
+    args += ["study=rollout"]
+    result = posbench(*args, "budget=1h")
+    assert result.status == 0, result.err
+    assert tried and tried == sorted(tried) and tried[0] == 8
+    (folder,) = run_folders(outputs)
+    plan = plan_of(outputs)
+    # All of it fits into an hour, so this is the run without a budget.
+    assert plan.settings == {} and plan.seconds < 3600
+    assert "finished before" in posbench(*args).out
+    assert len(open_run_dir(folder).rows("flow.jsonl")) == 36
+
+
+def test_a_study_of_hours_says_so(
+    posbench: POSBENCH, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [arg for arg in small if not arg.startswith(("search", "stages"))]
+    monkeypatch.setattr(module, "LIGHT_PARAMETERS", 1)
+    monkeypatch.setattr(module, "LONG_RUN_SECONDS", 1e-9)
+    result = posbench(*args, "study=rollout", "study.prompts=9")
+    assert result.status == 0 and "budget=" in result.out
+
+
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["study=rollout", "budget=10min"], "study"),
+        (["study=chain", "budget=10min"], "study"),
+        (["study=bucket_search", "budget=10min"], "model"),
+        (
+            ["study=crop_mask", "stages=[study,evaluate,report]", "budget=10min"],
+            "evaluate",
+        ),
         (["budget=10min", "runtime.workers=2"], "runtime.workers"),
         (["search=router", "method=moice", "stages=[search,report]", "budget=1h"], ""),
     ],
@@ -272,7 +391,8 @@ def test_a_search_finds_the_constants_of_a_run_with_a_budget(
 def test_what_cannot_be_divided_beforehand_is_refused(
     posbench: POSBENCH, args: list[str], named: str
 ) -> None:
-    result = posbench("model=tiny", *args)
+    model = [] if "study=bucket_search" in args else ["model=tiny"]
+    result = posbench(*model, *args)
     assert result.status == 2
     assert_refused(result.err, "budget", allowed=named)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge
@@ -50,6 +50,7 @@ class Sampled(Study):
         cells: Side of the written maps; larger ones: means of blocks, no diagonal.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"samples": 16}
     samples: Several = 1000
     tokens: Annotated[int, Ge(8)] = 50
     text: str | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,7 @@ class RopeCurves(Study):
         dim: Size of a head in the curves.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"prompts": 8}
     prompts: Several = 96
     distance: Count = 4096
     dim: Several = 128

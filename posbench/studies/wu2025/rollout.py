@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from posbench.measure.replies import encode_prompt
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import InspectionPasses
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Estimate
@@ -38,6 +40,7 @@ class Rollout(Study):
         tokens: First tokens, among which sinks are looked for; shorter prompts do not count there.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"prompts": 8}
     prompts: Several = 64
     parts: Several = 10
     tokens: Several = 64
@@ -46,10 +49,18 @@ class Rollout(Study):
         """See :meth:`Study.check`."""
         need_whole_maps(run)
 
+    def workload(self, run: Run) -> list[InspectionPasses]:
+        """See :meth:`Study.workload`."""
+        return [InspectionPasses(self._examples(run), times=1)]
+
+    def _examples(self, run: Run) -> list[Example]:
+        """The prompts, spread evenly."""
+        step = max(len(run.evaluation) // self.prompts, 1)
+        return run.evaluation[::step][: self.prompts]
+
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """The tables of :func:`summary`."""
-        step = max(len(run.evaluation) // self.prompts, 1)
-        examples = run.evaluation[::step][: self.prompts]
+        examples = self._examples(run)
         rows = run.rows.complete(
             "flow.jsonl",
             "rollout",

@@ -101,6 +101,7 @@ class AttentionToGold(Study):
             curves, lengths (2c).
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
     renamed: ClassVar[Mapping[str, str]] = {"pairs": "items"}
 
     examples: Several | None = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -60,6 +60,7 @@ class ChannelSubtraction(Study):
         seed: Seed of the random channels.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
     channel: int | None = None
     value: Positive = 1.0
     unit: Literal["range", "absolute"] = "range"

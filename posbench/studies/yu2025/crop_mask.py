@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -68,6 +69,7 @@ class CropMask(Study):
         seed: Seed of the controls' items.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
     layers: tuple[int, int] | None = None
     retrieval: tuple[int, int] | None = None
     keep_first: bool = True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import ClassVar
 
 from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, Tensor, pd, torch
@@ -58,6 +59,7 @@ class Doubling(Study):
         seed: Seed of the control's items.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
     examples: Several | None = 100
     item: Share = 0.5
     factor: Positive = 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -64,6 +65,7 @@ class HiddenPerturbation(Study):
         seed: Seed of the texts and of the random channels.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"texts": 8}
     channel: int | None = None
     texts: Count = 100
     length: Count = 1000

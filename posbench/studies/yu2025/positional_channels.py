@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import scipy
@@ -70,6 +70,7 @@ class PositionalChannels(Study):
         seed: Seed of the strings, the random channels and the shuffles.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"strings": GROUPS}
     channels: tuple[int, ...] | None = None
     top: Count = 2
     controls: Count = 2

@@ -1,0 +1,354 @@
+"""From a budget to the sizes of a study: what it reads is known from its workload, its speed from a small trial."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from posbench.errors import UserError
+from posbench.model.load import CheckpointReader
+from posbench.pipeline import budget as budgets
+from posbench.pipeline.budget import (
+    ENOUGH_QUESTIONS,
+    MEASURING_SHARE,
+    SUGGESTED_BUDGETS,
+    USED_SHARE,
+    BudgetPlan,
+    Chooser,
+    Price,
+    choose,
+    choose_precision,
+    counted_price,
+    describe_least,
+    probe_speed,
+    spelled,
+    suggested_budget,
+    time_model,
+    with_settings,
+)
+from posbench.pipeline.config import Config
+from posbench.pipeline.estimate import estimate_run
+from posbench.pipeline.prepare import build_run
+from posbench.pipeline.stages import study as study_stage
+from posbench.run.base import Run
+from posbench.run.budget import Budget, Stopwatch
+from posbench.run.cost import WorkEstimate
+from posbench.run.folder import RunDir
+from posbench.run.heartbeat import doing
+from posbench.run.lease import owning
+from posbench.run.progress import duration
+from posbench.tasks.base import num_questions
+
+COUNTED_CHARACTERS = 10_000
+"""Characters of the prompts that are tokenised for each of the sizes that are compared."""
+FIRST_GUESS = 2.0
+"""Time of a study over that of reading as much and nothing else, before a trial has measured it."""
+TRIAL_SHARE = 0.05
+"""Share of a budget from which on a trial says enough."""
+MAX_TRIAL_SHARE = 0.15
+"""Share of a budget that all trials may take, as far as that is known before."""
+
+
+class StudyChooser:
+    """Chooses the sizes of a study for a budget.
+
+    Args:
+        config: The run of a study, fitted to its model, with a budget.
+        reader: Its model without weights.
+
+    Raises:
+        UserError: The study cannot tell its work beforehand, or has no sizes to lower.
+    """
+
+    def __init__(self, config: Config, reader: CheckpointReader) -> None:
+        study = config.study
+        assert study is not None
+        self.config = config
+        self.chooser = Chooser(config, reader, lambda work: 0.0, 0.0)
+        self._works: dict[str, list[WorkEstimate]] = {}
+        self.sizes = {
+            name: self._full_size(getattr(study, name))
+            for name in study.smallest
+            if f"study.{name}" not in config.typed
+        }
+        if not study.smallest or not self.works({}, 1):
+            raise self._unknown_work()
+
+    @property
+    def limit(self) -> int:
+        """The largest value of the first size; 1 where all sizes are typed."""
+        return next(iter(self.sizes.values()), 1)
+
+    def _full_size(self, value: int | None) -> int:
+        return value or num_questions(self.config.task.evaluation())
+
+    def _unknown_work(self) -> UserError:
+        name = self.config.study_name
+        text = self.config.budget.text if self.config.budget else None
+        allowed = f"null: study {name} cannot tell beforehand what it takes"
+        hint = "leave the budget out, or set the sizes of the study: study.KEY=..."
+        return UserError("budget", text, allowed, hint)
+
+    def settings_for(self, count: int) -> dict[str, int]:
+        """Return the sizes of the study, lowered in proportion so that the first one is ``count``.
+
+        Sizes that stay as they are, are left out.
+        """
+        assert self.config.study is not None
+        smallest = self.config.study.smallest
+        settings = {}
+        for name, full in self.sizes.items():
+            size = max(round(full * count / self.limit), smallest[name])
+            if size < full:
+                settings[f"study.{name}"] = size
+        return settings
+
+    def options(self) -> Iterator[dict[str, Any]]:
+        """Yield settings of the task: whole prompts at all positions first, then fewer positions, then fewer items."""
+        if self.config.uses_task:
+            yield from self.chooser.task_settings()
+        else:
+            yield {}
+
+    def config_for(self, option: Mapping[str, Any], count: int) -> Config:
+        """Return the config with settings of the task and sizes of the study."""
+        return with_settings(self.config, {**option, **self.settings_for(count)})
+
+    def works(self, option: Mapping[str, Any], count: int) -> list[WorkEstimate]:
+        """Return what the study asks of the model with these settings."""
+        key = str({**option, **self.settings_for(count)})
+        if key not in self._works:
+            self._works[key] = self._estimate(option, count)
+        return self._works[key]
+
+    def _estimate(self, option: Mapping[str, Any], count: int) -> list[WorkEstimate]:
+        config = replace(self.config_for(option, count), stages=("study",))
+        run = build_run(config, Console(quiet=True))
+        assert self.chooser.lm is not None, "a study has a model of this machine"
+        run.lm = self.chooser.lm
+        return estimate_run(config, run, characters=COUNTED_CHARACTERS)
+
+    def cost(self, option: Mapping[str, Any], count: int, price: Price) -> float:
+        """Return the price of the study with these settings."""
+        return sum(price(work) for work in self.works(option, count))
+
+    def choose(
+        self, price: Price, available: float
+    ) -> tuple[dict[str, Any], int] | None:
+        """Return the settings of the task and the count that fit, see :func:`posbench.pipeline.budget.choose`."""
+        return choose(
+            self.options(),
+            lambda option, count: self.cost(option, count, price),
+            self.limit,
+            available,
+        )
+
+    def least(self, price: Price) -> float:
+        """Return the price of the smallest sizes."""
+        return min(self.cost(option, 1, price) for option in self.options())
+
+
+def plan_study(
+    config: Config, reader: CheckpointReader, console: Console, watch: Stopwatch
+) -> tuple[BudgetPlan, Run | None]:
+    """Choose the sizes of a study for its budget.
+
+    A study does more than read: hooks, attention maps, statistics. So it is run once at small sizes, in a folder that
+    is thrown away, and its time there over that of reading as much is taken to hold at larger ones.
+
+    Args:
+        config: The run, with a budget.
+        reader: Its model without weights.
+        console: Where progress goes.
+        watch: Measures this session.
+
+    Returns:
+        The plan, and the run whose model was timed; None where none was.
+
+    Raises:
+        UserError: The budget is too small, or the study cannot tell its work beforehand.
+    """
+    budget = config.budget
+    assert budget is not None
+    if budget.seconds is None:
+        chooser = StudyChooser(config, reader)
+        price = counted_price(config)
+        chosen = chooser.choose(price, budget.size)
+        if chosen is None:
+            needed, suggestion = describe_least(budget, chooser.least(price))
+            raise _too_small(config, needed, suggestion)
+        return _plan(chooser, chosen, None), None
+    StudyChooser(config, reader)  # before anything is timed
+    precision, note = choose_precision(config, reader)
+    config = with_settings(config, precision)
+    chooser = StudyChooser(config, reader)
+    run, speed, costs = time_model(
+        config, reader, console, MEASURING_SHARE * budget.seconds
+    )
+
+    def reading_seconds(work: WorkEstimate) -> float:
+        return speed.seconds(costs, work)
+
+    total = budget.seconds
+
+    def seconds_spent() -> float:
+        return watch.seconds + watch.report_seconds(total)
+
+    def choose_within(spent: float, factor: float) -> tuple[dict[str, Any], int]:
+        available = USED_SHARE * (total - spent) / factor
+        chosen = chooser.choose(reading_seconds, available)
+        if chosen is None:
+            seconds = spent + factor * chooser.least(reading_seconds) / USED_SHARE
+            needed = f"about {duration(seconds)}"
+            raise _too_small(config, needed, suggested_budget(seconds))
+        return chosen
+
+    chosen = choose_within(seconds_spent(), FIRST_GUESS)
+    factor = _measure_factor(chooser, chosen, reading_seconds, run)
+    spent = seconds_spent()
+    chosen = choose_within(spent, factor)
+    expected = spent + factor * chooser.cost(*chosen, reading_seconds)
+    plan = _plan(chooser, chosen, expected)
+    measured = (
+        f"a small trial of the study took {factor:.1f} times what reading as much takes"
+    )
+    plan = replace(
+        plan,
+        settings={**precision, **plan.settings},
+        note="; ".join(filter(None, [note, measured])),
+        operation=speed.operation,
+        step=speed.step,
+    )
+    return plan, run
+
+
+def describe_long_study(config: Config, run: Run) -> str:
+    """Return that a study takes more than an hour on this machine, and a budget that would do; empty if it does not.
+
+    A study that cannot tell its work, and a model of few parameters, are left out.
+
+    Args:
+        config: The run.
+        run: The same run, its model loaded.
+    """
+    if not config.study or not config.study.smallest or not config.uses_model:
+        return ""
+    probe = probe_speed(config, run)
+    if probe is None:
+        return ""
+    reader, speed, costs = probe
+
+    def seconds_of(work: WorkEstimate) -> float:
+        return FIRST_GUESS * speed.seconds(costs, work)
+
+    chooser = StudyChooser(config, reader)
+    seconds = chooser.cost({}, chooser.limit, seconds_of)
+    if seconds < budgets.LONG_RUN_SECONDS:
+        return ""
+    line = f"this study takes about {duration(seconds)} on this machine"
+    for text in SUGGESTED_BUDGETS:
+        total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
+        chosen = chooser.choose(seconds_of, total)
+        if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
+            sizes = spelled({**chosen[0], **chooser.settings_for(chosen[1])})
+            return f"{line}; budget={text} chooses smaller sizes, about {sizes}"
+    return f"{line}; budget=1d would choose what fits into a day"
+
+
+def _measure_factor(
+    chooser: StudyChooser,
+    chosen: tuple[dict[str, Any], int],
+    reading_seconds: Price,
+    run: Run,
+) -> float:
+    """Time the study at small sizes, and return that time over the one of reading as much.
+
+    Args:
+        chooser: The sizes.
+        chosen: What would be chosen without a trial: no trial is larger.
+        reading_seconds: The time of reading.
+        run: A run with the loaded model.
+    """
+    assert chooser.config.budget is not None and chooser.config.budget.seconds
+    budget = chooser.config.budget.seconds
+    option, most = chosen
+    count = 1
+    trials = 0.0
+    while True:
+        config = chooser.config_for(option, count)
+        seconds = _time_study(config, run)
+        trials += seconds
+        factor = seconds / chooser.cost(option, count, reading_seconds)
+        sizes = chooser.settings_for(count)
+        # A first, short trial pays for what is loaded and compiled once.
+        tells_enough = seconds >= TRIAL_SHARE * budget
+        while count < most and chooser.settings_for(count) == sizes:
+            count += 1
+        count = min(2 * count, most)
+        is_largest = chooser.settings_for(count) == sizes
+        is_dear = trials + 2 * seconds > MAX_TRIAL_SHARE * budget
+        if tells_enough or is_largest or is_dear:
+            return factor
+
+
+def _time_study(config: Config, run: Run) -> float:
+    """Return the seconds of a study in a folder that is thrown away."""
+    with tempfile.TemporaryDirectory(prefix="posbench-trial-") as name:
+        folder = Path(name)
+        trial = build_run(config, Console(quiet=True))
+        trial.lm = run.lm
+        trial.out = RunDir(folder, "trial")
+        tokens_before = run.lm.tokens_read
+
+        def activity() -> str:
+            tokens = run.lm.tokens_read - tokens_before
+            return f"timing study {config.study_name} at small sizes, {tokens:,} tokens read"
+
+        began = time.perf_counter()
+        with owning(folder), doing(activity):
+            study_stage.run(config, trial)
+        return time.perf_counter() - began
+
+
+def _plan(
+    chooser: StudyChooser, chosen: tuple[dict[str, Any], int], seconds: float | None
+) -> BudgetPlan:
+    """The plan of a choice.
+
+    Args:
+        chooser: The sizes.
+        chosen: Settings of the task, and the count.
+        seconds: Time of the run as a whole; None: no time was measured.
+    """
+    config = chooser.config
+    assert config.budget is not None and config.study is not None
+    option, count = chosen
+    sizes = {
+        name: chooser.settings_for(count).get(f"study.{name}", full)
+        for name, full in chooser.sizes.items()
+    }
+    texts = [f"{name} {size} of {chooser.sizes[name]}" for name, size in sizes.items()]
+    works = chooser.works(option, count)
+    return BudgetPlan(
+        budget=config.budget.text,
+        settings={**option, **chooser.settings_for(count)},
+        questions=next(iter(sizes.values()), 0),
+        seconds=seconds,
+        prompts=sum(work.prompts for work in works),
+        study=f"study {config.study_name}: {', '.join(texts) or 'the sizes that were typed'}",
+    )
+
+
+def _too_small(config: Config, needed: str, enough: str) -> UserError:
+    """That a budget is too small for the smallest sizes of a study."""
+    assert config.budget is not None and config.study is not None
+    listed = ", ".join(f"{key}={n}" for key, n in config.study.smallest.items())
+    allowed = f"{needed}, for study {config.study_name} at its smallest ({listed})"
+    hint = f"set budget={enough}, or smaller prompts"
+    return UserError("budget", config.budget.text, allowed, hint)

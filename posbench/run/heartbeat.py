@@ -1,0 +1,247 @@
+"""A sign of life: what a command does now, said where nothing else was printed for a while.
+
+Loops over rows have :mod:`posbench.run.progress`; this is for all between them: libraries, files, prompts, plans.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from posbench.late import transformers
+from posbench.run import progress
+from posbench.run.progress import duration
+
+SILENT_SECONDS = 7.0
+"""Seconds without a line after which the activity is said."""
+INTERVAL_SECONDS = 30.0
+"""Seconds between lines about one activity, where the run does not set them."""
+LOOK_SECONDS = 0.5
+
+
+@dataclass
+class Activity:
+    """What a command does, from the start of a block to its end.
+
+    Attributes:
+        text: Says it in words.
+        began: Start, by the clock of :mod:`posbench.run.progress`.
+        is_timed: Whether its time is said, too.
+        is_said: Whether a line about it was printed.
+    """
+
+    text: Callable[[], str]
+    began: float
+    is_timed: bool = True
+    is_said: bool = False
+
+
+@dataclass
+class Heartbeat:
+    """Says what is being done where nothing was printed for :data:`SILENT_SECONDS`.
+
+    Attributes:
+        say: Prints a line.
+        interval: Seconds between lines about the same activity; 0: nothing is said.
+        activities: What is being done, the innermost last.
+        num_bars: Loops that show a bar on a terminal now.
+    """
+
+    say: Callable[[str], None]
+    interval: float = INTERVAL_SECONDS
+    activities: list[Activity] = field(default_factory=list)
+    num_bars: int = 0
+
+    def __post_init__(self) -> None:
+        self._last_sign = progress.clock()
+
+    def sign(self) -> None:
+        """Note that something was printed."""
+        self._last_sign = progress.clock()
+
+    def look(self) -> None:
+        """Say what is being done, if it is time to."""
+        if not self.interval or self.num_bars or not self.activities:
+            return
+        now = progress.clock()
+        activity = self.activities[-1]
+        pause = self.interval if activity.is_said else SILENT_SECONDS
+        if now - self._last_sign < min(pause, self.interval):
+            return
+        activity.is_said = True
+        self.sign()
+        text = activity.text()
+        if activity.is_timed:
+            text = f"{text}, {duration(now - activity.began)} elapsed"
+        self.say(text)
+
+
+_current: list[Heartbeat] = []
+"""The heartbeat of the command that runs in this process; empty without one."""
+
+
+@contextmanager
+def beating(say: Callable[[str], None]) -> Iterator[None]:
+    """Say what :func:`doing` names while the block runs; inside another such block nothing is added.
+
+    Args:
+        say: Prints a line.
+    """
+    if _current:
+        yield
+        return
+    heartbeat = Heartbeat(say)
+    _current.append(heartbeat)
+    ended = threading.Event()
+
+    def look_again_and_again() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            try:
+                heartbeat.look()
+            except OSError:
+                return  # a closed pipe or a full disk: what the run prints next raises it
+
+    thread = threading.Thread(target=look_again_and_again, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _current.clear()
+
+
+def set_interval(seconds: float) -> None:
+    """Let so many seconds lie between lines about one activity; 0: nothing is said."""
+    for heartbeat in _current:
+        heartbeat.interval = seconds
+
+
+def sign_of_life() -> None:
+    """Note that something was printed."""
+    for heartbeat in _current:
+        heartbeat.sign()
+
+
+def is_beating() -> bool:
+    """Return whether this process says what it does."""
+    return bool(_current)
+
+
+@contextmanager
+def doing(text: str | Callable[[], str], is_timed: bool = True) -> Iterator[None]:
+    """Name what a block does, for as long as it runs.
+
+    Args:
+        text: What it does, or what says so each time.
+        is_timed: Whether the time that it takes is said, too.
+    """
+    if not _current:
+        yield
+        return
+    say: Callable[[], str] = text if callable(text) else lambda: str(text)
+    activity = Activity(say, progress.clock(), is_timed)
+    activities = _current[0].activities
+    activities.append(activity)
+    try:
+        yield
+    finally:
+        activities.remove(activity)
+
+
+@contextmanager
+def showing_bar() -> Iterator[None]:
+    """Say nothing while a block shows a bar on a terminal."""
+    heartbeats = list(_current)
+    for heartbeat in heartbeats:
+        heartbeat.num_bars += 1
+    try:
+        yield
+    finally:
+        for heartbeat in heartbeats:
+            heartbeat.num_bars -= 1
+            heartbeat.sign()
+
+
+@contextmanager
+def loading(name: str, console: Console) -> Iterator[None]:
+    """Name the loading of a model, with the share of its tensors that are there.
+
+    Args:
+        name: Name of the model.
+        console: A terminal shows a line that is gone afterwards.
+    """
+    count = _LoadCount()
+    # Before transformers 5.12 there is no such hook, and no share is said.
+    set_hook = getattr(transformers.utils.logging, "set_tqdm_hook", None)
+    previous = set_hook(count.hook) if set_hook else None
+
+    def line() -> Text:
+        return Text(f"loading {name}{count}")
+
+    try:
+        if console.is_terminal and not console.is_dumb_terminal:
+            with (
+                showing_bar(),
+                Live(get_renderable=line, console=console, transient=True),
+            ):
+                yield
+        else:
+            with doing(lambda: str(line())):
+                yield
+    finally:
+        if set_hook:
+            set_hook(previous)
+
+
+class _LoadCount:
+    """Counts the tensors that transformers has loaded, by the bars that it would show."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.total = 0
+
+    def __str__(self) -> str:
+        """``: 38 %``; empty where nothing is known."""
+        return f": {100 * self.done // self.total} %" if self.total else ""
+
+    def hook(
+        self, make_bar: Callable[..., Any], args: Any, settings: dict[str, Any]
+    ) -> Any:
+        """Return the bar that transformers asks for; one over a list is counted."""
+        bar = make_bar(*args, **settings)
+        if len(args) != 1 or not hasattr(args[0], "__len__"):
+            return bar
+        self.done = 0
+        self.total = len(args[0])
+        return _CountedBar(bar, self)
+
+
+class _CountedBar:
+    """A bar of transformers whose steps are counted."""
+
+    def __init__(self, bar: Any, count: _LoadCount) -> None:
+        self._bar = bar
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._bar:
+            yield item
+            self._count.done += 1
+
+    def __enter__(self) -> _CountedBar:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
