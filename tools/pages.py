@@ -499,8 +499,7 @@ def _sections_of(beside: BesidePage, out: Path) -> dict[str, str]:
     images = page.removesuffix(beside.page.suffix)
     sections = {}
     for entry in collect_entries(beside.runs):
-        models = ", ".join(entry.models)
-        link = f"[{models}]({page}#{_anchor(heading(entry))})"
+        link = f"[{beside.page.stem}]({page}#{_anchor(heading(entry))})"
         texts = [f"*We see* on {link}: {entry.summary}"]
         for panel in _shown_panels(entry):
             file = beside.page.with_suffix("") / _image_name(entry, panel)

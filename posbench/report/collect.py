@@ -202,17 +202,12 @@ class Entry:
         return open_run_dir(self.results[0].folder).command if self.results else ""
 
     @cached_property
-    def models(self) -> list[str]:
-        """Names of the models of the runs, each once."""
-        names = [(run.config().get("model") or {}).get("name") for run in self.runs]
-        return list(dict.fromkeys(filter(None, names)))
-
-    @cached_property
     def origin(self) -> str:
         """Models, versions, hardware and dates of the runs, in one line."""
+        models = [(run.config().get("model") or {}).get("name") for run in self.runs]
         provenances = [run.facts(PROVENANCE) for run in self.runs]
         provenances = [provenance for provenance in provenances if provenance]
-        texts = [", ".join(self.models)]
+        texts = [", ".join(dict.fromkeys(filter(None, models)))]
         for provenance in provenances:
             packages = provenance.get("packages", {})
             versions = {"posbench": provenance.get("posbench"), **packages}
