@@ -104,6 +104,8 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
         (["claims"], "claims takes a DIR"),
         (["tables", "x"], "tables needs --out FILE"),
         (["run", "a", "b"], "unrecognized arguments: b"),
+        (["run", "a", "--beside", "b", "c"], "--beside goes with claims or gallery"),
+        (["gallery", "a", "--beside", "b", "c"], "--beside needs --out FILE"),
     ],
 )
 def test_a_page_that_cannot_be_made_is_refused(
@@ -196,6 +198,21 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
         assert page.count(f"| {number} [") == 1, number
     assert page.index("## C2: b") < page.index("## C1: a") < page.index("## Control: c")
     assert "posbench study=chain" in page
+
+
+def test_a_further_model_has_the_last_column_of_the_claims_that_others_have(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "first", {"fig3/v1/x": findings("tiny", ("a", 1.0, "holds"))})
+    further = {
+        "fig3/v1/y": findings("small", ("a", 2.0, "contradicted"), ("b", 3.0, "holds")),
+        "fig9/v1/z": findings("small", ("c", 4.0, "holds")),
+    }
+    write(tmp_path / "beside", further)
+    page = pages.claims_page(tmp_path / "first", tmp_path / "beside")
+    assert "| claim | tiny | small |" in page
+    assert "| a | holds | contradicted |" in page and "| b |  | holds |" in page
+    assert "| c |" not in page and "study=fig9" not in page
 
 
 def test_figures_of_the_documentation_are_small(tmp_path: Path) -> None:

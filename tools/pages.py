@@ -11,6 +11,12 @@ python tools/pages.py gallery DIR        the figures of all runs; they go to a f
 --out FILE writes the page between the marks <!-- PAGE --> and <!-- /PAGE --> of a file:
 
 python tools/pages.py gallery outputs --out docs/gallery.md
+
+--beside DIR PAGE adds a further model, whose runs lie in a folder of their own, to gallery or claims. The gallery
+shows the figures of its page, which is made first:
+
+python tools/pages.py gallery real --out experiments/results/smollm2.md
+python tools/pages.py gallery outputs --beside real experiments/results/smollm2.md --out docs/gallery.md
 """
 
 from __future__ import annotations
@@ -18,11 +24,12 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 from PIL import Image
@@ -61,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("page", choices=pages)
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path)
+    parser.add_argument("--beside", metavar=("DIR", "PAGE"), nargs=2, type=Path)
     arguments = parser.parse_args(argv)
     from_code = arguments.page in FROM_CODE
     if from_code and arguments.folder:
@@ -69,24 +77,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{arguments.page} takes a DIR: a run, or a folder of runs")
     if arguments.page == "tables" and not arguments.out:
         parser.error("tables needs --out FILE, whose marks name the tables")
+    if arguments.beside and arguments.page not in ("claims", "gallery"):
+        parser.error("--beside goes with claims or gallery")
+    if arguments.beside and not arguments.out:
+        parser.error("--beside needs --out FILE, from which links to PAGE start")
+    beside = BesidePage(*arguments.beside) if arguments.beside else None
     try:
         if arguments.page == "tables":
             fill_tables(arguments.folder, arguments.out)
         else:
-            make_page(arguments.page, arguments.folder, arguments.out)
+            make_page(arguments.page, arguments.folder, arguments.out, beside)
     except UserError as error:
         complain(error)
         return error.status
     return 0
 
 
-def make_page(name: str, folder: Path | None, out: Path | None) -> None:
+class BesidePage(NamedTuple):
+    """A further model that is shown beside others.
+
+    Attributes:
+        runs: The folder of its runs.
+        page: Its own page, beside which a folder of that name holds its figures.
+    """
+
+    runs: Path
+    page: Path
+
+
+def make_page(
+    name: str,
+    folder: Path | None,
+    out: Path | None,
+    beside: BesidePage | None = None,
+) -> None:
     """Print a page, or write it between its marks in a file.
 
     Args:
         name: Name of the page.
         folder: The run or the folder of runs that it is made from; None where that is the code.
         out: The file; None prints the page.
+        beside: A further model for the pages ``claims`` and ``gallery`` in a file.
 
     Raises:
         UserError: A folder that holds nothing to show, or a file of other text without marks.
@@ -96,7 +127,10 @@ def make_page(name: str, folder: Path | None, out: Path | None) -> None:
         page = FROM_CODE[name]()
     elif name == "gallery":
         image_folder = out.stem if out else name
-        page, images = gallery_page(collect_entries(folder), image_folder)
+        further = _sections_of(beside, out) if beside and out else {}
+        page, images = gallery_page(collect_entries(folder), image_folder, further)
+    elif name == "claims" and beside:
+        page = claims_page(folder, beside.runs)
     else:
         page = FROM_RUNS[name](folder)
     if out is None:
@@ -164,31 +198,40 @@ def between_marks(file: Path, name: str, page: str) -> str:
     return new
 
 
-def claims_page(folder: Path) -> str:
+StudyFindings = tuple[pd.DataFrame, str]
+"""The findings of a run, and the command that made it."""
+
+
+def claims_page(folder: Path, beside: Path | None = None) -> str:
     """The claims that studies below a folder judged, by model: an overview, then each with its numbers.
 
     The newest run of each study on each model counts.
+
+    Args:
+        folder: A folder of runs.
+        beside: A folder of further runs, of which those of the same studies are taken.
     """
-    newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
-    files = folder.glob("*/v*/*/findings.csv")
-    for file in sorted(files, key=lambda file: file.stat().st_mtime):
-        open_undamaged(file.parent)
-        frame = read_csv(file)
-        if frame is not None:
-            study = file.parts[-4]
-            model = str(frame["model"].iloc[0])
-            newest[study, model] = (frame, _read_provenance(file.parent)["command"])
+    newest = _newest_findings(folder)
+    models = _models_of(newest)
+    if beside:
+        studies = {study for study, _ in newest}
+        of_beside = {
+            (study, model): findings
+            for (study, model), findings in _newest_findings(beside).items()
+            if study in studies
+        }
+        newest |= of_beside
+        models += _models_of(of_beside)
     if not newest:
         raise UserError(
             "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
         )
     frames = [frame for frame, _ in newest.values()]
-    findings = pd.concat(frames, ignore_index=True).fillna({"model": "no model"})
+    findings = pd.concat(frames, ignore_index=True)
     # The claims of papers first, in the order of their studies, then our controls.
     findings = findings.sort_values(
         "kind", key=lambda kind: kind != "paper", kind="stable"
     )
-    models = sorted(findings["model"].unique())
     overview = []
     sections = []
     for _, of_claim in findings.groupby("claim", sort=False):
@@ -220,6 +263,26 @@ def claims_page(folder: Path) -> str:
             "\n".join(f"    {command}" for command in commands),
         ]
     )
+
+
+def _models_of(newest: Mapping[tuple[str, str], StudyFindings]) -> list[str]:
+    """Names of the models of findings, sorted."""
+    return sorted({model for _, model in newest})
+
+
+def _newest_findings(folder: Path) -> dict[tuple[str, str], StudyFindings]:
+    """The newest findings below a folder, by study and model; those of theory alone are of ``no model``."""
+    newest: dict[tuple[str, str], StudyFindings] = {}
+    files = folder.glob("*/v*/*/findings.csv")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        open_undamaged(file.parent)
+        frame = read_csv(file)
+        if frame is not None:
+            study = file.parts[-4]
+            frame = frame.fillna({"model": "no model"})
+            model = str(frame["model"].iloc[0])
+            newest[study, model] = (frame, _read_provenance(file.parent)["command"])
+    return newest
 
 
 def _read_provenance(folder: Path) -> dict[str, Any]:
@@ -364,10 +427,9 @@ def _experiment_cells(
     if entry and entry.results:
         command = re.sub(r" runtime\.outputs=\S+", "", entry.command)
         status = _run_status(entry)
-        seconds: list[Any] = [run.status().get("seconds") for run in entry.runs]
-        # A run of an older version has none.
-        if None not in seconds:
-            minutes = f"{sum(map(float, seconds)) / 60:.1f}"
+        wall_minutes = _wall_minutes(entry)
+        if wall_minutes is not None:
+            minutes = f"{wall_minutes:.1f}"
     if entry and entry.faults:
         status += f"; unfinished or damaged: {len(entry.faults)}"
     return f"[`{command}`]({name}.yaml)", minutes, status
@@ -385,12 +447,15 @@ def _run_status(entry: Entry) -> str:
     return entry.summary or "measured"
 
 
-def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
+def gallery_page(
+    entries: Sequence[Entry], images: str, further: Mapping[str, str] | None = None
+) -> tuple[str, dict[str, Path]]:
     """The gallery in short, with the figures of each entry that stand for the paper's.
 
     Args:
         entries: What is shown.
         images: The folder of images, as the text names it.
+        further: Text that follows an entry, by its name.
 
     Returns:
         The text, and the figure to put at each image's name.
@@ -411,14 +476,73 @@ def gallery_page(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, 
                 texts.append(f"*We see:* {summary}")
             texts += entry.faults
             for panel in _shown_panels(entry):
-                image = f"{entry.name}-{panel.result.label}-{panel.figure}.png"
-                figures[image] = panel.file
-                link = f"![{heading(entry)}]({images}/{image})"
-                caption = entry.label_prefix(panel.result) + panel.caption
-                texts.append(f"{link}\\\n{caption}")
+                figures[_image_name(entry, panel)] = panel.file
+                texts.append(_figure_text(entry, panel, images))
             if entry.command:
-                texts.append(f"`{entry.command}`; {entry.origin}.")
+                texts.append(f"`{entry.command}`; {entry.origin}{_took(entry)}.")
+            if further and entry.name in further:
+                texts.append(further[entry.name])
     return "\n\n".join(texts), figures
+
+
+def _sections_of(beside: BesidePage, out: Path) -> dict[str, str]:
+    """What the gallery says of each experiment on a further model, by its name.
+
+    Args:
+        beside: The model's runs and page.
+        out: The gallery, from which links to the model's page and its figures start.
+
+    Raises:
+        UserError: The page lacks a figure of the runs.
+    """
+    page = Path(os.path.relpath(beside.page, out.parent)).as_posix()
+    images = page.removesuffix(beside.page.suffix)
+    sections = {}
+    for entry in collect_entries(beside.runs):
+        link = f"[{beside.page.stem}]({page}#{_anchor(heading(entry))})"
+        texts = [f"*We see* on {link}: {entry.summary}"]
+        for panel in _shown_panels(entry):
+            file = beside.page.with_suffix("") / _image_name(entry, panel)
+            if not file.is_file():
+                hint = (
+                    f"python tools/pages.py gallery {beside.runs} --out {beside.page}"
+                )
+                raise UserError(
+                    "--beside", str(beside.page), f"a page with {file.name}", hint
+                )
+            texts.append(_figure_text(entry, panel, images))
+        sections[entry.name] = "\n\n".join(texts)
+    return sections
+
+
+def _anchor(title: str) -> str:
+    """The anchor that GitHub and the site give a heading."""
+    kept = re.sub(r"[^\w\- ]", "", title.lower())
+    return kept.replace(" ", "-")
+
+
+def _image_name(entry: Entry, panel: Panel) -> str:
+    """The name of a figure in a folder of images."""
+    return f"{entry.name}-{panel.result.label}-{panel.figure}.png"
+
+
+def _figure_text(entry: Entry, panel: Panel, images: str) -> str:
+    """A figure with its caption, as Markdown; ``images`` is the folder of images, as the text names it."""
+    link = f"![{heading(entry)}]({images}/{_image_name(entry, panel)})"
+    caption = entry.label_prefix(panel.result) + panel.caption
+    return f"{link}\\\n{caption}"
+
+
+def _took(entry: Entry) -> str:
+    """How long the runs of an entry took, as the end of a sentence; empty where a run does not know."""
+    minutes = _wall_minutes(entry)
+    return "" if minutes is None else f"; {minutes:.1f} minutes"
+
+
+def _wall_minutes(entry: Entry) -> float | None:
+    """Wall time of an entry's runs, all their sessions; None where a run, of an older version, has none."""
+    seconds: list[Any] = [run.status().get("seconds") for run in entry.runs]
+    return None if None in seconds else sum(map(float, seconds)) / 60
 
 
 def _shown_panels(entry: Entry) -> list[Panel]:

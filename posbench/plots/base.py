@@ -149,9 +149,28 @@ def new_panels(
     return figure, list(panels.flat[:count])
 
 
+MAX_PANELS_PER_ROW = 8
+"""Small axes of layers in a row at most: there is then room for two ticks on each x axis."""
+
+
 def layers_per_row(layers: int) -> int:
     """How many small axes of layers stand in a row."""
-    return layers if layers <= 6 else 8
+    return layers if layers <= 6 else MAX_PANELS_PER_ROW
+
+
+def label_bottom_row(panels: Sequence[Axes], across: int, xlabel: str) -> None:
+    """Label the x axes of the last row of panels; where many stand in a row, with the first line of the label.
+
+    Args:
+        panels: The panels row by row; the last row may be shorter.
+        across: Panels in a row.
+        xlabel: What all x axes show.
+    """
+    if across >= MAX_PANELS_PER_ROW:
+        xlabel, *_ = xlabel.splitlines()
+    num_above = (len(panels) - 1) // across * across
+    for axes in panels[num_above:]:
+        axes.set_xlabel(xlabel)
 
 
 def count_label(n: Counts) -> str:

@@ -129,12 +129,11 @@ def channel_figure(
         panels = panels[num_cells:]
         for axes, (layer, line) in zip(of_site, layers, strict=True):
             _draw_channel(axes, line.sort_values("token"), f"layer {layer}")
-            axes.locator_params("x", nbins=3 if across < 8 else 1)
+            axes.locator_params("x", nbins=3 if across < plot.MAX_PANELS_PER_ROW else 1)
         for axes in of_site[::across]:
             axes.set_ylabel(f"channel {channel},\n{site.replace('_', ' ')}")
     # The last site is at the bottom of the figure.
-    for axes in of_site[-across:]:
-        axes.set_xlabel(plot.TOKEN_LABEL)
+    plot.label_bottom_row(of_site, across, plot.TOKEN_LABEL)
     plot.add_legend_below(figure)
     return figure
 

@@ -328,3 +328,47 @@ def test_models_get_colours_of_their_own_and_numbers_steps_of_a_scale():
     assert not set(
         map(to_hex, (s["color"] for s in sweep._setting_styles(["-1", "0", "1"])))
     ) & {c.lower() for c in names}
+
+
+def hidden_in_layers(num_layers: int) -> Figure:
+    table = rows(
+        variant=list(perturbed.LABELS),
+        layer=list(range(num_layers)),
+        token=[8, 100, 254],
+        channel=[382],
+    )
+    return perturbed.curves_figure(
+        table.assign(control=False, start=102, end=153), n=table["n"]
+    )
+
+
+def channel_in_layers(num_layers: int) -> Figure:
+    table = rows(
+        channel=["382"],
+        site=["attention_input"],
+        layer=list(range(num_layers)),
+        token=[8, 100, 254],
+    )
+    return search.channel_figure(
+        table.assign(sliding_mean=table["value"]), "382", n=[20]
+    )
+
+
+@pytest.mark.parametrize("num_layers", [4, 30])
+@pytest.mark.parametrize("draw", [hidden_in_layers, channel_in_layers])
+def test_panels_of_many_layers_keep_their_labels_apart_and_inside(draw, num_layers):
+    figure = draw(num_layers)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        boxes = [
+            label.get_window_extent()
+            for tick, label in zip(
+                axes.get_xticks(), axes.get_xticklabels(), strict=True
+            )
+            if low <= tick <= high
+        ]
+        assert len(boxes) >= 2
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+        label_box = axes.xaxis.label.get_window_extent()
+        assert figure.bbox.x0 <= label_box.x0 and label_box.x1 <= figure.bbox.x1

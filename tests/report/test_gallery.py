@@ -281,6 +281,41 @@ def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
     assert page.images[1:] == [f"figures/fig2/{m}-{f}.png" for _, m, f in shown]
 
 
+def test_a_further_model_stands_beside_with_the_figures_of_its_page(
+    picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = tmp_path / "first"
+    further = tmp_path / "further"
+    run(first / "fig3/v001/tiny__a", picture)
+    run(first / "fig6/v001/tiny__b", picture)
+    run(further / "fig3/v001/small__a", picture)
+    run(further / "fig8/v001/small__b", picture)
+    own_page = tmp_path / "results" / "small.md"
+    gallery = tmp_path / "docs" / "gallery.md"
+    for file in (own_page, gallery):
+        file.parent.mkdir()
+    make_own = ["gallery", str(further), "--out", str(own_page)]
+    make_both = ["gallery", str(first), "--out", str(gallery)]
+    make_both += ["--beside", str(further), str(own_page)]
+
+    assert pages.main(make_both) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert " ".join(make_own) in error and not gallery.exists()
+    assert pages.main(make_own) == 0
+    assert pages.main(make_both) == 0
+    text = gallery.read_text()
+    links = re.findall(r"!\[.*\]\((.+)\)", text)
+    assert links == [
+        "gallery/fig3-tiny-curve.png",
+        "../results/small/fig3-small-curve.png",
+        "gallery/fig6-tiny-curve.png",
+    ]
+    assert all((gallery.parent / link).is_file() for link in links)
+    (anchor,) = re.findall(r"\(\.\./results/small\.md#(.+?)\)", text)
+    assert "### Paper, fig3" in own_page.read_text() and anchor == "paper-fig3"
+    assert "small" in text.partition("on [")[2][:20]
+
+
 def page_ids(file: Path) -> set[str]:
     return set(re.findall(r'id="([^"]+)"', file.read_text()))
 

@@ -29,7 +29,14 @@ from posbench.studies.base import Study, Tables
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Shape = Literal[
-    "small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"
+    "small",
+    "wide",
+    "smollm2",
+    "llama2_7b",
+    "mistral7b",
+    "gemma_7b",
+    "qwen2_5_7b",
+    "mpt_7b",
 ]
 
 

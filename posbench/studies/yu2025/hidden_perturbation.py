@@ -348,10 +348,11 @@ def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
             style["marker"] = ""
             axes.plot(line["token"], line["value"], label=label, **style)
         axes.set_title(f"layer {layer}")
-        axes.locator_params(nbins=4)
-    panels[0].set_ylabel(f"mean value of channel {first['channel']}")
-    for axes in panels[-across:]:
-        axes.set_xlabel(plot.TOKEN_LABEL)
+        axes.locator_params("y", nbins=4)
+        axes.locator_params("x", nbins=4 if across < plot.MAX_PANELS_PER_ROW else 1)
+    for axes in panels[::across]:
+        axes.set_ylabel(f"mean of channel {first['channel']}")
+    plot.label_bottom_row(panels, across, plot.TOKEN_LABEL)
     plot.add_legend_below(figure)
     return figure
 
