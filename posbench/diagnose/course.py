@@ -167,7 +167,7 @@ class Course:
             most = self._typed_limit(MAX_QUESTIONS)
             line = (
                 f"diagnosis: a pilot of {3 * PILOT_QUESTIONS} prompts, then as many as tell the shape, at most "
-                f"{most * positions:,}, and what explains and mends it; at most {budget}"
+                f"{most * positions:,}, and what explains and fixes it; at most {budget}"
             )
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
@@ -451,9 +451,11 @@ class Course:
 
     def _choices(self) -> dict[str, MethodChoice]:
         """The methods to race: the typed one, or all, with what a search finds where time is left for it."""
-        config = self.runs.prepare(["task.limit=1"], method="", in_process=True)
+        own = ["task.limit=1"]
         if "method" in self.runs.typed_keys:
-            return {config.choice.name: config.choice}
+            choice = self.runs.prepare(own, method="", in_process=True).choice
+            return {choice.name: choice}
+        config = self.runs.prepare(own, in_process=True)
         folders = paths.config_folders(read_flags(self.args).config_dir)
         choices = all_choices(folders, config.model.blocks)
         choice = choices["scale_channel"]

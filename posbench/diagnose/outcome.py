@@ -13,7 +13,12 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
 from posbench.stats.shape import SHAPES, WITHOUT_SIDE, Shape
 from posbench.studies.base import Tables
-from posbench.studies.yu2025.bias_source import INTERVENTIONS, NO_GAP, read_effects
+from posbench.studies.yu2025.bias_source import (
+    INTERVENTIONS,
+    NO_GAP,
+    best_place,
+    read_effects,
+)
 
 Level = Literal["in between", "floor", "ceiling", "cut"]
 """Where a model stands on a task: whether its replies can show a position bias."""
@@ -88,7 +93,7 @@ class Source:
     """What tells the model an item's place, by interventions that take it away.
 
     Attributes:
-        gap: Loss at the inner positions minus that at the better end, nats per answer token.
+        gap: Loss at the worst gold position minus that at the best one, nats per answer token.
         shares: Share of the gap that each intervention closes, by its description.
         named: Sources with an intervention that closes a third of the gap or more, for sure.
         excluded: Sources whose interventions surely close less.
@@ -132,24 +137,33 @@ def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
         findings: Its verdicts, corrected for their number.
     """
     effects = read_effects(tables)
-    verdicts = dict(zip(findings["claim"], findings["verdict"], strict=True))
-    shares = {}
-    by_source: dict[str, list[str]] = {}
-    for name, intervention in INTERVENTIONS.items():
-        if f"{name}_share" in effects:
-            shares[str(intervention)] = effects[f"{name}_share"]
-            verdict = verdicts[intervention.claim]
-            by_source.setdefault(intervention.source, []).append(verdict)
-    unmodified = tables["bias_source"].query(f"variant == '{UNMODIFIED}'")
+    verdict_of_claim = dict(zip(findings["claim"], findings["verdict"], strict=True))
+    verdicts = {
+        name: verdict_of_claim[intervention.claim]
+        for name, intervention in INTERVENTIONS.items()
+        if f"{name}_share" in effects
+    }
+    # Only what makes the item look like one at the best place can show that a source does not matter.
+    places = ("", best_place(tables))
+    named = [
+        INTERVENTIONS[name].source
+        for name, verdict in verdicts.items()
+        if verdict == "holds"
+    ]
+    excluded = [
+        INTERVENTIONS[name].source
+        for name, verdict in verdicts.items()
+        if verdict == "contradicted" and INTERVENTIONS[name].place in places
+    ]
+    table = tables["bias_source"]
+    unmodified = table[table["variant"] == UNMODIFIED]
     return Source(
         gap=effects["gap"],
-        shares=shares,
-        named=[source for source, given in by_source.items() if "holds" in given],
-        excluded=[
-            source
-            for source, given in by_source.items()
-            if set(given) == {"contradicted"}
-        ],
+        shares={
+            str(INTERVENTIONS[name]): effects[f"{name}_share"] for name in verdicts
+        },
+        named=list(dict.fromkeys(named)),
+        excluded=[source for source in dict.fromkeys(excluded) if source not in named],
         questions=int(unmodified["n"].min()),
     )
 

@@ -171,7 +171,7 @@ def _source_section(diagnosis: Diagnosis) -> Section | None:
     text = (
         f"{_sentence(str(source))}. Each intervention takes away one thing that tells the place of the gold item. A "
         "source is named where that closes a third of the gap or more, and more than the same change of another item, "
-        "for sure; the gap is the loss of the right answer in the middle minus that at the better end, here "
+        "for sure; the gap is the loss of the right answer at the worst gold position minus that at the best one, here "
         f"{_nats(source.gap)} nats per answer token. What is named contributes in this task; it need not be all."
     )
     if diagnosis.source_note:

@@ -66,14 +66,17 @@ def interval(low: float, high: float) -> Estimate:
     return Estimate((low + high) / 2, low, high, QUESTIONS)
 
 
-def tables_of_source(gap: Estimate, shares: dict[str, Estimate]) -> Any:
+def tables_of_source(
+    gap: Estimate, shares: dict[str, Estimate], losses: tuple[float, ...] = (1, 3, 2)
+) -> Any:
     effects = {"gap": gap} | {f"{name}_share": e for name, e in shares.items()}
     rows = [{"effect": name, **e._asdict()} for name, e in effects.items()]
-    losses = [
-        {"variant": "none", "gold_position": p, "loss": 1.0, "n": 15} for p in (0, 5, 9)
+    unmodified = [
+        {"variant": "none", "gold_position": position, "loss": loss, "n": 15}
+        for position, loss in enumerate(losses)
     ]
     return {
-        "bias_source": pd.DataFrame(losses),
+        "bias_source": pd.DataFrame(unmodified),
         "bias_source_effects": pd.DataFrame(rows),
     }
 
@@ -88,26 +91,31 @@ def findings_of_source(verdicts: dict[str, str]) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("crop", "beginning", "end", "sink", "named", "excluded"),
+    ("best", "crop", "beginning", "end", "sink", "named", "excluded"),
     [
-        ("holds", "contradicted", "contradicted", "contradicted", "mask", "ids sink"),
-        ("contradicted", "contradicted", "holds", "inconclusive", "ids", "mask"),
-        # One of two moves that helps is enough; both must fail to leave the ids out.
-        ("holds", "inconclusive", "holds", "inconclusive", "mask ids", ""),
-        ("inconclusive", "inconclusive", "contradicted", "inconclusive", "", ""),
+        ("first", "holds", "no", "no", "no", "mask", "ids sink"),
+        ("last", "no", "no", "holds", "open", "ids", ""),
+        # An item that looks like the first one says nothing of what prefers the last.
+        ("last", "no", "no", "open", "open", "", ""),
+        ("last", "no", "open", "no", "open", "", "ids"),
+        ("middle", "no", "no", "no", "no", "", "sink"),
+        ("first", "holds", "open", "holds", "open", "mask ids", ""),
+        ("first", "open", "open", "no", "open", "", ""),
     ],
 )
 def test_a_source_is_named_or_left_out_by_its_interventions(
-    crop: str, beginning: str, end: str, sink: str, named: str, excluded: str
+    best: str, crop: str, beginning: str, end: str, sink: str, named: str, excluded: str
 ) -> None:
+    words = {"no": "contradicted", "open": "inconclusive", "holds": "holds"}
     verdicts = {
-        "crop": crop,
-        "pe_to_beginning": beginning,
-        "pe_to_end": end,
-        "sink": sink,
+        "crop": words[crop],
+        "pe_to_beginning": words[beginning],
+        "pe_to_end": words[end],
+        "sink": words[sink],
     }
+    losses = {"first": (1, 3, 2), "last": (2, 3, 1), "middle": (2, 1, 3)}[best]
     shares = dict.fromkeys(verdicts, interval(0.1, 0.5))
-    tables = tables_of_source(interval(1, 2), shares)
+    tables = tables_of_source(interval(1, 2), shares, losses)
     source = judge_source(tables, findings_of_source(verdicts))
     names = {"mask": "causal mask", "ids": "position ids", "sink": "first token"}
     assert set(source.named) == {names[key] for key in named.split()}

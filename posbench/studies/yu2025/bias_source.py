@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,12 +43,12 @@ SINK = "first token"
 Means: TypeAlias = "Mapping[str, Array]"
 """Means of groups of losses, [R] over bootstrap draws, by group."""
 SHARE = 1 / 3
-"""Share of the gap between the better end and the inner positions that an intervention on a source closes at least."""
+"""Share of the gap between the best and the worst gold position that an intervention on a source closes at least."""
 SINK_FACTOR = 0.01
 """What is left of the last token's attention to the first token; without any, heads that see nothing else have none."""
 SOURCE_TABLES = ("bias_source", "bias_source_effects")
 """Tables of the study."""
-NO_GAP = "the ends of the prompt are not surely better than its inner positions"
+NO_GAP = "no gold position is surely better than the others"
 
 
 class Intervention(NamedTuple):
@@ -58,11 +58,13 @@ class Intervention(NamedTuple):
         source: What tells the place of an item, and is taken away.
         label: What is changed, for tables and figures.
         control: The intervention that does the same to another item.
+        place: The place that the item then looks like having: ``first`` or ``last``; empty: none.
     """
 
     source: str
     label: str
     control: str
+    place: Literal["first", "last", ""]
 
     def __str__(self) -> str:
         """The source, and what is changed."""
@@ -76,18 +78,28 @@ class Intervention(NamedTuple):
 
 INTERVENTIONS = {
     "crop": Intervention(
-        MASK, "the gold item sees itself and the first token alone", "crop_other"
+        source=MASK,
+        label="the gold item sees itself and the first token alone",
+        control="crop_other",
+        place="first",
     ),
     "pe_to_beginning": Intervention(
-        POSITION_IDS,
-        "its keys at the position ids of the first item",
-        "pe_to_end_other",
+        source=POSITION_IDS,
+        label="its keys at the position ids of the first item",
+        control="pe_to_end_other",
+        place="first",
     ),
     "pe_to_end": Intervention(
-        POSITION_IDS, "its keys at the position ids of the last item", "pe_to_end_other"
+        source=POSITION_IDS,
+        label="its keys at the position ids of the last item",
+        control="pe_to_end_other",
+        place="last",
     ),
     "sink": Intervention(
-        SINK, "the last token hardly sees the first token", "sink_other"
+        source=SINK,
+        label="the last token hardly sees the first token",
+        control="sink_other",
+        place="",
     ),
 }
 CONTROLS = {
@@ -101,10 +113,11 @@ CONTROLS = {
 class BiasSource(Study):
     """What tells the model where an item stands: loss of the right answer when one source of that is taken away.
 
-    The gap is the loss at the inner gold positions minus that at the end of the prompt that has less. A source
-    contributes where an intervention on it closes a third of the gap or more, and more than the same intervention on
+    The gap is the loss at the worst gold position minus that at the best one. A source contributes where an
+    intervention on it at the worst position closes a third of the gap or more, and more than the same intervention on
     another item of the prompt, for sure. The crop covers all layers, so that nothing in an item's hidden states tells
-    what came before it.
+    what came before it; it makes an item look like the first one, so that a preference for the end which the mask alone
+    brings about cannot be shown.
 
     Source: perturbations of Yu et al. 2025, Section 2.2 and Appendix D.2; the crop of all layers, the sink and the rule
     are ours.
@@ -114,6 +127,8 @@ class BiasSource(Study):
         seed: Seed of the controls' items.
     """
 
+    smallest: ClassVar[Mapping[str, int]] = {"examples": 8}
+
     examples: Count = 40
     seed: Seed = 0
 
@@ -121,8 +136,8 @@ class BiasSource(Study):
         """See :meth:`Study.check`."""
         shared.check_prompts(run)
         examples = sort_by_gold_position(shared.need_items(run.task), 1)
-        if len(examples) < 3:
-            allowed = "three gold positions or more: two ends, and one between them"
+        if len(examples) < 2:
+            allowed = "two gold positions or more, a better and a worse one"
             hint = "set task.positions=[0%,50%,100%]"
             raise UserError("task.positions", len(examples), allowed, hint)
         if any(not example.answers for example in examples):
@@ -142,18 +157,24 @@ class BiasSource(Study):
         """See :meth:`Study.workload`."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         variants = len(_variants(run.lm))
+        at_one_position = [
+            e for e in examples if gold_index(e) == gold_index(examples[0])
+        ]
         return [
             InspectionPasses(examples, times=1),
-            InspectionPasses(_inner(examples), times=variants),
+            InspectionPasses(at_one_position, times=variants),
         ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``bias_source`` (loss by variant and gold position), ``bias_source_effects``."""
         prompts = Prompts.of(run, self.examples)
-        inner = Prompts.of(run, self.examples, examples=_inner(prompts.examples))
-        frames = [self._losses(prompts, UNMODIFIED)]
-        for variant in _variants(run.lm):
-            frames.append(self._losses(inner, variant))
+        unmodified = self._losses(prompts, UNMODIFIED)
+        _, worst = _best_and_worst(unmodified)
+        at_worst = [e for e in prompts.examples if gold_index(e) == worst]
+        worst_prompts = Prompts.of(run, self.examples, examples=at_worst)
+        frames = [unmodified]
+        for variant in _variants(run.lm, _place_of(at_worst[0])):
+            frames.append(self._losses(worst_prompts, variant))
         frame = pd.concat(frames, ignore_index=True)
         return {
             "bias_source": _by_position(frame),
@@ -201,7 +222,7 @@ class BiasSource(Study):
         """See :meth:`Study.figures`."""
         caption = (
             "Share of the gap that each intervention closes, with 95 % intervals; line: a third. The gap is the loss "
-            "of the right answer at the inner gold positions minus that at the better end of the prompt."
+            "of the right answer at the worst gold position minus that at the best one."
         )
         effects = read_effects(tables)
         if not has_gap(effects):
@@ -224,10 +245,41 @@ def read_effects(tables: Tables) -> dict[str, Estimate]:
     return {row["effect"]: estimate(row) for row in rows}
 
 
-def _variants(lm: LM) -> list[str]:
-    """The interventions and controls that a model can have."""
-    names = [*INTERVENTIONS, *CONTROLS]
-    return [name for name in names if can_move(lm) or not name.startswith("pe_to")]
+def _variants(lm: LM, place: str = "") -> list[str]:
+    """The interventions and controls that a model can have.
+
+    Args:
+        lm: The model.
+        place: Where the gold item stands, ``first`` or ``last``: what makes it look so changes nothing.
+    """
+    names = [
+        name
+        for name, intervention in INTERVENTIONS.items()
+        if not place or intervention.place != place
+    ]
+    return [
+        name
+        for name in (*names, *CONTROLS)
+        if can_move(lm) or not name.startswith("pe_to")
+    ]
+
+
+def _place_of(example: Example) -> str:
+    """Whether the gold item is the ``first`` or the ``last`` one; empty: neither."""
+    index = gold_index(example)
+    if index == 0:
+        return "first"
+    return "last" if index == len(example.items) - 1 else ""
+
+
+def best_place(tables: Tables) -> str:
+    """Whether the unmodified model is best at the ``first`` or the ``last`` gold position; empty: between them."""
+    table = tables["bias_source"]
+    unmodified = table[table["variant"] == UNMODIFIED].sort_values("gold_position")
+    best = int(unmodified["loss"].to_numpy().argmin())
+    if best == 0:
+        return "first"
+    return "last" if best == len(unmodified) - 1 else ""
 
 
 @contextmanager
@@ -270,10 +322,10 @@ def _marks(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
     return marks
 
 
-def _inner(examples: Sequence[Example]) -> list[Example]:
-    """The examples whose gold item stands between the first and the last gold position."""
-    positions = sorted({gold_index(example) for example in examples})
-    return [e for e in examples if positions[0] < gold_index(e) < positions[-1]]
+def _best_and_worst(unmodified: pd.DataFrame) -> tuple[int, int]:
+    """The gold positions with the smallest and the largest mean loss of the unmodified model."""
+    means = unmodified.groupby("gold_position")["loss"].mean()
+    return int(means.idxmin()), int(means.idxmax())
 
 
 def _by_position(frame: pd.DataFrame) -> pd.DataFrame:
@@ -303,16 +355,13 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
         resamples: Bootstrap draws of questions.
     """
     unmodified = frame[frame["variant"] == UNMODIFIED]
-    positions = sorted(unmodified["gold_position"].unique())
-    ends = {
-        position: unmodified[unmodified["gold_position"] == position]
-        for position in (positions[0], positions[-1])
-    }
-    better_end = min(ends.values(), key=lambda rows: rows["loss"].mean())
-    inner = unmodified[unmodified["gold_position"].isin(positions[1:-1])]
+    best, worst = (
+        unmodified[unmodified["gold_position"] == position]
+        for position in _best_and_worst(unmodified)
+    )
     groups: dict[str, Group] = {
-        "inner": shared.values_and_clusters(inner, "loss"),
-        "end": shared.values_and_clusters(better_end, "loss"),
+        "worst": shared.values_and_clusters(worst, "loss"),
+        "best": shared.values_and_clusters(best, "loss"),
     }
     variants = [name for name in frame["variant"].unique() if name != UNMODIFIED]
     for variant in variants:
@@ -338,13 +387,13 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
 
 
 def _gap(means: Means) -> Array:
-    """Loss at the inner gold positions minus that at the better end."""
-    return means["inner"] - means["end"]
+    """Loss at the worst gold position minus that at the best one."""
+    return means["worst"] - means["best"]
 
 
 def _gain(variant: str, means: Means) -> Array:
-    """Fall of the loss at the inner gold positions."""
-    return means["inner"] - means[variant]
+    """Fall of the loss at the worst gold position."""
+    return means["worst"] - means[variant]
 
 
 def _share_of_gap(variant: str, means: Means) -> Array:
@@ -367,7 +416,7 @@ def _gain_over(variant: str, control: str, means: Means) -> Array:
 
 
 def has_gap(effects: Mapping[str, Estimate]) -> bool:
-    """Whether the better end is surely better than the inner positions."""
+    """Whether the best gold position is surely better than the worst one."""
     return effects["gap"].ci_low > 0
 
 
@@ -375,7 +424,7 @@ def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:
     """Whether an intervention closes :data:`SHARE` of the gap, and more than its control does."""
     intervention = INTERVENTIONS[name]
     claim = intervention.claim
-    statistic = "share of the gap that this closes at the inner gold positions"
+    statistic = "share of the gap that this closes at the worst gold position"
     share = effects[f"{name}_share"]
     if not has_gap(effects):
         return Finding.untestable(claim, statistic, NO_GAP, share.n)
