@@ -138,6 +138,11 @@ class Spending:
         return self.usd if is_money else float(self.tokens)
 
     @property
+    def has_limit(self) -> bool:
+        """Whether tokens or money bound what may be spent."""
+        return self._limit is not None
+
+    @property
     def is_spent(self) -> bool:
         """Whether nothing is left of the budget."""
         limit = self._limit
@@ -261,6 +266,13 @@ class Deadline:
             seconds_per_work = max(last_round, all_rounds)
         needed = seconds_per_work * work + self.watch.report_seconds(self.seconds)
         return self.watch.total + needed <= self.seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left but that of tables, figures and page."""
+        return (
+            self.watch.total + self.watch.report_seconds(self.seconds) >= self.seconds
+        )
 
     def begin(self, work: float) -> None:
         """Begin a round of this size."""

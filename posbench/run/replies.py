@@ -223,19 +223,25 @@ class ServedQuestions:
     def may_start(self, request: Request) -> bool:
         """Return whether a request may be sent: a question is begun only where the budget has room for all of it."""
         spending = self._run.spending
-        if spending is None:
-            return True
         question = self._question_of[request.example.id]
         with self._lock:
             if question not in self._started:
-                if self._is_closed or not spending.has_room(self._sizes[question]):
+                if self._is_closed or self._is_full(question):
                     self._is_closed = True
                     return False
                 self._started.add(question)
-            if spending.is_spent:
-                return False
-            spending.begin()
+            if spending:
+                if spending.is_spent:
+                    return False
+                spending.begin()
             return True
+
+    def _is_full(self, question: int) -> bool:
+        """Whether the budget has no room for one more question; without any the first one is asked all the same."""
+        run = self._run
+        if run.spending and not run.spending.has_room(self._sizes[question]):
+            return True
+        return bool(run.deadline and self._started and run.deadline.is_over)
 
     def count(self, read: int, written: int) -> None:
         """Count the tokens that a request took."""
@@ -261,9 +267,12 @@ class ServedQuestions:
             return rows
         kept_rows = [row for row in rows if self._question_of[row["id"]] in kept]
         asked = [e for e in run.evaluation if self._question_of[e.id] in kept]
-        if run.spending and self._stopped_round is None:
-            planned = num_questions(run.evaluation)
-            run.spending.stopped = (num_questions(asked), planned)
+        if self._stopped_round is None:
+            counts = (num_questions(asked), num_questions(run.evaluation))
+            if run.spending and run.spending.has_limit:
+                run.spending.stopped = counts
+            elif run.deadline:
+                run.deadline.stopped = counts
         run.out.write_rows(file, kept_rows)
         return kept_rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -253,22 +252,27 @@ def test_what_stopped_sessions_spent_counts(posbench: Call, outputs: Path) -> No
     assert 18_000 < sum(map(tokens_of, rows)) <= 20_000
 
 
-def test_a_budget_of_time_is_kept(posbench: Call, outputs: Path) -> None:
-    """The server takes 40 ms for a request, two at a time: 500 questions at three positions would take 30 s."""
+def test_a_budget_of_time_ends_inside_a_round(
+    posbench: Call, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that each question moves by a second; the server seemed fast when it was timed."""
+    seconds = [0.0]
+    monkeypatch.setattr("posbench.run.progress.clock", lambda: seconds[0])
 
-    def slow(prompt: str, n: int) -> str:
-        time.sleep(0.04)
+    def pass_a_second(prompt: str, n: int) -> str:
+        seconds[0] += 1
         return ""
 
-    with serving(slow) as server:
-        began = time.monotonic()
-        result = ask(posbench, server, "budget=6s", "model.concurrency=2")
-        taken = time.monotonic() - began
+    with serving() as server:
+        sizes = ("task.limit=100", "runtime.round_questions=100")
+        prepared = ("budget=60s", "model.concurrency=1", *sizes)
+        server.fault = pass_a_second
+        result = ask(posbench, server, *prepared)
     assert result.status == 0, result.err
     rows = rows_of(only_run(outputs))
     assert_whole(rows)
-    assert len(rows) < 3 * 200 and taken < 20
-    assert_names(result.out, "timing 2 requests", "budget 6s", "expected")
+    assert 20 <= len(rows) <= 60 and len(server.questions) < 70
+    assert_names(result.out, "timing", "the budget", "60s", "expected")
 
 
 def test_what_cannot_be_counted_is_no_budget(posbench: Call, outputs: Path) -> None:
