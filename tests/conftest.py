@@ -18,6 +18,7 @@ from hypothesis import settings
 settings.register_profile("posbench", deadline=None)  # a machine may be slow
 settings.load_profile("posbench")
 
+PATH = [*sys.path]
 PROCESS = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
 """The command line as a process of its own; arguments follow."""
 
@@ -29,6 +30,19 @@ class Result:
     status: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def forget_own_code() -> None:
+    """Let a test find the user's own modules as a new process does: none is imported, and no --config-dir searched."""
+    own = {Path(entry).resolve() for entry in set(sys.path) - set(PATH)}
+    sys.path[:] = PATH
+    if not own:
+        return
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).resolve().parent in own:
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,6 @@ from posbench.pipeline.served import (
     need_consent,
 )
 from posbench.report.folder import read_csv, study_tables
-from posbench.report.page import render_run
 from posbench.run.budget import Budget
 from posbench.run.folder import open_run_dir
 from posbench.run.progress import duration, progress
@@ -287,7 +286,7 @@ class Course:
             ],
             share=LAST_SHARE,
         )
-        render_run(folder)
+        self.runs.write_page(folder)
         metrics = read_csv(folder / "metrics.csv")
         table = read_csv(folder / "shape.csv")
         run = run_verdict(metrics)
@@ -439,7 +438,7 @@ class Course:
         folder = self.runs.execute(
             "held-back", own, share=LAST_SHARE, method="", in_process=True
         )
-        render_run(folder)
+        self.runs.write_page(folder)
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
         verdict = verdict or Verdict(CANNOT_TELL, "nothing was scored")
         diagnosis.held_back = str(verdict)
@@ -598,7 +597,7 @@ class Course:
         typed = [arg for arg in self.args if key_of(arg) != "runtime.yes"]
         begin = shlex.join(["posbench", "diagnose", *typed])
         if diagnosis.verdict == FIXED:
-            return f"posbench export {diagnosis.runs['held-back']} --out fix"
+            return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
         last_pilot = diagnosis.pilots[-1] if diagnosis.pilots else None
         if last_pilot and last_pilot.level == "cut":
             tokens = MORE_TOKENS * self.task.max_new_tokens

@@ -23,8 +23,10 @@ from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
-from posbench.run.folder import open_run_dir
+from posbench.report.page import render_run
+from posbench.run.folder import REDRAWN_FILES, open_run_dir
 from posbench.run.heartbeat import loading
+from posbench.run.lease import owning
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -204,6 +206,12 @@ class Runs:
         self.diagnosis.runs[part] = str(folder)
         self._count_rows(part, folder, is_served=lm is None)
         return folder
+
+    def write_page(self, folder: Path) -> None:
+        """Draw the figures and the page of a run, as its stage report would."""
+        with owning(folder):
+            render_run(folder)
+            open_run_dir(folder).renew(REDRAWN_FILES)
 
     @contextmanager
     def counted(

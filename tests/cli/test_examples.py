@@ -204,12 +204,8 @@ def test_a_mistake_in_code_of_ones_own_is_one_line(
     """The line names the function, the file, its line and the error; a variable asks for the traceback."""
     own = tmp_path / "own"
     shutil.copytree(EXAMPLES, own)
-    # Python imports a module of each name once.
-    name = f"{module}_{multirun:d}"
-    config = own / group / f"{module}.yaml"
-    config.write_text(config.read_text().replace(f"{module}.", f"{name}."))
-    text, number = with_mistake((own / f"{module}.py").read_text(), function)
-    file = own / f"{name}.py"
+    file = own / f"{module}.py"
+    text, number = with_mistake(file.read_text(), function)
     file.write_text(text)
     args = [f"--config-dir={own}", *SMALL, f"{group}={module}", *args]
     args.append("stages=[evaluate]")

@@ -157,6 +157,7 @@ JOBS = {
     **_study(
         "attention_to_gold", *FEW, *PROMPTS, "task.positions=[0,4,8]", "study.items=[9]"
     ),
+    **_study("bias_source", *FEW, *PROMPTS),
     **_study(
         "bucket_search", "study.dim=16", "study.candidates=[10000,14000,500]", model=""
     ),

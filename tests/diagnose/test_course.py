@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def diagnose(
 
 
 def test_a_model_that_loses_the_middle_is_explained_and_fixed(
-    diagnose: Callable[..., tuple[Result, dict[str, Any]]], outputs: Path
+    posbench: Callable[..., Result],
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]],
+    outputs: Path,
 ) -> None:
     result, found = diagnose("model=tiny", *FEW)
     assert result.status == 0, result.err
@@ -66,6 +69,11 @@ def test_a_model_that_loses_the_middle_is_explained_and_fixed(
     for part in ("verdict", "shape", "source", "winner", "runs", "next"):
         assert found_again[part] == found[part]
     assert before == replies_of(outputs)
+
+    # The next command is one that runs.
+    command = shlex.split(found["next"])
+    exported = posbench(*command[1:-1], str(outputs / "fix"), verb=True)
+    assert exported.status == 0, exported.err
 
 
 def replies_of(outputs: Path) -> dict[Path, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import permutations
 from pathlib import Path
 
@@ -33,11 +32,9 @@ SMALL = [
 PAIR = r'"\w+": "\w+"'
 
 
-@pytest.fixture(scope="module")
-def examples():
-    sys.path.insert(0, str(EXAMPLES))
-    yield
-    sys.path.remove(str(EXAMPLES))
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.fixture
