@@ -74,10 +74,12 @@ LARGER = 3
 FIRST_ITEMS = 20
 """Items of a prompt where neither the user nor the model's file says it: a pilot on two cores."""
 MIN_ITEMS = 6
-SHARES = {"pilot": 0.2, "source": 0.65, "remedies": 0.8}
+SHARES = {"pilot": 0.2, "attention": 0.5, "source": 0.65, "remedies": 0.8}
 """Share of the budget that is spent at the end of each part at most; the rest is for held-back questions."""
 LAST_SHARE = 0.95
 """Share of the budget that is spent when the last question is answered."""
+ATTENTION_EXAMPLES = 5
+"""Questions at each position whose attention is measured."""
 MIN_SOURCE_EXAMPLES = 10
 MAX_SOURCE_EXAMPLES = 30
 """Questions at each position of the search for the source."""
@@ -146,6 +148,7 @@ class Course:
         if self._has_signal() and self._pilot():
             self._shape()
             if diagnosis.verdict == BIAS and self.runs.has_checkpoint:
+                self._attention()
                 self._source()
                 self._remedies()
             elif diagnosis.verdict == BIAS:
@@ -320,6 +323,26 @@ class Course:
             diagnosis.verdict = BIAS
             diagnosis.reason = numbers
 
+    def _attention(self) -> None:
+        """Measure the attention of the last token to the items, where the budget leaves room for it."""
+        prompts = ATTENTION_EXAMPLES * len(self.task.gold_positions)
+        cost = prompts * self._measured_cost_of_prompt()
+        if cost > self.allowance.left(SHARES["attention"]):
+            return
+        own = [f"runtime.intervene_examples={ATTENTION_EXAMPLES}"]
+        if "task.limit" not in self.runs.typed_keys:
+            own.append(f"task.limit={ATTENTION_EXAMPLES}")
+        try:
+            self.runs.execute(
+                "attention",
+                own,
+                prompts=prompts,
+                stages="intervene",
+                in_process=True,
+            )
+        except UserError as error:
+            self.console.print(f"attention: {error}", soft_wrap=True, markup=False)
+
     def _source(self) -> None:
         """Take away, one by one, what tells the place of the gold item, and see what that does to its answer."""
         diagnosis = self.diagnosis
@@ -339,7 +362,12 @@ class Course:
         ]
         try:
             folder = self.runs.execute(
-                "source", own, method="", stages="study", in_process=True
+                "source",
+                own,
+                prompts=SOURCE_PROMPTS * examples,
+                method="",
+                stages="study",
+                in_process=True,
             )
         except UserError as error:
             diagnosis.source_note = f"{error.field}: {error.allowed}"
@@ -354,13 +382,9 @@ class Course:
     def _source_examples(self) -> int:
         """Questions at each position that the budget leaves; a note says where these are too few."""
         diagnosis = self.diagnosis
+        per_question = SOURCE_PROMPTS * self._measured_cost_of_prompt()
         if self.allowance.is_time:
-            per_prompt = (
-                SOURCE_WORK * diagnosis.seconds["shape"] / diagnosis.prompts["shape"]
-            )
-        else:
-            per_prompt = self._cost_of_prompt()
-        per_question = SOURCE_PROMPTS * per_prompt
+            per_question *= SOURCE_WORK
         examples = int(self.allowance.left(SHARES["source"]) / max(per_question, 1e-9))
         if examples < MIN_SOURCE_EXAMPLES:
             needed = f"{MIN_SOURCE_EXAMPLES * SOURCE_PROMPTS} prompts"
@@ -506,6 +530,13 @@ class Course:
         left = self.allowance.left(SHARES.get(part, LAST_SHARE))
         per_question = prompts_per_question * self._cost_of_prompt()
         return min(most, int(left / max(per_question, 1e-12)))
+
+    def _measured_cost_of_prompt(self) -> float:
+        """What one more prompt takes of the budget, as those of the shape did."""
+        if not self.allowance.is_time:
+            return self._cost_of_prompt()
+        diagnosis = self.diagnosis
+        return diagnosis.seconds["shape"] / max(diagnosis.prompts["shape"], 1)
 
     def _cost_of_prompt(self) -> float:
         """What one more prompt takes of a budget that is no time."""

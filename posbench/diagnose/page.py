@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from posbench.plots.base import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR
 from posbench.plots.scores import accuracy_by_position
 from posbench.plots.section import Section
 from posbench.report.folder import read_csv, study_tables
-from posbench.report.page import write_page
+from posbench.report.page import attention_section, write_page
 from posbench.run.progress import duration
 from posbench.stats.bootstrap import Estimate, with_interval
 from posbench.stats.shape import SHAPES
@@ -116,6 +117,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 def _sections(diagnosis: Diagnosis) -> list[Section | None]:
     return [
         _shape_section(diagnosis),
+        _attention_section(diagnosis),
         _source_section(diagnosis),
         _remedy_section(diagnosis),
         _held_back_section(diagnosis),
@@ -159,6 +161,21 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
         rows,
         _figure(diagnosis.runs["shape"], "shape", caption),
     )
+
+
+def _attention_section(diagnosis: Diagnosis) -> Section | None:
+    """How much attention the gold item gets at every place."""
+    folder = diagnosis.runs.get("attention")
+    attention = read_csv(Path(folder) / "attention.csv") if folder else None
+    if attention is None:
+        return None
+    section = attention_section(attention)
+    n = attention["n"].min()
+    text = (
+        f"What the last token of the prompt sees of the gold item, n = {n} at each position. Attention is a trace of a "
+        "bias, not its cause."
+    )
+    return replace(section, text=text)
 
 
 def _source_section(diagnosis: Diagnosis) -> Section | None:

@@ -177,7 +177,12 @@ class Runs:
     # Runs
 
     def execute(
-        self, part: str, own: Sequence[str], share: float | None = None, **choices: Any
+        self,
+        part: str,
+        own: Sequence[str],
+        share: float | None = None,
+        prompts: int = 0,
+        **choices: Any,
     ) -> Path:
         """Make a run, and record it as a part of the diagnosis.
 
@@ -185,6 +190,7 @@ class Runs:
             part: Name of the part.
             own: Overrides of the part.
             share: Share of the budget that is spent when its rows must be there; None: no limit.
+            prompts: Prompts that it reads without a reply, which its rows do not count.
             **choices: See :meth:`overrides`.
 
         Returns:
@@ -195,7 +201,7 @@ class Runs:
             config = replace(config, budget=self.allowance.rest(share))
         command = shlex.join(["posbench", *self.overrides(own, **choices)])
         lm = None if config.model.base_url else self.lm
-        with self.counted(part, lm):
+        with self.counted(part, lm, prompts):
             folder = execute(
                 config,
                 command=command,

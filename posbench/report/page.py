@@ -141,7 +141,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         sections.append(Section("By subset", "", *table, figures))
     attention = read_csv(folder / "attention.csv")
     if attention is not None:
-        sections.append(_attention_section(attention))
+        sections.append(attention_section(attention))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += held_back.sections(read_csv(folder / held_back.TABLE_FILE))
@@ -287,8 +287,8 @@ def _score_sections(
     return sections
 
 
-def _attention_section(attention: pd.DataFrame) -> Section:
-    """Attention to the gold item, as figures."""
+def attention_section(attention: pd.DataFrame) -> Section:
+    """Attention to the gold item, from ``attention.csv``, as figures."""
     quantity = "Attention of the last prompt token to the item with the answer"
     if attention["method"].nunique() > 1:
         caption = (

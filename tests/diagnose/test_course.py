@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pandas as pd
 import pytest
 
 import posbench as library
@@ -50,6 +51,12 @@ def test_a_model_that_loses_the_middle_is_explained_and_fixed(
     assert gains[found["winner"]]["ci_low"] > 0
     assert found["next"].startswith("posbench export ")
 
+    # The last token sees less of a gold item in the middle, where the answers are lost.
+    attention = pd.read_csv(Path(found["runs"]["attention"]) / "attention.csv")
+    to_gold = attention[attention["item"] == attention["gold_position"]]
+    by_position = to_gold.groupby("gold_position")["attention"].sum()
+    assert by_position.iloc[1] < min(by_position.iloc[0], by_position.iloc[2])
+
     # Held-back questions are none of those before.
     shape = questions_of(Path(found["runs"]["shape"]))
     held_back = questions_of(Path(found["runs"]["held-back"]))
@@ -57,7 +64,15 @@ def test_a_model_that_loses_the_middle_is_explained_and_fixed(
 
     folder = next(outputs.glob("diagnose/*"))
     page = (folder / "report.html").read_text()
-    for part in ("Shape", "Source", "Remedies", "Held-back", "Cost", found["next"]):
+    for part in (
+        "Shape",
+        "Attention",
+        "Source",
+        "Remedies",
+        "Held-back",
+        "Cost",
+        found["next"],
+    ):
         assert part in page
     badge = ElementTree.parse(folder / "badge.svg").getroot()
     assert "fixed" in "".join(badge.itertext())
