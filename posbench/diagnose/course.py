@@ -17,7 +17,12 @@ from posbench.diagnose.outcome import (
     judge_source,
     points,
 )
-from posbench.diagnose.race import applicable_methods, race, winner_of
+from posbench.diagnose.race import (
+    applicable_methods,
+    hopeful_methods,
+    race,
+    winner_of,
+)
 from posbench.diagnose.runs import Runs, key_of, spell
 from posbench.diagnose.signal import (
     answer_signal,
@@ -398,7 +403,7 @@ class Course:
         diagnosis = self.diagnosis
         lm = self.runs.lm
         try:
-            examples = self.task.examples("calibration")[:RACE_PROMPTS]
+            examples = self.task.examples("calibration")[: self._race_prompts()]
         except UserError as error:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
@@ -436,11 +441,29 @@ class Course:
         diagnosis.prompts["remedies"] = sum(r.gain.n for r in remedies if r.gain)
         diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
-        if not diagnosis.winner:
-            diagnosis.verdict = NOT_FIXED
-            diagnosis.remedies_note = f"none of {len(remedies)} methods makes the right answer likelier for sure"
+        if diagnosis.winner:
+            self._hold_back(choices[diagnosis.winner])
             return
-        self._hold_back(choices[diagnosis.winner])
+        gap = diagnosis.source.gap if diagnosis.source else None
+        hopeful = hopeful_methods(remedies, gap)
+        note = (
+            f"none of {len(remedies)} methods makes the right answer likelier for sure"
+        )
+        if hopeful:
+            note += f"; of {', '.join(hopeful)} it cannot be told from so few prompts"
+        else:
+            diagnosis.verdict = NOT_FIXED
+            if gap:
+                note += ", and none closes a third of the gap between the best and the worst gold position"
+        diagnosis.remedies_note = note
+
+    def _race_prompts(self) -> int:
+        """Calibration prompts of the race: more in more time."""
+        seconds = self.allowance.budget.seconds
+        if seconds is None:
+            return RACE_PROMPTS
+        default = Budget.parse(DEFAULT_BUDGET).size
+        return round(RACE_PROMPTS * max(seconds / default, 1.0))
 
     def _hold_back(self, choice: MethodChoice) -> None:
         """Ask the winner, and the unmodified model, questions that nothing was chosen on."""
@@ -639,7 +662,9 @@ class Course:
             return f"{begin} {change}"
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             return "posbench diagnose model=DIR_OR_HUB_ID"
-        is_undecided = diagnosis.verdict == CANNOT_TELL or diagnosis.held_back
+        is_undecided = diagnosis.verdict == CANNOT_TELL or any(
+            remedy.gain for remedy in diagnosis.remedies
+        )
         if (
             diagnosis.shape
             and diagnosis.verdict in (BIAS, CANNOT_TELL)

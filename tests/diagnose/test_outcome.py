@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from posbench.diagnose.outcome import Remedy, judge_pilot, judge_source
-from posbench.diagnose.race import winner_of
+from posbench.diagnose.race import hopeful_methods, winner_of
 from posbench.stats.bootstrap import Estimate
 from posbench.studies.yu2025.bias_source import INTERVENTIONS
 
@@ -137,3 +137,18 @@ def test_the_winner_is_surely_better_than_the_unmodified_model() -> None:
     left_out = Remedy("c", note="no constants")
     assert winner_of([unsure, sure, left_out]) == "a"
     assert winner_of([unsure, left_out]) == ""
+
+
+def test_a_method_is_given_up_where_it_surely_closes_less_than_a_third_of_the_gap() -> (
+    None
+):
+    below = Remedy("a", interval(-0.2, 0.9), 1.0)
+    above = Remedy("b", interval(-0.2, 1.1), 1.0)
+    harmful = Remedy("c", interval(-0.9, -0.1), 1.0)
+    left_out = Remedy("d", note="no constants")
+    remedies = [below, above, harmful, left_out]
+    gap = Estimate(3.0, 2.0, 4.0, 20)
+    assert hopeful_methods(remedies, gap) == ["b"]
+    # Without a gap that is sure any gain counts.
+    for unknown in (None, Estimate(3.0, -0.5, 6.5, 20)):
+        assert hopeful_methods(remedies, unknown) == ["a", "b"]
