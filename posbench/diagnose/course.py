@@ -388,7 +388,7 @@ class Course:
         """Questions at each position that the budget leaves; a note says where these are too few."""
         diagnosis = self.diagnosis
         per_question = SOURCE_PROMPTS * self._measured_cost_of_prompt()
-        if self.allowance.is_time:
+        if self.allowance.is_time and "attention" not in diagnosis.prompts:
             per_question *= SOURCE_WORK
         examples = int(self.allowance.left(SHARES["source"]) / max(per_question, 1e-9))
         if examples < MIN_SOURCE_EXAMPLES:
@@ -555,11 +555,12 @@ class Course:
         return min(most, int(left / max(per_question, 1e-12)))
 
     def _measured_cost_of_prompt(self) -> float:
-        """What one more prompt takes of the budget, as those of the shape did."""
+        """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""
         if not self.allowance.is_time:
             return self._cost_of_prompt()
         diagnosis = self.diagnosis
-        return diagnosis.seconds["shape"] / max(diagnosis.prompts["shape"], 1)
+        part = "attention" if "attention" in diagnosis.prompts else "shape"
+        return diagnosis.seconds[part] / max(diagnosis.prompts[part], 1)
 
     def _cost_of_prompt(self) -> float:
         """What one more prompt takes of a budget that is no time."""
