@@ -79,7 +79,7 @@ LARGER = 3
 FIRST_ITEMS = 20
 """Items of a prompt where neither the user nor the model's file says it: a pilot on two cores."""
 MIN_ITEMS = 6
-SHARES = {"pilot": 0.2, "attention": 0.5, "source": 0.65, "remedies": 0.8}
+SHARES = {"pilot": 0.2, "source": 0.7, "remedies": 0.85}
 """Share of the budget that is spent at the end of each part at most; the rest is for held-back questions."""
 LAST_SHARE = 0.95
 """Share of the budget that is spent when the last question is answered."""
@@ -331,8 +331,10 @@ class Course:
     def _attention(self) -> None:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""
         prompts = ATTENTION_EXAMPLES * len(self.task.gold_positions)
-        cost = prompts * self._measured_cost_of_prompt()
-        if cost > self.allowance.left(SHARES["attention"]):
+        left = self.allowance.left(SHARES["source"])
+        # What a prompt takes in process is not known yet of a served model: this tells it.
+        cost = 0.0 if self.runs.is_served else self._measured_cost_of_prompt()
+        if not left or prompts * cost > left / 3:
             return
         own = [f"runtime.intervene_examples={ATTENTION_EXAMPLES}"]
         if "task.limit" not in self.runs.typed_keys:
