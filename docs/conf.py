@@ -29,6 +29,7 @@ PAGES = {
     ],
     "A laptop and an hour": [
         "docs/real_model",
+        "docs/real_remedies",
         "docs/gallery",
         "docs/mechanism",
         "experiments/results/README",
