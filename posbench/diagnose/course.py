@@ -63,6 +63,7 @@ from posbench.stats.verdict import (
 )
 from posbench.studies.prompts import need_items
 from posbench.studies.yu2025.bias_source import SOURCE_TABLES
+from posbench.tasks import KVRetrieval
 from posbench.tasks.items import GoldPositionTask
 
 DEFAULT_BUDGET = "10min"
@@ -120,7 +121,7 @@ class Course:
         self.allowance = Allowance(budget, None)
         self.runs = Runs(args, self.allowance, console)
         self.diagnosis = self.runs.diagnosis
-        config = self._prepare_task()
+        config = self._prepare_first()
         task = config.task
         if not isinstance(task, GoldPositionTask):
             allowed = "a task that moves a gold item over positions"
@@ -574,12 +575,25 @@ class Course:
         read = len(encoded.ids) or ASSUMED_TOKENS_PER_CHARACTER * len(example.prompt)
         return self.allowance.cost_of_prompt(read, self.task.max_new_tokens)
 
+    def _prepare_first(self) -> Config:
+        """The config of the task as it is typed, with few pairs where the default number does not go with the rest."""
+        size = f"task.{KVRetrieval.sizes[0]}"
+        try:
+            return self._prepare_task()
+        except UserError as error:
+            if error.field != size or size in self.runs.typed_keys:
+                raise
+            self.runs.settings[size] = FIRST_ITEMS
+            return self._prepare_task()
+
     def _set_first_size(self, config: Config, task: GoldPositionTask) -> None:
         """Begin with few items where neither the user nor the model's file says how many."""
         size = f"task.{task.sizes[0]}"
         named = config.model.blocks.get(task.name, {})
         is_set = size in self.runs.typed_keys or task.sizes[0] in named
-        if not is_set and task.path is None and task.items > FIRST_ITEMS:
+        if is_set or task.path is not None:
+            return
+        if task.items > FIRST_ITEMS or size in self.runs.settings:
             self.runs.settings[size] = FIRST_ITEMS
             self.runs.settings[f"task.{task.sizes[1]}"] = FIRST_ITEMS
 

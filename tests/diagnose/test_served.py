@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import Result
 from tests.messages import assert_line_names, assert_refused
@@ -165,3 +166,17 @@ def test_the_checkpoint_of_a_served_model_is_looked_into(
     assert found["shape"]["name"] == "middle drop"
     assert set(found["source"]["named"]) == {"causal mask", "position ids"}
     assert found["winner"] == "scale_channel" and found["verdict"] == "fixed"
+
+
+def test_words_are_few_where_nobody_says_how_many(
+    posbench: Callable[..., Result], outputs: Path, server: Server
+) -> None:
+    """140 pairs, the default, have more keys than there are words."""
+    server.answer = reader(lambda position: position == 0)
+    positions = "task.positions=[0%,50%,100%]"
+    address = f"model.base_url={server.url}"
+    result = posbench("diagnose", address, "task.records=words", positions)
+    assert result.status == 0, result.err
+    for config in outputs.glob("kv_retrieval/v*/*/config.yaml"):
+        task = yaml.safe_load(config.read_text())["task"]
+        assert task["pairs"] == task["calibration_pairs"] == 20
