@@ -179,4 +179,4 @@ def test_words_are_few_where_nobody_says_how_many(
     assert result.status == 0, result.err
     for config in outputs.glob("kv_retrieval/v*/*/config.yaml"):
         task = yaml.safe_load(config.read_text())["task"]
-        assert task["pairs"] == task["calibration_pairs"] == 20
+        assert task["pairs"] == task["calibration_pairs"] <= 20
