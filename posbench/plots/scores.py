@@ -103,7 +103,8 @@ def accuracy_by_model(summary: pd.DataFrame) -> Figure:
 def describe_shapes(metrics: pd.DataFrame) -> str:
     """Name the shape of each method's score over the gold position; methods without one are left out.
 
-    Of more than two methods the unmodified model alone is named, so that the text fits above a figure.
+    Two methods of one shape share its name; different ones stand in a line each, so that they fit above a figure. Of
+    more than two methods the unmodified model alone is named.
 
     Args:
         metrics: Rows of metrics.csv of one run.
@@ -113,7 +114,9 @@ def describe_shapes(metrics: pd.DataFrame) -> str:
         methods = [method for method in methods if method == frames.UNMODIFIED]
     shapes = {name: shape_in_metrics(metrics, name) for name in methods}
     texts = [f"{frames.display_name(n)}: {s}" for n, s in shapes.items() if s]
-    return ", ".join(texts)
+    if len(texts) == MAX_NAMED_SHAPES and len(set(shapes.values())) == 1:
+        return f"both: {next(iter(shapes.values()))}"
+    return "\n".join(texts)
 
 
 @plot.styled

@@ -131,7 +131,10 @@ def test_each_method_has_its_own_shape() -> None:
     metrics = metrics_of(
         400, 0, none=(1.0, 0.6, 0.3, 0.6, 0.98), x=(0.95, 0.5, 0.5, 0.5, 0.5)
     )
-    assert describe_shapes(metrics) == "unmodified: middle drop, x: primacy"
+    assert describe_shapes(metrics) == "unmodified: middle drop\nx: primacy"
+    same = metrics[metrics["method"] == "none"].assign(method="y")
+    unmodified = metrics[metrics["method"] == "none"]
+    assert describe_shapes(pd.concat([unmodified, same])) == "both: middle drop"
     text = headline(metrics)
     assert "] (middle drop), x " in text
     assert "] (primacy), difference" in text
