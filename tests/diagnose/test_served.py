@@ -175,7 +175,8 @@ def test_words_are_few_where_nobody_says_how_many(
     server.answer = reader(lambda position: position == 0)
     positions = "task.positions=[0%,50%,100%]"
     address = f"model.base_url={server.url}"
-    result = posbench("diagnose", address, "task.records=words", positions)
+    few = positions, "task.limit=5", "runtime.resamples=100"
+    result = posbench("diagnose", address, "task.records=words", *few)
     assert result.status == 0, result.err
     for config in outputs.glob("kv_retrieval/v*/*/config.yaml"):
         task = yaml.safe_load(config.read_text())["task"]
