@@ -172,8 +172,8 @@ def _attention_section(diagnosis: Diagnosis) -> Section | None:
     section = attention_section(attention)
     n = attention["n"].min()
     text = (
-        f"What the last token of the prompt sees of the gold item, n = {n} at each position. Attention is a trace of a "
-        "bias, not its cause."
+        f"What the last token of the prompt sees of the gold item, n = {n} at each position. Where the bias comes from "
+        "it does not say."
     )
     return replace(section, text=text)
 
