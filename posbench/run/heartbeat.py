@@ -5,7 +5,6 @@ Loops over rows have :mod:`posbench.run.progress`; this is for all between them:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,22 +98,10 @@ def beating(say: Callable[[str], None]) -> Iterator[None]:
         return
     heartbeat = Heartbeat(say)
     _current.append(heartbeat)
-    ended = threading.Event()
-
-    def look_again_and_again() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            try:
-                heartbeat.look()
-            except OSError:
-                return  # a closed pipe or a full disk: what the run prints next raises it
-
-    thread = threading.Thread(target=look_again_and_again, daemon=True)
-    thread.start()
     try:
-        yield
+        with progress.repeating(heartbeat.look, LOOK_SECONDS):
+            yield
     finally:
-        ended.set()
-        thread.join()
         _current.clear()
 
 

@@ -41,25 +41,36 @@ def replies(outputs: Path, method: str) -> dict[str, str]:
     return found
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until a server says that it is well: for three minutes, if it does not end before."""
+    look = build_opener(ProxyHandler({}))
+    for _ in range(900):
+        assert process.poll() is None, "it ended by itself"
+        try:
+            look.open(f"http://localhost:{port}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+
+
 @contextmanager
 def transformers_serve(folder: Path) -> Iterator[str]:
     """``transformers serve`` with the checkpoint of a folder: its address."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     asked = [str(folder), "--port", str(port), "--device", "cpu", "--dtype", "float32"]
     with subprocess.Popen(
         [sys.executable, "-c", *SERVE, *asked], stderr=subprocess.DEVNULL
     ) as process:
         try:
-            look = build_opener(ProxyHandler({}))
-            for _ in range(600):
-                assert process.poll() is None, "it ended by itself"
-                try:
-                    look.open(f"http://localhost:{port}/health", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.2)
+            wait_for(process, port)
             yield f"http://localhost:{port}/v1"
         finally:
             process.kill()
@@ -157,9 +168,7 @@ def vllm_serve(folder: Path) -> Iterator[str]:
     python = os.environ.get("POSBENCH_VLLM_PYTHON")
     if not python:
         pytest.skip("needs POSBENCH_VLLM_PYTHON, a Python that has vLLM")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--served-model-name", "words"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
@@ -170,14 +179,7 @@ def vllm_serve(folder: Path) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     ) as process:
         try:
-            look = build_opener(ProxyHandler({}))
-            for _ in range(900):
-                assert process.poll() is None, "it ended by itself"
-                try:
-                    look.open(f"http://localhost:{port}/health", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.2)
+            wait_for(process, port)
             yield f"http://localhost:{port}/v1"
         finally:
             process.terminate()
