@@ -337,13 +337,13 @@ class Course:
         cost = 0.0 if self.runs.is_served else self._measured_cost_of_prompt()
         if not left or prompts * cost > left / 3:
             return
-        own = [f"runtime.intervene_examples={ATTENTION_EXAMPLES}"]
+        part_overrides = [f"runtime.intervene_examples={ATTENTION_EXAMPLES}"]
         if "task.limit" not in self.runs.typed_keys:
-            own.append(f"task.limit={ATTENTION_EXAMPLES}")
+            part_overrides.append(f"task.limit={ATTENTION_EXAMPLES}")
         try:
             self.runs.execute(
                 "attention",
-                own,
+                part_overrides,
                 prompts=prompts,
                 stages="intervene",
                 in_process=True,
@@ -362,7 +362,7 @@ class Course:
         examples = self._source_examples()
         if examples < MIN_SOURCE_EXAMPLES:
             return
-        own = [
+        part_overrides = [
             "study=bias_source",
             f"study.examples={examples}",
             f"task.positions={_ends_and_middle(self.task.gold_positions)}",
@@ -371,7 +371,7 @@ class Course:
         try:
             folder = self.runs.execute(
                 "source",
-                own,
+                part_overrides,
                 prompts=SOURCE_PROMPTS * examples,
                 method="",
                 stages="study",
@@ -478,15 +478,15 @@ class Course:
         if not limit:
             diagnosis.held_back = "not asked: nothing is left of the budget"
             return
-        own = [
+        part_overrides = [
             f"task.limit={limit}",
             f"runtime.round_questions={ROUND_QUESTIONS}",
             *_spell_method(choice),
         ]
         if self.task.path is None and "task.seed" not in self.runs.typed_keys:
-            own.append(f"task.seed={self.task.seed + 1}")
+            part_overrides.append(f"task.seed={self.task.seed + 1}")
         folder = self.runs.execute(
-            "held-back", own, share=LAST_SHARE, method="", in_process=True
+            "held-back", part_overrides, share=LAST_SHARE, method="", in_process=True
         )
         self.runs.write_page(folder)
         verdict = run_verdict(read_csv(folder / "metrics.csv"))
@@ -500,11 +500,13 @@ class Course:
 
     def _choices(self) -> dict[str, MethodChoice]:
         """The methods to race: the typed one, or all, with what a search finds where time is left for it."""
-        own = ["task.limit=1"]
+        part_overrides = ["task.limit=1"]
         if "method" in self.runs.typed_keys:
-            choice = self.runs.prepare(own, method="", in_process=True).choice
+            choice = self.runs.prepare(
+                part_overrides, method="", in_process=True
+            ).choice
             return {choice.name: choice}
-        config = self.runs.prepare(own, in_process=True)
+        config = self.runs.prepare(part_overrides, in_process=True)
         folders = paths.config_folders(read_flags(self.args).config_dir)
         choices = all_choices(folders, config.model.blocks)
         choice = choices["scale_channel"]
@@ -521,7 +523,7 @@ class Course:
         left = self.allowance.left(SHARES["remedies"])
         if not self.allowance.is_time or left < MIN_SEARCH_SECONDS:
             return {}
-        own = [
+        part_overrides = [
             "method=scale_channel",
             "search=channel",
             "search.strings=100",
@@ -529,7 +531,7 @@ class Course:
         ]
         try:
             folder = self.runs.execute(
-                "search", own, method="", stages="search", in_process=True
+                "search", part_overrides, method="", stages="search", in_process=True
             )
         except UserError as error:
             self.console.print(f"search: {error}", markup=False)
@@ -601,10 +603,10 @@ class Course:
 
     def _prepare_task(self) -> Config:
         """The config of the task as it is asked now, with as many questions as a pilot has."""
-        own = []
+        part_overrides = []
         if "task.limit" not in self.runs.typed_keys:
-            own.append(f"task.limit={PILOT_QUESTIONS}")
-        return self.runs.prepare(own)
+            part_overrides.append(f"task.limit={PILOT_QUESTIONS}")
+        return self.runs.prepare(part_overrides)
 
     def _use(self, config: Config) -> None:
         """Ask with this config from now on."""
@@ -644,14 +646,14 @@ class Course:
         changes = {k: v for k, v in changes.items() if k not in self.runs.typed_keys}
         if not changes:
             return {}
-        before = dict(self.runs.settings)
+        settings_before = dict(self.runs.settings)
         self.runs.settings |= changes
         try:
             self._prepare_task()
         except UserError:
             return {}
         finally:
-            self.runs.settings = before
+            self.runs.settings = settings_before
         return changes
 
     def _change_task(self, changes: Mapping[str, Any], reason: str) -> None:

@@ -88,7 +88,7 @@ class Runs:
 
     def overrides(
         self,
-        own: Sequence[str],
+        part_overrides: Sequence[str],
         method: str = "none",
         stages: str = "evaluate",
         in_process: bool = False,
@@ -96,36 +96,37 @@ class Runs:
         """The command line of a run: what was typed, what the diagnosis changed, and what the part sets.
 
         Args:
-            own: Overrides of the part.
-            method: The method; empty: the typed one, or one among ``own``.
+            part_overrides: Overrides of the part.
+            method: The method; empty: the typed one, or one among ``part_overrides``.
             stages: Its stages.
             in_process: Whether to ask the checkpoint of a served model, and not the server.
         """
         args = self.args
         if in_process and self._in_process_args is not None:
             args = self._in_process_args
-        own_keys = {key_of(override) for override in own}
+        part_keys = {key_of(override) for override in part_overrides}
         typed = [
             arg
             for arg in args
-            if key_of(arg) not in own_keys and not (method and arg.startswith("method"))
+            if key_of(arg) not in part_keys
+            and not (method and arg.startswith("method"))
         ]
         changed = [
             f"{key}={spell(value)}"
             for key, value in self.settings.items()
-            if key not in own_keys and not (in_process and key.startswith("model."))
+            if key not in part_keys and not (in_process and key.startswith("model."))
         ]
         chosen = [f"method={method}"] if method else []
-        return [*typed, *changed, *chosen, *own, f"stages=[{stages}]"]
+        return [*typed, *changed, *chosen, *part_overrides, f"stages=[{stages}]"]
 
-    def prepare(self, own: Sequence[str], **choices: Any) -> Config:
+    def prepare(self, part_overrides: Sequence[str], **choices: Any) -> Config:
         """The checked config of a run; the same overrides are composed once.
 
         Args:
-            own: Overrides of the part.
+            part_overrides: Overrides of the part.
             **choices: See :meth:`overrides`.
         """
-        overrides = self.overrides(own, **choices)
+        overrides = self.overrides(part_overrides, **choices)
         config = self._configs.get(tuple(overrides))
         if config is None:
             configs: list[ComposedConfig] = []
@@ -179,7 +180,7 @@ class Runs:
     def execute(
         self,
         part: str,
-        own: Sequence[str],
+        part_overrides: Sequence[str],
         share: float | None = None,
         prompts: int = 0,
         **choices: Any,
@@ -188,7 +189,7 @@ class Runs:
 
         Args:
             part: Name of the part.
-            own: Overrides of the part.
+            part_overrides: Overrides of the part.
             share: Share of the budget that is spent when its rows must be there; None: no limit.
             prompts: Prompts that it reads without a reply, which its rows do not count.
             **choices: See :meth:`overrides`.
@@ -196,10 +197,10 @@ class Runs:
         Returns:
             The run folder.
         """
-        config = self.prepare(own, **choices)
+        config = self.prepare(part_overrides, **choices)
         if share is not None and (self.allowance.is_time or config.model.base_url):
             config = replace(config, budget=self.allowance.rest(share))
-        command = shlex.join(["posbench", *self.overrides(own, **choices)])
+        command = shlex.join(["posbench", *self.overrides(part_overrides, **choices)])
         lm = None if config.model.base_url else self.lm
         with self.counted(part, lm, prompts):
             folder = execute(
