@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from PIL import Image
 
+from posbench import paths
 from posbench.files.atomic import write_csv
 from posbench.model.families import FAMILIES
 from posbench.stats.findings import FINDING_COLUMNS
@@ -106,6 +109,8 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
         (["run", "a", "b"], "unrecognized arguments: b"),
         (["run", "a", "--beside", "b", "c"], "--beside goes with claims or gallery"),
         (["gallery", "a", "--beside", "b", "c"], "--beside needs --out FILE"),
+        (["gallery", "a", "--keep"], "--keep goes with gallery and --out FILE"),
+        (["claims", "a", "--keep", "--out", "b"], "--keep goes with gallery"),
     ],
 )
 def test_a_page_that_cannot_be_made_is_refused(
@@ -213,6 +218,45 @@ def test_a_further_model_has_the_last_column_of_the_claims_that_others_have(
     assert "| claim | tiny | small |" in page
     assert "| a | holds | contradicted |" in page and "| b |  | holds |" in page
     assert "| c |" not in page and "study=fig9" not in page
+
+
+@pytest.mark.parametrize("name", ["docs/gallery.md", "experiments/results/smollm2.md"])
+def test_all_entries_of_a_gallery_can_be_kept(name: str) -> None:
+    page = (paths.EXPERIMENTS.parent / name).read_text(encoding="utf-8")
+    rest = page.partition("<!-- gallery -->\n\n")[2]
+    kept = pages.entries_of(page)
+    text, figures = pages.gallery_page([], "images", kept=kept)
+    assert rest.startswith(f"{text}\n\n<!-- /gallery -->") and not figures
+    assert sum(map(len, kept.values())) == page.count("\n### ")
+
+
+def test_a_gallery_keeps_what_a_folder_has_no_runs_of(
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "page.md"
+    for seed, (folder, names) in enumerate({"first": "ab", "second": "b"}.items()):
+        settings = [f"task.seed={seed}", "method=none", "stages=[evaluate,report]"]
+        result = posbench(*small, *settings)
+        assert result.status == 0, result.err
+        for name in names:
+            shutil.copytree(outputs / "kv_retrieval", tmp_path / folder / name)
+        shutil.rmtree(outputs)
+    assert pages.main(["gallery", str(tmp_path / "first"), f"--out={page}"]) == 0
+    before = pages.entries_of(page.read_text())["Other runs"]
+    old_images = {file.name for file in (tmp_path / "page").iterdir()}
+    again = ["gallery", str(tmp_path / "second"), f"--out={page}"]
+    assert pages.main([*again, "--keep"]) == 0
+    after = pages.entries_of(page.read_text())["Other runs"]
+    assert list(after) == ["a", "b"] == list(before)
+    assert after["a"] == before["a"] and "task.seed=1" in after["b"]
+    assert {file.name for file in (tmp_path / "page").iterdir()} == old_images
+    assert pages.main(again) == 0
+    assert list(pages.entries_of(page.read_text())["Other runs"]) == ["b"]
+    images = {file.name for file in (tmp_path / "page").iterdir()}
+    assert images == {name for name in old_images if name.startswith("b-")} != set()
 
 
 def test_figures_of_the_documentation_are_small(tmp_path: Path) -> None:

@@ -17,6 +17,11 @@ shows the figures of its page, which is made first:
 
 python tools/pages.py gallery real --out experiments/results/smollm2.md
 python tools/pages.py gallery outputs --beside real experiments/results/smollm2.md --out docs/gallery.md
+
+--keep leaves what a gallery shows of experiments that DIR has no runs of: those of a large model take hours, and need
+not all be made again, nor on one machine. Each says what it was made with.
+
+python tools/pages.py gallery real --keep --out experiments/results/smollm2.md
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from posbench.files.markdown import markdown
 from posbench.files.parse import Objects
 from posbench.late import pd
 from posbench.model.families import FAMILIES
-from posbench.report.collect import Entry, Panel, collect_entries
+from posbench.report.collect import Entry, Panel, collect_entries, natural_order
 from posbench.report.experiments import PAPERS, trains_networks
 from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import GROUPS, heading, paper_of, paper_shows
@@ -69,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path)
     parser.add_argument("--beside", metavar=("DIR", "PAGE"), nargs=2, type=Path)
+    parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args(argv)
     from_code = arguments.page in FROM_CODE
     if from_code and arguments.folder:
@@ -81,12 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--beside goes with claims or gallery")
     if arguments.beside and not arguments.out:
         parser.error("--beside needs --out FILE, from which links to PAGE start")
+    if arguments.keep and not (arguments.page == "gallery" and arguments.out):
+        parser.error("--keep goes with gallery and --out FILE")
     beside = BesidePage(*arguments.beside) if arguments.beside else None
     try:
         if arguments.page == "tables":
             fill_tables(arguments.folder, arguments.out)
         else:
-            make_page(arguments.page, arguments.folder, arguments.out, beside)
+            make_page(
+                arguments.page,
+                arguments.folder,
+                arguments.out,
+                beside,
+                keep=arguments.keep,
+            )
     except UserError as error:
         complain(error)
         return error.status
@@ -110,6 +124,8 @@ def make_page(
     folder: Path | None,
     out: Path | None,
     beside: BesidePage | None = None,
+    *,
+    keep: bool = False,
 ) -> None:
     """Print a page, or write it between its marks in a file.
 
@@ -118,6 +134,7 @@ def make_page(
         folder: The run or the folder of runs that it is made from; None where that is the code.
         out: The file; None prints the page.
         beside: A further model for the pages ``claims`` and ``gallery`` in a file.
+        keep: Whether a gallery in a file keeps what it shows of experiments that the folder has no runs of.
 
     Raises:
         UserError: A folder that holds nothing to show, or a file of other text without marks.
@@ -128,7 +145,10 @@ def make_page(
     elif name == "gallery":
         image_folder = out.stem if out else name
         further = _sections_of(beside, out) if beside and out else {}
-        page, images = gallery_page(collect_entries(folder), image_folder, further)
+        kept = entries_of(out.read_text(encoding="utf-8")) if out and keep else {}
+        page, images = gallery_page(
+            collect_entries(folder), image_folder, further, kept
+        )
     elif name == "claims" and beside:
         page = claims_page(folder, beside.runs)
     else:
@@ -138,7 +158,7 @@ def make_page(
         return
     text = between_marks(out, name, page)
     if images:
-        _write_images(out.with_suffix(""), images)
+        _write_images(out.with_suffix(""), images, text)
     write_text(out, text)
     print(out)
 
@@ -164,13 +184,14 @@ def fill_tables(folder: Path, out: Path) -> None:
     print(out)
 
 
-def _write_images(folder: Path, images: Mapping[str, Path]) -> None:
-    """Write figures to a folder under their names there, and remove all other images."""
+def _write_images(folder: Path, images: Mapping[str, Path], text: str) -> None:
+    """Write figures to a folder under their names there, and remove the images that its page does not show."""
     folder.mkdir(exist_ok=True)
     for name, figure in images.items():
         write_bytes(folder / name, shrink_png(figure))
-    for file in set(folder.glob("*.png")) - {folder / name for name in images}:
-        file.unlink()
+    for file in folder.glob("*.png"):
+        if f"({folder.name}/{file.name})" not in text:
+            file.unlink()
 
 
 def between_marks(file: Path, name: str, page: str) -> str:
@@ -448,7 +469,10 @@ def _run_status(entry: Entry) -> str:
 
 
 def gallery_page(
-    entries: Sequence[Entry], images: str, further: Mapping[str, str] | None = None
+    entries: Sequence[Entry],
+    images: str,
+    further: Mapping[str, str] | None = None,
+    kept: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[str, dict[str, Path]]:
     """The gallery in short, with the figures of each entry that stand for the paper's.
 
@@ -456,6 +480,7 @@ def gallery_page(
         entries: What is shown.
         images: The folder of images, as the text names it.
         further: Text that follows an entry, by its name.
+        kept: Text of further entries, by the title of their paper and by their name.
 
     Returns:
         The text, and the figure to put at each image's name.
@@ -463,26 +488,46 @@ def gallery_page(
     texts = list[str]()
     figures = dict[str, Path]()
     for paper, paper_title in GROUPS.items():
-        of_paper = [entry for entry in entries if paper_of(entry) == paper]
-        if of_paper:
+        text_of = dict((kept or {}).get(paper_title, {}))
+        for entry in entries:
+            if paper_of(entry) != paper:
+                continue
+            figures |= {_image_name(entry, p): p.file for p in _shown_panels(entry)}
+            text_of[entry.name] = _entry_text(entry, images, (further or {}))
+        if text_of:
             texts.append(f"## {paper_title}")
-        for entry in of_paper:
-            texts.append(f"### {heading(entry)}")
-            shows = paper_shows(entry)
-            if shows:
-                texts.append(f"*The paper shows:* {shows}")
-            summary = entry.summary
-            if summary:
-                texts.append(f"*We see:* {summary}")
-            texts += entry.faults
-            for panel in _shown_panels(entry):
-                figures[_image_name(entry, panel)] = panel.file
-                texts.append(_figure_text(entry, panel, images))
-            if entry.command:
-                texts.append(f"`{entry.command}`; {entry.origin}{_took(entry)}.")
-            if further and entry.name in further:
-                texts.append(further[entry.name])
+            texts += [text_of[name] for name in sorted(text_of, key=natural_order)]
     return "\n\n".join(texts), figures
+
+
+def _entry_text(entry: Entry, images: str, further: Mapping[str, str]) -> str:
+    """What the gallery says of an entry, see :func:`gallery_page`, after a mark with its name."""
+    texts = [f"<!-- entry {entry.name} -->", f"### {heading(entry)}"]
+    shows = paper_shows(entry)
+    if shows:
+        texts.append(f"*The paper shows:* {shows}")
+    summary = entry.summary
+    if summary:
+        texts.append(f"*We see:* {summary}")
+    texts += entry.faults
+    texts += [_figure_text(entry, panel, images) for panel in _shown_panels(entry)]
+    if entry.command:
+        texts.append(f"`{entry.command}`; {entry.origin}{_took(entry)}.")
+    if entry.name in further:
+        texts.append(further[entry.name])
+    return "\n\n".join(texts)
+
+
+def entries_of(page: str) -> dict[str, dict[str, str]]:
+    """The entries of a gallery, as its text has them, by the title of their paper and by their name."""
+    page = page.partition("<!-- gallery -->")[2].partition("<!-- /gallery -->")[0]
+    entries: dict[str, dict[str, str]] = {}
+    for of_paper in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        title, *texts = re.split(r"(?=^<!-- entry )", of_paper, flags=re.MULTILINE)
+        entries[title.strip()] = {
+            re.findall(r"<!-- entry (\S+) -->", text)[0]: text.strip() for text in texts
+        }
+    return entries
 
 
 def _sections_of(beside: BesidePage, out: Path) -> dict[str, str]:

@@ -249,7 +249,8 @@ def figures(args: list[str]) -> int:
     if waiting:
         minutes = sum(e.weight for e in waiting)
         estimate = ""
-        if all(e.minutes for e in waiting):
+        # The minutes were measured on embedded models; another one takes hours.
+        if all(e.minutes and e.embedded for e in waiting):
             estimate = f" (about {minutes:.0f} minutes of one core as they stand)"
         console.print(
             f"{len(waiting)} of {len(experiments)} to run{estimate}, "

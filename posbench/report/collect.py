@@ -312,11 +312,12 @@ def collect_entries(folder: Path) -> list[Entry]:
     for run in runs_in(folder):
         suites.setdefault(run.parents[1].name, []).append(run)
     return [
-        _newest_version(name, suites[name]) for name in sorted(suites, key=_natural)
+        _newest_version(name, suites[name])
+        for name in sorted(suites, key=natural_order)
     ]
 
 
-def _natural(name: str) -> list[Any]:
+def natural_order(name: str) -> list[Any]:
     """Sort key by which fig2 comes before fig10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
