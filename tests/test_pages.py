@@ -253,6 +253,9 @@ def test_a_gallery_keeps_what_a_folder_has_no_runs_of(
     assert list(after) == ["a", "b"] == list(before)
     assert after["a"] == before["a"] and "task.seed=1" in after["b"]
     assert {file.name for file in (tmp_path / "page").iterdir()} == old_images
+    unmarked = page.read_text().replace("<!-- entry a -->", "")
+    page.write_text(unmarked)
+    assert pages.main([*again, "--keep"]) == 2 and page.read_text() == unmarked
     assert pages.main(again) == 0
     assert list(pages.entries_of(page.read_text())["Other runs"]) == ["b"]
     images = {file.name for file in (tmp_path / "page").iterdir()}

@@ -145,7 +145,7 @@ def make_page(
     elif name == "gallery":
         image_folder = out.stem if out else name
         further = _sections_of(beside, out) if beside and out else {}
-        kept = entries_of(out.read_text(encoding="utf-8")) if out and keep else {}
+        kept = _read_entries(out) if out and keep else {}
         page, images = gallery_page(
             collect_entries(folder), image_folder, further, kept
         )
@@ -493,7 +493,7 @@ def gallery_page(
             if paper_of(entry) != paper:
                 continue
             figures |= {_image_name(entry, p): p.file for p in _shown_panels(entry)}
-            text_of[entry.name] = _entry_text(entry, images, (further or {}))
+            text_of[entry.name] = _entry_text(entry, images, further or {})
         if text_of:
             texts.append(f"## {paper_title}")
             texts += [text_of[name] for name in sorted(text_of, key=natural_order)]
@@ -516,6 +516,23 @@ def _entry_text(entry: Entry, images: str, further: Mapping[str, str]) -> str:
     if entry.name in further:
         texts.append(further[entry.name])
     return "\n\n".join(texts)
+
+
+def _read_entries(file: Path) -> dict[str, dict[str, str]]:
+    """The entries of a gallery's file, see :func:`entries_of`; none where there is no file yet.
+
+    Raises:
+        UserError: The gallery has an entry without its mark, or one of an unknown paper, which would be lost.
+    """
+    page = file.read_text(encoding="utf-8") if file.is_file() else ""
+    entries = entries_of(page)
+    num_headings = len(re.findall(r"^### ", page, flags=re.MULTILINE))
+    is_whole = num_headings == sum(map(len, entries.values()))
+    if not is_whole or set(entries) - set(GROUPS.values()):
+        allowed = "a gallery with <!-- entry NAME --> before each heading"
+        hint = "make the page again from all its runs, without --keep"
+        raise UserError("--keep", str(file), allowed, hint)
+    return entries
 
 
 def entries_of(page: str) -> dict[str, dict[str, str]]:
