@@ -28,6 +28,8 @@ PANELS = {
 """Label of the y axis, factor of the numbers, and the value that prefers no side."""
 MAX_TICK_CHARACTERS = 36
 """Length of all settings above which the x axis numbers them."""
+LOG_AXIS_RATIO = 100
+"""Largest over smallest of positive settings from which their x axis is logarithmic, as for learning rates."""
 
 
 def with_setting(
@@ -186,7 +188,8 @@ def factor_sweep(
     _draw_setting_lines(right, at_positions, settings, "value", 100)
     handles, legend_labels = right.get_legend_handles_labels()
     x_label = label
-    if _as_numbers(settings) is None:
+    numbers = _as_numbers(settings)
+    if numbers is None:
         names = settings
         if sum(map(len, settings)) > MAX_TICK_CHARACTERS:
             x_label = "setting (numbered in the legend)"
@@ -195,6 +198,8 @@ def factor_sweep(
             legend_labels = [numbered.get(text, text) for text in legend_labels]
         left.set_xticks(range(len(settings)), names)
         left.set_xlim(-0.5, len(settings) - 0.5)
+    elif numbers.min() > 0 and numbers.max() >= LOG_AXIS_RATIO * numbers.min():
+        left.set_xscale("log")
     metric = frames.metric_name(summary)
     plot.percent_axes(left, f"{metric}, all positions (%)", x_label)
     plot.percent_axes(right, f"{metric} (%)")

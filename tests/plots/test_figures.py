@@ -145,6 +145,22 @@ def test_factor_sweep_sorts_numbers_and_draws_the_unmodified_once():
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ([1e-5, 1e-3], "log"),
+        ([0.01, 0.5], "linear"),
+        ([0.0, 1.0], "linear"),
+        ([-1.0, 1000.0], "linear"),
+    ],
+)
+def test_only_positive_settings_of_many_magnitudes_have_a_logarithmic_axis(
+    settings: list[float], scale: str
+):
+    left, _ = factor_sweep(sweep(settings)).axes
+    assert left.get_xscale() == scale
+
+
 def test_a_block_of_keys_is_told_without_braces():
     blocks = {1.0: "{points:1}", 0.5: "{curve:free,step:2}"}
     both = sweep([1.0, 0.5])

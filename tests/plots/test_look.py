@@ -19,6 +19,7 @@ from posbench.plots import base as plot
 from posbench.stats.findings import estimate_columns
 from posbench.studies.behind_rope.maps import maps_figure
 from posbench.studies.cost.timing import ratio_figure
+from posbench.studies.lpes import rope_curves
 from posbench.studies.wu2025.rollout import RESIDUAL_SHARES, rollout_figure
 from posbench.studies.yu2025 import (
     ablations,
@@ -354,8 +355,20 @@ def channel_in_layers(num_layers: int) -> Figure:
     )
 
 
+def thirds_over_layers(num_layers: int) -> Figure:
+    table = rows(
+        "attention",
+        scale=[1.0, 1.5],
+        layer=list(range(num_layers)),
+        third=["first", "middle", "last"],
+    )
+    return rope_curves.thirds_figure(table)
+
+
 @pytest.mark.parametrize("num_layers", [4, 30])
-@pytest.mark.parametrize("draw", [hidden_in_layers, channel_in_layers])
+@pytest.mark.parametrize(
+    "draw", [hidden_in_layers, channel_in_layers, thirds_over_layers]
+)
 def test_panels_of_many_layers_keep_their_labels_apart_and_inside(draw, num_layers):
     figure = draw(num_layers)
     figure.draw_without_rendering()

@@ -219,9 +219,9 @@ def thirds_figure(table: pd.DataFrame) -> Figure:
     left.set(
         xlabel="layer",
         ylabel="attention, middle third",
-        xticks=table["layer"].unique(),
         ylim=(0, None),
     )
+    left.locator_params("x", integer=True)
     right.set(
         xlabel="RoPE scale", ylabel="attention (mean over layers)", ylim=(0, None)
     )

@@ -350,6 +350,7 @@ def panel(axes: Axes, items: pd.DataFrame, role: str, measure: str) -> None:
         mean = controls.groupby("item")["value"].mean()
         axes.plot(mean, label="random channel (control)", **plot.CONTROL_STYLE)
         axes.set(xlabel=plot.ITEM_LABEL, ylabel="attention\n(mean weight per token)")
+        axes.locator_params("x", integer=True)
         # The gold item has a hundred times the weight of the others, whose levels matter here.
         axes.set_yscale("log")
     for line in axes.lines:
