@@ -218,8 +218,14 @@ def test_which_experiments_run(
     tmp_path: Path,
     checkpoint: Path,
 ) -> None:
-    _experiment(tmp_path, "lpes_one", paper="lpes", grid={"model": ["tiny", "tiny_b"]})
-    _experiment(tmp_path, "yu_one", paper="yu2025")
+    _experiment(
+        tmp_path,
+        "lpes_one",
+        paper="lpes",
+        grid={"model": ["tiny", "tiny_b"]},
+        minutes=2,
+    )
+    _experiment(tmp_path, "yu_one", paper="yu2025", minutes=5)
     _experiment(tmp_path, "heavy", paper="yu2025", needs_weights=True)
     _experiment(tmp_path, "trained", "synthetic_training", paper="wu2025")
     _experiment(tmp_path, "modelless", "causal_mask", paper="behind_rope")
@@ -230,13 +236,20 @@ def test_which_experiments_run(
     assert_line_names(result.out, "left out", "trained", "training")
     assert set(_states(call("paper=lpes"))) == {"lpes_one"}
     assert set(_states(call("heavy", "yu_one"))) == {"heavy", "yu_one"}
+    for mark in tmp_path.glob("done-*"):
+        mark.unlink()
+    assert_line_names(call("lpes_one", "yu_one").out, "2 of 2", "about 7 minutes")
     # A model goes to all that look at one, and takes the place of the grid's.
     (tmp_path / "order").unlink()
     for mark in tmp_path.glob("done-*"):
         mark.unlink()
-    result = call(
-        "model=hf", f"model.path={checkpoint}", "model.name=mine", "method=none"
-    )
+    own_model = "model=hf", f"model.path={checkpoint}", "model.name=mine"
+    result = call("lpes_one", *own_model, "method=none")
+    assert _states(result) == {"lpes_one": "done"}
+    assert "minutes of one core" not in result.out, "they are those of embedded models"
+    (tmp_path / "order").unlink()
+    (tmp_path / "done-lpes_one").unlink()
+    result = call(*own_model, "method=none")
     assert set(_states(result)) == {"lpes_one", "yu_one", "heavy"}
     assert_names(result.out, "1 at")
     assert re.search("left out: modelless .*study causal_mask", result.out)
