@@ -18,7 +18,7 @@ from posbench.files.atomic import write_csv
 from posbench.model.families import FAMILIES
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result, run_folders
-from tests.messages import assert_line_names
+from tests.messages import assert_line_names, refused
 from tools import pages
 
 ROOT = Path(__file__).parents[1]
@@ -107,8 +107,8 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
         (["claims"], "claims takes a DIR"),
         (["tables", "x"], "tables needs --out FILE"),
         (["run", "a", "b"], "unrecognized arguments: b"),
-        (["run", "a", "--beside", "b", "c"], "--beside goes with claims or gallery"),
-        (["gallery", "a", "--beside", "b", "c"], "--beside needs --out FILE"),
+        (["run", "a", "--beside", "b"], "--beside goes with claims or gallery"),
+        (["gallery", "a", "--beside", "b"], "--beside needs --out FILE"),
         (["gallery", "a", "--keep"], "--keep goes with gallery and --out FILE"),
         (["claims", "a", "--keep", "--out", "b"], "--keep goes with gallery"),
     ],
@@ -228,6 +228,51 @@ def test_all_entries_of_a_gallery_can_be_kept(name: str) -> None:
     text, figures = pages.gallery_page([], "images", kept=kept)
     assert rest.startswith(f"{text}\n\n<!-- /gallery -->") and not figures
     assert sum(map(len, kept.values())) == page.count("\n### ")
+
+
+def test_a_gallery_shows_a_further_model_as_its_own_page_does(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    page = tmp_path / "results" / "small.md"
+    own = [
+        "## Other runs",
+        "<!-- entry fig9 -->",
+        "### Figure 9: (a) gap",
+        "*We see:* Holds: a.",
+        "![Figure 9: (a) gap](small/fig9.png)\\\nA gap.",
+        "`posbench experiment=fig9`; small.",
+    ]
+    page.write_text("\n\n".join(["<!-- gallery -->", *own, "<!-- /gallery -->"]))
+    out = tmp_path / "docs" / "gallery.md"
+    further = pages.sections_of(page, out)
+    assert further == {
+        "fig9": "*We see* on [small](../results/small.md#figure-9-a-gap): Holds: a."
+        "\n\n![Figure 9: (a) gap](../results/small/fig9.png)\\\nA gap."
+    }
+    # It takes the place of what stood there, or goes where the page has nothing more of it.
+    entries = {
+        "fig9": "<!-- entry fig9 -->\n\nours\n\n<!-- beside -->\n\nold",
+        "fig8": "<!-- entry fig8 -->\n\nours\n\n<!-- beside -->\n\nold",
+        "fig7": "<!-- entry fig7 -->\n\nours",
+    }
+    kept = {"Other runs": entries}
+    text, _ = pages.gallery_page([], "images", further, kept)
+    assert pages.entries_of(f"<!-- gallery -->{text}")["Other runs"] == {
+        "fig7": entries["fig7"],
+        "fig8": "<!-- entry fig8 -->\n\nours",
+        "fig9": f"<!-- entry fig9 -->\n\nours\n\n<!-- beside -->\n\n{further['fig9']}",
+    }
+    with refused("--beside", str(tmp_path / "none.md"), allowed="gallery", hint="DIR"):
+        pages.sections_of(tmp_path / "none.md", out)
+
+
+def test_the_real_model_of_the_gallery_is_that_of_its_own_page() -> None:
+    """Each experiment that both pages have shows in one what it shows in the other."""
+    root = paths.EXPERIMENTS.parent
+    gallery = root / "docs" / "gallery.md"
+    further = pages.sections_of(root / "experiments/results/smollm2.md", gallery)
+    kept = pages.entries_of(gallery.read_text(encoding="utf-8"))
+    text, _ = pages.gallery_page([], "gallery", further, kept)
+    assert text in gallery.read_text(encoding="utf-8")
 
 
 def test_a_gallery_keeps_what_a_folder_has_no_runs_of(

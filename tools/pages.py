@@ -12,11 +12,12 @@ python tools/pages.py gallery DIR        the figures of all runs; they go to a f
 
 python tools/pages.py gallery outputs --out docs/gallery.md
 
---beside DIR PAGE adds a further model, whose runs lie in a folder of their own, to gallery or claims. The gallery
-shows the figures of its page, which is made first:
+--beside PATH adds a further model: to a gallery what the model's own page shows, which is made first; to claims those
+of its runs, which lie in a folder of their own:
 
 python tools/pages.py gallery real --out experiments/results/smollm2.md
-python tools/pages.py gallery outputs --beside real experiments/results/smollm2.md --out docs/gallery.md
+python tools/pages.py gallery outputs --beside experiments/results/smollm2.md --out docs/gallery.md
+python tools/pages.py claims outputs --beside real --out experiments/results/yu2025_claims.md
 
 --keep leaves what a gallery shows of experiments that DIR has no runs of: those of a large model take hours, and need
 not all be made again, nor on one machine. Each says what it was made with.
@@ -34,7 +35,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 from PIL import Image
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("page", choices=pages)
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path)
-    parser.add_argument("--beside", metavar=("DIR", "PAGE"), nargs=2, type=Path)
+    parser.add_argument("--beside", metavar="PATH", type=Path)
     parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args(argv)
     from_code = arguments.page in FROM_CODE
@@ -85,11 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("tables needs --out FILE, whose marks name the tables")
     if arguments.beside and arguments.page not in ("claims", "gallery"):
         parser.error("--beside goes with claims or gallery")
-    if arguments.beside and not arguments.out:
-        parser.error("--beside needs --out FILE, from which links to PAGE start")
+    if arguments.beside and arguments.page == "gallery" and not arguments.out:
+        parser.error("--beside needs --out FILE, from which links to the page start")
     if arguments.keep and not (arguments.page == "gallery" and arguments.out):
         parser.error("--keep goes with gallery and --out FILE")
-    beside = BesidePage(*arguments.beside) if arguments.beside else None
     try:
         if arguments.page == "tables":
             fill_tables(arguments.folder, arguments.out)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments.page,
                 arguments.folder,
                 arguments.out,
-                beside,
+                arguments.beside,
                 keep=arguments.keep,
             )
     except UserError as error:
@@ -107,23 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class BesidePage(NamedTuple):
-    """A further model that is shown beside others.
-
-    Attributes:
-        runs: The folder of its runs.
-        page: Its own page, beside which a folder of that name holds its figures.
-    """
-
-    runs: Path
-    page: Path
-
-
 def make_page(
     name: str,
     folder: Path | None,
     out: Path | None,
-    beside: BesidePage | None = None,
+    beside: Path | None = None,
     *,
     keep: bool = False,
 ) -> None:
@@ -133,7 +121,7 @@ def make_page(
         name: Name of the page.
         folder: The run or the folder of runs that it is made from; None where that is the code.
         out: The file; None prints the page.
-        beside: A further model for the pages ``claims`` and ``gallery`` in a file.
+        beside: A further model: its page for ``gallery`` in a file, the folder of its runs for ``claims``.
         keep: Whether a gallery in a file keeps what it shows of experiments that the folder has no runs of.
 
     Raises:
@@ -144,13 +132,13 @@ def make_page(
         page = FROM_CODE[name]()
     elif name == "gallery":
         image_folder = out.stem if out else name
-        further = _sections_of(beside, out) if beside and out else {}
+        further = sections_of(beside, out) if beside and out else None
         kept = _read_entries(out) if out and keep else {}
         page, images = gallery_page(
             collect_entries(folder), image_folder, further, kept
         )
     elif name == "claims" and beside:
-        page = claims_page(folder, beside.runs)
+        page = claims_page(folder, beside)
     else:
         page = FROM_RUNS[name](folder)
     if out is None:
@@ -468,6 +456,11 @@ def _run_status(entry: Entry) -> str:
     return entry.summary or "measured"
 
 
+WE_SEE = "*We see:*"
+BESIDE_MARK = "<!-- beside -->"
+"""Before what a further model shows, in an entry of a gallery."""
+
+
 def gallery_page(
     entries: Sequence[Entry],
     images: str,
@@ -479,7 +472,7 @@ def gallery_page(
     Args:
         entries: What is shown.
         images: The folder of images, as the text names it.
-        further: Text that follows an entry, by its name.
+        further: What follows an entry, by its name: what a further model shows. None leaves that of kept entries.
         kept: Text of further entries, by the title of their paper and by their name.
 
     Returns:
@@ -493,14 +486,27 @@ def gallery_page(
             if paper_of(entry) != paper:
                 continue
             figures |= {_image_name(entry, p): p.file for p in _shown_panels(entry)}
-            text_of[entry.name] = _entry_text(entry, images, further or {})
+            text_of[entry.name] = _entry_text(entry, images)
+        if further is not None:
+            text_of = {
+                name: _followed_by(text, further.get(name))
+                for name, text in text_of.items()
+            }
         if text_of:
             texts.append(f"## {paper_title}")
             texts += [text_of[name] for name in sorted(text_of, key=natural_order)]
     return "\n\n".join(texts), figures
 
 
-def _entry_text(entry: Entry, images: str, further: Mapping[str, str]) -> str:
+def _followed_by(text: str, section: str | None) -> str:
+    """An entry with what a further model shows, in the place of what stood there before."""
+    own_text = text.partition(BESIDE_MARK)[0].rstrip()
+    if section is None:
+        return own_text
+    return "\n\n".join([own_text, BESIDE_MARK, section])
+
+
+def _entry_text(entry: Entry, images: str) -> str:
     """What the gallery says of an entry, see :func:`gallery_page`, after a mark with its name."""
     texts = [f"<!-- entry {entry.name} -->", f"### {heading(entry)}"]
     shows = paper_shows(entry)
@@ -508,13 +514,11 @@ def _entry_text(entry: Entry, images: str, further: Mapping[str, str]) -> str:
         texts.append(f"*The paper shows:* {shows}")
     summary = entry.summary
     if summary:
-        texts.append(f"*We see:* {summary}")
+        texts.append(f"{WE_SEE} {summary}")
     texts += entry.faults
     texts += [_figure_text(entry, panel, images) for panel in _shown_panels(entry)]
     if entry.command:
         texts.append(f"`{entry.command}`; {entry.origin}{_took(entry)}.")
-    if entry.name in further:
-        texts.append(further[entry.name])
     return "\n\n".join(texts)
 
 
@@ -547,33 +551,36 @@ def entries_of(page: str) -> dict[str, dict[str, str]]:
     return entries
 
 
-def _sections_of(beside: BesidePage, out: Path) -> dict[str, str]:
-    """What the gallery says of each experiment on a further model, by its name.
+def sections_of(page: Path, out: Path) -> dict[str, str]:
+    """What a further model's page says and shows of each experiment, by its name.
 
     Args:
-        beside: The model's runs and page.
-        out: The gallery, from which links to the model's page and its figures start.
+        page: The model's page, a gallery, beside which a folder of that name holds its figures.
+        out: The gallery that takes it, from which links to the page and its figures start.
 
     Raises:
-        UserError: The page lacks a figure of the runs.
+        UserError: There is no such page, or it has no entries.
     """
-    page = Path(os.path.relpath(beside.page, out.parent)).as_posix()
-    images = page.removesuffix(beside.page.suffix)
+    link = Path(os.path.relpath(page, out.parent)).as_posix()
+    entries = {
+        name: text
+        for of_paper in _read_entries(page).values()
+        for name, text in of_paper.items()
+    }
+    if not entries:
+        hint = f"python tools/pages.py gallery DIR --out {page}"
+        raise UserError("--beside", str(page), "the page of a gallery", hint)
     sections = {}
-    for entry in collect_entries(beside.runs):
-        link = f"[{beside.page.stem}]({page}#{_anchor(heading(entry))})"
-        texts = [f"*We see* on {link}: {entry.summary}"]
-        for panel in _shown_panels(entry):
-            file = beside.page.with_suffix("") / _image_name(entry, panel)
-            if not file.is_file():
-                hint = (
-                    f"python tools/pages.py gallery {beside.runs} --out {beside.page}"
-                )
-                raise UserError(
-                    "--beside", str(beside.page), f"a page with {file.name}", hint
-                )
-            texts.append(_figure_text(entry, panel, images))
-        sections[entry.name] = "\n\n".join(texts)
+    for name, text in entries.items():
+        _, title, *paragraphs = text.split("\n\n")
+        anchor = _anchor(title.removeprefix("### "))
+        shown = [part for part in paragraphs if part.startswith((WE_SEE, "!["))]
+        section = "\n\n".join(shown)
+        section = section.replace(
+            WE_SEE, f"*We see* on [{page.stem}]({link}#{anchor}):", 1
+        )
+        images = link.removesuffix(page.suffix)
+        sections[name] = section.replace(f"]({page.stem}/", f"]({images}/")
     return sections
 
 
