@@ -18,7 +18,6 @@ from posbench.pipeline.compose import compose
 from posbench.pipeline.config import check_config
 from tests.cli import test_examples, test_experiments, test_kills, test_tasks
 from tests.conftest import Result, config_of, run_folders
-from tools.pages import read_experiments
 
 reader = test_tasks.reader
 
@@ -177,12 +176,8 @@ def told(text: str) -> dict[str, str]:
 def needs_no_weights(text: str) -> bool:
     """Whether a command runs on an embedded model in this process, and in less than hours."""
     values = told(text)
-    weights = (
-        read_experiments()
-        .get(values.get("experiment", ""), {})
-        .get("experiment", {})
-        .get("needs_weights")
-    )
+    config = test_experiments.EVERY.get(values.get("experiment", ""), {})
+    weights = config.get("experiment", {}).get("needs_weights")
     hours = (
         values.get("study") == "embedded_model" or values.get("study.preset") == "paper"
     )
