@@ -27,6 +27,7 @@ from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.prepare import build_run, silence_transformers
 from posbench.pipeline.stages import search
 from posbench.run.base import IncompleteRun, Run
+from posbench.run.budget import Stopwatch
 from posbench.run.folder import MIXED, STATUS, RunDir
 from posbench.run.lease import owning
 from posbench.run.shards import (
@@ -45,7 +46,8 @@ def run_together(
 ) -> LM | None:
     """Make the rows of runs that differ in their methods alone, in one pass over the prompts.
 
-    Each run then only has to finish. What fails here is left to the run that it belongs to.
+    Each run then only has to finish; the first one is charged for the time. What fails here is left to the run that it
+    belongs to.
 
     Args:
         configs: The runs, as :func:`groups_to_share` gives them.
@@ -55,6 +57,7 @@ def run_together(
     Returns:
         The model, where one was loaded.
     """
+    watch = Stopwatch()
     with ExitStack() as stack:
         claimed_runs = list[ClaimedRun]()
         lm = None
@@ -78,6 +81,8 @@ def run_together(
         for claimed in claimed_runs:
             with suppress(UserError):  # its own run reports it
                 need_unchanged(claimed.contents, claimed.run.out)
+        if claimed_runs:
+            claimed_runs[0].run.out.add_seconds(watch.seconds)
         return lm
 
 

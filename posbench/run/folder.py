@@ -180,12 +180,16 @@ class RunDir:
             error: What stopped the run.
             seconds: Wall time of this session, added to that of earlier sessions (but killed ones).
         """
-        status = self.status()
-        total = round(status.get("seconds", 0) + seconds, 1)
-        status |= {"state": state, "error": error, "seconds": total}
-        self.write_facts(STATUS, status)
+        self.add_seconds(seconds)
+        self.write_facts(STATUS, self.status() | {"state": state, "error": error})
         if state == "done":
             self.seal(self.command)
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add wall time to that of earlier sessions."""
+        status = self.status()
+        total = round(status.get("seconds", 0) + seconds, 1)
+        self.write_facts(STATUS, status | {"seconds": total})
 
     def spend(
         self, stage: str, amounts: Mapping[str, float], peaks: Mapping[str, int]

@@ -371,6 +371,10 @@ def test_a_sweep_ends_with_one_table(
         pd.testing.assert_frame_equal(
             part[list(own.columns)].reset_index(drop=True), own
         )
+        # Also of the run that made the rows of both.
+        status = json.loads((folder / "status.json").read_text())
+        in_stages = sum(cost["seconds"] for cost in status["spent"].values())
+        assert status["seconds"] > in_stages - 0.1
     assert (swept / "report.html").is_file()
     assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [
         0,
