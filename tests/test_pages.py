@@ -220,6 +220,14 @@ def test_a_further_model_has_the_last_column_of_the_claims_that_others_have(
     assert "| c |" not in page and "study=fig9" not in page
 
 
+def test_a_measurement_that_two_figures_show_counts_once(tmp_path: Path) -> None:
+    same = findings("tiny", ("a", 1.0, "holds"))
+    other = findings("tiny", ("a", 2.0, "holds"))
+    write(tmp_path, {"fig1/v1/x": same, "fig2/v1/x": same, "fig3/v1/x": other})
+    page = pages.claims_page(tmp_path)
+    assert page.count("| holds | tiny |") == 2 and "2 hold" in page
+
+
 @pytest.mark.parametrize("name", ["docs/gallery.md", "experiments/results/smollm2.md"])
 def test_all_entries_of_a_gallery_can_be_kept(name: str) -> None:
     page = (paths.EXPERIMENTS.parent / name).read_text(encoding="utf-8")

@@ -237,6 +237,8 @@ def claims_page(folder: Path, beside: Path | None = None) -> str:
         )
     frames = [frame for frame, _ in newest.values()]
     findings = pd.concat(frames, ignore_index=True)
+    # Figures of one study show the same measurement, which counts once.
+    findings = findings.drop_duplicates(["model", "claim", "statistic", "value", "n"])
     # The claims of papers first, in the order of their studies, then our controls.
     findings = findings.sort_values(
         "kind", key=lambda kind: kind != "paper", kind="stable"
@@ -574,9 +576,9 @@ def sections_of(page: Path, out: Path) -> dict[str, str]:
     for name, text in entries.items():
         _, title, *paragraphs = text.split("\n\n")
         anchor = _anchor(title.removeprefix("### "))
-        shown = [part for part in paragraphs if part.startswith((WE_SEE, "!["))]
-        section = "\n\n".join(shown)
-        section = section.replace(
+        seen = [part for part in paragraphs if part.startswith(WE_SEE)] or [WE_SEE]
+        figures = [part for part in paragraphs if part.startswith("![")]
+        section = "\n\n".join([*seen, *figures]).replace(
             WE_SEE, f"*We see* on [{page.stem}]({link}#{anchor}):", 1
         )
         images = link.removesuffix(page.suffix)

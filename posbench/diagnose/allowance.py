@@ -18,6 +18,7 @@ class Allowance:
         prompts: Prompts that were read so far.
         read: Their tokens.
         written: Tokens of replies.
+        paid: Prompts, tokens read and tokens written that a server with a price was asked.
     """
 
     def __init__(self, budget: Budget, price: tuple[float, float] | None) -> None:
@@ -27,6 +28,7 @@ class Allowance:
         self.prompts = 0
         self.read = 0
         self.written = 0
+        self.paid = (0, 0, 0)
 
     @property
     def is_time(self) -> bool:
@@ -36,7 +38,8 @@ class Allowance:
     @property
     def usd(self) -> float | None:
         """Money that was spent; None: the price is not known."""
-        return price_of(self.read, self.written, self.price)
+        _, read, written = self.paid
+        return price_of(read, written, self.price)
 
     @property
     def spent(self) -> float:
@@ -53,11 +56,17 @@ class Allowance:
         """What is left before so large a share of the budget is spent, in its unit."""
         return max(share * self.budget.size - self.spent, 0.0)
 
-    def add(self, prompts: int, read: int, written: int) -> None:
-        """Count prompts that were read, their tokens, and the tokens of their replies."""
+    def add(self, prompts: int, read: int, written: int, is_paid: bool = False) -> None:
+        """Count prompts that were read, their tokens, and the tokens of their replies, of a server or in process."""
         self.prompts += prompts
         self.read += read
         self.written += written
+        if is_paid:
+            self.paid = (
+                self.paid[0] + prompts,
+                self.paid[1] + read,
+                self.paid[2] + written,
+            )
 
     def cost_of_prompt(self, read: float, written: float) -> float:
         """What one more prompt takes of a budget that is no time.
@@ -68,9 +77,12 @@ class Allowance:
         """
         if self.budget.prompts is not None:
             return 1.0
-        if self.prompts:
-            read = self.read / self.prompts
-            written = self.written / self.prompts
+        counted = self.prompts, self.read, self.written
+        if self.budget.usd is not None:
+            counted = self.paid
+        if counted[0]:
+            read = counted[1] / counted[0]
+            written = counted[2] / counted[0]
         if self.budget.usd is not None:
             return price_of(read, written, self.price) or 0.0
         return read + written

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from posbench.diagnose.outcome import (
     points,
 )
 from posbench.diagnose.race import (
+    FIRST_ROUND,
     applicable_methods,
     hopeful_methods,
     race,
@@ -48,6 +51,7 @@ from posbench.run.budget import Budget
 from posbench.run.folder import open_run_dir
 from posbench.run.progress import duration, progress
 from posbench.search.base import FOUND_FILE
+from posbench.stats import cut_replies
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import estimate
 from posbench.stats.shape import FLAT, UNCLEAR, name_shape
@@ -63,7 +67,7 @@ from posbench.stats.verdict import (
 )
 from posbench.studies.prompts import need_items
 from posbench.studies.yu2025.bias_source import SOURCE_TABLES
-from posbench.tasks import KVRetrieval
+from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.items import GoldPositionTask
 
 DEFAULT_BUDGET = "10min"
@@ -97,7 +101,9 @@ RACE_PROMPTS = 48
 MIN_HELD_BACK = 30
 """Calibration prompts of the race, and held-back questions at each position where time allows."""
 MIN_SEARCH_SECONDS = 60.0
-"""Time that must be left for a search of constants that are not known."""
+SEARCH_PROMPTS = 300
+"""Time that must be left for a search of constants that are not known, and the prompts that take as long as one: about
+so many on SmolLM2-135M."""
 REFUSED = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
 
@@ -119,6 +125,7 @@ class Course:
         self.args = list(args)
         self.console = console
         self.allowance = Allowance(budget, None)
+        self._most_held_back = MIN_HELD_BACK
         self.runs = Runs(args, self.allowance, console)
         self.diagnosis = self.runs.diagnosis
         config = self._prepare_first()
@@ -239,9 +246,13 @@ class Course:
             positions = _ends_and_middle(self.task.gold_positions)
             questions = self._affordable("pilot", PILOT_QUESTIONS, len(positions))
             if questions < min(MIN_PILOT_QUESTIONS, self._typed_limit(PILOT_QUESTIONS)):
-                prompts = MIN_PILOT_QUESTIONS * len(positions) / SHARES["pilot"]
+                if diagnosis.pilots:
+                    return self._end_at(diagnosis.pilots[-1])
+                spent = self.allowance.prompts
+                needed = MIN_PILOT_QUESTIONS * len(positions)
+                prompts = math.ceil((spent + needed) / SHARES["pilot"])
                 allowed = f"more: a diagnosis begins with {MIN_PILOT_QUESTIONS} questions at {len(positions)} positions"
-                hint = f"set budget={self.allowance.larger()}, or {prompts:.0f}prompts"
+                hint = f"set budget={self.allowance.larger()}, or {prompts}prompts"
                 raise UserError("budget", self.allowance.budget.text, allowed, hint)
             folder = self.runs.execute(
                 "pilot",
@@ -310,7 +321,9 @@ class Course:
             f"first minus inner positions {points(contrasts['primacy'])} points, "
             f"last minus inner {points(contrasts['recency'])}, n = {shape.questions}"
         )
-        is_cut = bool(run and run.name == CANNOT_TELL and "cut" in run.reason)
+        is_cut = bool(
+            run and run.name == CANNOT_TELL and cut_replies.PROBLEM in run.reason
+        )
         if run and (run.name in (CANNOT_DO, NO_BIAS) or is_cut):
             diagnosis.verdict, diagnosis.reason = run
         elif shape.name == FLAT:
@@ -320,7 +333,7 @@ class Course:
             diagnosis.verdict = CANNOT_TELL
             diagnosis.reason = numbers
             if shape.missing:
-                seconds = diagnosis.seconds["shape"] / shape.questions
+                seconds = self.runs.seconds_of_run["shape"] / shape.questions
                 more = duration(shape.missing * seconds)
                 diagnosis.reason += (
                     f"; about {shape.missing} more questions, {more}, would tell"
@@ -334,7 +347,8 @@ class Course:
         prompts = ATTENTION_EXAMPLES * len(self.task.gold_positions)
         left = self.allowance.left(SHARES["source"])
         # What a prompt takes in process is not known yet of a served model: this tells it.
-        cost = 0.0 if self.runs.is_served else self._measured_cost_of_prompt()
+        is_unknown = self.runs.is_served and self.allowance.is_time
+        cost = 0.0 if is_unknown else self._measured_cost_of_prompt()
         if not left or prompts * cost > left / 3:
             return
         part_overrides = [f"runtime.intervene_examples={ATTENTION_EXAMPLES}"]
@@ -373,7 +387,6 @@ class Course:
                 "source",
                 part_overrides,
                 prompts=SOURCE_PROMPTS * examples,
-                method="",
                 stages="study",
                 in_process=True,
             )
@@ -406,7 +419,7 @@ class Course:
         diagnosis = self.diagnosis
         lm = self.runs.lm
         try:
-            examples = self.task.examples("calibration")[: self._race_prompts()]
+            examples = self._race_examples()
         except UserError as error:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
@@ -417,6 +430,10 @@ class Course:
             diagnosis.remedies_note = "no method runs on this model"
             return
         allowance = self.allowance
+        if allowance.left(SHARES["remedies"]) <= 0:
+            diagnosis.remedies = left_out
+            diagnosis.remedies_note = "nothing is left of the budget"
+            return
         total = len(examples) * (len(methods) + 1)
         runtime = self.config.runtime
         with (
@@ -431,6 +448,7 @@ class Course:
         ):
 
             def count(prompts: int) -> None:
+                self.runs.count_prompts("remedies", prompts)
                 allowance.add(prompts, 0, 0)
                 advance(prompts)
 
@@ -441,7 +459,6 @@ class Course:
                 is_over=lambda: allowance.left(SHARES["remedies"]) <= 0,
                 advance=count,
             )
-        diagnosis.prompts["remedies"] = sum(r.gain.n for r in remedies if r.gain)
         diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
         if diagnosis.winner:
@@ -452,13 +469,42 @@ class Course:
         note = (
             f"none of {len(remedies)} methods makes the right answer likelier for sure"
         )
-        if hopeful:
-            note += f"; of {', '.join(hopeful)} it cannot be told from so few prompts"
+        num_prompts = max(remedy.gain.n for remedy in remedies if remedy.gain)
+        if hopeful or num_prompts < FIRST_ROUND:
+            of_which = ", ".join(hopeful or methods)
+            note += f"; of {of_which} it cannot be told from so few prompts"
         else:
             diagnosis.verdict = NOT_FIXED
-            if gap:
+            if gap and gap.ci_low > 0:
                 note += ", and none closes a third of the gap between the best and the worst gold position"
         diagnosis.remedies_note = note
+
+    def _race_examples(self) -> list[Example]:
+        """The calibration prompts of the race, none of which is asked of the winner.
+
+        They are shuffled: some tasks let the gold item move through the prompt from one to the next, and the first few
+        decide which methods drop out.
+
+        Raises:
+            UserError: The task has too few calibration questions.
+        """
+        assert self.diagnosis.shape is not None, "without a bias there is no race"
+        count = self._race_prompts()
+        typed_count = self.runs.typed_number("task.calibration_examples")
+        if typed_count:
+            count = min(count, typed_count)
+        asked = self._typed_limit(max(self.diagnosis.shape.questions, MIN_HELD_BACK))
+        try:
+            task = replace(self.task, limit=asked, calibration_examples=count)
+            examples = task.examples("calibration")
+        except UserError:
+            # A file may hold too few questions for both.
+            asked = self._typed_limit(MIN_HELD_BACK)
+            task = replace(self.task, limit=asked, calibration_examples=count)
+            examples = task.examples("calibration")
+        self._most_held_back = asked
+        random.Random(0).shuffle(examples)
+        return examples
 
     def _race_prompts(self) -> int:
         """Calibration prompts of the race: more in more time."""
@@ -471,10 +517,10 @@ class Course:
     def _hold_back(self, choice: MethodChoice) -> None:
         """Ask the winner, and the unmodified model, questions that nothing was chosen on."""
         diagnosis = self.diagnosis
-        assert diagnosis.shape is not None, "without a bias there is no race"
-        most = max(diagnosis.shape.questions, MIN_HELD_BACK)
         prompts_per_question = 2 * len(self.task.gold_positions)
-        limit = self._affordable("held-back", most, prompts_per_question)
+        limit = self._affordable(
+            "held-back", self._most_held_back, prompts_per_question, in_process=True
+        )
         if not limit:
             diagnosis.held_back = "not asked: nothing is left of the budget"
             return
@@ -521,12 +567,16 @@ class Course:
     def _search(self) -> Mapping[str, Any]:
         """What a search finds for scale_channel; empty where there is no time for it, or no budget of time."""
         left = self.allowance.left(SHARES["remedies"])
-        if not self.allowance.is_time or left < MIN_SEARCH_SECONDS:
+        if not self.allowance.is_time:
+            return {}
+        needed = SEARCH_PROMPTS * self._measured_cost_of_prompt()
+        if left < max(needed, MIN_SEARCH_SECONDS):
             return {}
         part_overrides = [
             "method=scale_channel",
             "search=channel",
             "search.strings=100",
+            f"task.limit={self._most_held_back}",
             "task.calibration_examples=16",
         ]
         try:
@@ -547,7 +597,9 @@ class Course:
         """So many questions, or as many as the user typed if these are fewer."""
         return min(most, self.runs.typed_number("task.limit") or most)
 
-    def _affordable(self, part: str, most: int, prompts_per_question: int) -> int:
+    def _affordable(
+        self, part: str, most: int, prompts_per_question: int, in_process: bool = False
+    ) -> int:
         """Questions that a part may ask: so many at most, and no more than a budget that is no time has left.
 
         A run keeps a time itself.
@@ -556,19 +608,20 @@ class Course:
         if self.allowance.is_time:
             return most
         left = self.allowance.left(SHARES.get(part, LAST_SHARE))
-        per_question = prompts_per_question * self._cost_of_prompt()
+        per_question = prompts_per_question * self._cost_of_prompt(in_process)
         return min(most, int(left / max(per_question, 1e-12)))
 
     def _measured_cost_of_prompt(self) -> float:
         """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""
         if not self.allowance.is_time:
-            return self._cost_of_prompt()
-        diagnosis = self.diagnosis
-        part = "attention" if "attention" in diagnosis.prompts else "shape"
-        return diagnosis.seconds[part] / max(diagnosis.prompts[part], 1)
+            return self._cost_of_prompt(in_process=True)
+        part = "attention" if "attention" in self.runs.seconds_of_run else "shape"
+        return self.runs.seconds_of_run[part] / max(self.diagnosis.prompts[part], 1)
 
-    def _cost_of_prompt(self) -> float:
-        """What one more prompt takes of a budget that is no time."""
+    def _cost_of_prompt(self, in_process: bool = False) -> float:
+        """What one more prompt takes of a budget that is no time; money is for those that a server answers."""
+        if in_process and self.allowance.budget.usd is not None:
+            return 0.0
         example = self.task.evaluation()[0]
         encoder: Encoder = (
             text_encoder(self.config.model) if self.runs.is_served else self.runs.lm
@@ -672,7 +725,10 @@ class Course:
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
         last_pilot = diagnosis.pilots[-1] if diagnosis.pilots else None
-        if last_pilot and last_pilot.level == "cut":
+        is_cut = diagnosis.verdict == CANNOT_TELL and (
+            cut_replies.PROBLEM in diagnosis.reason
+        )
+        if last_pilot and (last_pilot.level == "cut" or is_cut):
             tokens = MORE_TOKENS * self.task.max_new_tokens
             change = f"task.max_new_tokens={tokens}"
             if last_pilot.thinks:
@@ -689,6 +745,14 @@ class Course:
             and diagnosis.verdict in (BIAS, CANNOT_TELL)
             and is_undecided
         ):
+            limit = self._typed_limit(MAX_QUESTIONS)
+            if diagnosis.verdict == CANNOT_TELL and diagnosis.shape.questions >= limit:
+                # No budget asks more than that.
+                more = min(3 * limit, MAX_QUESTIONS)
+                if more == limit:
+                    return ""
+                kept = [arg for arg in typed if key_of(arg) != "task.limit"]
+                return shlex.join(["posbench", "diagnose", *kept, f"task.limit={more}"])
             return f"{begin} budget={self.allowance.larger()}"
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
             return f"{begin} task.{self.task.sizes[0]}={max(self.task.items // 4, 3)}"

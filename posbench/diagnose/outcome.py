@@ -12,6 +12,7 @@ from posbench.stats.cut_replies import MAX_SHARE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
 from posbench.stats.shape import SHAPES, WITHOUT_SIDE, Shape
+from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
 from posbench.studies.base import Tables
 from posbench.studies.yu2025.bias_source import (
     INTERVENTIONS,
@@ -96,7 +97,8 @@ class Source:
         gap: Loss at the worst gold position minus that at the best one, nats per answer token.
         shares: Share of the gap that each intervention closes, by its description.
         named: Sources with an intervention that closes a third of the gap or more, for sure.
-        excluded: Sources whose interventions surely close less.
+        excluded: Sources with an intervention that surely closes less, and makes the item look like one at the best
+            place.
         questions: Questions at each position.
     """
 
@@ -153,7 +155,9 @@ def judge_source(tables: Tables, findings: pd.DataFrame) -> Source:
     excluded = [
         INTERVENTIONS[name].source
         for name, verdict in verdicts.items()
-        if verdict == "contradicted" and INTERVENTIONS[name].place in places
+        if verdict == "contradicted"
+        and effects[f"{name}_over_bound"].ci_high < 0
+        and INTERVENTIONS[name].place in places
     ]
     table = tables["bias_source"]
     unmodified = table[table["variant"] == UNMODIFIED]
@@ -233,7 +237,8 @@ class Diagnosis:
     def headline(self) -> str:
         """The answer in a sentence or two."""
         text = f"Verdict: {self.verdict} ({self.reason})."
-        if self.shape and self.shape.name not in WITHOUT_SIDE:
+        has_side = self.shape and self.shape.name not in WITHOUT_SIDE
+        if self.shape and has_side and self.verdict in (BIAS, FIXED, NOT_FIXED):
             bias = f"{self.model} has a {self.shape.name} bias on {self.task}"
             text = f"{bias}: {SHAPES[self.shape.name]}. {text}"
         return text

@@ -102,8 +102,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     elif diagnosis.source_note:
         result.append(f"source: not looked for, {diagnosis.source_note}")
     if diagnosis.winner:
-        best = diagnosis.remedies[0]
-        gain = f", {_nats(best.gain)}" if best.gain else ""
+        gains = {remedy.name: remedy.gain for remedy in diagnosis.remedies}
+        gain = f", {_nats(gains[diagnosis.winner])}"
         result.append(
             f"remedy: {diagnosis.winner}{gain}; on held-back questions: {diagnosis.held_back}"
         )
@@ -235,7 +235,8 @@ def _held_back_section(diagnosis: Diagnosis) -> Section | None:
         return None
     text = f"{diagnosis.winner}, the winner of the race: {diagnosis.held_back}."
     caption = "Held-back questions, with and without the method; bands: 95 %."
-    figure = _figure(diagnosis.runs["held-back"], "held_back", caption)
+    folder = diagnosis.runs.get("held-back")
+    figure = _figure(folder, "held_back", caption) if folder else {}
     return Section("Held-back questions", text, figures=figure)
 
 

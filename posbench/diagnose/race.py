@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
 from posbench.diagnose.outcome import Remedy
 from posbench.errors import UserError
 from posbench.measure.replies import encode_with_answer
@@ -13,7 +15,7 @@ from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
-from posbench.stats.bootstrap import Estimate, paired
+from posbench.stats.bootstrap import Estimate, difference
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.yu2025.bias_source import SHARE
 from posbench.tasks import Example
@@ -94,7 +96,8 @@ def race(
     remedies = []
     for name, values in losses.items():
         clusters = [example.question_id for example in examples[: len(values)]]
-        gain = paired(unmodified[: len(values)], values, clusters)
+        falls = np.subtract(unmodified[: len(values)], values)
+        gain = difference(falls, clusters)
         ratios = [
             own / base for own, base in zip(times[name], unmodified_times, strict=False)
         ]

@@ -59,6 +59,7 @@ class Runs:
         settings: Overrides that the diagnosis chose so far, by key.
         typed_keys: Keys that the user set.
         diagnosis: What is found; the runs and what they took are recorded there.
+        seconds_of_run: Wall time of the run of each part, earlier sessions among it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Runs:
         overrides = read_flags(args).overrides
         self.typed_keys = {key_of(override) for override in overrides}
         self.diagnosis = Diagnosis(model="", task="")
+        self.seconds_of_run: dict[str, float] = {}
         self._configs: dict[tuple[str, ...], Config] = {}
         self._in_process_args: list[str] | None = None
         self._model: ModelConfig | None = None
@@ -211,6 +213,7 @@ class Runs:
                 shows_result=False,
             )
         self.diagnosis.runs[part] = str(folder)
+        self.seconds_of_run[part] = open_run_dir(folder).status()["seconds"]
         self._count_rows(part, folder, is_served=lm is None)
         return folder
 
@@ -240,21 +243,22 @@ class Runs:
                 prompts, lm.tokens_read - read, lm.tokens_written - written
             )
         if prompts:
-            self._count_prompts(part, prompts)
+            self.count_prompts(part, prompts)
 
     def _count_rows(self, part: str, folder: Path, is_served: bool) -> None:
         """Count the prompts of a run, and the tokens that its server counted."""
         if not (folder / PREDICTIONS).is_file():
             return
         rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
-        self._count_prompts(part, len(rows))
+        self.count_prompts(part, len(rows))
         read = written = 0
         if is_served:
             read = sum(int(row.get("prompt_tokens") or 0) for row in rows)
             written = sum(int(row.get("reply_tokens") or 0) for row in rows)
-        self.allowance.add(len(rows), read, written)
+        self.allowance.add(len(rows), read, written, is_paid=is_served)
 
-    def _count_prompts(self, part: str, prompts: int) -> None:
+    def count_prompts(self, part: str, prompts: int) -> None:
+        """Add prompts that were read to a part."""
         counts = self.diagnosis.prompts
         counts[part] = counts.get(part, 0) + prompts
 

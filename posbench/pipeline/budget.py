@@ -665,12 +665,13 @@ def time_server(config: Config, console: Console) -> Price:
             raise MachineError(
                 "model.base_url", config.model.base_url, allowed, hint
             ) from error
-    per_request = (time.monotonic() - began) / count
-    tokens_of_request = max(each.read / max(each.requests, 1), 1.0)
+    per_example = (time.monotonic() - began) / count
+    # An example with choices is a request for each of them.
+    tokens_of_example = max(each.read / len(few.task.evaluation()), 1.0)
 
     def price(work: WorkEstimate) -> float:
-        by_tokens = work.tokens / tokens_of_request
-        return per_request * (by_tokens + work.prompts) / 2
+        by_tokens = work.tokens / tokens_of_example
+        return per_example * (by_tokens + work.prompts) / 2
 
     return price
 
@@ -800,7 +801,7 @@ def describe_long_run(config: Config, run: Run) -> str:
     for text in SUGGESTED_BUDGETS:
         total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
         if total >= seconds:
-            break
+            return f"{line}budget={text} holds all of it"
         chooser = Chooser(
             config, reader, lambda work: speed.seconds(costs, work), total
         )
@@ -831,7 +832,7 @@ def probe_speed(
     if costs.parameters < LIGHT_PARAMETERS:
         return None
     few = build_run(
-        with_settings(config, {"task.limit": min(config.task.limit or 1, 1)}),
+        with_settings(config, {"task.limit": 1}),
         run.console,
     )
     few.lm = run.lm

@@ -101,6 +101,9 @@ ROW_STAGES: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
 
 BUDGETS = ".budgets"
 """Folder beside the versions of a suite: what was chosen for budgets."""
+LARGER_BUDGET = 1.5
+"""A run that stopped at its budget goes on with one that is so many times as large; a part of a diagnosis has what the
+parts before it left, which differs a little when it is repeated."""
 USED_TIME = ".seconds_used.json"
 """File of a run folder with a budget: seconds that its sessions took. Hidden, so no part of its results."""
 RECORD_SECONDS = 2.0
@@ -198,14 +201,27 @@ def execute(
 def _has_ended(out: RunDir, config: Config) -> bool:
     """Whether all of a run is made.
 
-    One that stopped at its budget, or when it had asked enough, has no more to make with that setting.
+    One that stopped at its budget, or when it had asked enough, has no more to make with that setting: one with a much
+    larger budget goes on.
     """
     stages = [out.stage(stage) for stage in config.stages]
     for stage in stages:
-        may_stop = config.runtime.until if stage.get("decided") else config.budget
-        if stage.get("stopped") and not may_stop:
+        if stage.get("stopped") and not _would_stop_again(stage, config):
             return False
     return out.done and all(stage.get("done") for stage in stages)
+
+
+def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
+    """Whether what stopped a stage stops it with this config, too."""
+    if stage.get("decided"):
+        return bool(config.runtime.until)
+    if config.budget is None:
+        return False
+    spent = stage.get("budget")
+    if spent is None:  # an older run does not say it
+        return True
+    unit, size = config.budget.amount
+    return unit in spent and size < LARGER_BUDGET * spent[unit]
 
 
 def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:

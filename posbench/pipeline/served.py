@@ -43,9 +43,9 @@ _PROFILES: dict[str, ServerProfile] = {}
 """What this process learned of servers, by the kind of requests: several runs of one command ask the same one."""
 SAMPLE_CHARACTERS = 4000
 PIECE_CHARACTERS = 1000
+"""Characters of the task's prompts whose tokens a server counts before the run, and those of one prompt."""
 COUNTED_PROMPTS = 16
 """Prompts whose tokens are counted where the tokenizer is known."""
-"""Characters of the task's prompts whose tokens a server counts before the run."""
 
 
 def probe_server(config: Config) -> Config:

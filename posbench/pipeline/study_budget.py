@@ -254,6 +254,8 @@ def describe_long_study(config: Config, run: Run) -> str:
     line = f"this study takes about {duration(seconds)} on this machine"
     for text in SUGGESTED_BUDGETS:
         total = USED_SHARE * (Budget.parse(text).seconds or 0.0)
+        if total >= seconds:
+            return f"{line}; budget={text} holds all of it"
         chosen = chooser.choose(seconds_of, total)
         if chosen and chosen[1] >= min(ENOUGH_QUESTIONS, chooser.limit):
             sizes = spelled({**chosen[0], **chooser.settings_for(chosen[1])})

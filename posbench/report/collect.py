@@ -162,7 +162,10 @@ class Entry:
 
     @cached_property
     def panels(self) -> list[Panel]:
-        """All figures, each picture once: first those that the experiment names for its captions, in that order."""
+        """All figures, each picture once: first those that the experiment names for its captions, in that order.
+
+        A picture that stands for several captions names all of them.
+        """
         covers: dict[tuple[int, str], list[str]] = {}
         for item, names in (self.experiment.get("panels") or {}).items():
             for name in names:
@@ -173,15 +176,17 @@ class Entry:
         for index, result in enumerate(self.results):
             for figure in result.figures:
                 covers.setdefault((index, figure), [])
-        panels = []
-        pictures = set[bytes]()
-        for (index, figure), items in covers.items():
-            panel = Panel(", ".join(items), self.results[index], figure)
-            picture = panel.file.read_bytes()
-            if picture not in pictures:
-                pictures.add(picture)
-                panels.append(panel)
-        return panels
+        kept: dict[bytes, tuple[int, str]] = {}
+        for key, items in covers.items():
+            index, figure = key
+            picture = Panel("", self.results[index], figure).file.read_bytes()
+            first = kept.setdefault(picture, key)
+            if first != key:
+                covers[first] += [item for item in items if item not in covers[first]]
+        return [
+            Panel(", ".join(covers[key]), self.results[key[0]], key[1])
+            for key in kept.values()
+        ]
 
     def _find_figure(self, name: str) -> tuple[int, str] | None:
         """Index of the result and the figure that a panel names, as ``tiny/maps``; see ``Experiment.panels``."""

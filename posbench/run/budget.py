@@ -68,10 +68,18 @@ class Budget:
         return cls(text, seconds=number * SECONDS_PER_UNIT[unit])
 
     @property
+    def amount(self) -> tuple[str, float]:
+        """The field that is set, and its value."""
+        for unit in ("seconds", "prompts", "tokens", "usd"):
+            value = getattr(self, unit)
+            if value is not None:
+                return unit, float(value)
+        raise ValueError(f"a budget of nothing: {self}")
+
+    @property
     def size(self) -> float:
         """How much it is, in its unit."""
-        amounts = (self.seconds, self.prompts, self.tokens, self.usd)
-        return next(float(amount) for amount in amounts if amount is not None)
+        return self.amount[1]
 
 
 def price_of(

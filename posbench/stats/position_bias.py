@@ -378,12 +378,9 @@ class CurveEstimates:
         self.by_statistic["middle_drop"] = Estimate(
             values["middle_drop"], low, high, self.n
         )
-        differences = (unit[:, None] - unit)[~unit.astype(bool)]
-        low, high = _largest_interval(
-            differences, curve, draws, self.draws["gap"], share_beyond
-        )
-        self.by_statistic["gap"] = Estimate(
-            values["gap"], max(low, 0.0), min(high, 1.0), self.n
+        gap = largest_gap(curve, draws, self.n, questions)
+        self.by_statistic["gap"] = gap._replace(
+            ci_low=max(gap.ci_low, 0.0), ci_high=min(gap.ci_high, 1.0)
         )
 
     def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
@@ -418,6 +415,24 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
     lacking = shares * (1 - shares) / (sizes + 1) - curve * (1 - curve) / sizes
     noise = np.random.default_rng(seed).normal(size=draws.shape)
     return draws + np.sqrt(np.maximum(lacking, 0)) * noise
+
+
+def largest_gap(curve: Array, draws: Array, n: int, questions: int) -> Estimate:
+    """Estimate the largest minus the smallest mean of several positions, whichever these are.
+
+    The interval allows for their choice by the same data, see :func:`_largest_interval`.
+
+    Args:
+        curve: Means at K gold positions, [K].
+        draws: Their bootstrap draws, [R, K].
+        n: Observations behind them.
+        questions: Questions that were drawn, two or more.
+    """
+    unit = np.eye(len(curve))
+    contrasts = (unit[:, None] - unit)[~unit.astype(bool)]
+    maxima = draws.max(1) - draws.min(1)
+    low, high = _largest_interval(contrasts, curve, draws, maxima, tail(questions))
+    return Estimate(float(curve.max() - curve.min()), low, high, n)
 
 
 def _largest_interval(

@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 import posbench as library
+from posbench.diagnose.allowance import Allowance
+from posbench.diagnose.course import Course
+from posbench.diagnose.race import FIRST_ROUND
+from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
+from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.config import Config
+from posbench.pipeline.execute import execute
+from posbench.pipeline.prepare import prepare
+from posbench.run.budget import Budget
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.shape import Shape
 from posbench.tasks import KVRetrieval
+from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result
 from tests.messages import assert_line_names, assert_refused
 
@@ -101,6 +115,83 @@ def questions_of(folder: Path) -> set[str]:
     """Prompts of a run, by their digests."""
     lines = (folder / "predictions.jsonl").read_text().splitlines()
     return {json.loads(line)["prompt"] for line in lines}
+
+
+def make_course(*args: str) -> Course:
+    """A course whose shape was found with 30 questions at each position."""
+    course = Course(args, Budget.parse("10min"), Console(quiet=True))
+    contrast = Estimate(0.3, 0.2, 0.4, 30)
+    course.diagnosis.shape = Shape("primacy", {"primacy": contrast}, 30)
+    return course
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_nope"])
+def test_the_first_prompts_of_a_race_have_gold_items_all_over_the_prompt(
+    model: str,
+) -> None:
+    examples = make_course(f"model={model}")._race_examples()
+    for few in (examples[:FIRST_ROUND], examples):
+        depths = [e.gold_position / (len(e.items) - 1) for e in few]
+        assert min(depths) < 0.25 and max(depths) > 0.75
+        assert 0.35 < sum(depths) / len(depths) < 0.65
+
+
+def test_no_question_of_a_race_is_asked_of_its_winner(tmp_path: Path) -> None:
+    document = {"title": "title", "text": "text", "isgold": False}
+    documents = [document | {"isgold": True}, *[document] * 19]
+    rows = [
+        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
+        for n in range(90)
+    ]
+    data = tmp_path / "nq.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    course = make_course("model=tiny")
+    task = NQMultiDoc(path=str(data), limit=20, documents=10)
+    course.config = replace(course.config, task=task)
+    raced = {example.question_id for example in course._race_examples()}
+    assert course._most_held_back == 30
+    asked = {e.question_id for e in replace(task, limit=30).evaluation()}
+    assert len(raced) == 48 and len(asked) == 30 and not raced & asked
+
+
+def test_a_source_is_that_of_the_unmodified_model() -> None:
+    """A method that was typed takes part in the race alone."""
+    runs = Runs(
+        ["model=tiny", "method=scale_channel", "method.factor=0"],
+        Allowance(Budget.parse("10min"), None),
+        Console(quiet=True),
+    )
+    overrides = runs.overrides(["study=bias_source"], stages="study")
+    assert [arg for arg in overrides if arg.startswith("method")] == ["method=none"]
+
+
+def test_a_shape_that_a_budget_cut_short_goes_on_with_a_larger_one(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    run = (
+        "model=tiny",
+        "method=none",
+        "task.positions=[0%,50%,100%]",
+        "task.limit=40",
+        "stages=[evaluate]",
+        "runtime.round_questions=5",
+    )
+    (config,) = prepared(*run, f"runtime.outputs={outputs}")
+    asked = []
+    for seconds in (1e-3, 1e-3, 600.0):
+        budget = Budget(f"{seconds}s", seconds=seconds)
+        folder = execute(
+            replace(config, budget=budget), command="", console=Console(quiet=True)
+        )
+        asked.append(len(questions_of(folder)))
+    assert asked[0] == asked[1] < asked[2] == 3 * 40
+
+
+def prepared(*args: str) -> list[Config]:
+    """The checked configs of a command line."""
+    composed: list[ComposedConfig] = []
+    compose(list(args), composed.append)
+    return [prepare(each).config for each in composed]
 
 
 def test_a_random_model_ends_at_the_floor(

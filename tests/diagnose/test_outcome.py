@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from posbench.diagnose.outcome import Remedy, judge_pilot, judge_source
+from posbench.diagnose.allowance import Allowance
+from posbench.diagnose.outcome import Diagnosis, Remedy, judge_pilot, judge_source
+from posbench.diagnose.page import lines, write_diagnosis
 from posbench.diagnose.race import hopeful_methods, winner_of
+from posbench.run.budget import Budget
 from posbench.stats.bootstrap import Estimate
+from posbench.stats.shape import name_shape
+from posbench.stats.verdict import BIAS, CANNOT_TELL
 from posbench.studies.yu2025.bias_source import INTERVENTIONS
 
 QUESTIONS = 20
@@ -70,9 +76,16 @@ def tables_of_source(
     gap: Estimate, shares: dict[str, Estimate], losses: tuple[float, ...] = (1, 3, 2)
 ) -> Any:
     effects = {"gap": gap} | {f"{name}_share": e for name, e in shares.items()}
+    effects |= {f"{name}_over_bound": interval(-0.5, -0.1) for name in shares}
     rows = [{"effect": name, **e._asdict()} for name, e in effects.items()]
     unmodified = [
-        {"variant": "none", "gold_position": position, "loss": loss, "n": 15}
+        {
+            "variant": "none",
+            "gold_position": position,
+            "depth": position / (len(losses) - 1),
+            "loss": loss,
+            "n": 15,
+        }
         for position, loss in enumerate(losses)
     ]
     return {
@@ -124,6 +137,26 @@ def test_a_source_is_named_or_left_out_by_its_interventions(
     assert ("cannot tell" in str(source)) == (not named and not excluded)
 
 
+def test_a_source_is_left_out_for_what_it_surely_does_not_do_alone() -> None:
+    """An intervention may close the gap, but its control more so: that is no sign against its source."""
+    verdicts = {"sink": "contradicted"}
+    tables = tables_of_source(interval(1, 2), {"sink": interval(0.2, 0.6)})
+    assert judge_source(tables, findings_of_source(verdicts)).excluded
+    effects = tables["bias_source_effects"]
+    effects.loc[effects["effect"] == "sink_over_bound", "ci_high"] = 0.1
+    assert not judge_source(tables, findings_of_source(verdicts)).excluded
+
+
+def test_a_place_is_that_in_the_prompt() -> None:
+    """The first position that is asked need not be the first item."""
+    shares = {"pe_to_beginning": interval(0.1, 0.2)}
+    tables = tables_of_source(interval(1, 2), shares)
+    findings = findings_of_source({"pe_to_beginning": "contradicted"})
+    assert judge_source(tables, findings).excluded
+    tables["bias_source"]["depth"] = [0.25, 0.5, 0.75]
+    assert not judge_source(tables, findings).excluded
+
+
 def test_without_a_gap_nothing_is_named() -> None:
     shares = {"crop": interval(0.5, 0.9)}
     tables = tables_of_source(interval(-0.1, 1), shares)
@@ -137,6 +170,45 @@ def test_the_winner_is_surely_better_than_the_unmodified_model() -> None:
     left_out = Remedy("c", note="no constants")
     assert winner_of([unsure, sure, left_out]) == "a"
     assert winner_of([unsure, left_out]) == ""
+
+
+def test_the_gain_that_is_told_is_that_of_the_winner() -> None:
+    first = Remedy("b", interval(-0.25, 0.75), 1.0)
+    winner = Remedy("a", interval(0.5, 1.5), 1.0)
+    diagnosis = Diagnosis("model", "task", BIAS, "reason")
+    diagnosis.remedies = [first, winner]
+    diagnosis.winner = winner_of(diagnosis.remedies)
+    diagnosis.held_back = "not asked"
+    (line,) = (text for text in lines(diagnosis) if text.startswith("remedy:"))
+    assert line.startswith("remedy: a, 1.0") and "0.25" not in line
+
+
+def test_a_bias_that_is_not_the_verdict_is_not_the_headline() -> None:
+    contrasts = {"primacy": interval(0.3, 0.5), "recency": interval(-0.05, 0.05)}
+    diagnosis = Diagnosis("model", "task", BIAS, "numbers")
+    diagnosis.shape = name_shape(contrasts)
+    assert "has a primacy bias" in diagnosis.headline
+    diagnosis.verdict = CANNOT_TELL
+    assert "primacy" not in diagnosis.headline
+
+
+def test_a_winner_without_held_back_questions_has_a_page(tmp_path: Path) -> None:
+    diagnosis = Diagnosis("model", "task", BIAS, "numbers")
+    diagnosis.winner = "a"
+    diagnosis.held_back = "not asked: nothing is left of the budget"
+    page = write_diagnosis(diagnosis, tmp_path, "posbench diagnose")
+    assert diagnosis.held_back in page.read_text(encoding="utf-8")
+
+
+def test_money_is_counted_for_what_the_server_was_asked_alone() -> None:
+    allowance = Allowance(Budget.parse("1usd"), (1.0, 10.0))
+    allowance.add(10, 100_000, 10_000, is_paid=True)
+    assert allowance.usd == pytest.approx(0.2)
+    assert allowance.cost_of_prompt(0, 0) == pytest.approx(0.02)
+    allowance.add(50, 900_000, 0)  # in process
+    assert allowance.usd == pytest.approx(0.2) == allowance.spent
+    assert allowance.cost_of_prompt(0, 0) == pytest.approx(0.02)
+    assert allowance.read == 1_000_000 and allowance.prompts == 60
 
 
 def test_a_method_is_given_up_where_it_surely_closes_less_than_a_third_of_the_gap() -> (

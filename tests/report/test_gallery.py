@@ -296,11 +296,11 @@ def test_a_further_model_stands_beside_with_the_figures_of_its_page(
         file.parent.mkdir()
     make_own = ["gallery", str(further), "--out", str(own_page)]
     make_both = ["gallery", str(first), "--out", str(gallery)]
-    make_both += ["--beside", str(further), str(own_page)]
+    make_both += ["--beside", str(own_page)]
 
     assert pages.main(make_both) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert " ".join(make_own) in error and not gallery.exists()
+    assert f"gallery DIR --out {own_page}" in error and not gallery.exists()
     assert pages.main(make_own) == 0
     assert pages.main(make_both) == 0
     text = gallery.read_text()

@@ -22,6 +22,7 @@ from posbench.stats.bootstrap import (
     normal,
     paired,
     percentile,
+    resampled,
     statistic,
 )
 from posbench.stats.correlation import spearman
@@ -387,3 +388,25 @@ def test_a_jackknife_over_groups_of_strings(runs: int) -> None:
             at = jackknife(groups, np.full(20, strings / 20))
             tally.add(f"{strings} strings, slope {slope}", at, true)
     tally.check(careful=tally.seen)
+
+
+@pytest.mark.parametrize("positions", [3, 9])
+def test_the_best_of_equal_positions_is_hardly_ever_surely_better(
+    positions: int,
+) -> None:
+    """Losses of 22 questions, which share most of their variance over the positions; nothing differs in truth."""
+    rng = np.random.default_rng(0)
+    questions, runs = 22, 200
+    false_gaps = 0
+    for _ in range(runs):
+        of_question = rng.gamma(2, 1, size=(questions, 1))
+        losses = of_question * rng.lognormal(0, 0.5, size=(questions, positions))
+        names = [str(number) for number in range(questions)]
+        groups = {p: (losses[:, p], names) for p in range(positions)}
+        means = resampled(groups, stratified=True, resamples=400)
+        curve = np.array([value for value, _ in means.values()])
+        draws = np.stack([draws for _, draws in means.values()], axis=1)
+        gap = position_bias.largest_gap(curve, draws, questions, questions)
+        assert gap.value == pytest.approx(curve.max() - curve.min())
+        false_gaps += gap.ci_low > 0
+    assert false_gaps <= 0.1 * runs  # few questions, skewed losses

@@ -66,7 +66,8 @@ def run(config: Config, run: Run) -> None:
         ),
         None,
     )
-    run.out.mark(STAGE, stopped=stopped, decided=is_decided)
+    spent = dict([config.budget.amount]) if config.budget and stopped else None
+    run.out.mark(STAGE, stopped=stopped, decided=is_decided, budget=spent)
     run.out.mark(FILE, key=unmodified_key, done=not stopped)
     if shape_rule:
         _write_shape(run, shape_rule.intervals(rows_by_method[shape_rule.method]))

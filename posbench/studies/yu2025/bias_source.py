@@ -31,6 +31,7 @@ from posbench.stats.findings import (
     join_findings,
 )
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.position_bias import largest_gap
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold_index
@@ -57,7 +58,8 @@ class Intervention(NamedTuple):
     Attributes:
         source: What tells the place of an item, and is taken away.
         label: What is changed, for tables and figures.
-        control: The intervention that does the same to another item.
+        control: The intervention that changes another item in the same way; for both moves of position ids that to the
+            end.
         place: The place that the item then looks like having: ``first`` or ``last``; empty: none.
     """
 
@@ -273,13 +275,11 @@ def _place_of(example: Example) -> str:
 
 
 def best_place(tables: Tables) -> str:
-    """Whether the unmodified model is best at the ``first`` or the ``last`` gold position; empty: between them."""
+    """Whether the unmodified model is best with the gold item ``first`` or ``last`` of all; empty: between them."""
     table = tables["bias_source"]
-    unmodified = table[table["variant"] == UNMODIFIED].sort_values("gold_position")
-    best = int(unmodified["loss"].to_numpy().argmin())
-    if best == 0:
-        return "first"
-    return "last" if best == len(unmodified) - 1 else ""
+    unmodified = table[table["variant"] == UNMODIFIED]
+    best = unmodified.loc[unmodified["loss"].idxmin()]
+    return {0.0: "first", 1.0: "last"}.get(float(best["depth"]), "")
 
 
 @contextmanager
@@ -371,7 +371,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     def statistic(function: Callable[[Means], Array]) -> Estimate:
         return bootstrap.statistic(groups, function, resamples=resamples)
 
-    effects = {"gap": statistic(_gap)}
+    effects = {"gap": _gap_of_positions(unmodified, resamples)}
     for variant in variants:
         effects[f"{variant}_gain"] = statistic(partial(_gain, variant))
     for name, intervention in INTERVENTIONS.items():
@@ -384,6 +384,19 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
             f"{name}_over_control": statistic(partial(_gain_over, name, control)),
         }
     return shared.effects_table(effects)
+
+
+def _gap_of_positions(unmodified: pd.DataFrame, resamples: int) -> Estimate:
+    """Loss at the worst gold position minus that at the best one, which the same losses chose."""
+    groups = {
+        position: shared.values_and_clusters(rows, "loss")
+        for position, rows in unmodified.groupby("gold_position")
+    }
+    means = bootstrap.resampled(groups, stratified=True, resamples=resamples)
+    curve = np.array([mean for mean, _ in means.values()])
+    draws = np.stack([draws for _, draws in means.values()], axis=1)
+    at_worst = len(next(iter(groups.values()))[0])
+    return largest_gap(curve, draws, at_worst, unmodified["cluster"].nunique())
 
 
 def _gap(means: Means) -> Array:
