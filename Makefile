@@ -8,7 +8,7 @@ TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' expe
 # task.path=DIR model=smollm2), and LPES' tables of several searches, an hour each (make figure NAME=lpes_table6 MODEL=smollm2).
 REAL = yu2025_table1_kv yu2025_table4 yu2025_fig2 yu2025_fig3 yu2025_fig4 yu2025_fig6 yu2025_fig7 yu2025_fig10 yu2025_fig11 \
   yu2025_fig12 yu2025_fig13 yu2025_table6 yu2025_mechanism_mask yu2025_mechanism_channel yu2025_mechanism_tokens \
-  lpes_fig2 lpes_fig5 lpes_table11 behind_rope_fig3 behind_rope_fig8
+  lpes_fig2 lpes_fig5 lpes_table1_kv lpes_table11 behind_rope_fig3 behind_rope_fig8
 FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
