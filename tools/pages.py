@@ -133,7 +133,7 @@ def make_page(
     elif name == "gallery":
         image_folder = out.stem if out else name
         further = sections_of(beside, out) if beside and out else None
-        kept = _read_entries(out) if out and keep else {}
+        kept = _read_entries(out, "--keep") if out and keep else {}
         page, images = gallery_page(
             collect_entries(folder), image_folder, further, kept
         )
@@ -524,8 +524,12 @@ def _entry_text(entry: Entry, images: str) -> str:
     return "\n\n".join(texts)
 
 
-def _read_entries(file: Path) -> dict[str, dict[str, str]]:
+def _read_entries(file: Path, option: str) -> dict[str, dict[str, str]]:
     """The entries of a gallery's file, see :func:`entries_of`; none where there is no file yet.
+
+    Args:
+        file: The file.
+        option: The option that reads it, for the error.
 
     Raises:
         UserError: The gallery has an entry without its mark, or one of an unknown paper, which would be lost.
@@ -536,8 +540,8 @@ def _read_entries(file: Path) -> dict[str, dict[str, str]]:
     is_whole = num_headings == sum(map(len, entries.values()))
     if not is_whole or set(entries) - set(GROUPS.values()):
         allowed = "a gallery with <!-- entry NAME --> before each heading"
-        hint = "make the page again from all its runs, without --keep"
-        raise UserError("--keep", str(file), allowed, hint)
+        hint = "make that page again from all its runs, without --keep"
+        raise UserError(option, str(file), allowed, hint)
     return entries
 
 
@@ -566,7 +570,7 @@ def sections_of(page: Path, out: Path) -> dict[str, str]:
     link = Path(os.path.relpath(page, out.parent)).as_posix()
     entries = {
         name: text
-        for of_paper in _read_entries(page).values()
+        for of_paper in _read_entries(page, "--beside").values()
         for name, text in of_paper.items()
     }
     if not entries:

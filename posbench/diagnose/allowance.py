@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from posbench.run.budget import Budget, Stopwatch, money, price_of
 from posbench.run.progress import duration
+
+
+class Counts(NamedTuple):
+    """Prompts that were read, their tokens, and the tokens of their replies."""
+
+    prompts: int = 0
+    read: int = 0
+    written: int = 0
 
 
 class Allowance:
@@ -18,7 +28,7 @@ class Allowance:
         prompts: Prompts that were read so far.
         read: Their tokens.
         written: Tokens of replies.
-        paid: Prompts, tokens read and tokens written that a server with a price was asked.
+        paid: What of these a server was asked, which may cost money.
     """
 
     def __init__(self, budget: Budget, price: tuple[float, float] | None) -> None:
@@ -28,7 +38,7 @@ class Allowance:
         self.prompts = 0
         self.read = 0
         self.written = 0
-        self.paid = (0, 0, 0)
+        self.paid = Counts()
 
     @property
     def is_time(self) -> bool:
@@ -38,8 +48,7 @@ class Allowance:
     @property
     def usd(self) -> float | None:
         """Money that was spent; None: the price is not known."""
-        _, read, written = self.paid
-        return price_of(read, written, self.price)
+        return price_of(self.paid.read, self.paid.written, self.price)
 
     @property
     def spent(self) -> float:
@@ -62,10 +71,9 @@ class Allowance:
         self.read += read
         self.written += written
         if is_paid:
-            self.paid = (
-                self.paid[0] + prompts,
-                self.paid[1] + read,
-                self.paid[2] + written,
+            paid = self.paid
+            self.paid = Counts(
+                paid.prompts + prompts, paid.read + read, paid.written + written
             )
 
     def cost_of_prompt(self, read: float, written: float) -> float:
@@ -77,12 +85,12 @@ class Allowance:
         """
         if self.budget.prompts is not None:
             return 1.0
-        counted = self.prompts, self.read, self.written
+        so_far = Counts(self.prompts, self.read, self.written)
         if self.budget.usd is not None:
-            counted = self.paid
-        if counted[0]:
-            read = counted[1] / counted[0]
-            written = counted[2] / counted[0]
+            so_far = self.paid
+        if so_far.prompts:
+            read = so_far.read / so_far.prompts
+            written = so_far.written / so_far.prompts
         if self.budget.usd is not None:
             return price_of(read, written, self.price) or 0.0
         return read + written

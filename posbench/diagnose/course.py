@@ -493,16 +493,20 @@ class Course:
         typed_count = self.runs.typed_number("task.calibration_examples")
         if typed_count:
             count = min(count, typed_count)
-        asked = self._typed_limit(max(self.diagnosis.shape.questions, MIN_HELD_BACK))
+
+        def examples_beyond(num_held_back: int) -> list[Example]:
+            self._most_held_back = self._typed_limit(num_held_back)
+            task = replace(
+                self.task, limit=self._most_held_back, calibration_examples=count
+            )
+            return task.examples("calibration")
+
         try:
-            task = replace(self.task, limit=asked, calibration_examples=count)
-            examples = task.examples("calibration")
+            most = max(self.diagnosis.shape.questions, MIN_HELD_BACK)
+            examples = examples_beyond(most)
         except UserError:
             # A file may hold too few questions for both.
-            asked = self._typed_limit(MIN_HELD_BACK)
-            task = replace(self.task, limit=asked, calibration_examples=count)
-            examples = task.examples("calibration")
-        self._most_held_back = asked
+            examples = examples_beyond(MIN_HELD_BACK)
         random.Random(0).shuffle(examples)
         return examples
 
@@ -751,8 +755,10 @@ class Course:
                 more = min(3 * limit, MAX_QUESTIONS)
                 if more == limit:
                     return ""
-                kept = [arg for arg in typed if key_of(arg) != "task.limit"]
-                return shlex.join(["posbench", "diagnose", *kept, f"task.limit={more}"])
+                without_limit = [arg for arg in typed if key_of(arg) != "task.limit"]
+                return shlex.join(
+                    ["posbench", "diagnose", *without_limit, f"task.limit={more}"]
+                )
             return f"{begin} budget={self.allowance.larger()}"
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
             return f"{begin} task.{self.task.sizes[0]}={max(self.task.items // 4, 3)}"

@@ -217,11 +217,11 @@ def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
         return bool(config.runtime.until)
     if config.budget is None:
         return False
-    spent = stage.get("budget")
-    if spent is None:  # an older run does not say it
+    budget_then = stage.get("budget")
+    if budget_then is None:  # an older run does not say it
         return True
     unit, size = config.budget.amount
-    return unit in spent and size < LARGER_BUDGET * spent[unit]
+    return unit in budget_then and size < LARGER_BUDGET * budget_then[unit]
 
 
 def _record_failure(out: RunDir, error: BaseException, seconds: float) -> None:

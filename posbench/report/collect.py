@@ -176,16 +176,16 @@ class Entry:
         for index, result in enumerate(self.results):
             for figure in result.figures:
                 covers.setdefault((index, figure), [])
-        kept: dict[bytes, tuple[int, str]] = {}
+        first_with_picture: dict[bytes, tuple[int, str]] = {}
         for key, items in covers.items():
             index, figure = key
             picture = Panel("", self.results[index], figure).file.read_bytes()
-            first = kept.setdefault(picture, key)
+            first = first_with_picture.setdefault(picture, key)
             if first != key:
                 covers[first] += [item for item in items if item not in covers[first]]
         return [
-            Panel(", ".join(covers[key]), self.results[key[0]], key[1])
-            for key in kept.values()
+            Panel(", ".join(covers[index, figure]), self.results[index], figure)
+            for index, figure in first_with_picture.values()
         ]
 
     def _find_figure(self, name: str) -> tuple[int, str] | None:

@@ -66,8 +66,11 @@ def run(config: Config, run: Run) -> None:
         ),
         None,
     )
-    spent = dict([config.budget.amount]) if config.budget and stopped else None
-    run.out.mark(STAGE, stopped=stopped, decided=is_decided, budget=spent)
+    budget = None
+    if config.budget and stopped:
+        unit, size = config.budget.amount
+        budget = {unit: size}
+    run.out.mark(STAGE, stopped=stopped, decided=is_decided, budget=budget)
     run.out.mark(FILE, key=unmodified_key, done=not stopped)
     if shape_rule:
         _write_shape(run, shape_rule.intervals(rows_by_method[shape_rule.method]))

@@ -395,8 +395,8 @@ def _gap_of_positions(unmodified: pd.DataFrame, resamples: int) -> Estimate:
     means = bootstrap.resampled(groups, stratified=True, resamples=resamples)
     curve = np.array([mean for mean, _ in means.values()])
     draws = np.stack([draws for _, draws in means.values()], axis=1)
-    at_worst = len(next(iter(groups.values()))[0])
-    return largest_gap(curve, draws, at_worst, unmodified["cluster"].nunique())
+    num_prompts = int(unmodified["gold_position"].value_counts().min())
+    return largest_gap(curve, draws, num_prompts, unmodified["cluster"].nunique())
 
 
 def _gap(means: Means) -> Array:
