@@ -285,6 +285,9 @@ def test_the_verbs_that_documents_show_run(
     here = {
         "FILE.jsonl": "FILE",
         "FILE": "tests/data/own/documents.jsonl",
+        "RUN1": str(runs[0]),
+        "RUN2": str(runs[1]),
+        "RUN": str(runs[0]),
         "DIR": str(runs[0]),
     }
     hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)

@@ -162,6 +162,20 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     assert "chain/v002/tiny__y" in page and "chain/v001/tiny__x" not in page
 
 
+def test_a_sweep_of_several_models_counts_for_each(tmp_path: Path) -> None:
+    both = pd.concat(
+        [
+            findings("tiny", ("C1: a", 1.0, "holds")),
+            findings("tiny_b", ("C1: a", 2.0, "holds")),
+        ]
+    )
+    newer = findings("tiny_b", ("C1: a", 3.0, "contradicted"))
+    write(tmp_path, {"table1/v001/tiny__x": both, "table1/v002/tiny_b__y": newer})
+    page = pages.claims_page(tmp_path)
+    assert "| C1: a | holds | contradicted |" in page
+    assert "- tiny_b: Claims of the paper: 1 contradicted." in page
+
+
 def test_a_study_without_a_model_has_its_column(tmp_path: Path) -> None:
     runs = {
         "masks/v1/x": findings("", ("a", 1.0, "holds")),

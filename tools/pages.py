@@ -230,7 +230,7 @@ def claims_page(folder: Path, beside: Path | None = None) -> str:
             if study in studies
         }
         newest |= of_beside
-        models += _models_of(of_beside)
+        models += [m for m in _models_of(of_beside) if m not in models]
     if not newest:
         raise UserError(
             "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
@@ -291,8 +291,10 @@ def _newest_findings(folder: Path) -> dict[tuple[str, str], StudyFindings]:
         if frame is not None:
             study = file.parts[-4]
             frame = frame.fillna({"model": "no model"})
-            model = str(frame["model"].iloc[0])
-            newest[study, model] = (frame, _read_provenance(file.parent)["command"])
+            command = _read_provenance(file.parent)["command"]
+            # A sweep may hold several models.
+            for model, rows in frame.groupby("model", sort=False):
+                newest[study, str(model)] = (rows, command)
     return newest
 
 

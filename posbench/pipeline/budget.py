@@ -98,10 +98,11 @@ class BudgetPlan:
         prompts: Prompts of all stages, as estimated.
         operation: Measured seconds per operation of a prefill.
         step: Measured seconds per step of generation.
-        note: What was decided about the precision.
+        note: What was decided about the precision, or that a typed number of questions takes more than the budget.
         tokens: Tokens of all stages, as estimated, where the budget counts them.
         usd: Money of all stages, as estimated, where the budget is one.
         study: The sizes of a study, in words; empty for other runs.
+        is_kept: Whether the run itself stops at the budget; else its sizes alone keep it.
     """
 
     budget: str
@@ -116,6 +117,7 @@ class BudgetPlan:
     tokens: int | None = None
     usd: float | None = None
     study: str = ""
+    is_kept: bool = True
 
     def lines(self) -> list[str]:
         """Return what is printed of the choice."""
@@ -139,13 +141,14 @@ class BudgetPlan:
             lines.append(
                 f"budget: about {duration(self.seconds)} expected, at most {self.budget}"
             )
+        bound = "at most" if self.is_kept else "of"
         if self.tokens is not None:
             lines.append(
-                f"budget: about {self.tokens:,} tokens expected, at most {self.budget}"
+                f"budget: about {self.tokens:,} tokens expected, {bound} {self.budget}"
             )
         if self.usd is not None:
             lines.append(
-                f"budget: about {money(self.usd)} expected, at most {self.budget}"
+                f"budget: about {money(self.usd)} expected, {bound} {self.budget}"
             )
         return lines
 
@@ -420,7 +423,7 @@ class Chooser:
             questions = min(PROBED_QUESTIONS, self.limit)
             cost, prompts = self._price_stage(chosen, "evaluate", questions)
             if self.lm:
-                # So few prompts go through the model one round at a time.
+                # So few prompts go through the model one round at a time, which shares fewer prefixes.
                 round_questions = self.round_questions(cost / questions)
                 if round_questions and round_questions < questions:
                     questions = round_questions
@@ -432,7 +435,9 @@ class Chooser:
         )
 
     def round_questions(self, seconds_per_question: float) -> int | None:
-        """Return the questions of a round; None where all are one."""
+        """Return the questions of a round; None where all are one, as where no time is counted."""
+        if self.config.budget and self.config.budget.seconds is None:
+            return None
         seconds = min(ROUND_SECONDS, ROUND_SHARE * self.total)
         questions = max(int(seconds / max(seconds_per_question, 1e-9)), 1)
         return questions if questions < self.limit else None
@@ -724,6 +729,15 @@ def _make_plan(
         if thinks and (budget.tokens or budget.usd):
             # How long a model thinks is not known before: the run itself stops at the budget.
             settings["task.limit"] = min(SPARE_QUESTIONS * questions, chooser.limit)
+    is_kept = budget.seconds is not None or bool(
+        config.model.base_url and (budget.tokens or budget.usd)
+    )
+    if typed_limit and not is_kept:
+        # Nothing stops the run before all of them are asked.
+        if option.cost(chooser.limit) > available:
+            needed = describe_least(budget, option.cost(chooser.limit))[0]
+            note = f"the typed task.limit={chooser.limit} takes {needed}, more than the budget"
+        questions = chooser.limit
     planned = chooser.limit if typed_limit else questions
     if budget.seconds and "runtime.round_questions" not in config.typed:
         per_round = chooser.round_questions(option.per_question)
@@ -744,6 +758,7 @@ def _make_plan(
         note=note,
         tokens=round(option.cost(questions)) if budget.tokens else None,
         usd=option.cost(questions) if budget.usd else None,
+        is_kept=is_kept,
     )
 
 

@@ -305,6 +305,7 @@ def apply_budget(
     """
     config = prepared.config
     assert config.budget is not None
+    watch.waits_for_server = bool(config.model.base_url)
     with doing("hashing the files that the run reads"):
         contents = run_contents(config)
     location = RunLocation.of(config, identity(config, contents), contents)
@@ -337,6 +338,7 @@ def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator
     if budget is None or budget.seconds is None:
         yield
         return
+    watch.waits_for_server = bool(run.model.base_url)
     watch.used_before = _seconds_used(run.out)
     if watch.used_before:
         left = max(budget.seconds - watch.used_before, 0.0)

@@ -43,8 +43,8 @@ def with_setting(
 
     Returns:
         The rows with a text column `setting`; the settings in drawing order (numeric if
-        all are numbers, otherwise as they come; those of the modified rows where there
-        are any); a label for the axis.
+        all are numbers, otherwise as they come; those of :func:`modified_of`); a label
+        for the axis.
     """
     swept = [axis] if isinstance(axis, str) else list(axis)
     frames.need_columns(summary, "summary", *swept, "method")
@@ -99,9 +99,13 @@ def _setting_styles(settings: list[str]) -> list[dict[str, Any]]:
 
 
 def modified_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of modified models; all rows if there are none."""
-    modified = rows[rows["method"] != frames.UNMODIFIED]
-    return rows if modified.empty else modified
+    """The rows of modified models, and those of a model and task that ran unmodified alone."""
+    is_modified = rows["method"] != frames.UNMODIFIED
+    groups = pd.Series("", index=rows.index)
+    for column in ("model", "task"):
+        if column in rows:
+            groups += rows[column].astype(str) + "\n"
+    return rows[is_modified | ~groups.isin(groups[is_modified])]
 
 
 def unmodified_of(rows: pd.DataFrame, setting: str) -> pd.DataFrame:

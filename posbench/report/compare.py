@@ -28,6 +28,7 @@ from posbench.report.index import (
     estimate_cell,
     override_text,
 )
+from posbench.report.tables import cut_notes, has_cut_note
 from posbench.run.folder import PROVENANCE, RunDir, open_undamaged
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
@@ -169,7 +170,11 @@ def write_comparison(
     need_destination(out, (out / TABLE).is_file(), "comparison")
     figure = _score_figure(runs)
     rows: list[Record] = [_row(first, {})]
-    notes = []
+    notes = [
+        f"{run.label}: no score, {note}."
+        for run in runs
+        for note in cut_notes(run.metrics).values()
+    ]
     for run in runs[1:]:
         difference = differences(first, run)
         rows.append(_row(run, difference))
@@ -235,9 +240,9 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
-    """A metric over all gold positions; None where there is none."""
+    """A metric over all gold positions; None where there is none, or where it means nothing as replies were cut."""
     rows = rows_over_all_positions(metrics, metric).dropna(subset="value")
-    for row in rows.itertuples():
+    for row in rows[~has_cut_note(rows)].itertuples():
         return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
     return None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,18 @@ PREDICTIONS = "predictions.jsonl"
 ONE_SEARCH = (
     "one search of each setting: searches of one setting differ, too (lpes_table8)"
 )
+NO_COMMON_PROMPTS = "the runs asked no prompt in common"
 Runs = Sequence[tuple[Mapping[str, str], Path]]
 """Setting and folder of each run of a sweep."""
 
 
-def judge_contrasts(runs: Runs) -> pd.DataFrame:
+def judge_contrasts(runs: Runs, varied: Collection[str]) -> pd.DataFrame:
     """Judge the contrasts of an experiment, model by model.
 
     Args:
         runs: The runs of its sweep.
+        varied: Keys whose values differ between its jobs. A contrast names a value of one of them, or of the
+            experiment's grid where it has one.
 
     Returns:
         Rows of findings.csv; none for runs without contrasts, or without all settings of a contrast.
@@ -49,7 +53,9 @@ def judge_contrasts(runs: Runs) -> pd.DataFrame:
             for data in experiment.get("contrasts") or ()
         ]
         model = (config.get("model") or {}).get("name", "")
-        by_model.setdefault(model, []).append((setting, folder))
+        keys = experiment.get("grid") or varied
+        named = {key: value for key, value in setting.items() if key in keys}
+        by_model.setdefault(model, []).append((named, folder))
     tables = [findings_table([], "")]
     for model, of_model in by_model.items():
         findings = [_judge(contrast, of_model) for contrast in contrasts]
@@ -80,6 +86,8 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
             part = Finding.within(
                 contrast.claim, statistic, points, -SMALLEST_POINTS, SMALLEST_POINTS
             )
+        if not points.n:
+            part = part.not_testable(NO_COMMON_PROMPTS)
         parts.append(part)
     if not parts:
         return None
@@ -88,7 +96,7 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
 
 
 def _read_scores(name: str, runs: Runs) -> pd.DataFrame | None:
-    """Scores of all prompts by id under a setting, with their clusters; None where no run has it."""
+    """Scores of all prompts by id and digest under a setting, with their clusters; None where no run has it."""
     for setting, folder in runs:
         if name != UNMODIFIED and name not in setting.values():
             continue
@@ -101,15 +109,27 @@ def _read_scores(name: str, runs: Runs) -> pd.DataFrame | None:
         for row in open_run_dir(folder).rows_without_error(PREDICTIONS):
             if row["scores"] and (row["method"] == UNMODIFIED) == (name == UNMODIFIED):
                 cluster = row["cluster"] or row["id"]
+                # Jobs with a budget may ask other prompts under the same ids.
+                prompt = row.get("prompt", "")
                 score = row["scores"][metric]
-                rows.append({"id": row["id"], "cluster": cluster, "score": score})
-        return pd.DataFrame(rows).set_index("id")
+                rows.append(
+                    {
+                        "id": row["id"],
+                        "prompt": prompt,
+                        "cluster": cluster,
+                        "score": score,
+                    }
+                )
+        columns = ["id", "prompt", "cluster", "score"]
+        return pd.DataFrame(rows, columns=columns).set_index(["id", "prompt"])
     return None
 
 
 def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate:
     """Mean difference of the scores of the same prompts, in points."""
     both = after.assign(score_before=before["score"]).dropna()
+    if both.empty:
+        return bootstrap.Estimate(math.nan, math.nan, math.nan, 0)
     clusters = list(both["cluster"].astype(str))
     difference = bootstrap.paired(both["score"], both["score_before"], clusters)
     return estimate(difference._asdict(), scale=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,14 @@ from posbench.report.paper import paper_sections
 from posbench.report.terminal import show_findings, show_reference, show_table
 from posbench.report.text import MAX_LISTED, study_answer, title, verdict_table
 from posbench.report.trend import MAX_SETTINGS, trends
-from posbench.run.folder import CONFIG, JOBS, RunDir, open_run_dir, open_undamaged
+from posbench.run.folder import (
+    CONFIG,
+    JOBS,
+    PROVENANCE,
+    RunDir,
+    open_run_dir,
+    open_undamaged,
+)
 from posbench.stats.frames import (
     UNMODIFIED,
     display_name,
@@ -112,7 +120,7 @@ def summarise(
     if len(trend):
         write_csv(folder / "trend.csv", trend)
     else:
-        findings = judge_contrasts(runs)
+        findings = judge_contrasts(runs, varied)
     if len(findings):
         write_csv(folder / "findings.csv", findings)
     write_json(folder / JOBS, list(jobs))
@@ -174,7 +182,7 @@ def _show(folder: Path, console: Console, command: str) -> None:
         console.print(
             "average over gold positions in %, difference in points, [95 % interval]"
         )
-        console.print(sentence)
+        console.print(" ".join([sentence, *_job_notes(folder)]))
         show_findings(folder, console)
         subsets = read_csv(folder / "subsets_summary.csv")
         show_reference(folder, summary, subsets, console)
@@ -310,6 +318,7 @@ def render_sweep(folder: Path, command: str = "") -> Path:
         sections.append(Section("Claims", text, *tables.findings_table(findings)))
     if findings is not None:
         sentence = f"{sentence} {study_answer(findings)}"
+    sentence = " ".join([sentence, *_job_notes(folder)])
     sections += paper_sections(folder, summary, subsets)
     models = list(dict.fromkeys(summary["model"]))
     modified = plots.modified_of(summary)
@@ -327,6 +336,29 @@ def render_sweep(folder: Path, command: str = "") -> Path:
         models,
         provenance={"command": command or RunDir(folder).command},
     )
+
+
+def _job_notes(folder: Path) -> list[str]:
+    """What a reader of a sweep must know of its jobs: which failed, and whether all asked the same."""
+    notes = []
+    failed = [
+        " ".join(job["overrides"])
+        for job in read_json(folder / JOBS, Objects) or []
+        if not job["folder"]
+    ]
+    if failed:
+        listed = "; ".join(failed[:MAX_LISTED])
+        notes.append(f"Not shown, as they failed: {len(failed)} jobs ({listed}).")
+    sizes = set()
+    for run in sweep_runs(folder):
+        budget = open_run_dir(run).facts(PROVENANCE).get("budget") or {}
+        sizes.add((budget.get("settings", ""), budget.get("end", "")))
+    if len(sizes) > 1:
+        notes.append(
+            "For the budget the jobs chose different sizes, or stopped at different questions: settings did not all "
+            "answer the same prompts; claims compare those that all answered."
+        )
+    return notes
 
 
 def _score_figure(
@@ -457,6 +489,8 @@ def sweep_table(
         nothing was scored.
     """
     rows, settings, label = plots.with_setting(summary, axes)
+    # Of replies that were cut off before an answer nothing is said but that.
+    rows.loc[tables.has_cut_note(rows), ["value", "ci_low", "ci_high"]] = math.nan
     run_column = "run" if "run" in rows else "setting"
     runs = rows.groupby("setting")[run_column].unique()
     is_unmodified = rows["method"] == UNMODIFIED
@@ -472,7 +506,11 @@ def sweep_table(
     if not averages.keys() & set(settings):
         return [], [], "Nothing was scored in this sweep."
 
-    average_values = [(averages[s].value, s) for s in settings if s in averages]
+    average_values = [
+        (averages[setting].value, setting)
+        for setting in settings
+        if setting in averages and not pd.isna(averages[setting].value)
+    ]
     bias_values = [
         (biases[setting].value, setting)
         for setting in settings
@@ -510,10 +548,18 @@ def sweep_table(
         else:
             counts["cannot be told apart"] += 1
 
-    average_range = _range(average_values, " %", " %")
-    parts = [
-        f"Over {len(settings)} settings of {label}, the average runs from {average_range}"
-    ]
+    parts = []
+    if average_values:
+        average_range = _range(average_values, " %", " %")
+        parts.append(
+            f"Over {len(average_values)} settings of {label}, the average runs from {average_range}"
+        )
+    cut = [s for s in settings if s in averages and pd.isna(averages[s].value)]
+    if cut:
+        names = ", ".join(cut[:MAX_LISTED])
+        parts.append(
+            f"replies were cut off before an answer, and say nothing, in {len(cut)} settings ({names})"
+        )
     changes = ", ".join(f"{count} {verb}" for verb, count in counts.items() if count)
     if changes:
         compared = sum(counts.values())
@@ -542,7 +588,8 @@ def sweep_table(
     elif shapes:
         counted = ", ".join(f"{shape} ({count})" for shape, count in shapes.items())
         parts.append(f"shape of the unmodified model by settings: {counted}")
-    return header, table, "; ".join(parts) + "."
+    sentence = "; ".join(parts)
+    return header, table, f"{sentence[:1].upper()}{sentence[1:]}."
 
 
 def _rows_of_setting(rows: pd.DataFrame, setting: str) -> tuple[pd.DataFrame, str]:

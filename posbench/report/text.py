@@ -434,6 +434,8 @@ def _list_claims(
         for claim in sorted(claims, key=lambda claim: -len(_models(claims[claim]))):
             rows = claims[claim]
             text = claim + _on_models(_models(rows), num_models)
+            if _has_other_verdict(findings_of_claims, rows):
+                text += " (not in every test)"
             if numbers and num_models < 2 and len(rows) == 1:
                 text += f" ({rows[0].statistic}: {finding_value(rows[0])})"
             texts.append(text)
@@ -442,6 +444,14 @@ def _list_claims(
         if texts:
             sentences.append(f"{verdict.capitalize()}: {'; '.join(texts)}.")
     return sentences
+
+
+def _has_other_verdict(findings: pd.DataFrame, rows: Sequence[Any]) -> bool:
+    """Whether another run or statistic gave a claim another verdict on a model of these rows."""
+    claim = re.sub(CITATION, "", rows[0].claim)
+    is_claim = findings["claim"].map(lambda text: re.sub(CITATION, "", text) == claim)
+    of_models = findings[is_claim & findings["model"].isin(_models(rows))]
+    return of_models["verdict"].nunique() > 1
 
 
 def _models(rows: Sequence[Any]) -> list[str]:

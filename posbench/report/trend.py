@@ -283,6 +283,20 @@ class _Trend:
         estimate = Estimate(value, low, high, n)
         return Finding.tested(holds, claims.peak, statistic, estimate, p)
 
+    def _common_prompts(self, table: pd.DataFrame) -> pd.DataFrame | None:
+        """The rows of the prompts that were asked at every number; None where there are none.
+
+        Jobs of a sweep with a budget may ask different positions, items or numbers of questions.
+
+        Args:
+            table: Rows with number, id and prompt (what tells prompts of one id apart).
+        """
+        if not set(self.folders) <= set(table["number"]):
+            return None
+        times_asked = table.groupby(["id", "prompt"])["number"].transform("nunique")
+        common = table[times_asked == table["number"].nunique()]
+        return None if common.empty else common
+
     def _rows_by_number(self, file: str) -> Iterator[tuple[Any, Row]]:
         """Rows of all runs with their number; the unmodified model's once, as `none`.
 
@@ -301,8 +315,9 @@ class _Trend:
         """Centre of attention of every prompt at every number and unmodified.
 
         Returns:
-            Rows with number, id, centre (0..1), gold_position and cluster; None where a
-            run did not measure attention, or a prompt has none on its items.
+            Rows with number, id, prompt, centre (0..1), gold_position and cluster; None where
+            a run did not measure attention, no prompt was asked at every number, or one
+            has no attention on its items.
         """
         attention = read_csv(self.first_folder / "attention.csv")
         if attention is None:
@@ -314,6 +329,7 @@ class _Trend:
         }
         # Without predictions the gold positions are unknown: all count as one group.
         unknown = {"gold_position": 0, "cluster": ""}
+        digests = self._digests()
         rows = []
         for number, row in self._rows_by_number(ATTENTION):
             weights = np.array(row["attention"][layer])
@@ -327,23 +343,35 @@ class _Trend:
                 {
                     "number": number,
                     "id": row["id"],
+                    "prompt": (digests[number].get(row["id"], ""), len(weights)),
                     "centre": centre,
                     "gold_position": prompt["gold_position"],
                     "cluster": prompt["cluster"] or row["id"],
                 }
             )
-        columns = ["number", "id", "centre", "gold_position", "cluster"]
-        table = pd.DataFrame(rows, columns=columns)
-        if not self._is_complete(table) or table["centre"].isna().any():
+        columns = ["number", "id", "prompt", "centre", "gold_position", "cluster"]
+        table = self._common_prompts(pd.DataFrame(rows, columns=columns))
+        if table is None or table["centre"].isna().any():
             return None
         return table
+
+    def _digests(self) -> dict[Any, dict[str, str]]:
+        """Digests of the prompts by number, then by id; empty for a run without predictions."""
+        digests: dict[Any, dict[str, str]] = {}
+        for number, folder in self.folders.items():
+            rows = RunDir(folder).rows_without_error(PREDICTIONS)
+            digests[number] = {row["id"]: row.get("prompt", "") for row in rows}
+            if folder == self.first_folder:
+                digests[UNMODIFIED] = digests[number]
+        return digests
 
     def _read_scores(self) -> pd.DataFrame | None:
         """Score of every prompt with a gold position at every number and unmodified.
 
         Returns:
-            Rows with number, gold_position, cluster and score; None where a run has no
-            scores, or there is only one gold position.
+            Rows with number, id, prompt, gold_position, cluster and score; None where a run
+            has no scores, or the prompts that were asked at every number have one gold
+            position.
         """
         metrics = read_csv(self.first_folder / "metrics.csv")
         if metrics is None:
@@ -355,20 +383,18 @@ class _Trend:
                 rows.append(
                     {
                         "number": number,
+                        "id": row["id"],
+                        "prompt": row.get("prompt", ""),
                         "gold_position": row["gold_position"],
                         "cluster": row["cluster"] or row["id"],
                         "score": row["scores"][metric],
                     }
                 )
-        columns = ["number", "gold_position", "cluster", "score"]
-        table = pd.DataFrame(rows, columns=columns)
-        if not self._is_complete(table) or table["gold_position"].nunique() < 2:
+        columns = ["number", "id", "prompt", "gold_position", "cluster", "score"]
+        table = self._common_prompts(pd.DataFrame(rows, columns=columns))
+        if table is None or table["gold_position"].nunique() < 2:
             return None
         return table
-
-    def _is_complete(self, table: pd.DataFrame) -> bool:
-        """Whether a table has rows at every number."""
-        return set(self.folders) <= set(table["number"])
 
 
 def _hides_bias(rows: pd.DataFrame) -> bool:

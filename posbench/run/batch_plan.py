@@ -518,10 +518,15 @@ class BatchPlan:
                 self.proof,
                 stop,
             )
-            for rule in (shape_rule, deadline):
-                if rule and rule.stopped:
-                    return self._keep_rounds_before(rule.stopped_round, run, file, rows)
-            return rows
+            if shape_rule and shape_rule.stopped:
+                kept = self._examples_before(shape_rule.stopped_round)
+            elif deadline and deadline.stopped:
+                kept = self._examples_of_whole_rounds(rows)
+                counts = (num_questions(kept), num_questions(self._examples))
+                deadline.stopped = counts
+            else:
+                return rows
+            return self._keep_examples(kept, run, file, rows)
 
     def _stop_between_rounds(
         self,
@@ -567,18 +572,28 @@ class BatchPlan:
         ids = {example.id for made in self._rounds[:number] for example in made}
         return [example for example in self._examples if example.id in ids]
 
-    def _keep_rounds_before(
-        self, number: int, run: Run, file: str, rows: Sequence[Row]
+    def _examples_of_whole_rounds(self, rows: Sequence[Row]) -> list[Example]:
+        """The examples of the rounds that lack no row: a row that failed may be missing in one before the last."""
+        made = {(row["method"], row["id"]) for row in rows}
+        ids = {
+            example.id
+            for examples in self._rounds
+            if all((s.name, e.id) in made for s in self._subjects for e in examples)
+            for example in examples
+        }
+        return [example for example in self._examples if example.id in ids]
+
+    def _keep_examples(
+        self, examples: Sequence[Example], run: Run, file: str, rows: Sequence[Row]
     ) -> list[Row]:
-        """The rows of the first rounds, as a run of these questions alone orders them; the file keeps no others.
+        """The rows of some examples, as a run of these alone orders them; the file keeps no others.
 
         Args:
-            number: Number of the first round that was not made as a whole.
+            examples: The examples.
             run: The run.
             file: Name of the JSON-lines file in its folder.
             rows: The rows that were made, or copied from another run.
         """
-        examples = self._examples_before(number)
         by_key = {(row["method"], row["id"]): row for row in rows}
         kept_rows = [
             by_key[request.subject.name, request.example.id]

@@ -204,10 +204,14 @@ class Stopwatch:
 
     Args:
         used_before: Seconds that earlier sessions took.
+
+    Attributes:
+        waits_for_server: Whether the model is behind a server, so that this process computes little.
     """
 
     def __init__(self, used_before: float = 0.0) -> None:
         self.used_before = used_before
+        self.waits_for_server = False
         self._began = progress.clock()
         self._computed = time.process_time()
 
@@ -224,13 +228,15 @@ class Stopwatch:
     def report_seconds(self, budget: float) -> float:
         """Return the seconds to keep for what follows the last row.
 
-        They are more where this process had to share its cores so far.
+        They are more where this process had to share its cores so far, which one that waits for a server cannot tell.
 
         Args:
             budget: Seconds of the whole run.
         """
-        computed = max(time.process_time() - self._computed, 1e-3)
-        load = max(self.seconds / computed, 1.0)
+        load = 1.0
+        if not self.waits_for_server:
+            computed = max(time.process_time() - self._computed, 1e-3)
+            load = max(self.seconds / computed, 1.0)
         return min(REPORT_SECONDS * load, MAX_REPORT_SHARE * budget)
 
 

@@ -186,7 +186,7 @@ class ServedQuestions:
         self._rounds = split_into_rounds(run.evaluation, run.runtime.round_questions)
         self._started = set[int]()
         self._is_closed = False
-        self._stopped_round: int | None = None
+        self._ending: ShapeRule | Deadline | None = None
         self._lock = threading.Lock()
 
     @property
@@ -214,7 +214,7 @@ class ServedQuestions:
             ending = run.deadline
         if ending:
             ending.stop(number, num_questions(asked), num_questions(run.evaluation))
-            self._stopped_round = number
+            self._ending = ending
             return True
         if run.deadline:
             run.deadline.begin(size)
@@ -257,24 +257,29 @@ class ServedQuestions:
         """Return the rows of the questions that were asked at all positions, where some were not; the file keeps no
         others."""
         run = self._run
-        made = Counter(self._question_of[row["id"]] for row in rows)
-        if self._stopped_round is not None:
-            ids = {e.id for e in self._examples_before(self._stopped_round)}
-            kept = {self._question_of[name] for name in ids}
-        else:
-            kept = {number for number, n in made.items() if n == self._sizes[number]}
-        if sum(made.values()) == sum(self._sizes) == sum(map(made.__getitem__, kept)):
+        kept = self._questions_to_keep(rows)
+        if len(kept) == len(self._sizes):
             return rows
-        kept_rows = [row for row in rows if self._question_of[row["id"]] in kept]
         asked = [e for e in run.evaluation if self._question_of[e.id] in kept]
-        if self._stopped_round is None:
-            counts = (num_questions(asked), num_questions(run.evaluation))
-            if run.spending and run.spending.has_limit:
-                run.spending.stopped = counts
-            elif run.deadline:
-                run.deadline.stopped = counts
+        counts = (num_questions(asked), num_questions(run.evaluation))
+        if self._ending:
+            self._ending.stopped = counts
+        elif run.spending and run.spending.has_limit:
+            run.spending.stopped = counts
+        elif run.deadline:
+            run.deadline.stopped = counts
+        kept_rows = [row for row in rows if self._question_of[row["id"]] in kept]
         run.out.write_rows(file, kept_rows)
         return kept_rows
+
+    def _questions_to_keep(self, rows: Sequence[Row]) -> set[int]:
+        """Those before the round that a decided shape made needless; else all that are whole."""
+        rule = self._run.shape_rule
+        if rule and self._ending is rule:
+            before = self._examples_before(rule.stopped_round)
+            return {self._question_of[example.id] for example in before}
+        made = Counter(self._question_of[row["id"]] for row in rows)
+        return {number for number, n in made.items() if n == self._sizes[number]}
 
 
 def _differs(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -182,7 +182,7 @@ class ResumableRows:
             workers: Number of threads.
             proof: What the row of an item proves itself by.
             rounds: The items in the order in which they are computed, a round after the other; None: all at once.
-            stop: Asked before each round by its number; rows of that round and of those after it are left out then.
+            stop: Asked by its number before each round that lacks rows; what it and later ones lack is left out then.
             may_start: Asked by each thread before it takes an item; the item is left out where the answer is no.
 
         Returns:
@@ -221,9 +221,12 @@ class ResumableRows:
             ThreadPool(workers) as pool,
         ):
             for number, round_items in enumerate([items] if rounds is None else rounds):
+                pending = [item for item in round_items if is_missing(item)]
+                # A resumed run keeps the rounds that are there, even when its time is over.
+                if not pending:
+                    continue
                 if stopping.is_set() or stop(number):
                     break
-                pending = [item for item in round_items if is_missing(item)]
                 for row in pool.imap_unordered(try_to_compute, pending):
                     if row is None:
                         continue

@@ -420,19 +420,22 @@ def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -
 def largest_gap(curve: Array, draws: Array, n: int, questions: int) -> Estimate:
     """Estimate the largest minus the smallest mean of several positions, whichever these are.
 
-    The interval allows for their choice by the same data, see :func:`_largest_interval`.
+    The interval allows for their choice by the same data, see :func:`_largest_interval`. It is NaN for one question.
 
     Args:
         curve: Means at K gold positions, [K].
         draws: Their bootstrap draws, [R, K].
         n: Observations behind them.
-        questions: Questions that were drawn, two or more.
+        questions: Questions that were drawn.
     """
+    gap = float(curve.max() - curve.min())
+    if questions < 2:
+        return Estimate(gap, np.nan, np.nan, n)
     unit = np.eye(len(curve))
     contrasts = (unit[:, None] - unit)[~unit.astype(bool)]
     maxima = draws.max(1) - draws.min(1)
     low, high = _largest_interval(contrasts, curve, draws, maxima, tail(questions))
-    return Estimate(float(curve.max() - curve.min()), low, high, n)
+    return Estimate(gap, low, high, n)
 
 
 def _largest_interval(

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from posbench.late import pd
+from posbench.stats import cut_replies
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
@@ -98,11 +99,13 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
     change = _row(metrics, method, "position_bias_difference")
     gain = _score(metrics, method, "difference")
     assert before is not None
+    obstacle = _note(_score(metrics, method)) or _note(after)
+    if obstacle.startswith(cut_replies.PROBLEM):
+        return Verdict(CANNOT_TELL, f"{method}: {obstacle}")
     if gain is not None and gain.ci_high < 0:
         return Verdict(
             NOT_FIXED, f"{method} lowers the average by {_points(-gain.value)} points"
         )
-    obstacle = _note(_score(metrics, method)) or _note(after)
     was = f"position bias {_points(before.value)} points{_side(metrics, base)}"
     if obstacle.startswith("at the ceiling"):
         # The standard deviation of three or more scores between 1 - d and 1 is at most d / sqrt(3).
@@ -125,6 +128,8 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
 def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
     """What a method is worth that lifts a model off the floor; None where it stays there."""
     average = _score(metrics, method)
+    if _note(average).startswith(cut_replies.PROBLEM):
+        return Verdict(CANNOT_TELL, f"{method}: {_note(average)}")
     note = _note(_row(metrics, method, "position_bias"))
     if average is None or note.startswith("at the floor"):
         return None

@@ -275,6 +275,29 @@ def test_a_budget_of_time_ends_inside_a_round(
     assert_names(result.out, "timing", "the budget", "60s", "expected")
 
 
+def test_a_resumed_run_keeps_its_rows_when_its_time_is_over(
+    posbench: Call, outputs: Path
+) -> None:
+    with serving() as server:
+        sizes = ("task.limit=20", "runtime.round_questions=2")
+        args = (*sizes, "budget=10min", "model.concurrency=1")
+        server.quota = 50
+        assert ask(posbench, server, *args).status == 2
+        folder = only_run(outputs)
+        made = {row["id"] for row in rows_of(folder)}
+        server.quota = None
+        (folder / ".seconds_used.json").write_text("598.0")
+        resumed = ask(posbench, server, *args)
+    assert resumed.status == 0, resumed.err
+    rows = rows_of(folder)
+    assert_whole(rows)
+    kept = {row["id"] for row in rows}
+    # Of the question under way at most two of three prompts are given up.
+    assert 30 < len(made) < 60 and kept <= made and len(made - kept) <= 2
+    stopped = json.loads((folder / "provenance.json").read_text())["budget"]["end"]
+    assert f"{len(kept) // 3} of 20 questions" in stopped
+
+
 def test_what_cannot_be_counted_is_no_budget(posbench: Call, outputs: Path) -> None:
     with serving() as server:
         result = ask(posbench, server, "budget=1usd")

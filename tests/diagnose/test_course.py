@@ -17,9 +17,11 @@ from rich.console import Console
 import posbench as library
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.course import Course
+from posbench.diagnose.outcome import Remedy
 from posbench.diagnose.race import FIRST_ROUND
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
+from posbench.errors import UserError
 from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute
@@ -152,6 +154,44 @@ def test_no_question_of_a_race_is_asked_of_its_winner(tmp_path: Path) -> None:
     assert course._most_held_back == 30
     asked = {e.question_id for e in replace(task, limit=30).evaluation()}
     assert len(raced) == 48 and len(asked) == 30 and not raced & asked
+
+
+@pytest.mark.parametrize(
+    ("prompts", "verdict"), [(FIRST_ROUND - 4, "bias"), (FIRST_ROUND, "not fixed")]
+)
+def test_a_race_of_few_prompts_does_not_tell_that_nothing_helps(
+    prompts: int, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = make_course("model=tiny")
+    course.diagnosis.verdict = "bias"
+    worse = Remedy("scale_channel", Estimate(-0.2, -0.3, -0.1, prompts))
+    monkeypatch.setattr(
+        "posbench.diagnose.course.race", lambda *args, **kwargs: [worse]
+    )
+    course._remedies()
+    assert course.diagnosis.verdict == verdict
+    assert course.diagnosis.winner == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds_of_shape", "searches"), [(0.1 * 90, True), (5.0 * 90, False)]
+)
+def test_constants_are_searched_only_where_the_budget_has_room(
+    seconds_of_shape: float, searches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search takes as long as 300 prompts of the shape: ten minutes hold it at 0.1 s a prompt, not at 5 s."""
+    course = make_course("model=tiny")
+    course.diagnosis.prompts["shape"] = 90
+    course.runs.seconds_of_run["shape"] = seconds_of_shape
+    asked = []
+
+    def execute_nothing(part: str, *args: Any, **kwargs: Any) -> Path:
+        asked.append(part)
+        raise UserError("search", part, "time", "nothing")
+
+    monkeypatch.setattr(course.runs, "execute", execute_nothing)
+    assert course._search() == {}
+    assert bool(asked) == searches
 
 
 def test_a_source_is_that_of_the_unmodified_model() -> None:

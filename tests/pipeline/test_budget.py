@@ -103,9 +103,13 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
 def test_a_typed_number_of_questions_stands(
     posbench: POSBENCH, small: list[str], outputs: Path
 ) -> None:
-    assert posbench(*small, *EVALUATE, "budget=30prompts").status == 0
+    """Nothing stops it at the budget, and that is said."""
+    result = posbench(*small, *EVALUATE, "budget=30prompts")
+    assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
-    assert plan_of(outputs).settings == {} and plan_of(outputs).questions == 10
+    plan = plan_of(outputs)
+    assert plan.settings == {} and plan.questions == 12 and plan.prompts == 36
+    assert "task.limit=12 takes about 36 prompts, more than the budget" in result.out
     assert len(open_run_dir(folder).rows("predictions.jsonl")) == 3 * 12
 
 
@@ -245,6 +249,36 @@ def test_a_killed_run_goes_on_with_its_choice_and_the_time_that_is_left(
     assert rows_of(plain) == rows_of(folder)
 
 
+def test_a_row_that_failed_takes_its_round_along_and_no_later_one(
+    posbench: POSBENCH,
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four rounds of three questions; the second one failed, and no time is left to make it again."""
+    from posbench.run import replies
+
+    args = [*small, *EVALUATE, "runtime.round_questions=3", "budget=1h"]
+    compute = replies.reply_to_batch
+    calls = [0]
+
+    def failing(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("no answer")
+        return compute(*given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replies, "reply_to_batch", failing)
+        assert posbench(*args).status == 1
+    (folder,) = run_folders(outputs)
+    (folder / ".seconds_used.json").write_text("3599.0")
+    resumed = posbench(*args)
+    assert resumed.status == 0, resumed.err
+    assert "9 of 12 questions" in " ".join(resumed.out.split())
+    assert len(rows_of(folder)) == 3 * 9
+
+
 def test_questions_positions_pairs_search_and_maps_are_lowered_but_not_what_is_typed(
     posbench: POSBENCH, outputs: Path
 ) -> None:
@@ -369,7 +403,7 @@ def test_a_study_of_hours_says_so(
     monkeypatch.setattr(module, "LIGHT_PARAMETERS", 1)
     monkeypatch.setattr(module, "LONG_RUN_SECONDS", 1e-9)
     result = posbench(*args, "study=rollout", "study.prompts=9")
-    assert result.status == 0 and "budget=" in result.out
+    assert result.status == 0 and "budget=10min holds all of it" in result.out
 
 
 # Refusals
@@ -493,4 +527,5 @@ def test_a_run_of_hours_says_so_with_a_budget_that_would_do(
     monkeypatch.setattr(module, "LIGHT_PARAMETERS", 1)
     monkeypatch.setattr(module, "LONG_RUN_SECONDS", 1e-9)
     result = posbench(*args, "task.limit=11")
-    assert result.status == 0 and "budget=" in result.out
+    # A few prompts of tiny are done long before the smallest budget ends.
+    assert result.status == 0 and "budget=10min holds all of it" in result.out

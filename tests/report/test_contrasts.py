@@ -20,7 +20,10 @@ PROMPTS = 400
 
 
 def run(
-    folder: Path, scores: dict[str, float], contrasts: list[dict[str, Any]]
+    folder: Path,
+    scores: dict[str, float],
+    contrasts: list[dict[str, Any]],
+    prompts: str = "",
 ) -> Path:
     """A run that answers these shares of its prompts, by method, the same prompts first."""
     folder.mkdir(parents=True)
@@ -33,6 +36,7 @@ def run(
             "method": method,
             "id": str(number),
             "cluster": str(number),
+            "prompt": f"{prompts}{number}",
             "gold_position": 0,
             "scores": {"accuracy": float(number < share * PROMPTS)},
         }
@@ -54,7 +58,29 @@ def judged(
         both = {"none": 0.5, "layer_scaling": share}
         folder = run(tmp_path / f"table/v001/tiny__{name}", both, contrasts)
         runs.append(({"search.curve": name}, folder))
-    return judge_contrasts(runs)
+    return judge_contrasts(runs, ["search.curve"])
+
+
+def test_a_setting_is_a_value_of_a_swept_key(tmp_path: Path) -> None:
+    """Other keys that were typed may have the same value."""
+    contrasts = [{"claim": "c", "better": ["2"], "than": "1"}]
+    runs = []
+    for name, share in {"1": 0.5, "2": 0.9}.items():
+        folder = run(tmp_path / f"t/v001/tiny__{name}", {"lpes": share}, contrasts)
+        setting = {"runtime.threads": "2", "search.calibration_seed": name}
+        runs.append((setting, folder))
+    (finding,) = judge_contrasts(runs, ["search.calibration_seed"]).itertuples()
+    assert finding.value == pytest.approx(40) and finding.verdict == "holds"
+
+
+def test_runs_without_a_common_prompt_decide_nothing(tmp_path: Path) -> None:
+    contrasts = [{"claim": "c", "better": ["b"], "than": "a"}]
+    runs = []
+    for name in "ab":
+        folder = tmp_path / f"t/v001/tiny__{name}"
+        runs.append(({"x": name}, run(folder, {"lpes": 0.5}, contrasts, prompts=name)))
+    (finding,) = judge_contrasts(runs, ["x"]).itertuples()
+    assert finding.verdict == "not testable" and "no prompt in common" in finding.note
 
 
 @pytest.mark.parametrize(

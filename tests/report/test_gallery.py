@@ -258,6 +258,8 @@ def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
             "Figure 3": ["tiny_b/theory"],
             # twice the same figure, as two names find it in a run of one model
             "Figure 4": ["tiny_b/theory", "tiny_b/theory", "tiny/nothing"],
+            # the same picture in the other model's run
+            "Figure 5": ["tiny/theory"],
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(told))
         open_run_dir(folder).seal("posbench")
@@ -270,13 +272,13 @@ def test_a_caption_has_its_own_figures_and_a_picture_is_shown_once(
             "tiny",
             "curve",
         ),  # of the first run, where the named one is not shown
-        ("Figure 3, Figure 4", "tiny_b", "theory"),
+        ("Figure 3, Figure 4, Figure 5", "tiny_b", "theory"),
         ("", "tiny", "convergence"),
         ("", "tiny_b", "convergence"),
     ]
     text, images = pages.gallery_page([entry], "gallery")
     assert len(images) == 3 and "convergence" not in text
-    assert "tiny_b: Figure 3, Figure 4: What theory shows." in text
+    assert "tiny_b: Figure 3, Figure 4, Figure 5: What theory shows." in text
     page = Page(write_gallery(tmp_path))
     assert page.images[1:] == [f"figures/fig2/{m}-{f}.png" for _, m, f in shown]
 
@@ -550,6 +552,10 @@ def test_what_we_see_names_the_decided_claims():
     assert (
         list_decided_claims(claims(("", "inconclusive", "D", 1.0))) == "1 inconclusive."
     )
+    mixed = claims(
+        ("tiny", "holds", "E (p. 1)", 1.0), ("tiny", "inconclusive", "E (p. 1)", 0.1)
+    )
+    assert "Holds: E (not in every test)." in list_decided_claims(mixed)
     many = list_decided_claims(
         claims(*[("tiny", "holds", f"claim {i}", 1.0) for i in range(9)])
     )

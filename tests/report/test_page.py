@@ -227,6 +227,32 @@ def test_a_sweep_names_the_settings_whose_bias_cannot_be_measured():
     assert_names(sentence, "20.0 (0)", "30.0 points (1)", "the ceiling")
 
 
+def test_a_sweep_says_nothing_of_scores_whose_replies_were_cut():
+    cut = metrics(after=[0.3, 0.2, 0.3]).assign(note="")
+    is_overall = (cut["method"] != "none") & (cut["gold_position"] == "all")
+    cut.loc[is_overall, "note"] = "cut replies: 40.0% ended; set more"
+    frame = pd.concat([metrics().assign(run="a", x=1), cut.assign(run="b", x=2)])
+    frame = frame[["run", "x", *metrics().columns]]
+    _, rows, sentence = sweep_table(frame, swept_columns(frame))
+    assert rows[0][1] == "92.7 [89.7, 95.7]" and rows[0][3] == "+8.7 [4.7, 12.7]"
+    assert rows[1][1] == "cut replies" and rows[1][3] == ""
+    assert "1 raise it" in sentence and "lower it" not in sentence
+    assert "26.7" not in sentence and "in 1 settings (2)" in sentence
+
+
+def test_a_model_that_ran_unmodified_alone_has_its_row():
+    """Its job with the method failed."""
+    parts = [
+        metrics().assign(run="a"),
+        metrics(method="none", model="tiny_b").assign(run="b"),
+    ]
+    frame = pd.concat(parts)[["run", *metrics().columns]]
+    assert swept_columns(frame) == ["model"]
+    _, rows, sentence = sweep_table(frame, swept_columns(frame))
+    assert [row[0] for row in rows] == ["tiny", "tiny_b"]
+    assert rows[1][1].startswith("84.0") and sentence.startswith("Over 2 settings")
+
+
 def test_checkpoints_that_were_swept_are_told_apart():
     parts = [
         metrics().assign(**{"run": p[-1], "model.path": f"/home/all/{p}"})

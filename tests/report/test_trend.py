@@ -115,6 +115,45 @@ def test_a_planted_trend_is_found_and_its_absence_too(tmp_path: Path) -> None:
         }
 
 
+def _rewrite(path: Path, file: str, keep: Any, **changes: Any) -> None:
+    """Leave some rows of a run's file, with other fields."""
+    rows = [{**row, **changes} for row in RunDir(path).rows(file) if keep(row)]
+    RunDir(path).write_rows(file, rows)
+
+
+def test_a_job_that_asked_less_is_compared_on_what_it_asked(tmp_path: Path) -> None:
+    """Jobs of a sweep with a budget choose their sizes: here one has the ends alone, and fewer prompts' attention."""
+    runs = _runs(tmp_path, 1.0)
+    less = runs[3][1]
+    _rewrite(less, "predictions.jsonl", lambda row: row["gold_position"] in (0, 3))
+    _rewrite(less, "attention.jsonl", lambda row: int(row["id"]) < 12)
+    rows, findings = trends(runs, ["method.factor"])
+    attention, score, _, peak = findings.itertuples()
+    assert attention.verdict == score.verdict == "holds"
+    assert attention.value < -0.9 and attention.n == 12
+    assert score.value > 0.9 and score.n == PROMPTS / 2
+    assert not rows[["value", "ci_low", "ci_high"]].isna().any(axis=None)
+    # The best number is that of the prompts that all were asked.
+    ends = {
+        number: np.mean(
+            [
+                row["scores"]["accuracy"]
+                for row in RunDir(path).rows("predictions.jsonl")
+                if row["method"] != "none" and row["gold_position"] in (0, 3)
+            ]
+        )
+        for number, (_, path) in zip(NUMBERS, runs, strict=True)
+    }
+    assert ends[peak.value] == max(ends.values())
+
+
+def test_jobs_without_common_prompts_are_not_compared(tmp_path: Path) -> None:
+    runs = _runs(tmp_path, 1.0)
+    _rewrite(runs[1][1], "predictions.jsonl", lambda row: True, prompt="another")
+    rows, findings = trends(runs, ["method.factor"])
+    assert rows.empty and findings.empty
+
+
 def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
     runs = _runs(tmp_path, 1.0)
     rows, _ = trends(runs, ["method.factor"])

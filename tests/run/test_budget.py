@@ -164,6 +164,16 @@ def test_where_others_keep_the_machine_busy_more_is_kept_for_the_page(
     assert watch.report_seconds(10.0) == pytest.approx(4.0)
 
 
+def test_waiting_for_a_server_is_no_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    watch = Stopwatch()
+    watch.waits_for_server = True
+    clock.wait(400.0, load=50.0)
+    assert watch.report_seconds(600.0) == module.REPORT_SECONDS
+
+
 def test_earlier_sessions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     deadline = Deadline(100.0, Stopwatch(used_before=50.0))

@@ -34,10 +34,13 @@ SOLVED = (1.0, 1.0, 1.0, 1.0, 1.0)
 NOTHING = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def verdict_of(questions: int, seed: int = 0, **shares: tuple[float, ...]) -> Any:
+def verdict_of(
+    questions: int, seed: int = 0, *, cut: str = "", **shares: tuple[float, ...]
+) -> Any:
     """The verdict on a run in which each method answers so large a share at each position.
 
-    One draw decides about a question at a position for all methods, as the same model is asked.
+    One draw decides about a question at a position for all methods, as the same model is asked. All wrong replies under
+    the method ``cut`` ended before an answer.
     """
     rng = np.random.default_rng(seed)
     num_positions = len(next(iter(shares.values())))
@@ -53,6 +56,7 @@ def verdict_of(questions: int, seed: int = 0, **shares: tuple[float, ...]) -> An
                     "gold_position": position,
                     "cluster": str(question),
                     "scores": {"accuracy": float(right)},
+                    "cut": method == cut and not right,
                 }
             )
     tabulator = Tabulator(
@@ -96,6 +100,12 @@ def test_the_verdict_follows_what_was_planted(
     verdict = verdict_of(questions, **shares)
     assert verdict.name == name, verdict
     assert verdict.reason
+
+
+@pytest.mark.parametrize("base", [MIDDLE_LOST, NOTHING])
+def test_a_method_whose_replies_are_cut_has_no_verdict(base: tuple[float, ...]) -> None:
+    verdict = verdict_of(100, cut="x", none=base, x=(0.3,) * 5)
+    assert verdict.name == CANNOT_TELL and "cut replies" in verdict.reason
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6, 0.95])

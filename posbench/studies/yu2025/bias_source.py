@@ -430,7 +430,7 @@ def _gain_over(variant: str, control: str, means: Means) -> Array:
 
 def has_gap(effects: Mapping[str, Estimate]) -> bool:
     """Whether the best gold position is surely better than the worst one."""
-    return effects["gap"].ci_low > 0
+    return bool(effects["gap"].ci_low > 0)
 
 
 def _finding(name: str, effects: Mapping[str, Estimate]) -> Finding:

@@ -366,6 +366,17 @@ def test_sources_need_a_better_and_a_worse_position(
     assert_refused(result.err, "task.positions", 1)
 
 
+def test_one_question_tells_no_source(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    few = ("study.examples=1", "task.positions=[0%,50%,100%]", "runtime.resamples=100")
+    result = posbench("study=bias_source", "model=tiny", *few)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    findings = pd.read_csv(folder / "findings.csv")
+    assert set(findings["verdict"]) == {"not testable"}
+
+
 def test_a_model_without_rotation_has_no_position_ids_to_cross(
     posbench: Callable[..., Result],
 ) -> None:
