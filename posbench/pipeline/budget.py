@@ -60,7 +60,9 @@ where the latter take more than their share, the stage is left out."""
 USED_SHARE = 0.85
 """Of the time that is left, the share that is planned with: speeds vary."""
 SPARE_QUESTIONS = 3
-"""How many times the expected questions a model that thinks may be asked, if it thinks less than on the probe."""
+"""How many times the expected questions may be asked where it is not known how long the replies are."""
+LONG_REPLIES = 1.5
+"""Replies count as long where a question with full ones takes so many times as long as with replies of one token."""
 MAX_TIMED_REQUESTS = 8
 """Requests that time a server, at once."""
 ROUND_SECONDS = 45.0
@@ -126,9 +128,12 @@ class BudgetPlan:
         questions = (
             "1 question" if self.questions == 1 else f"{self.questions} questions"
         )
+        asked = f"{questions}{places}, {self.prompts} prompts in all"
+        most = self.settings.get("task.limit", 0)
+        if most > self.questions:
+            asked = f"{questions}{places}, up to {most} where replies end early; {self.prompts} prompts or more"
         lines = [
-            f"budget {self.budget}: {questions}{places}, {self.prompts} prompts in all; "
-            f"95 % intervals of at most +-{width:.0f} points"
+            f"budget {self.budget}: {asked}; 95 % intervals of at most +-{width:.0f} points"
         ]
         if self.study:
             prompts = f"; {self.prompts} prompts in all" if self.prompts else ""
@@ -434,6 +439,23 @@ class Chooser:
             chosen, fixed, per_question, (fixed_prompts, prompts_per_question)
         )
 
+    def most_questions(self, option: _Option, available: float) -> int:
+        """Return the questions that fit if every reply is short; 0 where full replies take little longer.
+
+        Args:
+            option: The way to ask.
+            available: What all stages may cost.
+        """
+        settings = {**option.settings, "task.max_new_tokens": 1}
+        if self.lm is None or "evaluate" not in self.config.stages:
+            return 0
+        questions = min(PROBED_QUESTIONS, self.limit)
+        cost, _ = self._price_stage(settings, "evaluate", questions)
+        per_question = cost / questions
+        if option.per_question < LONG_REPLIES * per_question:
+            return 0
+        return int((available - option.fixed) / per_question)
+
     def round_questions(self, seconds_per_question: float) -> int | None:
         """Return the questions of a round; None where all are one, as where no time is counted."""
         if self.config.budget and self.config.budget.seconds is None:
@@ -724,11 +746,15 @@ def _make_plan(
     settings = dict(option.settings)
     typed_limit = "task.limit" in config.typed
     if not typed_limit and questions < chooser.limit:
-        settings["task.limit"] = questions
+        # How long replies are is not known before: the run itself stops at the budget.
+        spare_limit = min(SPARE_QUESTIONS * questions, chooser.limit)
         thinks = config.server is not None and bool(config.server.thinking)
+        limit = questions
         if thinks and (budget.tokens or budget.usd):
-            # How long a model thinks is not known before: the run itself stops at the budget.
-            settings["task.limit"] = min(SPARE_QUESTIONS * questions, chooser.limit)
+            limit = spare_limit
+        elif budget.seconds:
+            limit = max(questions, chooser.most_questions(option, available))
+        settings["task.limit"] = min(limit, spare_limit)
     is_kept = budget.seconds is not None or bool(
         config.model.base_url and (budget.tokens or budget.usd)
     )
@@ -738,7 +764,7 @@ def _make_plan(
             needed = describe_least(budget, option.cost(chooser.limit))[0]
             note = f"the typed task.limit={chooser.limit} takes {needed}, more than the budget"
         questions = chooser.limit
-    planned = chooser.limit if typed_limit else questions
+    planned = settings.get("task.limit", chooser.limit)
     if budget.seconds and "runtime.round_questions" not in config.typed:
         per_round = chooser.round_questions(option.per_question)
         if per_round and per_round < planned:
@@ -751,7 +777,7 @@ def _make_plan(
         settings=settings,
         questions=questions,
         positions=len(task.gold_positions) if is_placed else 0,  # type: ignore[attr-defined]
-        seconds=spent + option.cost(questions) if budget.seconds else None,
+        seconds=_expected_seconds(budget, spent + option.cost(planned)),
         prompts=fixed_prompts + questions * prompts_per_question,
         operation=speed.operation if speed else None,
         step=speed.step if speed else None,
@@ -760,6 +786,11 @@ def _make_plan(
         usd=option.cost(questions) if budget.usd else None,
         is_kept=is_kept,
     )
+
+
+def _expected_seconds(budget: Budget, seconds: float) -> float | None:
+    """The time that a run is expected to take: what full replies take, and no more than a budget of time."""
+    return min(seconds, budget.seconds) if budget.seconds else None
 
 
 def suggested_budget(seconds: float) -> str:

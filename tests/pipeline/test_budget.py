@@ -19,9 +19,18 @@ from posbench.model import precision
 from posbench.model.load import read_checkpoint
 from posbench.pipeline import budget as module
 from posbench.pipeline import study_budget
-from posbench.pipeline.budget import choose, most_questions, read_plan
+from posbench.pipeline.budget import (
+    Chooser,
+    _make_plan,
+    choose,
+    most_questions,
+    read_plan,
+)
+from posbench.pipeline.compose import compose_one
+from posbench.pipeline.prepare import prepare
 from posbench.pipeline.study_budget import StudyChooser
-from posbench.run.budget import Deadline
+from posbench.run.budget import Budget, Deadline
+from posbench.run.cost import WorkEstimate
 from posbench.run.folder import open_run_dir
 from posbench.schema import default_values, resolve_target
 from posbench.studies.base import Study
@@ -298,6 +307,30 @@ def test_a_search_finds_the_constants_of_a_run_with_a_budget(
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert (folder / "found.yaml").is_file() and (folder / "attention.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds_to_read", "most"),
+    [(1, 10.0, 10), (101, 1.0, 30)],
+    ids=["short", "long"],
+)
+def test_where_replies_may_end_early_more_may_be_asked(
+    small: list[str], tokens: int, seconds_to_read: float, most: int
+) -> None:
+    """A question of three prompts takes 30 s, to read it or to write 101 tokens; 300 s hold ten of either."""
+    untyped = [arg for arg in small if not arg.startswith(("task.limit", "stages"))]
+    args = [*untyped, *EVALUATE, f"task.max_new_tokens={tokens}", "budget=1h"]
+    prepared = prepare(compose_one(*args))
+
+    def seconds(work: WorkEstimate) -> float:
+        return seconds_to_read * work.prompts + 0.09 * work.decoded_tokens
+
+    chooser = Chooser(prepared.config, prepared.reader, seconds, 1e9)
+    budget = Budget("1h", seconds=3600.0)
+    plan = _make_plan(chooser, budget, 300.0, 0.0, None, "")
+    assert plan.questions == 10 and plan.settings["task.limit"] == most
+    assert plan.seconds == pytest.approx(30 * most)
+    assert ("up to 30 where replies end early" in plan.lines()[0]) == (most == 30)
 
 
 # Studies
