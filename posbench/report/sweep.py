@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -475,6 +475,35 @@ def _splits_groups(rows: pd.DataFrame, columns: list[str], column: str) -> bool:
     return bool((groups.nunique(dropna=False) > 1).any())
 
 
+class _Setting(NamedTuple):
+    """What a sweep measured in one setting; numbers are rows of summary.csv, or None.
+
+    Attributes:
+        name: The values of the swept columns.
+        runs: Its runs.
+        average: Score over all gold positions.
+        baseline: That of the unmodified model.
+        difference: The paired difference of the two.
+        bias: Position bias.
+        shape: Shape of the score over the gold position.
+        base_shape: That of the unmodified model.
+    """
+
+    name: str
+    runs: Sequence[Any]
+    average: Any
+    baseline: Any
+    difference: Any
+    bias: Any
+    shape: str
+    base_shape: str
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it has no score as its replies were cut off before an answer."""
+        return self.average is not None and bool(pd.isna(self.average.value))
+
+
 def sweep_table(
     summary: pd.DataFrame, axes: list[str]
 ) -> tuple[list[str], list[list[str]], str]:
@@ -488,108 +517,151 @@ def sweep_table(
         Header, rows (one per setting) and a sentence; all empty but the sentence when
         nothing was scored.
     """
-    rows, settings, label = plots.with_setting(summary, axes)
+    settings, label = _read_settings(summary, axes)
+    if not any(setting.average for setting in settings):
+        return [], [], "Nothing was scored in this sweep."
+    has_bias = any(setting.bias and _has_value(setting.bias) for setting in settings)
+    header = [label, metric_name(summary), "unmodified", "difference"]
+    if has_bias:
+        header += ["position bias", "shape"]
+    header += ["n", "run"]
+    table = []
+    for setting in settings:
+        cells = [
+            setting.name,
+            tables.cell(setting.average, "z.1f"),
+            tables.cell(setting.baseline, "z.1f"),
+            tables.cell(setting.difference, "+z.1f"),
+        ]
+        if has_bias:
+            cells += [tables.cell(setting.bias, "z.1f"), setting.shape]
+        cells.append("" if setting.average is None else str(setting.average.n))
+        cells.append(", ".join(map(str, setting.runs)) if "run" in summary else "")
+        table.append(cells)
+    return header, table, _sweep_sentence(settings, label)
+
+
+def _read_settings(
+    summary: pd.DataFrame, axes: list[str]
+) -> tuple[list[_Setting], str]:
+    """The settings of a sweep in drawing order, and a label for them.
+
+    Args:
+        summary: Rows of summary.csv.
+        axes: The columns that tell settings apart.
+    """
+    rows, names, label = plots.with_setting(summary, axes)
     # Of replies that were cut off before an answer nothing is said but that.
     rows.loc[tables.has_cut_note(rows), ["value", "ci_low", "ci_high"]] = math.nan
     run_column = "run" if "run" in rows else "setting"
-    runs = rows.groupby("setting")[run_column].unique()
     is_unmodified = rows["method"] == UNMODIFIED
     settings_with_method = rows.loc[~is_unmodified, "setting"]
     modified = rows[~is_unmodified | ~rows["setting"].isin(settings_with_method)]
+    unmodified = rows[is_unmodified]
     averages = _by_key(rows_over_all_positions(modified), "setting")
-    differences = rows_over_all_positions(modified, "difference").dropna(
-        subset="ci_low"
-    )
-    differences_of = _by_key(differences, "setting")
+    differences = rows_over_all_positions(modified, "difference")
+    differences_of = _by_key(differences.dropna(subset="ci_low"), "setting")
     biases = _by_key(rows_over_all_positions(modified, "position_bias"), "setting")
-    unmodified = _by_key(rows_over_all_positions(rows[is_unmodified]), run_column)
-    if not averages.keys() & set(settings):
-        return [], [], "Nothing was scored in this sweep."
-
-    average_values = [
-        (averages[setting].value, setting)
-        for setting in settings
-        if setting in averages and not pd.isna(averages[setting].value)
-    ]
-    bias_values = [
-        (biases[setting].value, setting)
-        for setting in settings
-        if setting in biases and not pd.isna(biases[setting].value)
-    ]
-    header = [label, metric_name(summary), "unmodified", "difference"]
-    if bias_values:
-        header += ["position bias", "shape"]
-    header += ["n", "run"]
-    table: list[list[str]] = []
-    counts = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
-    for setting in settings:
-        average = averages.get(setting)
-        difference = differences_of.get(setting)
-        baselines = [unmodified[run] for run in runs[setting] if run in unmodified]
-        baseline = baselines[0] if baselines else None
-        cells = [
-            setting,
-            tables.cell(average, "z.1f"),
-            tables.cell(baseline, "z.1f"),
-            tables.cell(difference, "+z.1f"),
-        ]
-        if bias_values:
-            cells.append(tables.cell(biases.get(setting), "z.1f"))
-            cells.append(shape_in_metrics(*_rows_of_setting(modified, setting)))
-        cells.append("" if average is None else str(average.n))
-        cells.append(", ".join(map(str, runs[setting])) if "run" in rows else "")
-        table.append(cells)
-        if difference is None:
-            continue
-        if difference.ci_low > 0:
-            counts["raise it"] += 1
-        elif difference.ci_high < 0:
-            counts["lower it"] += 1
-        else:
-            counts["cannot be told apart"] += 1
-
-    parts = []
-    if average_values:
-        average_range = _range(average_values, " %", " %")
-        parts.append(
-            f"Over {len(average_values)} settings of {label}, the average runs from {average_range}"
+    baselines = _by_key(rows_over_all_positions(unmodified), run_column)
+    runs_of = rows.groupby("setting")[run_column].unique()
+    settings = []
+    for name in names:
+        base_runs = [run for run in runs_of[name] if run in baselines]
+        baseline = None
+        base_shape = ""
+        if base_runs:
+            baseline = baselines[base_runs[0]]
+            of_run = unmodified[unmodified[run_column] == base_runs[0]]
+            base_shape = shape_in_metrics(of_run, UNMODIFIED)
+        settings.append(
+            _Setting(
+                name=name,
+                runs=runs_of[name],
+                average=averages.get(name),
+                baseline=baseline,
+                difference=differences_of.get(name),
+                bias=biases.get(name),
+                shape=shape_in_metrics(*_rows_of_setting(modified, name)),
+                base_shape=base_shape,
+            )
         )
-    cut = [s for s in settings if s in averages and pd.isna(averages[s].value)]
+    return settings, label
+
+
+def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
+    """What the settings of a sweep say together; the numbers of single ones stand in the table.
+
+    Args:
+        settings: The settings.
+        label: What they are called.
+    """
+    parts = []
+    averages = [
+        (setting.average.value, setting.name)
+        for setting in settings
+        if setting.average and not setting.is_cut
+    ]
+    if averages:
+        parts.append(
+            f"Over {len(averages)} settings of {label}, the average runs from {_range(averages, ' %', ' %')}"
+        )
+    cut = [setting.name for setting in settings if setting.is_cut]
     if cut:
         names = ", ".join(cut[:MAX_LISTED])
         parts.append(
             f"replies were cut off before an answer, and say nothing, in {len(cut)} settings ({names})"
         )
-    changes = ", ".join(f"{count} {verb}" for verb, count in counts.items() if count)
-    if changes:
-        compared = sum(counts.values())
-        parts.append(f"of {compared} compared with the unmodified model, {changes}")
-    if bias_values:
-        text = f"the position bias from {_range(bias_values, '', ' points')}"
-        unmeasured = [
-            f"{setting} ({tables.cell(biases[setting], '')})"
-            for setting in settings
-            if setting in biases and pd.isna(biases[setting].value)
-        ]
-        if len(unmeasured) > MAX_LISTED:
-            text += f"; it cannot be measured in {len(unmeasured)} settings"
-        elif unmeasured:
-            text += f"; it cannot be measured for {' and '.join(unmeasured)}"
-        parts.append(text)
-    shapes = Counter[str]()
-    for setting in settings:
-        base_runs = [run for run in runs[setting] if run in unmodified]
-        if base_runs:
-            base = rows[is_unmodified & (rows[run_column] == base_runs[0])]
-            shapes[shape_in_metrics(base, UNMODIFIED)] += 1
-    shapes.pop("", None)
+    counts = Counter(
+        _direction(setting.difference) for setting in settings if setting.difference
+    )
+    if counts:
+        directions = ("raise it", "lower it", "cannot be told apart")
+        changes = ", ".join(f"{counts[d]} {d}" for d in directions if counts[d])
+        parts.append(
+            f"of {counts.total()} compared with the unmodified model, {changes}"
+        )
+    parts += _bias_parts(settings)
+    shapes = Counter(setting.base_shape for setting in settings if setting.base_shape)
     if len(shapes) == 1:
         parts.append(f"shape of the unmodified model: {next(iter(shapes))}")
     elif shapes:
         counted = ", ".join(f"{shape} ({count})" for shape, count in shapes.items())
         parts.append(f"shape of the unmodified model by settings: {counted}")
     sentence = "; ".join(parts)
-    return header, table, f"{sentence[:1].upper()}{sentence[1:]}."
+    return f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
+    """The range of the position bias, and where it cannot be measured; nothing where it nowhere can."""
+    with_bias = [setting for setting in settings if setting.bias]
+    values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
+    if not values:
+        return []
+    parts = [f"the position bias from {_range(values, '', ' points')}"]
+    unmeasured = [
+        f"{setting.name} ({tables.cell(setting.bias, '')})"
+        for setting in with_bias
+        if not _has_value(setting.bias)
+    ]
+    if len(unmeasured) > MAX_LISTED:
+        parts.append(f"it cannot be measured in {len(unmeasured)} settings")
+    elif unmeasured:
+        parts.append(f"it cannot be measured for {' and '.join(unmeasured)}")
+    return parts
+
+
+def _has_value(row: Any) -> bool:
+    """Whether a row of summary.csv has a number."""
+    return not pd.isna(row.value)
+
+
+def _direction(difference: Any) -> str:
+    """What a difference from the unmodified model does to the average, in words."""
+    if difference.ci_low > 0:
+        return "raise it"
+    if difference.ci_high < 0:
+        return "lower it"
+    return "cannot be told apart"
 
 
 def _rows_of_setting(rows: pd.DataFrame, setting: str) -> tuple[pd.DataFrame, str]:
