@@ -410,16 +410,20 @@ class Chooser:
         fixed = 0.0
         fixed_prompts = 0
         if "search" in stages:
-            cost, prompts = self._shrink(chosen, "search", self._search_steps(chosen))
+            sizes, cost, prompts = self._shrink(
+                chosen, "search", self._search_steps(chosen)
+            )
+            chosen |= sizes
             fixed += cost
             fixed_prompts += prompts
         if "intervene" in stages:
-            steps = self._intervene_steps()
-            cost, prompts = self._shrink(chosen, "intervene", steps)
+            sizes, cost, prompts = self._shrink(
+                chosen, "intervene", self._intervene_steps()
+            )
             if cost > INTERVENE_SHARE * self.total and not self._is_typed("stages"):
-                chosen.pop("runtime.intervene_examples", None)
                 chosen["stages"] = [stage for stage in stages if stage != "intervene"]
             else:
+                chosen |= sizes
                 fixed += cost
                 fixed_prompts += prompts
         per_question = 0.0
@@ -466,25 +470,23 @@ class Chooser:
 
     def _shrink(
         self,
-        chosen: dict[str, Any],
+        chosen: Mapping[str, Any],
         stage: Stage,
         steps: Iterator[Mapping[str, Any]],
-    ) -> tuple[float, int]:
-        """Take the first step that fits into the share of a stage, else the last; return its cost and prompts."""
+    ) -> tuple[Mapping[str, Any], float, int]:
+        """Return the first step that fits into the share of a stage, else the last, with its cost and prompts."""
         shares: dict[Stage, float] = {
             "search": SEARCH_SHARE,
             "intervene": INTERVENE_SHARE,
         }
         cost = 0.0
         prompts = 0
-        smaller_sizes: Mapping[str, Any] = {}
+        step: Mapping[str, Any] = {}
         for step in steps:
-            smaller_sizes = step
             cost, prompts = self._price_stage({**chosen, **step}, stage, self.limit)
             if cost <= shares[stage] * self.total:
                 break
-        chosen.update(smaller_sizes)
-        return cost, prompts
+        return step, cost, prompts
 
     def _search_steps(self, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield ever smaller searches: each number of it halved, down to what it needs."""
