@@ -280,23 +280,31 @@ def _measure_factor(
     assert chooser.config.budget is not None and chooser.config.budget.seconds
     budget = chooser.config.budget.seconds
     option, most = chosen
-    count = 1
     trials = 0.0
-    while True:
-        config = chooser.config_for(option, count)
-        seconds = _time_study(config, run)
+    factor = 1.0
+    for count in _trial_counts(chooser, most):
+        seconds = _time_study(chooser.config_for(option, count), run)
         trials += seconds
         factor = seconds / chooser.cost(option, count, reading_seconds)
-        sizes = chooser.settings_for(count)
         # A first, short trial pays for what is loaded and compiled once.
         tells_enough = seconds >= TRIAL_SHARE * budget
+        is_dear = trials + 2 * seconds > MAX_TRIAL_SHARE * budget
+        if tells_enough or is_dear:
+            break
+    return factor
+
+
+def _trial_counts(chooser: StudyChooser, most: int) -> Iterator[int]:
+    """Counts to try, each with larger sizes than the one before: about twice as large, ``most`` at the end."""
+    count = 1
+    while True:
+        yield count
+        sizes = chooser.settings_for(count)
         while count < most and chooser.settings_for(count) == sizes:
             count += 1
         count = min(2 * count, most)
-        is_largest = chooser.settings_for(count) == sizes
-        is_dear = trials + 2 * seconds > MAX_TRIAL_SHARE * budget
-        if tells_enough or is_largest or is_dear:
-            return factor
+        if chooser.settings_for(count) == sizes:
+            return
 
 
 def _time_study(config: Config, run: Run) -> float:
