@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from posbench.errors import UserError
 from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
 from posbench.model.guard import check_finite, guarded
@@ -21,8 +22,16 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
     """Span of tokens of every item, ``(first, last + 1)``; (0, 0) where the prompt lost the item.
 
     A token that an item shares with its neighbour belongs to both.
+
+    Raises:
+        UserError: No item has a token: the tokenizer tells no characters, or the chat template rewrites the prompt.
     """
-    return token_spans(encoded.offsets, example.items)
+    spans = token_spans(encoded.offsets, example.items)
+    if spans and set(spans) == {(0, 0)}:
+        allowed = "a prompt whose items can be found in its tokens, which a slow tokenizer does not tell"
+        hint = "set model.chat_template=none, or use a fast tokenizer (tokenizer.json)"
+        raise UserError("prompt", f"example {example.id}", allowed, hint)
+    return spans
 
 
 @guarded

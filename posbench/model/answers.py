@@ -228,15 +228,21 @@ def failing_on_other_forms() -> Iterator[None]:
 
 
 def first_token_nats(
-    top_logprobs: Mapping[str, float], choices: Sequence[str]
+    top_logprobs: Mapping[str, float], choices: Sequence[str], continues: bool = True
 ) -> list[float | None]:
     """Log-likelihoods of choices by the likeliest first tokens; None for a choice that no token begins.
 
     A token counts where it begins one choice alone, as it stands; where no token does so, without the spaces
     around both.
+
+    Args:
+        top_logprobs: The likeliest first tokens with their log-likelihoods.
+        choices: The choices.
+        continues: Whether the reply continues a text, so that a choice keeps its leading space; a reply in a chat
+            begins without one.
     """
     result: list[float | None] = [None] * len(choices)
-    for strip in (False, True):
+    for strip in (False, True) if continues else (True,):
         names = [choice.strip() if strip else choice for choice in choices]
         for token, nats in top_logprobs.items():
             beginning = token.strip() if strip else token
@@ -253,10 +259,16 @@ def first_token_nats(
 
 
 def choice_in_reply(text: str, choices: Sequence[str]) -> str:
-    """The choice with which a reply begins, or that follows "answer is" or "answer:"; else nothing."""
+    """The choice that follows "answer is" or "answer:" in a reply, or with which it begins; else nothing.
+
+    An A at the beginning is the article where another word than a verb follows.
+    """
     names = sorted((choice.strip() for choice in choices), key=len, reverse=True)
     choice = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
-    match = re.match(choice, text) or re.search(rf"(?i:answer(?: is)?):?{choice}", text)
+    article = r"(?!\s*A\s+(?!is\b|was\b|because\b|since\b|as\b)[a-z])"
+    match = re.search(rf"(?i:answer(?: is:?|:)){choice}", text)
+    match = match or re.match(article + choice, text)
+    match = match or re.search(rf"(?i:answer){choice}", text)
     return match[1] if match else ""
 
 

@@ -207,12 +207,12 @@ class Encoder:
             ids = [bos, *ids]
             spans = [NO_CHARACTERS, *spans]
 
+        start, (first, last) = _place_of(prompt, text)
         shifts = []
-        start = text.find(prompt)
         for piece in pieces:
             offset = None if piece.start is None else piece.start - start
             end = start + len(piece.text)
-            shifts.append(_Shift(start, end, offset))
+            shifts.append(_Shift(max(start, first), min(end, last), offset))
             start = end
         offsets = [_shift_span(span, shifts) for span in spans]
         return Encoded(ids, offsets, text, prompt=prompt)
@@ -236,7 +236,12 @@ class Encoder:
         """
         if truncation == "middle":
             return self._cut_middle(prompt, removed)
-        start, end = document or (0, len(prompt))
+        if document is None:
+            # The end of a prompt without a document is its question.
+            allowed = "refuse or middle: the prompts of this task mark no document"
+            hint = "shorten the prompts, or set task.truncation=middle"
+            raise UserError("task.truncation", truncation, allowed, hint)
+        start, end = document
         if truncation == "words":
             kept_text = self._cut_words(prompt[start:end], removed)
         else:
@@ -308,6 +313,24 @@ class Encoder:
             if begins_with_prompt and len(pair_ids) > len(prompt_ids):
                 return pair_ids[len(prompt_ids) :]
         return self._token_ids(text, False)
+
+
+def _place_of(prompt: str, text: str) -> tuple[int, tuple[int, int]]:
+    """Find a prompt in the text that a chat template made of it; some templates strip the prompt.
+
+    Returns:
+        Where its first character would stand, and which characters of the text are its own; none of them where the
+        template changed it in another way.
+    """
+    start = text.find(prompt)
+    if start >= 0:
+        return start, (start, start + len(prompt))
+    stripped = prompt.strip()
+    first = text.find(stripped)
+    if first < 0 or not stripped:
+        return 0, NO_CHARACTERS
+    start = first - (len(prompt) - len(prompt.lstrip()))
+    return start, (first, first + len(stripped))
 
 
 def _shift_span(span: tuple[int, int], shifts: Sequence[_Shift]) -> tuple[int, int]:

@@ -1008,7 +1008,8 @@ class Endpoint:
     def _by_first_token(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """By the likeliest first tokens, where these tell the choices apart; ``nats`` are None elsewhere."""
         answer = self._ask_first_token(prompt)
-        nats = first_token_nats(read_top_logprobs(answer), choices)
+        top_logprobs = read_top_logprobs(answer)
+        nats = first_token_nats(top_logprobs, choices, isinstance(prompt, str))
         likely = [value for value in nats if value is not None]
         text = choices[nats.index(max(likely))].strip() if likely else ""
         return replace(

@@ -16,11 +16,20 @@ from posbench.files.parse import CORRECT_FILE, Object, read_yaml
 from posbench.files.sources import Source
 from posbench.report.folder import read_csv, read_json
 from posbench.report.index import find_run
-from posbench.run.folder import DONE, PROVENANCE, open_run_dir, open_undamaged, runs_in
+from posbench.run.folder import (
+    DONE,
+    PROVENANCE,
+    RunDir,
+    open_run_dir,
+    open_undamaged,
+    runs_in,
+)
 from posbench.run.own_code import make_importable
 from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import run_verdict
+from posbench.tasks import Example, Task
+from posbench.tasks.base import read_recorded_task
 
 FROM_RUN = "from:"
 """Beginning of a choice of method that takes method and constants from a run."""
@@ -115,6 +124,46 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
         verdict=str(verdict) if verdict else "",
     )
     return constants, filled
+
+
+def calibration_overlap(constants: RunConstants, task: Task) -> str:
+    """Say how many questions of a task were calibration prompts of the search that found some constants.
+
+    A task that takes the lines after those it evaluates for calibration takes others for another ``limit``.
+
+    Args:
+        constants: The constants of a run.
+        task: The task that is to be evaluated under them.
+
+    Returns:
+        A sentence; empty where none was, or where this is not known.
+    """
+    folder = Path(constants.folder)
+    recorded = RunDir(folder).config().get("task")
+    if not recorded or not (folder / FOUND_FILE).is_file():
+        return ""
+    try:
+        calibration = read_recorded_task(recorded).examples("calibration")
+    except UserError:
+        return ""  # its data are gone, or it has no calibration prompts
+    seen = {_text_of_question(example) for example in calibration}
+    asked = {_text_of_question(example) for example in task.evaluation()}
+    common = len(seen & asked)
+    if not common:
+        return ""
+    return (
+        f"method=from:{constants.run}: {common} of {len(asked)} questions were calibration prompts of the search that "
+        "found the constants, so their scores are no check of it: set task.limit as it was there, or task.seed"
+    )
+
+
+def _text_of_question(example: Example) -> str:
+    """A prompt without its items, which are put in another order for each gold position."""
+    ends = [0, *(end for _, end in example.items)]
+    starts = [*(start for start, _ in example.items), len(example.prompt)]
+    return "".join(
+        example.prompt[end:start] for end, start in zip(ends, starts, strict=True)
+    )
 
 
 def with_constants(

@@ -27,7 +27,7 @@ from posbench.model.endpoint import NO_WINDOW, text_encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
-from posbench.pipeline.constants import suggest_run
+from posbench.pipeline.constants import calibration_overlap, suggest_run
 from posbench.pipeline.fit import Adjustment, FitToModel
 from posbench.pipeline.identity import (
     input_sources,
@@ -120,6 +120,10 @@ def prepare(
     ]
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
     warnings += [constants.line for constants in config.constants]
+    if "evaluate" in config.stages:
+        warnings += filter(
+            None, (calibration_overlap(c, config.task) for c in config.constants)
+        )
     warnings += [*long_prompts, *server_warnings, *_dequantised(config.model.files)]
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
 

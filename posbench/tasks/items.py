@@ -154,6 +154,13 @@ def sort_by_gold_position(
     return first_examples(with_gold, per_position)
 
 
+def spread_examples(examples: Sequence[Example], count: int) -> list[Example]:
+    """So many examples, sorted by gold position and spread evenly over all of them; all where there are no more."""
+    ordered = sorted(examples, key=lambda example: example.gold_position or 0)
+    count = min(count, len(ordered))
+    return [ordered[i * len(ordered) // count] for i in range(count)]
+
+
 keep_old_names(
     __name__,
     {

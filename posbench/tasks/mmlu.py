@@ -34,6 +34,7 @@ class MMLU(Exam):
     parts: ClassVar[Mapping[str, int]] = {"test": 14042}
     cue: ClassVar[str] = "Answer:"
     stop: ClassVar[tuple[str, ...]] = ("\n",)
+    version: ClassVar[str] = "2"  # 2: a reply is read to the end of its first line
 
     name: str = "mmlu"
     max_new_tokens: Count = 5
@@ -46,9 +47,11 @@ class MMLU(Exam):
         return f"The following are multiple choice questions (with answers) about{blanks}{topic}."
 
     def letter(self, text: str) -> str:
-        """The reply without punctuation and outer blanks, in capitals."""
+        """The first line of the reply without punctuation and outer blanks, in capitals."""
+        # In process a stop text that is a token ends a reply at this token alone: "\n\n" may be another one.
+        line = text.split("\n", 1)[0]
         without_punctuation = str.maketrans("", "", string.punctuation)
-        return text.translate(without_punctuation).strip().upper()
+        return line.translate(without_punctuation).strip().upper()
 
     def _question(self, line: Line, number: int, part: str) -> Question:
         if not self.path:

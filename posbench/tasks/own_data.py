@@ -11,7 +11,7 @@ from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 from annotated_types import Ge, MaxLen, MinLen
-from pydantic import BaseModel, Field, Strict, ValidationError
+from pydantic import BaseModel, Field, Strict, StringConstraints, ValidationError
 
 from posbench.errors import Faults
 from posbench.files.sources import Source
@@ -31,7 +31,8 @@ from posbench.tasks.scorers import contains_answer
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Index = Annotated[int, Strict(), Ge(0)]
-Answers = Annotated[tuple[Text, ...], MinLen(1)]
+Answer = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
@@ -301,6 +302,7 @@ class OwnData(EvaluationOnly):
     source: ClassVar[str] = "your file"
     licence: ClassVar[str] = "yours"
     size: ClassVar[str] = "what the file holds"
+    version: ClassVar[str] = "2"  # 2: white space around answers does not count
 
     name: str = "own_data"
     max_new_tokens: Count = 100
@@ -314,7 +316,9 @@ class OwnData(EvaluationOnly):
         if not self.path:
             hint = "posbench check-data FILE; docs/own_data.md shows what it holds"
             refuse("path", self.path, "your file", hint)
-        if self.template is not None and self.template.count("{context}") != 1:
+        if self.template is not None and (
+            self.template.count("{context}") != 1 or "{question}" not in self.template
+        ):
             allowed = "text with {context} once, and {question}"
             hint = "or leave it out: task.template=null"
             refuse("template", self.template, allowed, hint)

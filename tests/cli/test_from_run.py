@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from posbench.cli.completion import words
 from posbench.cli.main import main
 from posbench.pipeline.compose import ComposedConfig, compose
+from posbench.pipeline.constants import RunConstants, calibration_overlap
+from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
 from tests.messages import assert_names
 
@@ -41,6 +43,44 @@ def outputs(searched: tuple[Path, str], tmp_path: Path) -> Path:
 def run_of(outputs: Path, *without: str) -> Path:
     (folder,) = [f for f in run_folders(outputs) if f.name not in without]
     return folder
+
+
+@pytest.mark.parametrize(("limit", "seen"), [(10, 0), (30, 20)])
+def test_questions_that_a_search_saw_are_told(
+    limit: int, seen: int, tmp_path: Path
+) -> None:
+    """The documents' calibration questions are the lines after those that are evaluated."""
+    document = {"title": "title", "text": "text", "isgold": False}
+    documents = [document | {"isgold": True}, *[document] * 4]
+    data = tmp_path / "nq.jsonl"
+    rows = [
+        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
+        for n in range(40)
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    source = {
+        "_target_": "posbench.tasks.nq_multidoc.NQMultiDoc",
+        "name": "nq_multidoc",
+        "path": str(data),
+        "documents": 5,
+        "limit": 10,
+        "calibration_examples": 20,
+    }
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"task": source}))
+    (folder / "found.yaml").write_text("scale_channel: {}\n")
+    constants = RunConstants(
+        method="scale_channel",
+        run="abc",
+        folder=str(folder),
+        weights="",
+        source="",
+        values={},
+    )
+    task = NQMultiDoc(path=str(data), documents=5, limit=limit)
+    said = calibration_overlap(constants, task)
+    assert (f"{seen} of {limit} questions" in said) if seen else said == ""
 
 
 def test_the_constants_of_a_run_are_those_of_a_model_file(

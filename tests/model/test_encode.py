@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 import posbench
 from posbench import paths
+from posbench.measure.items import item_tokens
 from posbench.model.lm import LM
 from posbench.schema import build, resolve_target
-from posbench.tasks import Task
+from posbench.tasks import Example, Task
 from tests.cli import task_files
 from tests.messages import refused
 from tests.models import BUILDERS
@@ -274,6 +275,44 @@ def test_prompts_over_the_window_are_refused_or_cut_in_the_middle(tiny: LM) -> N
         "LongBench keeps the whole half of each end"
     )
     assert cut.dropped == len(ids) - 2 * half and len(cut.offsets) == len(cut.ids)
+
+
+@pytest.mark.parametrize("kind", ["document", "words"])
+def test_a_prompt_without_a_document_is_not_cut_at_its_question(kind: Any) -> None:
+    lm = reader(window=40)
+    with refused("task.truncation", kind, allowed="middle", hint="middle"):
+        lm.encode("Context. " * 9 + "Question?", truncation=kind, reserve=1)
+
+
+@pytest.mark.parametrize("prompt", ["Ann. Bob. Answer: ", "\n  Ann. Bob.\n", "Ann."])
+def test_offsets_point_into_a_prompt_that_a_template_strips(prompt: str) -> None:
+    """As those of Llama 2 and 3 and Gemma do."""
+    lm = reader("{% for m in messages %}user {{ m['content'] | trim }}|end{% endfor %}")
+    encoded = lm.encode(prompt)
+    assert encoded.text == f"user {prompt.strip()}|end"
+    covered = [prompt[a:b] for a, b in encoded.offsets if b > a]
+    assert "".join(covered) == prompt.strip()
+    # The first token of the prompt stands behind the beginning and the header.
+    first = next(i for i, (a, b) in enumerate(encoded.offsets) if b > a)
+    assert encoded.offsets[first][0] == prompt.index("Ann")
+    assert encoded.text[first - 1 : first + 2] == "Ann"
+
+
+def test_items_that_a_template_rewrites_are_not_looked_for_elsewhere() -> None:
+    lm = reader("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}")
+    encoded = lm.encode("Ann. Bob.")
+    assert set(encoded.offsets) == {(0, 0)}
+    example = Example(
+        id="x",
+        prompt="Ann. Bob.",
+        answers=("a",),
+        gold_position=0,
+        items=((0, 4), (5, 9)),
+    )
+    with refused(
+        "prompt", "example x", allowed="items", hint="model.chat_template=none"
+    ):
+        item_tokens(encoded, example)
 
 
 def test_offsets_of_longer_tokens_point_into_the_prompt() -> None:

@@ -104,6 +104,20 @@ def test_first_nats(
 
 
 @pytest.mark.parametrize(
+    ("top", "wanted"),
+    [
+        ({"B": -0.01, "A": -5.0, " A": -9.0}, [-5.0, -0.01]),
+        ({"A": -0.6, "B": -0.8, " B": -8.1, " A": -8.3}, [-0.6, -0.8]),
+    ],
+)
+def test_a_reply_in_a_chat_begins_without_a_space(
+    top: dict[str, float], wanted: list[float]
+) -> None:
+    """A few of the twenty likeliest tokens are noise with a space before."""
+    assert first_token_nats(top, [" A", " B"], continues=False) == wanted
+
+
+@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         (" B", "B"),
@@ -112,6 +126,11 @@ def test_first_nats(
         ("I think the answer is D.", "D"),
         ("Answer: (B)", "B"),
         ("Bees are insects", ""),
+        ("A careful reading shows that the answer is B.", "B"),
+        ("A careful reading tells nothing", ""),
+        ("A is right, as the answer cannot be B", "A"),
+        ("A. It is the only one", "A"),
+        ("B, and not answer A", "B"),
         ("None of them", ""),
     ],
 )
@@ -289,11 +308,11 @@ def test_what_is_no_log_probability_is_a_failure(nats: Any) -> None:
 def test_requests_follow_the_limits_of_the_server(
     told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve requests at most within 0.1 s, asked by eight threads: all are answered, though none may be repeated."""
+    """Twelve requests at most within half a second, asked by eight threads: all are answered, though none repeated."""
     monkeypatch.setattr("posbench.model.pacing.FIRST_PAUSE_SECONDS", 0.01)
     with serving() as server:
         made = endpoint(server.url)
-        server.rate = (12, 0.1)
+        server.rate = (12, 0.5)
         server.rate_told = told
         with ThreadPool(8) as pool:
             replies = pool.map(lambda n: made.generate(f"{n}?", 1), range(60))

@@ -236,6 +236,9 @@ def test_answers_by_reply_and_in_a_chat(mmlu: Path, ceval: Path) -> None:
         ("A. Paris", 0),
         ("AB", 0),
         ("Answer", 0),
+        # In process a reply goes on where the tokenizer has a token for two line ends.
+        ("A\n\nWhich of", 1),
+        ("B\n\nA", 0),
     ],
 )
 def test_mmlu_scores_the_exact_letter(mmlu: Path, reply: str, score: float) -> None:

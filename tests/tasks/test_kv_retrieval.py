@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from posbench.tasks import Example, KVRetrieval
-from posbench.tasks.items import gold_indices
+from posbench.tasks.items import gold_indices, spread_examples
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt, official_prompt
 from tests.messages import refused
 
@@ -28,6 +29,21 @@ def _rows(file: Path) -> list[dict[str, object]]:
 
 def _keys(examples: Iterable[Example]) -> set[str]:
     return {re.findall(r'ey:? "([^"]+)"', e.prompt)[-1] for e in examples}
+
+
+@pytest.mark.parametrize("count", [1, 5, 24, 64, 96, 100, 1000])
+@pytest.mark.parametrize("by_question", [True, False])
+def test_a_spread_subset_has_every_gold_position_alike(
+    count: int, by_question: bool
+) -> None:
+    """Tasks give all positions of a question one after the other, or all questions of a position."""
+    examples = KVRetrieval(pairs=9, positions=(0, 2, 4, 6, 8), limit=20).evaluation()
+    if by_question:
+        examples = sorted(examples, key=lambda e: (e.question_id.split("-")[-1], e.id))
+    chosen = spread_examples(examples, count)
+    assert len(chosen) == len({e.id for e in chosen}) == min(count, 100)
+    counts = Counter(e.gold_position for e in chosen)
+    assert count < 5 or max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_official_prompt_character_by_character() -> None:

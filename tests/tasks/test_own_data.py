@@ -297,10 +297,11 @@ def test_lists_of_different_lengths_are_cut_when_asked_and_keep_the_gold_item(
         file,
         items_per_prompt=2,
         positions=["0%", "100%"],
-        template="{context}",
+        template="{context}|{question}",
         separator=",",
     ).evaluation()
-    assert [e.prompt for e in examples] == ["two,one", "one,two", "two,one", "one,two"]
+    shown = [e.prompt.partition("|")[0] for e in examples]
+    assert shown == ["two,one", "one,two", "two,one", "one,two"]
 
 
 def test_fields_that_nothing_reads_are_known(tmp_path: Path) -> None:
@@ -312,7 +313,18 @@ def test_fields_that_nothing_reads_are_known(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("template", ["no place", "{context} {context}"])
+def test_white_space_around_answers_does_not_count(tmp_path: Path) -> None:
+    record = {**ITEMS, "answers": ["Paris \n"]}
+    made = task(write(tmp_path / "a.jsonl", record), positions=["0%"])
+    (example,) = made.evaluation()
+    assert example.answers == ("Paris",)
+    assert made.score(example, "It is Paris.") == {"accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["no place", "{context} {context}", "{context}\nAnswer:", "{context} {Question}"],
+)
 def test_a_template_without_its_place_is_refused(template: str) -> None:
     with refused(
         "task.template",

@@ -97,10 +97,13 @@ def test_own_data_moves_one_gold_item_and_keeps_the_others(
     size = rng.choice([3, 4, 5, 6])
     file = write(tmp_path / "a.jsonl", record(gold, *other_gold))
     task = own_data(
-        file, positions=list(range(size)), items_per_prompt=size, template="{context}"
+        file,
+        positions=list(range(size)),
+        items_per_prompt=size,
+        template="{context}|{question}",
     )
     for position, prompt in enumerate(task.evaluation()):
-        shown = prompt.prompt.split("\n")
+        shown = prompt.prompt.partition("|")[0].split("\n")
         assert len(shown) == size
         assert prompt.gold_position == position
         gold_texts = [shown[i] for i in prompt.gold_positions]

@@ -86,7 +86,7 @@ class Sampled(Study):
             UserError: The text is missing or too short.
         """
         rng = random.Random(self.seed)
-        start = lm.encode("").ids[:1] if lm.tokenizer else []
+        start = lm.encode("", chat=False).ids[:1] if lm.tokenizer else []
         length = self.tokens - len(start)
         if self.text is None:
             usable = _ordinary_tokens(lm)

@@ -27,6 +27,7 @@ from posbench.stats.findings import (
 )
 from posbench.studies.base import Study, Tables
 from posbench.tasks import Example
+from posbench.tasks.items import spread_examples
 from posbench.theory.waves import rope_decay_bound, rope_wave
 
 SCALES = (1.0, 1.2, 1.5, 2.0)
@@ -88,8 +89,7 @@ class RopeCurves(Study):
         return [InspectionPasses(self._examples(run), len(SCALES))]
 
     def _examples(self, run: Run) -> list[Example]:
-        step = max(len(run.evaluation) // self.prompts, 1)
-        return run.evaluation[::step][: self.prompts]
+        return spread_examples(run.evaluation, self.prompts)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves`` (a column for each line) and ``thirds``: attention by scale, layer and third, and

@@ -23,6 +23,7 @@ from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, estimate_
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
+from posbench.tasks.items import spread_examples
 
 METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et al.)"}
 MAX_LINES = 8  # that can be told apart in a panel
@@ -55,8 +56,7 @@ class Rollout(Study):
 
     def _examples(self, run: Run) -> list[Example]:
         """The prompts, spread evenly."""
-        step = max(len(run.evaluation) // self.prompts, 1)
-        return run.evaluation[::step][: self.prompts]
+        return spread_examples(run.evaluation, self.prompts)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """The tables of :func:`summary`."""
