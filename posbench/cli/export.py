@@ -87,7 +87,7 @@ def export(args: list[str]) -> int:
     form = base.find_format(to)
     _need_weight_type(form, weights)
     console = make_console()
-    folder = Path(out).expanduser()
+    folder = Path(out).expanduser().absolute()
     write.check_destination(folder)
     origin = _origin(remaining, outputs)
     config = origin.config

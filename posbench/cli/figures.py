@@ -343,6 +343,10 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise UserError(
                 "experiment", name, "the name alone, without experiment=", hint
             )
+        if arg.startswith("budget="):
+            allowed = "left out: a budget chooses other sizes than those by which finished figures are found"
+            hint = f"posbench experiment=NAME {arg}"
+            raise UserError("budget", arg.removeprefix("budget="), allowed, hint)
         if arg.startswith("-") and arg not in ("-m", "--multirun"):
             allowed = "--jobs N, --config-dir DIR, -m"
             raise UserError("flag", arg, allowed, "posbench figures --help")

@@ -454,6 +454,8 @@ def _run_job(
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
+    except BrokenPipeError:
+        raise  # whoever read the output has gone: no job's defect
     except Exception as error:
         fault = in_one_line(error)
         if fault:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,12 +163,14 @@ def fetch(args: list[str]) -> int:
     overrides = [arg for arg in args if arg != "--dry-run"]
     if overrides and not re.search("^-|=", overrides[0]):
         overrides[0] = f"model={overrides[0]}"
-    compose(overrides, jobs.append)
+    failed_jobs = [r for r in compose(overrides, jobs.append) if r.get("status")]
+    for record in failed_jobs:
+        print(f"posbench: {record['error']}", file=sys.stderr)
     # A sweep's jobs share most of what they need.
     needed = [source for job in jobs for source in needs(job.raw)]
     if needed:
         sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
-    return 0
+    return max((record["status"] for record in failed_jobs), default=0)
 
 
 def validate(args: list[str]) -> int:
@@ -194,8 +197,10 @@ def validate(args: list[str]) -> int:
         jobs: list[ComposedConfig] = []
         problems: list[UserError] = []
         runs: list[PreparedRun] = []
+        failed_jobs = []
         try:
-            compose(command, jobs.append)
+            records = compose(command, jobs.append)
+            failed_jobs = [record for record in records if record.get("status")]
         except UserError as error:
             problems.append(error)
         for job in jobs:
@@ -207,7 +212,11 @@ def validate(args: list[str]) -> int:
                     runs.append(with_server(prepared))
             except UserError as error:
                 problems.append(error)
-        print(f"{'BAD ' if problems else 'ok  '} {shlex.join(command)}")
+        is_bad = bool(problems or failed_jobs)
+        print(f"{'BAD ' if is_bad else 'ok  '} {shlex.join(command)}")
+        for record in failed_jobs:
+            print(f"posbench: {record['error']}", file=sys.stderr)
+            status = max(status, record["status"])
         for problem in problems:
             complain(problem)
             status = max(status, problem.status)

@@ -36,6 +36,7 @@ from posbench.errors import UserError
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.measure.replies import encode_prompt
 from posbench.methods.choice import MethodChoice, all_choices
+from posbench.methods.composed import Composed
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import text_encoder
 from posbench.perturbations.move_positions import can_move
@@ -531,7 +532,7 @@ class Course:
         part_overrides = [
             f"task.limit={limit}",
             f"runtime.round_questions={ROUND_QUESTIONS}",
-            *_spell_method(choice),
+            *self._spell_method(choice),
         ]
         if self.task.path is None and "task.seed" not in self.runs.typed_keys:
             part_overrides.append(f"task.seed={self.task.seed + 1}")
@@ -567,6 +568,19 @@ class Course:
                 name=choice.name, cls=choice.cls, values={**choice.values, **values}
             )
         return choices
+
+    def _spell_method(self, choice: MethodChoice) -> list[str]:
+        """A method and its constants as overrides; a list of methods as it was typed."""
+        if issubclass(choice.cls, Composed):
+            return [
+                arg for arg in self.args if key_of(arg).partition(".")[0] == "method"
+            ]
+        constants = [
+            f"method.{key}={spell(value)}"
+            for key, value in choice.values.items()
+            if value is not None
+        ]
+        return [f"method={choice.name}", *constants]
 
     def _search(self) -> Mapping[str, Any]:
         """What a search finds for scale_channel; empty where there is no time for it, or no budget of time."""
@@ -787,13 +801,3 @@ def _level_text(level: str) -> str:
         "ceiling": "the model is at the ceiling",
         "cut": "replies are cut before an answer",
     }[level]
-
-
-def _spell_method(choice: MethodChoice) -> list[str]:
-    """A method and its constants as overrides."""
-    constants = [
-        f"method.{key}={spell(value)}"
-        for key, value in choice.values.items()
-        if value is not None
-    ]
-    return [f"method={choice.name}", *constants]

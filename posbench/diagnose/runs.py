@@ -133,6 +133,11 @@ class Runs:
         if config is None:
             configs: list[ComposedConfig] = []
             compose(overrides, configs.append)
+            if len(configs) > 1:
+                names = ", ".join(c.raw["model"]["name"] for c in configs)
+                allowed = "one model, task and method at a time"
+                hint = "posbench diagnose model=NAME for each"
+                raise UserError("diagnose", names, allowed, hint)
             config = prepare(configs[0]).config
             self._configs[tuple(overrides)] = config
         return config

@@ -53,12 +53,15 @@ USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
 ENDPOINT = "endpoint"
 """The choice of ``model`` that takes its name from a server."""
+HUB_MODEL = "hf"
+"""The choice of ``model`` that takes its name from ``model.path``."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
 """Stages as one would type them; Hydra takes a comma for a sweep."""
-RUN_OF_METHOD = re.compile(rf"\b{FROM_RUN}([^,\[\]'\" ]+)")
-"""A run that is named in place of a method."""
+RUN_OF_METHOD = re.compile(rf"\b{FROM_RUN}([^,\[\]'\"]+)")
+"""A run that is named in place of a method; a path may hold spaces."""
+METHOD_LIST = re.compile(r"\[([^\[\]]*)\]")
 RUN_CONSTANTS = "run_constants"
 """Key of a method's node that says which run its constants come from."""
 BARE_OVERRIDE = re.compile(r"([^=]+)=([^\[\]{}()'\",=$\\]+)")
@@ -78,7 +81,8 @@ class Request:
         multirun: Whether an experiment asks for a sweep.
         set_by_experiment: Dotted keys that the experiment sets.
         spelled: Keys of the overrides, each as the user typed it.
-        spelled_values: Values of overrides that the user typed otherwise: methods that come from runs.
+        spelled_values: What stands for values that the user typed otherwise, by group: checkpoints, lists of methods
+            and methods that come from runs, each with what was typed.
     """
 
     config: str
@@ -87,7 +91,7 @@ class Request:
     multirun: bool
     set_by_experiment: frozenset[str]
     spelled: Mapping[str, str]
-    spelled_values: Mapping[str, str] = field(default_factory=dict)
+    spelled_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
@@ -170,21 +174,23 @@ def parse_request(
     Raises:
         UserError: An override names nothing that there is.
     """
+    # Hydra's own spelling of an experiment has a plus.
+    is_experiment = re.compile(r"\+{0,2}experiment=(.*)")
     experiment_names = [
-        override.removeprefix("experiment=")
-        for override in overrides
-        if override.startswith("experiment=")
+        match[1] for match in map(is_experiment.fullmatch, overrides) if match
     ]
     group_overrides = [
         _with_stages_as_list(override)
         for override in overrides
-        if not override.startswith("experiment=")
+        if not is_experiment.fullmatch(override)
     ]
     group_overrides, path_models = _name_path_models(group_overrides, folders)
     group_overrides, run_methods = _name_run_methods(group_overrides)
     parsed = _parse(group_overrides)
     if _names_server(parsed):
         parsed += _parse([f"model={ENDPOINT}"])
+    elif _names_checkpoint_alone(parsed):
+        parsed += _parse([f"model={HUB_MODEL}"])
     searched = list(folders[1:])
     reference_override = list[str]()
     config = "config"
@@ -214,10 +220,11 @@ def parse_request(
     parsed += _parse(sweep)
     rewritten = []
     spelled = {}
+    spelled_methods = dict[str, str]()
     for override in parsed:
-        extra_names = {"model": path_models, "method": list(run_methods)}
+        extra_names = {"model": list(path_models), "method": list(run_methods)}
         _check(override, folders, multirun or bool(sweep), extra_names)
-        text = _rewrite(override, run_methods)
+        text = _rewrite(override, run_methods, spelled_methods)
         rewritten.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by_experiment = frozenset(
@@ -231,8 +238,12 @@ def parse_request(
         set_by_experiment=set_by_experiment,
         spelled=spelled,
         spelled_values={
-            name: f"{FROM_RUN}{node[RUN_CONSTANTS]['run']}"
-            for name, node in run_methods.items()
+            "model": path_models,
+            "method": spelled_methods
+            | {
+                name: f"{FROM_RUN}{node[RUN_CONSTANTS]['run']}"
+                for name, node in run_methods.items()
+            },
         },
     )
 
@@ -246,6 +257,12 @@ def _names_server(overrides: Sequence[Override]) -> bool:
         for o in addresses
     )
     return has_address and "model" not in keys
+
+
+def _names_checkpoint_alone(overrides: Sequence[Override]) -> bool:
+    """Whether overrides name a checkpoint and no model: then the default model's name and constants are not its own."""
+    keys = {o.key_or_group for o in overrides if not o.is_delete()}
+    return "model.path" in keys and "model" not in keys
 
 
 def _with_stages_as_list(override: str) -> str:
@@ -283,8 +300,8 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
 
 def _name_path_models(
     overrides: Sequence[str], folders: Sequence[Path]
-) -> tuple[list[str], list[str]]:
-    """Overrides in which folders and hub ids of ``model=`` are choices of that group, and their names."""
+) -> tuple[list[str], dict[str, str]]:
+    """Overrides in which folders and hub ids of ``model=`` are choices of that group, and these by their names."""
     known_names = choices(*(folder / "model" for folder in folders))
     names = dict[str, str]()
     named = list[str]()
@@ -302,7 +319,7 @@ def _name_path_models(
                 node = {"path": path, "source": USER_SOURCE}
                 ConfigStore.instance().store(group="model", name=names[path], node=node)
         named.append("model=" + ",".join(names.get(path, path) for path in values))
-    return named, list(names.values())
+    return named, {name: path for path, name in names.items()}
 
 
 def _name_run_methods(
@@ -317,7 +334,7 @@ def _name_run_methods(
     nodes: dict[str, dict[str, Any]] = {}
 
     def name_run(match: re.Match[str]) -> str:
-        constants, node = read_constants(match[1], outputs.expanduser())
+        constants, node = read_constants(match[1].strip(), outputs.expanduser())
         name = f"from_{constants.run}"
         nodes[name] = {**node, RUN_CONSTANTS: asdict(constants)}
         ConfigStore.instance().store(group="method", name=name, node=nodes[name])
@@ -471,24 +488,30 @@ def _chosen_values(override: Override, known_names: Sequence[str]) -> list[str]:
     return [override.get_value_element_as_str()]
 
 
-def _rewrite(override: Override, run_methods: Mapping[str, Mapping[str, Any]]) -> str:
+def _rewrite(
+    override: Override,
+    run_methods: Mapping[str, Mapping[str, Any]],
+    spelled_methods: dict[str, str],
+) -> str:
     """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new.
 
     Args:
         override: The override.
         run_methods: Config nodes of methods that come from runs, by the names of these choices.
+        spelled_methods: Lists of methods as typed, by the names of their stored configs; the override's are added.
     """
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key in GROUP_OF_KEY and override.value() is not None:
         return f"+{GROUP_OF_KEY[key]}@{key}={value}"
     if key == "method":
-        names = re.sub(
-            r"\[([^\[\]]*)\]",
-            lambda brackets: _store_methods(brackets[1].split(","), run_methods),
-            value,
-        )
-        return f"method={names}"
+
+        def store(brackets: re.Match[str]) -> str:
+            name = _store_methods(brackets[1].split(","), run_methods)
+            spelled_methods[name] = brackets[0]
+            return name
+
+        return f"method={re.sub(METHOD_LIST, store, value)}"
     bare_key = key.lstrip("+~")
     is_inside_group = "." in bare_key and bare_key.split(".")[0] in GROUPS
     if is_inside_group and not key.startswith("~"):

@@ -32,6 +32,7 @@ from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import (
     ENDPOINT,
     GROUPS,
+    HUB_MODEL,
     RUN_CONSTANTS,
     Request,
     leaf_keys,
@@ -54,8 +55,6 @@ from posbench.schema import default_values, resolve_target, shortened
 
 GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
 """Groups whose members may have a block in a model's file, which they take constants from."""
-HUB_MODEL = "hf"
-"""The choice of ``model`` that takes its name from ``model.path``."""
 MAX_REASON_LENGTH = 160
 UNRESOLVED = re.compile(r"\$\{|\?\?\?")
 """What OmegaConf resolves: references to other keys, and values that are missing."""
@@ -268,7 +267,7 @@ def _compose_job(
         )
     except UserError as error:
         record = {
-            "overrides": overrides,
+            "overrides": list(spelled(request, overrides)),
             "multirun": multirun,
             "folder": None,
             "status": 2,
@@ -312,6 +311,8 @@ def _fill(
     if "model" in groups:
         blocks = _read_blocks(raw["model"], folders, typed)
     fixed = {*typed, *request.set_by_experiment}
+    for group in groups:
+        fixed |= _keys_of_own_choice(group, choices_made.get(group), folders[1:])
     runs = _take_run_constants(raw.get("method"), "method", fixed)
     if runs:
         raw["constants"] = runs
@@ -336,6 +337,17 @@ def _fill(
         number=number,
         multirun=multirun,
     )
+
+
+def _keys_of_own_choice(
+    group: str, name: str | None, folders: Sequence[Path]
+) -> set[str]:
+    """Dotted keys that the user's own file of a choice sets; blocks of a model leave them alone."""
+    for folder in folders:
+        file = folder / group / f"{name}.yaml"
+        if file.is_file():
+            return set(leaf_keys(read_yaml(file, hint=CORRECT_FILE), group))
+    return set()
 
 
 def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:

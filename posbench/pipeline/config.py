@@ -470,6 +470,9 @@ def _choose_method(
     Raises:
         UserError: The user chose another method than ``none`` for a served model.
     """
+    if not data.get("method"):
+        allowed = "a method; none leaves the model as it is"
+        raise UserError("method", "", allowed, "set method=none")
     choice = MethodChoice.of(data["method"], typed)
     groups = _typed_groups(typed)
     is_experiment = bool(data.get("experiment"))

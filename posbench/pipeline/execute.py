@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -551,7 +552,8 @@ def recorded_config(folder: Path) -> Config:
     Raises:
         UserError: It is no run folder, or the code, a file or a setting has changed since.
     """
-    out = open_run(folder.absolute())
+    folder = folder.resolve()
+    out = open_run(folder)
     raw = out.config("runtime")
     # Groups that take no part are not recorded: whatever they are, nothing reads them.
     raw = {**compose_one().raw, "study": None, "experiment": None, **raw}
@@ -565,6 +567,11 @@ def recorded_config(folder: Path) -> Config:
         )
         hint = f"repeat its command: {out.command}"
         raise UserError("run folder", str(folder), allowed, hint)
+    text = out.facts(PROVENANCE).get("budget", {}).get("budget")
+    budget = Budget.parse(text) if text else None
+    # What a run may spend on a server holds for whoever goes on with it; a time was that of one session.
+    if budget and (budget.tokens or budget.usd):
+        config = replace(config, budget=budget)
     return config
 
 

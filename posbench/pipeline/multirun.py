@@ -215,13 +215,12 @@ def _record_lost_job(
 
 
 def spelled(request: Request, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return overrides with their keys, and the runs that methods come from, as typed."""
+    """Return overrides with their keys, checkpoints, lists of methods and runs that methods come from, as typed."""
     as_typed = []
     for override in overrides:
         key, sign, value = override.partition("=")
-        if key == "method":
-            for name, typed_value in request.spelled_values.items():
-                value = value.replace(name, typed_value)
+        for name, typed_value in request.spelled_values.get(key, {}).items():
+            value = value.replace(name, typed_value)
         as_typed.append(request.spelled.get(key, key) + sign + value)
     return tuple(as_typed)
 

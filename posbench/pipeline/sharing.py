@@ -133,8 +133,9 @@ def _may_share(config: Config) -> bool:
     local_model = config.uses_model and not config.model.base_url
     shares = bool(config.runtime.share) and config.runtime.workers == 1
     makes_rows = bool(stages & ROW_STAGES.keys())
-    sized = config.budget is None
-    return sized and local_model and shares and makes_rows and only_row_stages
+    # A budget, or a decided shape, ends the rounds of each run by itself.
+    is_sized = config.budget is None and not config.runtime.until
+    return is_sized and local_model and shares and makes_rows and only_row_stages
 
 
 def make_shard(

@@ -121,6 +121,7 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
 
 def sweep_runs(sweep: Path) -> list[Path]:
     """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
+    sweep = sweep.resolve()
     jobs = read_json(sweep / JOBS, Objects) or []
     recorded = [Path(job["folder"]) for job in jobs if job["folder"]]
     suites = {run.parents[1].name for run in recorded}

@@ -108,6 +108,13 @@ class Runtime:
             hint = "set runtime.round_questions=10, too"
             allowed = "null without runtime.round_questions"
             raise UserError("runtime.until", self.until, allowed, hint)
+        if self.until and self.workers > 1:
+            allowed = (
+                "null where processes share out a run: each sees a part of the replies"
+            )
+            raise UserError(
+                "runtime.until", self.until, allowed, "set runtime.workers=1"
+            )
         if self.share is not None and not SIZE.fullmatch(self.share):
             allowed = "a size in KiB, MiB or GiB, or null"
             hint = "set runtime.share=4GiB, or runtime.share=null"

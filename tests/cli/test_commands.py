@@ -58,6 +58,21 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     assert "stages=[search]" in posbench("ls", "methods", verb=True).out
 
 
+def test_a_broken_job_of_a_sweep_is_no_ok(posbench: Callable[..., Result]) -> None:
+    sweep = ["-m", "model=tiny", "method=none,scale_channel"]
+    broken = [*sweep, "model.scale_channel.channel=3"]
+    result = posbench("validate", *broken, verb=True)
+    assert result.status == 2 and result.out.startswith("BAD")
+    assert_refused(result.err, "model.scale_channel.channel", 3)
+    assert posbench("fetch", "--dry-run", *broken, verb=True).status == 2
+
+
+def test_no_method_at_all_is_refused(posbench: Callable[..., Result]) -> None:
+    result = posbench("validate", "~method", verb=True)
+    assert result.status == 2
+    assert_refused(result.err, "method", hint="method=none")
+
+
 def test_validate_checks_everything_and_runs_nothing(
     posbench: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

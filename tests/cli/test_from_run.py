@@ -83,6 +83,16 @@ def test_questions_that_a_search_saw_are_told(
     assert (f"{seen} of {limit} questions" in said) if seen else said == ""
 
 
+def test_a_run_may_lie_in_a_folder_with_a_space(
+    searched: tuple[Path, str], small: list[str], tmp_path: Path
+) -> None:
+    outputs = Path(shutil.copytree(searched[0], tmp_path / "out puts"))
+    (folder,) = run_folders(outputs)
+    made: list[ComposedConfig] = []
+    compose([*small, *EVALUATE, f"method=from:{folder}"], made.append)
+    assert made[0].raw["constants"][0]["folder"] == str(folder.resolve())
+
+
 def test_the_constants_of_a_run_are_those_of_a_model_file(
     searched: tuple[Path, str],
     outputs: Path,

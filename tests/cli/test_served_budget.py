@@ -140,6 +140,21 @@ def test_nothing_is_sent_that_nobody_agreed_to(
     assert len(rows_of(only_run(outputs))) == 12
 
 
+def test_what_a_run_may_spend_holds_for_who_goes_on_with_it(
+    posbench: Call, outputs: Path
+) -> None:
+    with serving() as server:
+        server.quota = 30
+        stopped = ask(posbench, server, "task.limit=40", "budget=20ktok")
+        assert stopped.status == 2
+        server.quota = None
+        resumed = posbench("resume", str(only_run(outputs)), verb=True)
+    assert resumed.status == 0, resumed.err
+    rows = rows_of(only_run(outputs))
+    assert_whole(rows)
+    assert 15_000 < sum(map(tokens_of, rows)) <= 20_000
+
+
 @pytest.mark.parametrize(
     ("args", "needs_consent"),
     [

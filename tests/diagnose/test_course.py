@@ -194,6 +194,16 @@ def test_constants_are_searched_only_where_the_budget_has_room(
     assert bool(asked) == searches
 
 
+def test_a_winner_that_is_a_list_of_methods_is_asked_as_typed() -> None:
+    methods = "method=[layer_scaling,scale_channel]"
+    factor = "method.parts.scale_channel.factor=0"
+    course = make_course("model=tiny", methods, factor)
+    ((_, choice),) = course._choices().items()
+    assert course._spell_method(choice) == [methods, factor]
+    part = course.runs.prepare(course._spell_method(choice), method="", in_process=True)
+    assert part.choice.name == choice.name
+
+
 def test_a_source_is_that_of_the_unmodified_model() -> None:
     """A method that was typed takes part in the race alone."""
     runs = Runs(
@@ -276,6 +286,7 @@ def test_a_prompt_tells_a_trained_model_its_answer_and_a_blind_one_nothing(
         (("stages=[search]",), "stages"),
         (("study=crop_mask",), "study"),
         (("task=mmlu",), "task"),
+        (("-m", "task.pairs=8,16"), "diagnose"),
         (("budget=soon",), "budget"),
     ],
 )

@@ -161,6 +161,49 @@ def test_choices_of_one_class_share_its_modules_block(own: Path) -> None:
     assert (made.raw["task"]["pairs"], made.raw["task"]["records"]) == (9, "words")
 
 
+def test_what_a_users_own_file_sets_stands_over_the_models_block(own: Path) -> None:
+    values = {"channel": 7, "factor": 0.5, "layers": [0, 3]}
+    target = "posbench.methods.scale_channel.ScaleChannel"
+    data = {"_target_": target, **values}
+    (own / "method/mine_too.yaml").write_text(yaml.safe_dump(data))
+    data = {"_target_": "posbench.tasks.KVRetrieval", "pairs": 10, "limit": 5}
+    (own / "task/short.yaml").write_text(yaml.safe_dump(data))
+    flag = f"--config-dir={own}"
+    (job,) = _jobs(flag, "method=mine_too", "task=short")
+    assert {key: job.raw["method"][key] for key in values} == values
+    assert (job.raw["task"]["pairs"], job.raw["task"]["limit"]) == (10, 5)
+    # What the file leaves out is tiny's.
+    assert job.raw["task"]["records"] == "words"
+    (typed,) = _jobs(flag, "method=mine_too", "method.channel=9")
+    assert typed.raw["method"]["channel"] == 9
+
+
+def test_a_checkpoint_without_a_model_is_none_of_posbenchs(own: Path) -> None:
+    """Its name and constants would be those of the default model."""
+    (job,) = _jobs("model.path=posbench://tiny_b")
+    assert job.raw["model"]["name"] == "tiny_b"
+    assert "scale_channel" not in job.raw["model"]
+    path = "model.path=posbench://tiny_b"
+    assert len(_jobs("experiment=yu2025_fig11", path)) == 1
+    (both,) = _jobs("model=tiny", path)
+    assert both.raw["model"]["name"] == "tiny"
+
+
+def test_an_experiment_may_have_hydras_plus() -> None:
+    (plain, *_), (plus, *_) = (
+        _jobs(f"{sign}experiment=yu2025_fig6") for sign in ("", "+")
+    )
+    assert plain.raw == plus.raw
+
+
+def test_what_stands_for_a_value_is_spelled_as_typed() -> None:
+    (job,) = _jobs("model=org/name", "method=[scale_channel,layer_scaling]")
+    assert job.overrides == (
+        "model=org/name",
+        "method=[scale_channel,layer_scaling]",
+    )
+
+
 def test_a_list_of_methods_takes_the_block_of_each() -> None:
     typed = [
         "method.parts.scale_channel.factor=0.5",
@@ -181,7 +224,7 @@ def test_a_list_of_methods_takes_the_block_of_each() -> None:
     )
     assert made.overrides == (
         "model=tiny",
-        "method=layer_scaling-scale_channel",
+        "method=[layer_scaling, scale_channel]",
         *typed,
     )
 
@@ -254,13 +297,15 @@ def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) 
             {"overrides": job.overrides, "multirun": True, "status": 0},
         )
 
-    records = compose(["-m", "task.seed=1,${model.nothing},3"], each)
+    records = compose(["-m", "task.pairs=9", "task.seed=1,${model.nothing},3"], each)
     assert [job.raw["task"]["seed"] for job in made] == [1, 3]
     assert [record["status"] for record in records] == [
         0,
         2,
         0,
     ] and "task.seed" in records[1]["error"]
+    # Its overrides are spelled as those of the others.
+    assert [record["overrides"][0] for record in records] == ["task.pairs=9"] * 3
 
 
 def test_nothing_outlives_composing() -> None:

@@ -53,7 +53,10 @@ def test_a_figure_shows_some_of_many_settings() -> None:
 
 
 def test_a_sweep_is_reproduced_by_its_own_command(
-    small: list[str], posbench: Callable[..., Result], outputs: Path
+    small: list[str],
+    posbench: Callable[..., Result],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A run that was made alone before keeps its command; the sweep has its own."""
     settings = [*small, "stages=[evaluate]", "method.channel=3", "method.layers=[1,2]"]
@@ -69,6 +72,11 @@ def test_a_sweep_is_reproduced_by_its_own_command(
         assert "posbench -m " in command and wanted in command
 
     assert_reproducible()
-    for verb in ("report", "rescore"):
-        assert posbench(verb, str(file.parent), verb=True).status == 0
+    monkeypatch.chdir(file.parents[1])
+    for verb, name in (
+        ("report", str(file.parent)),
+        ("rescore", str(file.parent)),
+        ("report", file.parent.name),
+    ):
+        assert posbench(verb, name, verb=True).status == 0
         assert_reproducible()

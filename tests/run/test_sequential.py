@@ -71,5 +71,19 @@ def test_a_run_stops_when_the_shape_is_decided(
     assert (pd.read_csv(folder / "shape.csv")["n"] == 100).all()
 
 
+def test_a_sweep_stops_each_job_as_it_stops_alone(
+    posbench: POSBENCH, outputs: Path
+) -> None:
+    assert posbench("-m", *EVALUATE, *DECIDE, "task.seed=0,1").status == 0
+    for folder in run_folders(outputs):
+        asked, planned = open_run_dir(folder).stage("evaluate")["stopped"]
+        assert asked < planned == 100
+
+
+def test_several_processes_cannot_tell_when_it_is_decided(posbench: POSBENCH) -> None:
+    result = posbench(*EVALUATE, *DECIDE, "runtime.workers=2")
+    assert_refused(result.err, "runtime.until", "decided", hint="runtime.workers=1")
+
+
 def test_without_rounds_there_is_nothing_to_stop_between(posbench: POSBENCH) -> None:
     assert_refused(posbench(*EVALUATE, DECIDE[1]).err, "runtime.until")
