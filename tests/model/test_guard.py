@@ -178,11 +178,16 @@ def test_parameters_are_looked_at_when_loaded(
             ["method.scale = 1e-300", "above 1e-06"],
         ),
         (
-            ["study=crop_mask", "model.path={nan}"],
+            ["study=crop_mask", "model=tiny", "model.path={nan}"],
             ["model = 'tiny'", "model.embed_tokens.weight", "NaN"],
         ),
         (
-            ["stages=[evaluate]", "model.path={big}", "model.dtype=bfloat16"],
+            [
+                "stages=[evaluate]",
+                "model=tiny",
+                "model.path={big}",
+                "model.dtype=bfloat16",
+            ],
             [
                 "model = 'tiny'",
                 "logits of a token are equal",
