@@ -109,8 +109,8 @@ def test_text_without_a_pair_of_marks_is_not_overwritten(
         (["run", "a", "b"], "unrecognized arguments: b"),
         (["run", "a", "--beside", "b"], "--beside goes with claims or gallery"),
         (["gallery", "a", "--beside", "b"], "--beside needs --out FILE"),
-        (["gallery", "a", "--keep"], "--keep goes with gallery and --out FILE"),
-        (["claims", "a", "--keep", "--out", "b"], "--keep goes with gallery"),
+        (["gallery", "a", "--keep"], "--keep goes with claims or gallery, and --out"),
+        (["run", "a", "--keep", "--out", "b"], "--keep goes with claims or gallery"),
     ],
 )
 def test_a_page_that_cannot_be_made_is_refused(
@@ -154,7 +154,7 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     (sweep / "jobs.json").write_text(
         json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}])
     )
-    page = pages.claims_page(tmp_path)
+    page = pages.claims_page(pages.read_claims(tmp_path))
     assert (
         "| C1: a | contradicted | holds |" in page
         and "    posbench experiment=fig6" in page
@@ -171,7 +171,7 @@ def test_a_sweep_of_several_models_counts_for_each(tmp_path: Path) -> None:
     )
     newer = findings("tiny_b", ("C1: a", 3.0, "contradicted"))
     write(tmp_path, {"table1/v001/tiny__x": both, "table1/v002/tiny_b__y": newer})
-    page = pages.claims_page(tmp_path)
+    page = pages.claims_page(pages.read_claims(tmp_path))
     assert "| C1: a | holds | contradicted |" in page
     assert "- tiny_b: Claims of the paper: 1 contradicted." in page
 
@@ -182,7 +182,7 @@ def test_a_study_without_a_model_has_its_column(tmp_path: Path) -> None:
         "gram/v1/y": findings("tiny", ("b", 2.0, "holds")),
     }
     write(tmp_path, runs)
-    page = pages.claims_page(tmp_path)
+    page = pages.claims_page(pages.read_claims(tmp_path))
     assert "| claim | no model | tiny |" in page and "| a | holds |  |" in page
 
 
@@ -202,7 +202,7 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(
             "gram/v1/y": findings("tiny_b", *other),
         },
     )
-    page = pages.claims_page(tmp_path)
+    page = pages.claims_page(pages.read_claims(tmp_path))
     matrix = [line for line in page.splitlines() if line.startswith(("| C", "| claim"))]
     assert matrix[:2] == [
         "| claim | tiny | tiny_b |",
@@ -228,17 +228,55 @@ def test_a_further_model_has_the_last_column_of_the_claims_that_others_have(
         "fig9/v1/z": findings("small", ("c", 4.0, "holds")),
     }
     write(tmp_path / "beside", further)
-    page = pages.claims_page(tmp_path / "first", tmp_path / "beside")
+    page = pages.claims_page(
+        pages.read_claims(tmp_path / "first"), pages.read_claims(tmp_path / "beside")
+    )
     assert "| claim | tiny | small |" in page
     assert "| a | holds | contradicted |" in page and "| b |  | holds |" in page
     assert "| c |" not in page and "study=fig9" not in page
+
+
+def test_claims_of_studies_without_a_run_are_kept(tmp_path: Path) -> None:
+    before = {
+        "fig3/v1/x": findings("small", ("a", 1.0, "holds"), ("b", 2.0, "holds")),
+        "fig10/v1/x": findings("small", ("d", 6.0, "holds")),
+        "fig9/v1/y": findings("small", ("c", 3.0, "inconclusive")),
+    }
+    after = {"fig3/v1/z": findings("small", ("a", 4.0, "contradicted"))}
+    write(tmp_path / "before", before)
+    write(tmp_path / "after", after)
+    file = tmp_path / "page.md"
+    for folder in ("before", "after"):
+        folder_and_file = str(tmp_path / folder), "--out", str(file)
+        assert pages.main(["claims", *folder_and_file, "--keep"]) == 0
+    overview = [line for line in file.read_text().splitlines() if line[:3] == "| a"]
+    text = file.read_text()
+    assert overview == ["| a | contradicted |"] and "| b |" not in text
+    assert text.index("| a |") < text.index("| c | inc") < text.index("| d | holds |")
+    assert "1 holds, 1 contradicted, 1 inconclusive" in text
+    assert pages.main(["claims", str(tmp_path / "after"), "--out", str(file)]) == 0
+    assert "| c |" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"), [("smollm2", None), ("yu2025_claims", "smollm2")]
+)
+def test_pages_of_claims_are_those_of_their_tables(
+    name: str, beside: str | None
+) -> None:
+    results = paths.EXPERIMENTS / "results"
+    further = pages.read_claims(results / f"{beside}.csv") if beside else None
+    claims = pages.read_claims(results / f"{name}.csv")
+    page = results / f"{name}.md"
+    text = pages.claims_page(claims, further)
+    assert pages.between_marks(page, "claims", text) == page.read_text()
 
 
 def test_a_measurement_that_two_figures_show_counts_once(tmp_path: Path) -> None:
     same = findings("tiny", ("a", 1.0, "holds"))
     other = findings("tiny", ("a", 2.0, "holds"))
     write(tmp_path, {"fig1/v1/x": same, "fig2/v1/x": same, "fig3/v1/x": other})
-    page = pages.claims_page(tmp_path)
+    page = pages.claims_page(pages.read_claims(tmp_path))
     assert page.count("| holds | tiny |") == 2 and "2 hold" in page
 
 

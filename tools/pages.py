@@ -13,16 +13,17 @@ python tools/pages.py gallery DIR        the figures of all runs; they go to a f
 python tools/pages.py gallery outputs --out docs/gallery.md
 
 --beside PATH adds a further model: to a gallery what the model's own page shows, which is made first; to claims those
-of its runs, which lie in a folder of their own:
+of its runs in a folder of their own, or of the CSV file that its own page of claims leaves beside itself:
 
 python tools/pages.py gallery real --out experiments/results/smollm2.md
 python tools/pages.py gallery outputs --beside experiments/results/smollm2.md --out docs/gallery.md
-python tools/pages.py claims outputs --beside real --out experiments/results/yu2025_claims.md
+python tools/pages.py claims outputs --beside experiments/results/smollm2.csv --out experiments/results/yu2025_claims.md
 
---keep leaves what a gallery shows of experiments that DIR has no runs of: those of a large model take hours, and need
-not all be made again, nor on one machine. Each says what it was made with.
+--keep leaves what a gallery or a page of claims shows of experiments that DIR has no runs of: those of a large model
+take hours, and need not all be made again, nor on one machine. Each says what it was made with.
 
 python tools/pages.py gallery real --keep --out experiments/results/smollm2.md
+python tools/pages.py claims real --keep --out experiments/results/smollm2.md
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import GROUPS, heading, paper_of, paper_shows
 from posbench.report.page import read_run
 from posbench.report.paper import AGREEMENT
-from posbench.report.tables import findings_table
+from posbench.report.tables import findings_table, papers_first
 from posbench.report.text import count_verdicts, tally_verdicts
 from posbench.run.folder import JOBS, open_undamaged
 from posbench.schema import describe_type
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    pages = [*FROM_CODE, *FROM_RUNS, "tables", "gallery"]
+    pages = [*FROM_CODE, "claims", *FROM_RUNS, "tables", "gallery"]
     parser.add_argument("page", choices=pages)
     parser.add_argument("folder", metavar="DIR", nargs="?", type=Path)
     parser.add_argument("--out", metavar="FILE", type=Path)
@@ -88,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--beside goes with claims or gallery")
     if arguments.beside and arguments.page == "gallery" and not arguments.out:
         parser.error("--beside needs --out FILE, from which links to the page start")
-    if arguments.keep and not (arguments.page == "gallery" and arguments.out):
-        parser.error("--keep goes with gallery and --out FILE")
+    if arguments.keep and not (
+        arguments.page in ("claims", "gallery") and arguments.out
+    ):
+        parser.error("--keep goes with claims or gallery, and --out FILE")
     try:
         if arguments.page == "tables":
             fill_tables(arguments.folder, arguments.out)
@@ -121,13 +124,14 @@ def make_page(
         name: Name of the page.
         folder: The run or the folder of runs that it is made from; None where that is the code.
         out: The file; None prints the page.
-        beside: A further model: its page for ``gallery`` in a file, the folder of its runs for ``claims``.
-        keep: Whether a gallery in a file keeps what it shows of experiments that the folder has no runs of.
+        beside: A further model: its page for ``gallery`` in a file, for ``claims`` what :func:`read_claims` reads.
+        keep: Whether a gallery or claims in a file keep what they show of experiments that the folder has no runs of.
 
     Raises:
         UserError: A folder that holds nothing to show, or a file of other text without marks.
     """
     images: dict[str, Path] = {}
+    claims = None
     if folder is None:
         page = FROM_CODE[name]()
     elif name == "gallery":
@@ -137,8 +141,11 @@ def make_page(
         page, images = gallery_page(
             collect_entries(folder), image_folder, further, kept
         )
-    elif name == "claims" and beside:
-        page = claims_page(folder, beside)
+    elif name == "claims":
+        claims = read_claims(folder)
+        if out and keep and out.with_suffix(".csv").is_file():
+            claims = with_kept(claims, read_claims(out.with_suffix(".csv")))
+        page = claims_page(claims, read_claims(beside) if beside else None)
     else:
         page = FROM_RUNS[name](folder)
     if out is None:
@@ -147,6 +154,8 @@ def make_page(
     text = between_marks(out, name, page)
     if images:
         _write_images(out.with_suffix(""), images, text)
+    if claims is not None:
+        write_text(out.with_suffix(".csv"), claims.to_csv(index=False))
     write_text(out, text)
     print(out)
 
@@ -207,95 +216,128 @@ def between_marks(file: Path, name: str, page: str) -> str:
     return new
 
 
-StudyFindings = tuple[pd.DataFrame, str]
-"""The findings of a run, and the command that made it."""
+CLAIM_COLUMNS = (
+    "study",
+    "command",
+    "kind",
+    "model",
+    "claim",
+    "verdict",
+    "value",
+    "statistic",
+    "p (Holm)",
+    "n",
+    "holds if",
+    "note",
+)
+"""Columns of a table of claims; all of them are text, as a page shows it."""
 
 
-def claims_page(folder: Path, beside: Path | None = None) -> str:
-    """The claims that studies below a folder judged, by model: an overview, then each with its numbers.
-
-    The newest run of each study on each model counts.
+def read_claims(source: Path) -> pd.DataFrame:
+    """The claims that studies judged, with :data:`CLAIM_COLUMNS`, in the order of their studies.
 
     Args:
-        folder: A folder of runs.
-        beside: A folder of further runs, of which those of the same studies are taken.
+        source: A folder of runs, of which the newest of each study on each model counts; or the CSV file of a
+            page of claims.
+
+    Raises:
+        UserError: There are none.
     """
-    newest = _newest_findings(folder)
-    models = _models_of(newest)
-    if beside:
-        studies = {study for study, _ in newest}
-        of_beside = {
-            (study, model): findings
-            for (study, model), findings in _newest_findings(beside).items()
-            if study in studies
-        }
-        newest |= of_beside
-        models += [m for m in _models_of(of_beside) if m not in models]
+    if source.is_file():
+        return pd.read_csv(source, dtype=str, keep_default_na=False)
+    newest: dict[tuple[str, str], pd.DataFrame] = {}
+    files = source.glob("*/v*/*/findings.csv")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        open_undamaged(file.parent)
+        findings = read_csv(file)
+        if findings is None:
+            continue
+        study = file.parts[-4]
+        command = _read_provenance(file.parent)["command"]
+        # Findings of theory alone have no model; a sweep may hold several.
+        findings = findings.fillna({"model": "no model"})
+        for model, of_model in findings.groupby("model", sort=False):
+            of_model = papers_first(of_model)
+            header, rows = findings_table(of_model, models=True)
+            newest[study, str(model)] = pd.DataFrame(rows, columns=header).assign(
+                study=study, command=command, kind=of_model["kind"].to_numpy()
+            )
     if not newest:
-        raise UserError(
-            "DIR", str(folder), "a folder of runs of studies", "posbench study=chain"
-        )
-    frames = [frame for frame, _ in newest.values()]
-    findings = pd.concat(frames, ignore_index=True)
-    # Figures of one study show the same measurement, which counts once.
-    findings = findings.drop_duplicates(["model", "claim", "statistic", "value", "n"])
-    # The claims of papers first, in the order of their studies, then our controls.
-    findings = findings.sort_values(
-        "kind", key=lambda kind: kind != "paper", kind="stable"
+        allowed = "a folder of runs of studies"
+        raise UserError("DIR", str(source), allowed, "posbench study=chain")
+    tables = [newest[key] for key in sorted(newest, key=_by_study)]
+    claims = pd.concat(tables, ignore_index=True)
+    return claims.reindex(columns=list(CLAIM_COLUMNS)).astype(object).fillna("")
+
+
+def _by_study(key: tuple[str, str]) -> list[Any]:
+    """Sort key of a study and a model."""
+    study, model = key
+    return [natural_order(study), model]
+
+
+def with_kept(claims: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
+    """Claims with those of studies and models that they do not hold, in the order of the studies."""
+    key = ["study", "model"]
+    judged = set(claims[key].itertuples(index=False, name=None))
+    is_missing = [
+        (study, model) not in judged
+        for study, model in kept[key].itertuples(index=False, name=None)
+    ]
+    merged = pd.concat([claims, kept[is_missing]], ignore_index=True)
+    keys = sorted(set(merged[key].itertuples(index=False, name=None)), key=_by_study)
+    return merged.sort_values(
+        "study",
+        key=lambda _: [
+            keys.index(pair) for pair in merged[key].itertuples(index=False, name=None)
+        ],
+        kind="stable",
+        ignore_index=True,
     )
+
+
+def claims_page(claims: pd.DataFrame, beside: pd.DataFrame | None = None) -> str:
+    """The claims that studies judged, by model: an overview, then each with its numbers.
+
+    Args:
+        claims: Claims, see :func:`read_claims`.
+        beside: Those of further models, of which the same studies are shown.
+    """
+    models = sorted(set(claims["model"]))
+    if beside is not None:
+        beside = beside[beside["study"].isin(claims["study"])]
+        models += sorted(set(beside["model"]) - set(models))
+        claims = pd.concat([claims, beside], ignore_index=True)
+    # Figures of one study show the same measurement, which counts once.
+    claims = claims.drop_duplicates(["model", "claim", "statistic", "value", "n"])
+    # The claims of papers first, in the order of their studies, then our controls.
+    claims = papers_first(claims)
     overview = []
     sections = []
-    for _, of_claim in findings.groupby("claim", sort=False):
-        header, rows = findings_table(of_claim)
-        claim = rows[0][1]
+    for claim, of_claim in claims.groupby("claim", sort=False):
         verdict_by_model = [
             combined_verdict(of_claim.loc[of_claim["model"] == model, "verdict"])
             for model in models
         ]
-        overview.append([claim, *verdict_by_model])
-        # The model instead of the claim, which is the section's title.
-        rows = [
-            [row[0], model, *row[2:]]
-            for model, row in zip(of_claim["model"], rows, strict=True)
-        ]
-        table = markdown(["verdict", "model", *header[2:]], rows)
+        overview.append([str(claim), *verdict_by_model])
+        header = ["verdict", "model", "value", "statistic", "p (Holm)", "n"]
+        header += [name for name in ("holds if", "note") if of_claim[name].any()]
+        table = markdown(header, of_claim[header].to_numpy().tolist())
         sections.append(f"## {claim}\n\n{table}")
+    with_p = claims.assign(p_holm=claims["p (Holm)"].where(claims["p (Holm)"] != ""))
     counts = [
-        f"- {model}: {count_verdicts(findings[findings['model'] == model])}"
+        f"- {model}: {count_verdicts(with_p[with_p['model'] == model])}"
         for model in models
     ]
-    commands = dict.fromkeys(command for _, command in newest.values())
     return "\n\n".join(
         [
             "\n".join(counts),
             markdown(["claim", *models], overview),
             *sections,
             "## How\n\nThe verdicts are those of these runs:",
-            "\n".join(f"    {command}" for command in commands),
+            "\n".join(f"    {command}" for command in claims["command"].unique()),
         ]
     )
-
-
-def _models_of(newest: Mapping[tuple[str, str], StudyFindings]) -> list[str]:
-    """Names of the models of findings, sorted."""
-    return sorted({model for _, model in newest})
-
-
-def _newest_findings(folder: Path) -> dict[tuple[str, str], StudyFindings]:
-    """The newest findings below a folder, by study and model; those of theory alone are of ``no model``."""
-    newest: dict[tuple[str, str], StudyFindings] = {}
-    files = folder.glob("*/v*/*/findings.csv")
-    for file in sorted(files, key=lambda file: file.stat().st_mtime):
-        open_undamaged(file.parent)
-        frame = read_csv(file)
-        if frame is not None:
-            study = file.parts[-4]
-            frame = frame.fillna({"model": "no model"})
-            command = _read_provenance(file.parent)["command"]
-            # A sweep may hold several models.
-            for model, rows in frame.groupby("model", sort=False):
-                newest[study, str(model)] = (rows, command)
-    return newest
 
 
 def _read_provenance(folder: Path) -> dict[str, Any]:
@@ -702,7 +744,6 @@ FROM_CODE: dict[str, Callable[[], str]] = {
     "data": data_page,
 }
 FROM_RUNS: dict[str, Callable[[Path], str]] = {
-    "claims": claims_page,
     "run": run_page,
     "experiments": experiments_page,
 }

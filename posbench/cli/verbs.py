@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,7 +197,7 @@ def validate(args: list[str]) -> int:
     for command in commands:
         jobs: list[ComposedConfig] = []
         problems: list[UserError] = []
-        runs: list[PreparedRun] = []
+        runs: list[tuple[ComposedConfig, PreparedRun]] = []
         failed_jobs = []
         try:
             records = compose(command, jobs.append)
@@ -209,7 +210,7 @@ def validate(args: list[str]) -> int:
                     check_config(job.raw, job.typed, job.folders)
                 else:
                     prepared = prepare(job, download=False)
-                    runs.append(with_server(prepared))
+                    runs.append((job, with_server(prepared)))
             except UserError as error:
                 problems.append(error)
         is_bad = bool(problems or failed_jobs)
@@ -220,9 +221,18 @@ def validate(args: list[str]) -> int:
         for problem in problems:
             complain(problem)
             status = max(status, problem.status)
-        for run in runs:
+        for job, run in runs:
+            if len(jobs) > 1:
+                print(f"\n{_job_title(job, jobs)}")
             _print_estimate(run, measure)
     return status
+
+
+def _job_title(job: ComposedConfig, jobs: Sequence[ComposedConfig]) -> str:
+    """Which job of a sweep it is: its number and what not all of its jobs have."""
+    shared = set.intersection(*(set(other.overrides) for other in jobs))
+    own = " ".join(entry for entry in job.overrides if entry not in shared)
+    return f"job {jobs.index(job) + 1} of {len(jobs)}: {own}"
 
 
 def with_server(run: PreparedRun) -> PreparedRun:

@@ -67,6 +67,16 @@ def test_a_broken_job_of_a_sweep_is_no_ok(posbench: Callable[..., Result]) -> No
     assert posbench("fetch", "--dry-run", *broken, verb=True).status == 2
 
 
+def test_validate_names_the_jobs_of_a_sweep(posbench: Callable[..., Result]) -> None:
+    result = posbench("validate", "-m", "task.limit=4", "task.pairs=16,8", verb=True)
+    first, second = result.out.split("\njob ")[1:]
+    assert first.startswith("1 of 2: task.pairs=16\n")
+    assert second.startswith("2 of 2: task.pairs=8\n")
+    alone = posbench("validate", "task.limit=4", "task.pairs=8", verb=True)
+    assert "job " not in alone.out
+    assert second.partition("\n")[2] == alone.out.partition("\n")[2]
+
+
 def test_no_method_at_all_is_refused(posbench: Callable[..., Result]) -> None:
     result = posbench("validate", "~method", verb=True)
     assert result.status == 2
