@@ -35,6 +35,7 @@ from posbench.stats.position_bias import largest_gap
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold_index
+from posbench.studies.yu2025.crop_mask import ItemChange
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
 
@@ -57,20 +58,20 @@ class Intervention(NamedTuple):
 
     Attributes:
         source: What tells the place of an item, and is taken away.
-        label: What is changed, for tables and figures.
+        change: What is changed of the gold item; of the sink, of the first token.
         control: The intervention that changes another item in the same way; for both moves of position ids that to the
             end.
         place: The place that the item then looks like having: ``first`` or ``last``; empty: none.
     """
 
     source: str
-    label: str
+    change: ItemChange
     control: str
     place: Literal["first", "last", ""]
 
     def __str__(self) -> str:
         """The source, and what is changed."""
-        return f"{self.source}: {self.label}"
+        return f"{self.source}: {self.change.label}"
 
     @property
     def claim(self) -> str:
@@ -81,33 +82,49 @@ class Intervention(NamedTuple):
 INTERVENTIONS = {
     "crop": Intervention(
         source=MASK,
-        label="the gold item sees itself and the first token alone",
+        change=ItemChange(
+            "the gold item sees itself and the first token alone", crops_mask=True
+        ),
         control="crop_other",
         place="first",
     ),
     "pe_to_beginning": Intervention(
         source=POSITION_IDS,
-        label="its keys at the position ids of the first item",
+        change=ItemChange(
+            "its keys at the position ids of the first item", moved_to="beginning"
+        ),
         control="pe_to_end_other",
         place="first",
     ),
     "pe_to_end": Intervention(
         source=POSITION_IDS,
-        label="its keys at the position ids of the last item",
+        change=ItemChange(
+            "its keys at the position ids of the last item", moved_to="end"
+        ),
         control="pe_to_end_other",
         place="last",
     ),
     "sink": Intervention(
         source=SINK,
-        label="the last token hardly sees the first token",
+        change=ItemChange("the last token hardly sees the first token"),
         control="sink_other",
         place="",
     ),
 }
 CONTROLS = {
-    "crop_other": "another item sees itself and the first token alone (control)",
-    "pe_to_end_other": "keys of another item at the position ids of the last (control)",
-    "sink_other": "the last token hardly sees another item (control)",
+    "crop_other": ItemChange(
+        "another item sees itself and the first token alone (control)",
+        crops_mask=True,
+        of_another=True,
+    ),
+    "pe_to_end_other": ItemChange(
+        "keys of another item at the position ids of the last (control)",
+        moved_to="end",
+        of_another=True,
+    ),
+    "sink_other": ItemChange(
+        "the last token hardly sees another item (control)", of_another=True
+    ),
 }
 
 
@@ -151,39 +168,41 @@ class BiasSource(Study):
                 "take task=kv_retrieval or task=nq_multidoc",
             )
         with run.method.trial().applied(run.lm):
-            for name in _variants(run.lm):
-                with _applied(run.lm, name, [1], [(0, 0)], [(0, 0)]):
+            for change in _changes(run.lm).values():
+                with _applied(run.lm, change, [1], [(0, 0)], [(0, 0)]):
                     pass
 
     def workload(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.workload`."""
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
-        variants = len(_variants(run.lm))
+        num_changes = len(_changes(run.lm))
         at_one_position = [
             e for e in examples if gold_index(e) == gold_index(examples[0])
         ]
         return [
             InspectionPasses(examples, times=1),
-            InspectionPasses(at_one_position, times=variants),
+            InspectionPasses(at_one_position, times=num_changes),
         ]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``bias_source`` (loss by variant and gold position), ``bias_source_effects``."""
         prompts = Prompts.of(run, self.examples)
-        unmodified = self._losses(prompts, UNMODIFIED)
+        unmodified = self._losses(prompts, UNMODIFIED, None)
         _, worst = _best_and_worst(unmodified)
         at_worst = [e for e in prompts.examples if gold_index(e) == worst]
         worst_prompts = Prompts.of(run, self.examples, examples=at_worst)
         frames = [unmodified]
-        for variant in _variants(run.lm, _place_of(at_worst[0])):
-            frames.append(self._losses(worst_prompts, variant))
+        for variant, change in _changes(run.lm, _place_of(at_worst[0])).items():
+            frames.append(self._losses(worst_prompts, variant, change))
         frame = pd.concat(frames, ignore_index=True)
         return {
             "bias_source": _by_position(frame),
             "bias_source_effects": _effects(frame, run.runtime.resamples),
         }
 
-    def _losses(self, prompts: Prompts, variant: str) -> pd.DataFrame:
+    def _losses(
+        self, prompts: Prompts, variant: str, change: ItemChange | None
+    ) -> pd.DataFrame:
         """Loss of the right answer to each prompt under a variant, in nats per token, resumed from ``rows.jsonl``."""
         lm = prompts.run.lm
 
@@ -193,7 +212,7 @@ class BiasSource(Study):
                 encoded = prompts.encoded[example.id]
                 answer = lm.continuation_ids(encoded, example.answers[0])
                 pairs.append((encoded.ids, answer))
-            with self._intervention(prompts, variant, batch):
+            with self._changed(prompts, change, batch):
                 losses = lm.answer_token_loss(pairs, batch_size=len(pairs))
             return [{"loss": round_values(loss)} for loss in losses.tolist()]
 
@@ -203,21 +222,21 @@ class BiasSource(Study):
         return prompts.frame().assign(variant=variant, loss=losses)
 
     @contextmanager
-    def _intervention(
-        self, prompts: Prompts, variant: str, batch: Sequence[Example]
+    def _changed(
+        self, prompts: Prompts, change: ItemChange | None, batch: Sequence[Example]
     ) -> Iterator[None]:
-        """Apply a variant to a batch for the duration of a block."""
-        if variant == UNMODIFIED:
+        """Apply a change, if any, to a batch for the duration of a block."""
+        if change is None:
             yield
             return
         item = gold_index
-        if variant in CONTROLS:
+        if change.of_another:
             item = partial(shared.random_distractor, name="bias_source", seed=self.seed)
         spans = prompts.spans(batch, item)
-        target = 0 if variant == "pe_to_beginning" else -1
+        target = 0 if change.moved_to == "beginning" else -1
         targets = prompts.spans(batch, lambda example: target)
         lengths = prompts.lengths(batch)
-        with _applied(prompts.run.lm, variant, lengths, spans, targets):
+        with _applied(prompts.run.lm, change, lengths, spans, targets):
             yield
 
     def figures(self, tables: Tables) -> Drawn:
@@ -247,23 +266,22 @@ def read_effects(tables: Tables) -> dict[str, Estimate]:
     return {row["effect"]: estimate(row) for row in rows}
 
 
-def _variants(lm: LM, place: str = "") -> list[str]:
-    """The interventions and controls that a model can have.
+def _changes(lm: LM, place: str = "") -> dict[str, ItemChange]:
+    """The changes of interventions and controls that a model can have, by name.
 
     Args:
         lm: The model.
         place: Where the gold item stands, ``first`` or ``last``: what makes it look so changes nothing.
     """
-    names = [
-        name
+    changes = {
+        name: intervention.change
         for name, intervention in INTERVENTIONS.items()
         if not place or intervention.place != place
-    ]
-    return [
-        name
-        for name in (*names, *CONTROLS)
-        if can_move(lm) or not name.startswith("pe_to")
-    ]
+    }
+    changes |= CONTROLS
+    if can_move(lm):
+        return changes
+    return {name: change for name, change in changes.items() if not change.moved_to}
 
 
 def _place_of(example: Example) -> str:
@@ -285,26 +303,26 @@ def best_place(tables: Tables) -> str:
 @contextmanager
 def _applied(
     lm: LM,
-    variant: str,
+    change: ItemChange,
     lengths: Sequence[int],
     spans: Sequence[tuple[int, int]],
     targets: Sequence[tuple[int, int]],
 ) -> Iterator[None]:
-    """Apply an intervention or a control to a batch of prompts, longest first.
+    """Apply a change to a batch of prompts, longest first.
 
     Args:
         lm: The model.
-        variant: Its name.
+        change: What is changed; neither mask nor position ids: the last token's attention is dimmed.
         lengths: Tokens of each prompt.
         spans: Tokens of the item that is changed.
         targets: Tokens whose position ids it takes, where it is moved.
     """
-    if variant.startswith("crop"):
+    if change.crops_mask:
         block = crop_mask(lm, lengths, spans, range(lm.layers))
-    elif variant.startswith("pe_to"):
+    elif change.moved_to:
         block = move_positions(lm, lengths, spans, targets)
     else:
-        if variant == "sink":
+        if not change.of_another:  # the sink is the first token, not the gold item
             spans = [(0, 1)] * len(lengths)
         marks = _marks(lengths, spans)
         block = scale_attention(lm, marks, SINK_FACTOR, range(lm.layers))  # type: ignore[assignment]

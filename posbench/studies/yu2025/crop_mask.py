@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,19 +31,45 @@ from posbench.studies.prompts import LayerRange, Prompts, RowsByVariant, gold_in
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
 
-LABELS = {
-    UNMODIFIED: "unmodified",
-    "crop": "crop mask",
-    "pe_to_beginning": "PE to beginning",
-    "pe_to_end": "PE to end",
-    "crop_other": "crop another (control)",
+
+class ItemChange(NamedTuple):
+    """How the forward pass treats one item of a prompt.
+
+    Attributes:
+        label: What is changed, for readers.
+        crops_mask: Whether the item sees nothing that comes before it.
+        moved_to: Where the item stands whose position ids it takes; empty: it keeps its own.
+        of_another: Whether that is another item than the gold one (a control).
+    """
+
+    label: str
+    crops_mask: bool = False
+    moved_to: Literal["beginning", "end", ""] = ""
+    of_another: bool = False
+
+
+CHANGES = {
+    "crop": ItemChange("crop mask", crops_mask=True),
+    "pe_to_beginning": ItemChange("PE to beginning", moved_to="beginning"),
+    "pe_to_end": ItemChange("PE to end", moved_to="end"),
+    "crop_other": ItemChange(
+        "crop another (control)", crops_mask=True, of_another=True
+    ),
 }
-CROSSED = {
-    "crop_pe_to_beginning": "crop mask and PE to beginning",
-    "crop_pe_to_end": "crop mask and PE to end",
-    "pe_to_end_other": "PE of another to end (control)",
+CROSSED_CHANGES = {
+    "crop_pe_to_beginning": ItemChange(
+        "crop mask and PE to beginning", crops_mask=True, moved_to="beginning"
+    ),
+    "crop_pe_to_end": ItemChange(
+        "crop mask and PE to end", crops_mask=True, moved_to="end"
+    ),
+    "pe_to_end_other": ItemChange(
+        "PE of another to end (control)", moved_to="end", of_another=True
+    ),
 }
-"""Variants by name, for readers, and those that :attr:`CropMask.crossed` adds."""
+"""Those that :attr:`CropMask.crossed` adds."""
+LABELS = {UNMODIFIED: "unmodified"}
+LABELS |= {name: change.label for name, change in CHANGES.items()}
 NO_LATE = "no gold position lies in the last third of the items"
 EMPTY_SPAN = [(0, 0)]
 
@@ -95,9 +121,7 @@ class CropMask(Study):
 
     def workload(self, run: Run) -> list[InspectionPasses]:
         """See :meth:`Study.workload`."""
-        num_variants = len(LABELS)
-        if self.crossed:
-            num_variants += len(CROSSED)
+        num_variants = 1 + len(self._changes())
         examples = sort_by_gold_position(shared.need_items(run.task), self.examples)
         return [InspectionPasses(examples, times=num_variants, replies=num_variants)]
 
@@ -110,12 +134,11 @@ class CropMask(Study):
         attention = np.mean([row["attention"] for row in unmodified.values()], axis=0)
         cropped, retrieval = self._layer_ranges(run.lm, attention)
 
-        variants = [*LABELS, *CROSSED] if self.crossed else [*LABELS]
         measured = {UNMODIFIED: unmodified}
-        for variant in variants[1:]:
-            if "pe_to" in variant and not can_move(run.lm):
+        for variant, change in self._changes().items():
+            if change.moved_to and not can_move(run.lm):
                 continue
-            block = partial(self._perturbed, prompts, variant, cropped)
+            block = partial(self._changed, prompts, change, cropped)
             measured[variant] = prompts.under(
                 variant, block, shared.gold_attention_rows
             )
@@ -140,6 +163,10 @@ class CropMask(Study):
             "crop_mask_effects": _effects(frame, run.runtime.resamples),
         }
 
+    def _changes(self) -> dict[str, ItemChange]:
+        """What is changed, by the name of the variant."""
+        return CHANGES | CROSSED_CHANGES if self.crossed else CHANGES
+
     def _layer_ranges(self, lm: LM, attention: Array) -> tuple[LayerRange, LayerRange]:
         """First and last layer with a cropped mask, and those whose attention is averaged.
 
@@ -154,30 +181,28 @@ class CropMask(Study):
         return (first, max(min(last, retrieval[0] - 1), first)), retrieval
 
     @contextmanager
-    def _perturbed(
+    def _changed(
         self,
         prompts: Prompts,
-        variant: str,
+        change: ItemChange,
         cropped: LayerRange,
         batch: Sequence[Example],
     ) -> Iterator[None]:
-        """Apply a variant to a batch for the duration of a block."""
+        """Apply a change to a batch for the duration of a block; the mask is cropped in the layers ``cropped``."""
         lm = prompts.run.lm
         lengths = prompts.lengths(batch)
-        if variant.endswith("other"):
-            spans = prompts.spans(
-                batch, lambda e: shared.random_distractor(e, "crop_mask", self.seed)
-            )
-        else:
-            spans = prompts.spans(batch, gold_index)
+        item = gold_index
+        if change.of_another:
+            item = partial(shared.random_distractor, name="crop_mask", seed=self.seed)
+        spans = prompts.spans(batch, item)
         with ExitStack() as stack:
-            if variant.startswith("crop"):
+            if change.crops_mask:
                 layers = range(cropped[0], cropped[1] + 1)
                 stack.enter_context(
                     crop_mask(lm, lengths, spans, layers, keep_first=self.keep_first)
                 )
-            if "pe_to" in variant:
-                target = 0 if variant.endswith("beginning") else -1
+            if change.moved_to:
+                target = 0 if change.moved_to == "beginning" else -1
                 targets = prompts.spans(batch, lambda e: target)
                 stack.enter_context(move_positions(lm, lengths, spans, targets))
             yield
@@ -414,7 +439,7 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 def crossed_figure(effects: pd.DataFrame) -> Figure:
     """Change of attention and score under each variant; lines where the unmodified model's ends stand."""
     rows = effects.set_index("effect")
-    labels = LABELS | CROSSED
+    labels = LABELS | {name: c.label for name, c in CROSSED_CHANGES.items()}
     figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, n=effects["n"], sharey=True)
     variants = [variant for variant in labels if variant != UNMODIFIED]
     variants.sort(key=lambda variant: variant.endswith("other"))  # controls last
