@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,32 @@ def test_one_vocabulary() -> None:
         text = file.read_text()
         assert "python -m posbench" not in text, file
         assert not WORDS & set(re.findall(r"[\w.-]+", text)), file
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """Names that a module defines, imports or sets, also those of its classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).rpartition(".")[2]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_docstrings_refer_to_names_that_exist() -> None:
+    texts = {file: file.read_text() for file in FILES}
+    names = {name for text in texts.values() for name in names_in(ast.parse(text))}
+    names |= {module_of(file).rpartition(".")[2] for file in FILES}
+    unknown = []
+    for file, text in texts.items():
+        for target in re.findall(
+            r":(?:func|meth|class|attr|data|mod|exc):`~?(.+?)`", text
+        ):
+            # Names of other packages, as "torch.nn.Module", are theirs.
+            is_ours = target.startswith("posbench.") or target.count(".") < 2
+            if is_ours and target.rpartition(".")[2] not in names:
+                unknown.append(f"{file.relative_to(ROOT)}: {target}")
+    assert not unknown

@@ -195,7 +195,7 @@ def intercepting_attention(
 
     Args:
         model: A model whose family runs attention through the library's functions.
-        function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel.
+        function: Takes what an :data:`AttentionFunction` takes and, as ``following``, the next function or the kernel.
 
     Raises:
         UserError: The family calls its attention in its own way, so that the function would never run.

@@ -197,7 +197,7 @@ class PrefixStore:
     Attributes:
         prompts: Token ids of each prompt, without the tokens that a method runs itself; :meth:`fill` computes
             them.
-        channels: Channels of the attention input to record, see :func:`recording`.
+        channels: Channels of the attention input to record, see :func:`posbench.model.prefix.recording_inputs`.
         layers: Layers to record.
         layout: Where each token of each prompt stands.
     """

@@ -177,7 +177,7 @@ def execute(
             ):
                 for stage in config.stages:
                     if stage == "report":
-                        _finish_shards(run)
+                        _merge_shards(run)
                     with (
                         out.recorded(stage),
                         run.meter.stage(stage, out),
@@ -185,7 +185,7 @@ def execute(
                     ):
                         STAGES[stage](config, run)
                         need_unchanged(contents, out)
-                _finish_shards(run)
+                _merge_shards(run)  # without a report; after one it finds nothing left
         except BaseException as error:
             _record_failure(out, error, watch.seconds)
             raise
@@ -252,8 +252,11 @@ def _worker_pool(
             run.workers.stop()
 
 
-def _finish_shards(run: Run) -> None:
-    """Count what the makers of shards took as the run's: all rows are made. Audit what several of them made."""
+def _merge_shards(run: Run) -> None:
+    """Wait for the workers, check rows that several processes made, and add their records to the run's.
+
+    Shards that were merged are gone, so that a second call changes nothing.
+    """
     if run.workers:
         run.workers.finish()
     is_submitted = (run.out.path / SUBMITTED).is_file()

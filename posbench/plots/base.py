@@ -116,10 +116,10 @@ def new_figure(
         height: In inches.
         shape: Rows and columns of axes.
         n: Observations behind the points, which :func:`sign` writes on the figure.
-        grid: Options of :meth:`Figure.subplots`.
+        grid: Options of :meth:`matplotlib.figure.Figure.subplots`.
 
     Returns:
-        The figure, and its axes as :meth:`Figure.subplots` returns them.
+        The figure, and its axes as :meth:`matplotlib.figure.Figure.subplots` returns them.
     """
     from matplotlib.figure import Figure
 
@@ -257,7 +257,7 @@ def percent_bars(
         positions: Place of each row on the x axis; on the y axis if not upright.
         rows: Rows with value, ci_low and ci_high in 0..1.
         upright: Whether the intervals are vertical.
-        style: Options of :meth:`Axes.errorbar`.
+        style: Options of :meth:`matplotlib.axes.Axes.errorbar`.
     """
     value, low, high = (
         100 * rows[column].to_numpy(dtype=float) for column in estimate_columns()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -349,6 +348,34 @@ def _newest_version(name: str, folders: Sequence[Path]) -> Entry:
     return Entry(name, results, list(dict.fromkeys(faults)))
 
 
+@dataclass
+class _Inspection:
+    """Finds out which runs can be shown.
+
+    Attributes:
+        faults: Why runs and sweeps cannot be shown, by folder; empty for those without a fault so far.
+    """
+
+    faults: dict[Path, str] = field(default_factory=dict)
+
+    def check_configs(self, folders: Iterable[Path]) -> None:
+        """Look whether runs are finished and have their config undamaged."""
+        for folder in folders:
+            if folder not in self.faults:
+                self.faults[folder] = _fault(folder, (CONFIG,))
+
+    def intact(self, folders: Iterable[Path], at_most: int | None = None) -> list[Path]:
+        """The first folders, in their order, that are finished and undamaged; those after them are not read."""
+        found: list[Path] = []
+        for folder in folders:
+            if len(found) == at_most:
+                break
+            self.faults[folder] = self.faults.get(folder) or _fault(folder)
+            if not self.faults[folder]:
+                found.append(folder)
+        return found
+
+
 def _entry(
     name: str, folders: Sequence[Path], sweeps: Mapping[Path, Sequence[Path]]
 ) -> Entry:
@@ -359,51 +386,53 @@ def _entry(
         folders: Runs and sweeps of the version.
         sweeps: The runs of every sweep.
     """
-    faults = {folder: _fault(folder, (CONFIG,)) for folder in folders}
+    inspection = _Inspection()
+    inspection.check_configs(folders)
     newest_sweeps = sorted(
-        (folder for folder in sweeps if folder in faults),
+        (folder for folder in folders if folder in sweeps),
         key=lambda folder: (folder / JOBS).stat().st_mtime,
         reverse=True,
     )
-    intact_sweeps = (f for f in newest_sweeps if _is_intact(f, faults))
-    sweep = next(intact_sweeps, None)
+    notes: list[str] = []
     jobs: list[Any] = []
-    num_older = 0
-    if sweep:
+    intact_sweeps = inspection.intact(newest_sweeps, at_most=1)
+    if intact_sweeps:
+        sweep = intact_sweeps[0]
         jobs = read_json(sweep / JOBS, Objects)
+        notes += _failed_jobs(jobs)
         runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
-        for run in runs:
-            if run not in faults:
-                faults[run] = _fault(run, (CONFIG,))
-        chosen = [sweep]
+        inspection.check_configs(runs)
         has_page = any((sweep / "figures").glob("*.png"))
-        if not has_page:
-            chosen = [run for run in runs if _is_intact(run, faults)]
+        chosen = [sweep] if has_page else inspection.intact(runs)
     else:
-        runs = [run for run in folders if run not in sweeps and not faults[run]]
-        newest_runs = sorted(runs, key=_started, reverse=True)
-        intact_runs = (run for run in newest_runs if _is_intact(run, faults))
-        chosen = sorted(itertools.islice(intact_runs, MAX_RUNS))
-        num_older = sum(not faults[run] for run in runs) - len(chosen)
-    texts = [fault for fault in faults.values() if fault]
-    for job in jobs:
-        if not job["folder"]:
-            overrides = " ".join(job["overrides"])
-            texts.append(f"failed: {overrides} (exit status {job['status']})")
-    if num_older:
-        texts.append(f"{num_older} older runs of {name} are left out: posbench ls runs")
-    return Entry(name, _label_results(chosen, jobs), texts)
+        runs = [folder for folder in folders if folder not in sweeps]
+        newest_runs = sorted(
+            (run for run in runs if not inspection.faults[run]),
+            key=_started,
+            reverse=True,
+        )
+        chosen = sorted(inspection.intact(newest_runs, at_most=MAX_RUNS))
+        num_older = sum(not inspection.faults[run] for run in runs) - len(chosen)
+        if num_older:
+            notes.append(
+                f"{num_older} older runs of {name} are left out: posbench ls runs"
+            )
+    faults = [fault for fault in inspection.faults.values() if fault]
+    return Entry(name, _label_results(chosen, jobs), faults + notes)
+
+
+def _failed_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The jobs of a sweep that made no run."""
+    return [
+        f"failed: {' '.join(job['overrides'])} (exit status {job['status']})"
+        for job in jobs
+        if not job["folder"]
+    ]
 
 
 def _started(folder: Path) -> str:
     """When a run started, in ISO format."""
     return str(open_run_dir(folder).facts(PROVENANCE).get("started", ""))
-
-
-def _is_intact(folder: Path, faults: dict[Path, str]) -> bool:
-    """Whether no file of a run is damaged; what is wrong is added to the faults."""
-    faults[folder] = faults.get(folder) or _fault(folder)
-    return not faults[folder]
 
 
 def _fault(folder: Path, files: Sequence[str] | None = None) -> str:

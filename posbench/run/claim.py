@@ -120,7 +120,7 @@ def _holding(lock: Path) -> Iterator[None]:
     """Hold a lock that other processes hold for moments only.
 
     Raises:
-        MachineError: Another process held it for ``WAIT`` seconds.
+        MachineError: Another process held it for :data:`WAIT_SECONDS`.
     """
     lease = Lease(lock)
     started = time.monotonic()

@@ -175,7 +175,7 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search, or copy the result of another run with the same key, and set ``run.found``."""
+        """Search, or copy the result of another run with the same key, and give the method what was found."""
         if not run.out.stage("search").get("done"):
             key = self._key(run)
             sibling = run.out.sibling_with("search", key)
@@ -191,7 +191,7 @@ class Search(ABC):
         self._report(run, self.use_found(run))
 
     def use_found(self, run: Run) -> Mapping[str, Any]:
-        """Set ``run.found`` to what ``found.yaml`` holds; return the block of the method."""
+        """Give the method the parameters that ``found.yaml`` holds; return the block of the method."""
         file = run.out.path / FOUND_FILE
         hint = f"remove {run.out.path}, and repeat the command"
         found: dict[str, Row] = read_yaml(file, dict[str, Row], hint=hint)

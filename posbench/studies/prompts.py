@@ -463,7 +463,7 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
     """Compare the scores of a method with those of others on the same prompts.
 
     Args:
-        scores: As of :func:`posbench.run.replies.compared`.
+        scores: As of :func:`posbench.run.replies.compare_scores`.
         method: The method.
         base: Another method.
 
@@ -539,7 +539,7 @@ def judge_claims(
         study: Name of the study in the claims.
         note: Start of the notes.
         missing_note: Why an effect may be missing.
-        **words: Values of the placeholders in the statistics' names.
+        **placeholders: Values of the placeholders in the statistics' names.
     """
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     columns = (

@@ -138,7 +138,7 @@ class Latency(TimingStudy):
             new_tokens: Generated tokens.
 
         Returns:
-            Rows of :meth:`Timed.compared`, and the papers' ratios in ``paper``.
+            Rows of :meth:`TimingStudy.compared`, and the papers' ratios in ``paper``.
         """
         vocab_size = lm.model.config.vocab_size
         ids = torch.randint(5, vocab_size, (1, tokens), device=lm.device)

@@ -90,7 +90,7 @@ class Throughput(TimingStudy):
         """Time the evaluate stage and the loop.
 
         Returns:
-            Table ``throughput``: rows of :meth:`Timed.compared`; the prompt tokens that a way was asked for
+            Table ``throughput``: rows of :meth:`TimingStudy.compared`; the prompt tokens that a way was asked for
             (``tokens_asked``) and computed (``tokens_computed``); of batches also ``operations``, as a run's
             estimate counts them, and those of a second in units of 1e9, ``gflops``.
         """

@@ -46,7 +46,7 @@ class TrainingSpeed(TimingStudy):
     repeats: Count = 5
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``training_speed``; see :meth:`Timed.compared`, with the iterations per second."""
+        """Table ``training_speed``; see :meth:`TimingStudy.compared`, with the iterations per second."""
         rows: list[Row] = []
         works = list(product(self.depths, ("none", "rope")))
         with run.progress("works", len(works)) as advance:

@@ -137,7 +137,7 @@ def _gap_rows(vocabulary: str, row: Row) -> list[Row]:
 
 
 def combine(*tables: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `tabulated` tables together, where a training in several tables is taken from one of them.
+    """Rows of tables of :func:`tabulate` together, where a training in several tables is taken from one of them.
 
     It is the table in which the training is longest, and the first of those; for each omega of the test sets
     separately, as an older table may lack one of them.

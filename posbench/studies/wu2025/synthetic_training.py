@@ -116,7 +116,7 @@ class SyntheticTraining(TrainedNetworks):
         return conditions
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Train what is not trained yet; see :func:`tabulated`."""
+        """Train what is not trained yet; see :func:`tabulate`."""
         conditions = self.built()
         iterations = self.quick_iterations
         seed_count = 1

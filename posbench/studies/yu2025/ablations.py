@@ -266,8 +266,8 @@ def evaluate_settings(
         base: The setting that the others are compared with.
 
     Returns:
-        Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores
-        of :func:`posbench.run.replies.compared` with the first name of each setting.
+        Rows of setting, what it scales and its :func:`posbench.studies.prompts.contrast_columns`, the unmodified
+        model first; and the scores of :func:`posbench.run.replies.compare_scores` with the first name of each setting.
     """
     columns_by_name = {UNMODIFIED: _setting_columns(None)}
     labels = {UNMODIFIED: UNMODIFIED}

@@ -37,6 +37,8 @@ LABELS = {
     "shift": "position ids shifted",
 }
 REGIONS = ("inside", "behind")
+POSITIONAL = 0
+"""Where the positional channel stands among the channels that are read; the random ones follow."""
 """Where the channel is averaged: over the changed span, and over the text behind it."""
 Changes = Mapping[str, Array]
 
@@ -157,7 +159,9 @@ class HiddenPerturbation(Study):
         )
         curves = np.mean([row["curves"] for row in rows], axis=0)  # [V, L, C, bins]
         bin_centres = np.array([tokens.mean() for tokens in bins])
-        changes = self._changes(rows, curves[0][..., bin_centres >= self.skip])
+        changes = self._changes(
+            rows, curves[variants.index(UNMODIFIED)][..., bin_centres >= self.skip]
+        )
         after_first = slice(self._cropped_layers(lm)[0] + 1, None)
         mean_changes = {
             region: values[:, :, after_first].mean(2)
@@ -214,7 +218,7 @@ class HiddenPerturbation(Study):
         self, curves: Array, channels: list[int], variants: list[str], tokens: Array
     ) -> pd.DataFrame:
         """Rows of variant, layer, channel, control, token, value; start and end of the span, in tokens."""
-        variant, layer, channel, point = (
+        variant, layer, channel_index, point = (
             index.ravel() for index in np.indices(curves.shape)
         )
         start, stop = self._span_tokens
@@ -222,8 +226,8 @@ class HiddenPerturbation(Study):
             {
                 "variant": np.take(variants, variant),
                 "layer": layer,
-                "channel": np.take(channels, channel),
-                "control": channel > 0,
+                "channel": np.take(channels, channel_index),
+                "control": channel_index > POSITIONAL,
                 "token": tokens[point],
                 "value": curves.ravel(),
                 "start": start,
@@ -266,16 +270,16 @@ def _by_layer(
         clusters = _text_clusters(values)
         _, num_variants, num_layers, num_channels = values.shape
         for variant in range(1, num_variants):
-            for layer, channel in np.ndindex(num_layers, num_channels):
+            for layer, channel_index in np.ndindex(num_layers, num_channels):
                 change = bootstrap.difference(
-                    values[:, variant, layer, channel], clusters
+                    values[:, variant, layer, channel_index], clusters
                 )
                 row = {
                     "variant": variants[variant],
                     "where": region,
                     "layer": layer,
-                    "channel": channels[channel],
-                    "control": channel > 0,
+                    "channel": channels[channel_index],
+                    "control": channel_index > POSITIONAL,
                     **estimate_row(change, "change"),
                     "n": change.n,
                 }
@@ -296,7 +300,7 @@ def _effects(changes: Changes, variants: Sequence[str], resamples: int) -> pd.Da
     for region, values in changes.items():
         clusters = _text_clusters(values)
         for index, variant in enumerate(variants[1:], start=1):
-            positional = values[:, index, 0]
+            positional = values[:, index, POSITIONAL]
             controls = values[:, index, 1:].mean(-1)
             effects[f"{variant}_{region}"] = bootstrap.difference(positional, clusters)
             effects[f"control_{variant}_{region}"] = bootstrap.difference(
