@@ -45,6 +45,7 @@ from posbench.report.index import find_run
 from posbench.report.page import render_run
 from posbench.run.folder import (
     CONFIG,
+    PREDICTIONS,
     PROVENANCE,
     REDRAWN_FILES,
     RunDir,
@@ -365,8 +366,8 @@ def _rescore_run(run: RunDir) -> None:
     with owning(run.path):
         open_undamaged(run.path, rewritten)
         raw = run.config("task", "model", "runtime")
-        rows = run.rows(evaluate.FILE)
-        torn = run.num_torn_rows(evaluate.FILE)
+        rows = run.rows(PREDICTIONS)
+        torn = run.num_torn_rows(PREDICTIONS)
         if torn or not rows or not run.done:
             allowed = f"a finished run with the stage evaluate and undamaged rows (damaged: {torn})"
             hint = "repeat its command with evaluate in stages=[...]"
@@ -377,7 +378,7 @@ def _rescore_run(run: RunDir) -> None:
         need_same_contents(task.files(), run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
-        run.renew((*rewritten, evaluate.FILE))
+        run.renew((*rewritten, PREDICTIONS))
     print(f"{changed} of {len(rows)} scores changed; {page}")
 
 
@@ -406,7 +407,7 @@ def audit(args: list[str]) -> int:
         raise UserError("RUN", " ".join(remaining), "one run", hint)
     folder = find_run(remaining[0], Path(Runtime.outputs))
     out = open_undamaged(folder, REDRAWN_FILES)
-    if not out.done or not out.rows_without_error(evaluate.FILE):
+    if not out.done or not out.rows_without_error(PREDICTIONS):
         allowed = "a finished run with the stage evaluate"
         raise UserError("RUN", str(folder), allowed, "posbench ls runs lists them")
     config = recorded_config(folder)
@@ -473,7 +474,7 @@ def show(args: list[str]) -> int:
     flags = [arg for arg in args if arg in ("--wrong", "--all")]
     folder = _folder("show", [arg for arg in args if arg not in flags])
     run = open_undamaged(folder)
-    if not run.rows(evaluate.FILE):
+    if not run.rows(PREDICTIONS):
         hint = "repeat its command with evaluate in stages=[...]"
         raise UserError("DIR", str(run.path), "a run with the stage evaluate", hint)
     examples = RunExamples.of(run, run.config("task"))
@@ -481,7 +482,7 @@ def show(args: list[str]) -> int:
         if example_id not in examples.rows:
             lists_some = f"posbench show {run.path} lists some"
             hint = near(example_id, list(examples.rows), lists_some)
-            allowed = f"an id of {run.path / evaluate.FILE}"
+            allowed = f"an id of {run.path / PREDICTIONS}"
             raise UserError("--id", example_id, allowed, hint)
         print(examples.text(example_id, whole=True))
         return 0

@@ -7,7 +7,7 @@ import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -49,7 +49,7 @@ from posbench.pipeline.served import (
 )
 from posbench.report.folder import read_csv, study_tables
 from posbench.run.budget import Budget
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.progress import duration, progress
 from posbench.search.base import FOUND_FILE
 from posbench.stats import cut_replies
@@ -109,6 +109,18 @@ REFUSED = ("stages", "study", "experiment", "search", "runtime.until")
 """Keys that a diagnosis sets itself."""
 
 
+class RaceSplit(NamedTuple):
+    """The questions of a race of methods.
+
+    Attributes:
+        examples: The calibration prompts that the methods are raced on.
+        num_held_back: Questions at each gold position that are none of them.
+    """
+
+    examples: list[Example]
+    num_held_back: int
+
+
 class Course:
     """Takes the parts of a diagnosis in turn.
 
@@ -126,7 +138,6 @@ class Course:
         self.args = list(args)
         self.console = console
         self.allowance = Allowance(budget, None)
-        self._most_held_back = MIN_HELD_BACK
         self.runs = Runs(args, self.allowance, console)
         self.diagnosis = self.runs.diagnosis
         config = self._prepare_first()
@@ -260,11 +271,11 @@ class Course:
                 [
                     f"task.positions={positions}",
                     f"task.limit={questions}",
-                    "runtime.round_questions=5",
+                    f"runtime.round_questions={ROUND_QUESTIONS}",
                 ],
                 share=SHARES["pilot"],
             )
-            rows = open_run_dir(folder).rows_without_error("predictions.jsonl")
+            rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
             pilot = judge_pilot(
                 rows, self.task.metric, self.task.chance or 0.0, changes
             )
@@ -420,11 +431,11 @@ class Course:
         diagnosis = self.diagnosis
         lm = self.runs.lm
         try:
-            examples = self._race_examples()
+            split = self._split_for_race()
         except UserError as error:
             diagnosis.remedies_note = f"{error.field}: {error.allowed}"
             return
-        choices = self._choices()
+        choices = self._choices(split.num_held_back)
         methods, left_out = applicable_methods(lm, choices)
         if not methods:
             diagnosis.remedies = left_out
@@ -435,7 +446,7 @@ class Course:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "nothing is left of the budget"
             return
-        total = len(examples) * (len(methods) + 1)
+        total = len(split.examples) * (len(methods) + 1)
         runtime = self.config.runtime
         with (
             self.runs.counted("remedies", lm),
@@ -456,14 +467,14 @@ class Course:
             remedies = race(
                 lm,
                 methods,
-                examples,
+                split.examples,
                 is_over=lambda: allowance.left(SHARES["remedies"]) <= 0,
                 advance=count,
             )
         diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
         if diagnosis.winner:
-            self._hold_back(choices[diagnosis.winner])
+            self._hold_back(choices[diagnosis.winner], split.num_held_back)
             return
         gap = diagnosis.source.gap if diagnosis.source else None
         hopeful = hopeful_methods(remedies, gap)
@@ -480,36 +491,33 @@ class Course:
                 note += ", and none closes a third of the gap between the best and the worst gold position"
         diagnosis.remedies_note = note
 
-    def _race_examples(self) -> list[Example]:
-        """The calibration prompts of the race, none of which is asked of the winner.
+    def _split_for_race(self) -> RaceSplit:
+        """The questions of the race, and how many others the winner can be asked.
 
-        They are shuffled: some tasks let the gold item move through the prompt from one to the next, and the first few
-        decide which methods drop out.
+        Calibration prompts are shuffled: some tasks let the gold item move through the prompt from one to the next, and
+        the first few decide which methods drop out.
 
         Raises:
             UserError: The task has too few calibration questions.
         """
         assert self.diagnosis.shape is not None, "without a bias there is no race"
-        count = self._race_prompts()
+        num_prompts = self._race_prompts()
         typed_count = self.runs.typed_number("task.calibration_examples")
         if typed_count:
-            count = min(count, typed_count)
-
-        def examples_beyond(num_held_back: int) -> list[Example]:
-            self._most_held_back = self._typed_limit(num_held_back)
-            task = replace(
-                self.task, limit=self._most_held_back, calibration_examples=count
-            )
-            return task.examples("calibration")
-
+            num_prompts = min(num_prompts, typed_count)
         try:
             most = max(self.diagnosis.shape.questions, MIN_HELD_BACK)
-            examples = examples_beyond(most)
+            split = self._split(num_prompts, self._typed_limit(most))
         except UserError:
             # A file may hold too few questions for both.
-            examples = examples_beyond(MIN_HELD_BACK)
-        random.Random(0).shuffle(examples)
-        return examples
+            split = self._split(num_prompts, self._typed_limit(MIN_HELD_BACK))
+        random.Random(0).shuffle(split.examples)
+        return split
+
+    def _split(self, num_prompts: int, num_held_back: int) -> RaceSplit:
+        """Calibration prompts of the task beside so many questions that are held back."""
+        task = replace(self.task, limit=num_held_back, calibration_examples=num_prompts)
+        return RaceSplit(task.examples("calibration"), num_held_back)
 
     def _race_prompts(self) -> int:
         """Calibration prompts of the race: more in more time."""
@@ -519,12 +527,12 @@ class Course:
         default = Budget.parse(DEFAULT_BUDGET).size
         return round(RACE_PROMPTS * max(seconds / default, 1.0))
 
-    def _hold_back(self, choice: MethodChoice) -> None:
-        """Ask the winner, and the unmodified model, questions that nothing was chosen on."""
+    def _hold_back(self, choice: MethodChoice, num_questions: int) -> None:
+        """Ask the winner, and the unmodified model, so many questions that nothing was chosen on, if time is left."""
         diagnosis = self.diagnosis
         prompts_per_question = 2 * len(self.task.gold_positions)
         limit = self._affordable(
-            "held-back", self._most_held_back, prompts_per_question, in_process=True
+            "held-back", num_questions, prompts_per_question, in_process=True
         )
         if not limit:
             diagnosis.held_back = "not asked: nothing is left of the budget"
@@ -549,8 +557,12 @@ class Course:
 
     # Methods
 
-    def _choices(self) -> dict[str, MethodChoice]:
-        """The methods to race: the typed one, or all, with what a search finds where time is left for it."""
+    def _choices(self, num_held_back: int) -> dict[str, MethodChoice]:
+        """The methods to race: the typed one, or all, with what a search finds where time is left for it.
+
+        Args:
+            num_held_back: Questions that are held back from the search.
+        """
         part_overrides = ["task.limit=1"]
         if "method" in self.runs.typed_keys:
             choice = self.runs.prepare(
@@ -562,7 +574,7 @@ class Course:
         choices = all_choices(folders, config.model.blocks)
         choice = choices["scale_channel"]
         if choice.values.get("channel") is None:
-            found = self._search()
+            found = self._search(num_held_back)
             values = {k: v for k, v in found.items() if k in choice.values}
             choices["scale_channel"] = MethodChoice(
                 name=choice.name, cls=choice.cls, values={**choice.values, **values}
@@ -582,7 +594,7 @@ class Course:
         ]
         return [f"method={choice.name}", *constants]
 
-    def _search(self) -> Mapping[str, Any]:
+    def _search(self, num_held_back: int) -> Mapping[str, Any]:
         """What a search finds for scale_channel; empty where there is no time for it, or no budget of time."""
         left = self.allowance.left(SHARES["remedies"])
         if not self.allowance.is_time:
@@ -594,7 +606,7 @@ class Course:
             "method=scale_channel",
             "search=channel",
             "search.strings=100",
-            f"task.limit={self._most_held_back}",
+            f"task.limit={num_held_back}",
             "task.calibration_examples=16",
         ]
         try:
@@ -688,12 +700,15 @@ class Course:
         """What to change after a pilot: longer replies or more thinking where they are cut, else another task."""
         if pilot.level != "cut":
             return self._other_task(pilot.level)
-        key = "task.max_new_tokens"
-        value = MORE_TOKENS * self.task.max_new_tokens
+        key, tokens = self._longer_replies(pilot)
+        return self._if_possible({key: tokens})
+
+    def _longer_replies(self, pilot: Pilot) -> tuple[str, int]:
+        """The key and the number of tokens that give replies, or thoughts, more room than a pilot had."""
         if pilot.thinks:
-            key = "model.thinking_tokens"
-            value = MORE_TOKENS * (self.config.model.thinking_tokens or 1)
-        return self._if_possible({key: value})
+            tokens = self.config.model.thinking_tokens or 1
+            return "model.thinking_tokens", MORE_TOKENS * tokens
+        return "task.max_new_tokens", MORE_TOKENS * self.task.max_new_tokens
 
     def _other_task(self, level: str) -> dict[str, Any]:
         """Settings that make the task easier or harder; empty where nothing does."""
@@ -738,45 +753,53 @@ class Course:
     def _next_command(self) -> str:
         """What to run next; empty where nothing is left to do."""
         diagnosis = self.diagnosis
-        typed = [arg for arg in self.args if key_of(arg) != "runtime.yes"]
-        begin = shlex.join(["posbench", "diagnose", *typed])
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
-        last_pilot = diagnosis.pilots[-1] if diagnosis.pilots else None
-        is_cut = diagnosis.verdict == CANNOT_TELL and (
-            cut_replies.PROBLEM in diagnosis.reason
-        )
-        if last_pilot and (last_pilot.level == "cut" or is_cut):
-            tokens = MORE_TOKENS * self.task.max_new_tokens
-            change = f"task.max_new_tokens={tokens}"
-            if last_pilot.thinks:
-                tokens = MORE_TOKENS * (self.config.model.thinking_tokens or 1)
-                change = f"model.thinking_tokens={tokens}"
-            return f"{begin} {change}"
+        if self._ends_with_cut_replies():
+            key, tokens = self._longer_replies(diagnosis.pilots[-1])
+            return f"{self._own_command()} {key}={tokens}"
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             return "posbench diagnose model=DIR_OR_HUB_ID"
-        is_undecided = diagnosis.verdict == CANNOT_TELL or any(
-            remedy.gain for remedy in diagnosis.remedies
-        )
-        if (
-            diagnosis.shape
-            and diagnosis.verdict in (BIAS, CANNOT_TELL)
-            and is_undecided
-        ):
-            limit = self._typed_limit(MAX_QUESTIONS)
-            if diagnosis.verdict == CANNOT_TELL and diagnosis.shape.questions >= limit:
-                # No budget asks more than that.
-                more = min(3 * limit, MAX_QUESTIONS)
-                if more == limit:
-                    return ""
-                without_limit = [arg for arg in typed if key_of(arg) != "task.limit"]
-                return shlex.join(
-                    ["posbench", "diagnose", *without_limit, f"task.limit={more}"]
-                )
-            return f"{begin} budget={self.allowance.larger()}"
+        if diagnosis.shape and self._is_undecided():
+            return self._command_with_more_questions()
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
-            return f"{begin} task.{self.task.sizes[0]}={max(self.task.items // 4, 3)}"
+            size = self.task.sizes[0]
+            return f"{self._own_command()} task.{size}={max(self.task.items // 4, 3)}"
         return ""
+
+    def _own_command(self, but: str = "") -> str:
+        """The command as it was typed, without one of its keys."""
+        typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
+        return shlex.join(["posbench", "diagnose", *typed])
+
+    def _ends_with_cut_replies(self) -> bool:
+        """Whether replies were cut in the last pilot, or in so many questions that nothing can be told."""
+        diagnosis = self.diagnosis
+        if not diagnosis.pilots:
+            return False
+        cannot_tell = diagnosis.verdict == CANNOT_TELL
+        is_cut_later = cannot_tell and cut_replies.PROBLEM in diagnosis.reason
+        return diagnosis.pilots[-1].level == "cut" or is_cut_later
+
+    def _is_undecided(self) -> bool:
+        """Whether more questions may tell the bias, or whether a method helps."""
+        diagnosis = self.diagnosis
+        if diagnosis.verdict == CANNOT_TELL:
+            return True
+        was_raced = any(remedy.gain for remedy in diagnosis.remedies)
+        return diagnosis.verdict == BIAS and was_raced
+
+    def _command_with_more_questions(self) -> str:
+        """The command with a larger budget, or with more questions where a budget asks no more; empty: it has all."""
+        diagnosis = self.diagnosis
+        assert diagnosis.shape is not None, "nothing was asked yet"
+        limit = self._typed_limit(MAX_QUESTIONS)
+        if diagnosis.verdict != CANNOT_TELL or diagnosis.shape.questions < limit:
+            return f"{self._own_command()} budget={self.allowance.larger()}"
+        more = min(3 * limit, MAX_QUESTIONS)
+        if more == limit:
+            return ""
+        return f"{self._own_command(but='task.limit')} task.limit={more}"
 
 
 def _refuse_own_keys(overrides: Sequence[str]) -> None:

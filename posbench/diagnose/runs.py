@@ -24,11 +24,9 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute, set_threads
 from posbench.pipeline.prepare import prepare, silence_transformers
 from posbench.report.page import render_run
-from posbench.run.folder import REDRAWN_FILES, open_run_dir
+from posbench.run.folder import PREDICTIONS, REDRAWN_FILES, open_run_dir
 from posbench.run.heartbeat import loading
 from posbench.run.lease import owning
-
-PREDICTIONS = "predictions.jsonl"
 
 
 def key_of(override: str) -> str:

@@ -18,10 +18,9 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.pipeline.stages.evaluate import FILE
 from posbench.run.base import Run
 from posbench.run.batch_plan import Subject
-from posbench.run.folder import AUDIT, PROVENANCE, RunDir, as_json
+from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RunDir, as_json
 from posbench.run.replies import plan_replies
 
 SHARE = 0.02
@@ -101,7 +100,7 @@ def audit_shards(run: Run) -> None:
     Raises:
         UserError: Rows differ.
     """
-    if run.model.base_url or not run.out.rows_without_error(FILE):
+    if run.model.base_url or not run.out.rows_without_error(PREDICTIONS):
         return
     audit = audit_rows(run, dtype_name(run.lm))
     record_audit(run.out, audit)
@@ -126,7 +125,7 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
     Returns:
         How many rows agree.
     """
-    rows = run.out.rows_without_error(FILE)
+    rows = run.out.rows_without_error(PREDICTIONS)
     count = min(len(rows), max(MIN_ROWS, math.ceil(share * len(rows))))
     chosen = random.Random(seed).sample(rows, count)
     # Method by method, as each is applied anew.

@@ -593,13 +593,13 @@ def plan_run(
     assert budget is not None
     if budget.seconds is None:
         chooser = Chooser(config, reader, counted_price(config), budget.size)
-        return _make_plan(chooser, budget, budget.size, 0.0, None, ""), None
+        return _make_plan(chooser, budget, budget.size), None
     if config.model.base_url:
         price = time_server(config, console)
         spent = watch.seconds + watch.report_seconds(budget.seconds)
         total = max(budget.seconds - spent, 0.0)
         chooser = Chooser(config, None, price, total)
-        plan = _make_plan(chooser, budget, USED_SHARE * total, spent, None, "")
+        plan = _make_plan(chooser, budget, USED_SHARE * total, spent=spent)
         return plan, None
     assert reader is not None, "the model is in process"
     settings, note = choose_precision(config, reader)
@@ -610,7 +610,9 @@ def plan_run(
     spent = watch.seconds + watch.report_seconds(budget.seconds)
     total = max(budget.seconds - spent, 0.0)
     chooser = Chooser(config, reader, lambda work: speed.seconds(costs, work), total)
-    plan = _make_plan(chooser, budget, USED_SHARE * total, spent, speed, note)
+    plan = _make_plan(
+        chooser, budget, USED_SHARE * total, spent=spent, speed=speed, note=note
+    )
     return replace(plan, settings={**settings, **plan.settings}), run
 
 
@@ -724,47 +726,35 @@ def _make_plan(
     chooser: Chooser,
     budget: Budget,
     available: float,
-    spent: float,
-    speed: Speed | None,
-    note: str,
+    *,
+    spent: float = 0.0,
+    speed: Speed | None = None,
+    note: str = "",
 ) -> BudgetPlan:
-    """The plan of what is available in the chooser's unit."""
+    """The plan of what is available in the chooser's unit.
+
+    Args:
+        chooser: The sizes to choose from.
+        budget: The budget as typed.
+        available: What is left of it.
+        spent: Seconds that loading and timing took.
+        speed: The measured speed of a model in process.
+        note: What to tell beside the choice.
+
+    Raises:
+        UserError: Not even one question at each position fits.
+    """
     config = chooser.config
-    chosen = chooser.choose(available)
-    if chosen is None:
-        least = min(option.cost(1) for option in chooser.options())
-        if budget.seconds:
-            seconds = (least / USED_SHARE + spent) / (1 - ROUND_SHARE)
-            needed = f"about {duration(seconds)}"
-            suggestion = suggested_budget(seconds)
-        else:
-            needed, suggestion = describe_least(budget, least)
-        allowed = f"{needed}, for one question at each position"
-        hint = f"set budget={suggestion}, or smaller prompts"
-        if "search" in config.stages:
-            hint += ", or method=none, for which nothing is searched"
-        raise UserError("budget", budget.text, allowed, hint)
-    option, questions = chosen
+    option, questions = _need_affordable(chooser, budget, available, spent)
     settings = dict(option.settings)
-    typed_limit = "task.limit" in config.typed
-    if not typed_limit and questions < chooser.limit:
-        # How long replies are is not known before: the run itself stops at the budget.
-        spare_limit = min(SPARE_QUESTIONS * questions, chooser.limit)
-        thinks = config.server is not None and bool(config.server.thinking)
-        limit = questions
-        if thinks and (budget.tokens or budget.usd):
-            limit = spare_limit
-        elif budget.seconds:
-            limit = max(questions, chooser.most_questions(option, available))
-        settings["task.limit"] = min(limit, spare_limit)
-    is_kept = budget.seconds is not None or bool(
-        config.model.base_url and (budget.tokens or budget.usd)
-    )
-    if typed_limit and not is_kept:
-        # Nothing stops the run before all of them are asked.
-        if option.cost(chooser.limit) > available:
-            needed = describe_least(budget, option.cost(chooser.limit))[0]
-            note = f"the typed task.limit={chooser.limit} takes {needed}, more than the budget"
+    has_typed_limit = "task.limit" in config.typed
+    if not has_typed_limit and questions < chooser.limit:
+        settings["task.limit"] = _question_limit(
+            chooser, budget, option, questions, available
+        )
+    is_kept = _stops_at_budget(config, budget)
+    if has_typed_limit and not is_kept:
+        note = _overspending_note(chooser, budget, option, available) or note
         questions = chooser.limit
     planned = settings.get("task.limit", chooser.limit)
     if budget.seconds and "runtime.round_questions" not in config.typed:
@@ -788,6 +778,67 @@ def _make_plan(
         usd=option.cost(questions) if budget.usd else None,
         is_kept=is_kept,
     )
+
+
+def _need_affordable(
+    chooser: Chooser, budget: Budget, available: float, spent: float
+) -> tuple[_Option, int]:
+    """The sizes that fit into what is available, and the questions at each position.
+
+    Raises:
+        UserError: There are none; says what the smallest ones take.
+    """
+    chosen = chooser.choose(available)
+    if chosen:
+        return chosen
+    least = min(option.cost(1) for option in chooser.options())
+    if budget.seconds:
+        seconds = (least / USED_SHARE + spent) / (1 - ROUND_SHARE)
+        needed = f"about {duration(seconds)}"
+        suggestion = suggested_budget(seconds)
+    else:
+        needed, suggestion = describe_least(budget, least)
+    allowed = f"{needed}, for one question at each position"
+    hint = f"set budget={suggestion}, or smaller prompts"
+    if "search" in chooser.config.stages:
+        hint += ", or method=none, for which nothing is searched"
+    raise UserError("budget", budget.text, allowed, hint)
+
+
+def _question_limit(
+    chooser: Chooser, budget: Budget, option: _Option, questions: int, available: float
+) -> int:
+    """The most questions at each position that a run begins, of which ``questions`` are sure to fit.
+
+    How long replies are is not known before, so a run that stops at its budget has more of them at hand.
+    """
+    server = chooser.config.server
+    thinks = server is not None and bool(server.thinking)
+    spare_limit = min(SPARE_QUESTIONS * questions, chooser.limit)
+    if thinks and (budget.tokens or budget.usd):
+        return spare_limit
+    if budget.seconds:
+        most = max(questions, chooser.most_questions(option, available))
+        return min(most, spare_limit)
+    return questions
+
+
+def _stops_at_budget(config: Config, budget: Budget) -> bool:
+    """Whether a run ends by itself where its budget is spent, and not only where all questions are answered."""
+    is_served = bool(config.model.base_url)
+    return budget.seconds is not None or (
+        is_served and bool(budget.tokens or budget.usd)
+    )
+
+
+def _overspending_note(
+    chooser: Chooser, budget: Budget, option: _Option, available: float
+) -> str:
+    """That the typed number of questions takes more than the budget, if it does; nothing stops such a run before."""
+    if option.cost(chooser.limit) <= available:
+        return ""
+    needed = describe_least(budget, option.cost(chooser.limit))[0]
+    return f"the typed task.limit={chooser.limit} takes {needed}, more than the budget"
 
 
 def _expected_seconds(budget: Budget, seconds: float) -> float | None:

@@ -63,6 +63,7 @@ from posbench.run.cost import Costs
 from posbench.run.folder import (
     AUDIT,
     MIXED,
+    PREDICTIONS,
     PROVENANCE,
     STATUS,
     RunDir,
@@ -358,7 +359,7 @@ def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator
 
 def _spending(config: Config, run: Run) -> Spending:
     """What a served run spent so far, killed sessions among it, and may spend."""
-    rows = run.out.rows_without_error(evaluate.FILE)
+    rows = run.out.rows_without_error(PREDICTIONS)
     recorded = run.out.status().get("spent", {}).get(evaluate.STAGE, {})
     read = sum(row.get("prompt_tokens") or 0 for row in rows)
     written = sum(row.get("reply_tokens") or 0 for row in rows)
@@ -651,7 +652,7 @@ def _announce_cost(config: Config, run: Run, existing: RunDir | None) -> None:
     if existing:
         if _has_ended(existing, config) and not existing.damaged():
             return
-        made = len(existing.rows_without_error(evaluate.FILE))
+        made = len(existing.rows_without_error(PREDICTIONS))
     run.endpoint.check(any(example.choices for example in run.evaluation))
     estimate = estimate_served(config, run.endpoint.profile, run.encoder)
     share = 1 - made / max(len(run.evaluation), 1)

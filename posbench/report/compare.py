@@ -19,7 +19,6 @@ from posbench.model.load import SERVER_KEYS
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
-from posbench.report.failures import FILE
 from posbench.report.folder import need_destination, read_csv
 from posbench.report.index import (
     RunSummary,
@@ -29,7 +28,7 @@ from posbench.report.index import (
     override_text,
 )
 from posbench.report.tables import cut_notes, has_cut_note
-from posbench.run.folder import PROVENANCE, RunDir, open_undamaged
+from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_undamaged
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
@@ -136,7 +135,7 @@ class ComparedRun:
         if not all_prompts:
             all_prompts = str(self.run.path)
         rows = {}
-        for row in self.run.rows(FILE):
+        for row in self.run.rows(PREDICTIONS):
             if row["method"] == self.method and row.get("scores"):
                 prompt = row.get("prompt") or all_prompts
                 rows[row["id"], row["gold_position"], prompt] = row

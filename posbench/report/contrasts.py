@@ -10,7 +10,7 @@ from typing import Any
 
 from posbench.late import pd
 from posbench.report.folder import read_csv
-from posbench.run.folder import open_run_dir, open_undamaged
+from posbench.run.folder import PREDICTIONS, open_run_dir, open_undamaged
 from posbench.schema import build
 from posbench.stats import bootstrap
 from posbench.stats.findings import (
@@ -23,7 +23,6 @@ from posbench.stats.findings import (
 from posbench.stats.frames import UNMODIFIED, metric_of_task
 from posbench.stats.reference import Contrast
 
-PREDICTIONS = "predictions.jsonl"
 ONE_SEARCH = (
     "one search of each setting: searches of one setting differ, too (lpes_table8)"
 )

@@ -9,14 +9,13 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.atomic import Row
-from posbench.run.folder import RunDir
+from posbench.run.folder import PREDICTIONS, RunDir
 from posbench.run.own_code import make_importable
 from posbench.run.replies import prompt_digest
 from posbench.stats.frames import display_name
 from posbench.tasks import Example, Task
 from posbench.tasks.base import read_recorded_task
 
-FILE = "predictions.jsonl"
 MAX_EXAMPLES = 5
 """Examples that are shown unless all are asked for."""
 CONTEXT_CHARACTERS = 60
@@ -51,7 +50,7 @@ class RunExamples:
         make_importable(run)
         task = read_recorded_task(config["task"])
         rows: dict[str, list[Row]] = {}
-        for row in run.rows(FILE):
+        for row in run.rows(PREDICTIONS):
             rows.setdefault(row["id"], []).append(row)
         try:
             for source in task.files():

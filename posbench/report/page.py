@@ -40,7 +40,7 @@ from posbench.report.text import (
     run_title,
     study_answer,
 )
-from posbench.run.folder import AUDIT, PROVENANCE, open_run_dir
+from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
@@ -89,7 +89,7 @@ def render_run(folder: Path) -> Path:
     provenance = read_json(folder / "provenance.json") or {}
     provenance.pop("sum", None)
     wrong_answers = None
-    if (folder / failures.FILE).is_file():
+    if (folder / PREDICTIONS).is_file():
         wrong_answers = failures.wrong_answers(run, run.config("task"))
     return write_page(
         folder,
@@ -210,7 +210,7 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 def describe_prompts(folder: Path) -> str:
     """How many prompts were cut, and what a server did with them; often empty."""
-    rows = open_run_dir(folder).rows_without_error("predictions.jsonl")
+    rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
     return " ".join(filter(None, [describe_cut_prompts(rows), describe_server(rows)]))
 
 

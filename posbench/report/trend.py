@@ -14,7 +14,7 @@ from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
-from posbench.run.folder import RunDir, open_undamaged
+from posbench.run.folder import PREDICTIONS, RunDir, open_undamaged
 from posbench.schema import resolve_target
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
@@ -39,7 +39,6 @@ from posbench.stats.position_bias import (
 MAX_SETTINGS = 24
 """Most values of a swept number that are read, and settings that a figure draws."""
 ATTENTION = "attention.jsonl"
-PREDICTIONS = "predictions.jsonl"
 
 
 def trends(

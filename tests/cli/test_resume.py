@@ -13,8 +13,7 @@ import torch
 
 from posbench.files.atomic import Row
 from posbench.model.lm import LM
-from posbench.pipeline.stages import evaluate
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.lease import owning
 from tests.conftest import Result, run_folders
 from tests.kills import Kills, loaded_once
@@ -99,7 +98,7 @@ def test_damaged_rows_are_computed_again(
     small: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file = finished / evaluate.FILE
+    file = finished / PREDICTIONS
     wanted = _results(finished)
     whole = file.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -122,7 +121,7 @@ def test_damaged_rows_are_computed_again(
         row = json.loads(lines[5])
         file.write_bytes(b"".join([*lines[:5], *lines[6:]]))
         RunDir(finished).append(
-            evaluate.FILE,
+            PREDICTIONS,
             [{"method": row["method"], "id": row["id"], "error": "out of memory"}],
         )
     else:
@@ -181,7 +180,7 @@ def test_an_error_in_a_batch_is_recorded_and_retried(
     assert (
         sum(
             "error" in json.loads(line)
-            for line in (folder / evaluate.FILE).read_text().splitlines()
+            for line in (folder / PREDICTIONS).read_text().splitlines()
         )
         == calls[1]
     )
@@ -275,7 +274,7 @@ def test_the_unmodified_model_is_evaluated_once(
     def unmodified(folder: Path) -> list[Row]:
         return [
             row
-            for row in open_run_dir(folder).rows(evaluate.FILE)
+            for row in open_run_dir(folder).rows(PREDICTIONS)
             if row["method"] == "none"
         ]
 

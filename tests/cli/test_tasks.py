@@ -15,7 +15,7 @@ import yaml
 from posbench import paths
 from posbench.errors import choices
 from posbench.model.lm import LM
-from posbench.pipeline.stages import evaluate
+from posbench.run.folder import PREDICTIONS
 from tests.cli.task_files import TASKS, _mmlu
 from tests.conftest import Result, run_folders
 from tests.tasks import test_zero_scrolls
@@ -119,7 +119,7 @@ def test_a_task_runs_stops_and_goes_on(
     assert first.status == 0, first.err
     (folder,) = run_folders(outputs)
     rows = [
-        json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()
+        json.loads(line) for line in (folder / PREDICTIONS).read_text().splitlines()
     ]
     assert len(rows) == 2 * count, "two methods, and what the limit leaves"
     metrics = pd.read_csv(folder / "metrics.csv")
@@ -149,8 +149,8 @@ def test_a_task_runs_stops_and_goes_on(
         return
     # A run that lost its last rows computes these alone, and ends with the same bytes.
     wanted = {f: (folder / f).read_bytes() for f in ("metrics.csv", "prompts.json")}
-    whole = (folder / evaluate.FILE).read_bytes().splitlines(keepends=True)
-    (folder / evaluate.FILE).write_bytes(b"".join(whole[:-1]))
+    whole = (folder / PREDICTIONS).read_bytes().splitlines(keepends=True)
+    (folder / PREDICTIONS).write_bytes(b"".join(whole[:-1]))
     (folder / "DONE").unlink()
     made: list[int] = []
     generate = LM.generate_replies
@@ -168,7 +168,7 @@ def test_a_task_runs_stops_and_goes_on(
     assert posbench(*args).status == 0
     assert 1 <= sum(made) <= count, "only the batch with the missing row"
     assert {f: (folder / f).read_bytes() for f in wanted} == wanted
-    assert len((folder / evaluate.FILE).read_bytes().splitlines()) == len(whole)
+    assert len((folder / PREDICTIONS).read_bytes().splitlines()) == len(whole)
     assert (
         yaml.safe_load((folder / "config.yaml").read_text())["task"]["limit"]
         is not None

@@ -131,7 +131,7 @@ def make_course(*args: str) -> Course:
 def test_the_first_prompts_of_a_race_have_gold_items_all_over_the_prompt(
     model: str,
 ) -> None:
-    examples = make_course(f"model={model}")._race_examples()
+    examples = make_course(f"model={model}")._split_for_race().examples
     for few in (examples[:FIRST_ROUND], examples):
         depths = [e.gold_position / (len(e.items) - 1) for e in few]
         assert min(depths) < 0.25 and max(depths) > 0.75
@@ -150,8 +150,9 @@ def test_no_question_of_a_race_is_asked_of_its_winner(tmp_path: Path) -> None:
     course = make_course("model=tiny")
     task = NQMultiDoc(path=str(data), limit=20, documents=10)
     course.config = replace(course.config, task=task)
-    raced = {example.question_id for example in course._race_examples()}
-    assert course._most_held_back == 30
+    split = course._split_for_race()
+    raced = {example.question_id for example in split.examples}
+    assert split.num_held_back == 30
     asked = {e.question_id for e in replace(task, limit=30).evaluation()}
     assert len(raced) == 48 and len(asked) == 30 and not raced & asked
 
@@ -190,7 +191,7 @@ def test_constants_are_searched_only_where_the_budget_has_room(
         raise UserError("search", part, "time", "nothing")
 
     monkeypatch.setattr(course.runs, "execute", execute_nothing)
-    assert course._search() == {}
+    assert course._search(30) == {}
     assert bool(asked) == searches
 
 
@@ -198,7 +199,7 @@ def test_a_winner_that_is_a_list_of_methods_is_asked_as_typed() -> None:
     methods = "method=[layer_scaling,scale_channel]"
     factor = "method.parts.scale_channel.factor=0"
     course = make_course("model=tiny", methods, factor)
-    ((_, choice),) = course._choices().items()
+    ((_, choice),) = course._choices(30).items()
     assert course._spell_method(choice) == [methods, factor]
     part = course.runs.prepare(course._spell_method(choice), method="", in_process=True)
     assert part.choice.name == choice.name

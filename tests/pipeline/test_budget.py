@@ -327,7 +327,7 @@ def test_where_replies_may_end_early_more_may_be_asked(
 
     chooser = Chooser(prepared.config, prepared.reader, seconds, 1e9)
     budget = Budget("1h", seconds=3600.0)
-    plan = _make_plan(chooser, budget, 300.0, 0.0, None, "")
+    plan = _make_plan(chooser, budget, 300.0)
     assert plan.questions == 10 and plan.settings["task.limit"] == most
     assert plan.seconds == pytest.approx(30 * most)
     assert ("up to 30 where replies end early" in plan.lines()[0]) == (most == 30)

@@ -14,7 +14,7 @@ from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
-from posbench.run.folder import RunDir
+from posbench.run.folder import PREDICTIONS, RunDir
 from posbench.run.replies import (
     STAGE,
     is_cut,
@@ -31,7 +31,6 @@ from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
 
-FILE = "predictions.jsonl"
 PROMPTS = "prompts.json"
 METRICS = "metrics.csv"
 SUBSETS = "subsets.csv"
@@ -45,7 +44,7 @@ def run(config: Config, run: Run) -> None:
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
     task = run.task
-    unmodified_key = run.share_unmodified(FILE)
+    unmodified_key = run.share_unmodified(PREDICTIONS)
     encoded = run.prompts.encode(run.evaluation)
     facts = _prompt_facts(run.evaluation, encoded)
     facts["questions"] = _questions_checksum(run.evaluation)
@@ -56,7 +55,7 @@ def run(config: Config, run: Run) -> None:
         shape_rule = ShapeRule(task.metric, next(iter(methods)), run.evaluation)
     if run.runtime.until:
         run.shape_rule = shape_rule
-    rows_by_method = scored_replies(run, FILE, methods, encoded)
+    rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded)
     is_decided = bool(run.shape_rule and run.shape_rule.stopped)
     stopped = next(
         (
@@ -71,7 +70,7 @@ def run(config: Config, run: Run) -> None:
         unit, size = config.budget.amount
         budget = {unit: size}
     run.out.mark(STAGE, stopped=stopped, decided=is_decided, budget=budget)
-    run.out.mark(FILE, key=unmodified_key, done=not stopped)
+    run.out.mark(PREDICTIONS, key=unmodified_key, done=not stopped)
     if shape_rule:
         _write_shape(run, shape_rule.intervals(rows_by_method[shape_rule.method]))
     for name, rows in rows_by_method.items():
@@ -111,10 +110,10 @@ def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
 def fill(runs: Sequence[Run]) -> None:
     """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
     first = runs[0]
-    first.share_unmodified(FILE)
+    first.share_unmodified(PREDICTIONS)
     encoded = first.prompts.encode(first.evaluation)
     plan, compute = plan_replies(subjects(runs), encoded)
-    plan.fill(first, FILE, STAGE, compute)
+    plan.fill(first, PREDICTIONS, STAGE, compute)
 
 
 def _prompt_facts(
@@ -201,7 +200,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         UserError: The task no longer asks what the run asked.
     """
     examples = {example.id: example for example in task.evaluation()}
-    saved_rows = out.rows(FILE)
+    saved_rows = out.rows(PREDICTIONS)
     _need_same_questions(task, examples, saved_rows, out)
     rows: list[Row] = []
     num_changed = 0
@@ -216,7 +215,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
             row = rescored
         rows.append(row)
     if num_changed:
-        out.write_rows(FILE, rows)
+        out.write_rows(PREDICTIONS, rows)
     valid_rows = [row for row in rows if "error" not in row]
     write_metrics(task, model, resamples, out, valid_rows)
     return num_changed
