@@ -45,6 +45,7 @@ from posbench.report.index import find_run
 from posbench.report.page import render_run
 from posbench.run.folder import (
     CONFIG,
+    JOBS,
     PREDICTIONS,
     PROVENANCE,
     REDRAWN_FILES,
@@ -342,17 +343,18 @@ def rescore(args: list[str]) -> int:
 
     usage: posbench rescore DIR [--config-dir DIR]
 
-      DIR  a finished run that evaluated, or a sweep
+      DIR  a finished run that evaluated, or a sweep; sweeps that share its runs are summarised again, too
       --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
     example: posbench rescore outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
     """
     folder = _folder("rescore", args)
-    runs = sweep_runs(folder)
-    for run in runs or [folder]:
+    runs = sweep_runs(folder) or [folder]
+    for run in runs:
         _rescore_run(open_run(run))
-    if runs:
-        sweep.summarise_again(folder, make_console())
+    for file in sorted(runs[0].resolve().parents[2].glob(f"*/v*/*/{JOBS}")):
+        if {run.resolve() for run in runs} & set(sweep_runs(file.parent)):
+            sweep.summarise_again(file.parent, make_console())
     return 0
 
 

@@ -70,6 +70,7 @@ from posbench.run.folder import (
     State,
     open_run,
     run_id,
+    was_rescored,
 )
 from posbench.run.heartbeat import doing
 from posbench.run.own_code import make_importable
@@ -204,8 +205,10 @@ def _has_ended(out: RunDir, config: Config) -> bool:
     """Whether all of a run is made.
 
     One that stopped at its budget, or when it had asked enough, has no more to make with that setting: one with a much
-    larger budget goes on.
+    larger budget goes on. Scores of ``posbench rescore`` are made again.
     """
+    if "evaluate" in config.stages and was_rescored(out):
+        return False
     stages = [out.stage(stage) for stage in config.stages]
     for stage in stages:
         if stage.get("stopped") and not _would_stop_again(stage, config):

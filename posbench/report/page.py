@@ -40,7 +40,7 @@ from posbench.report.text import (
     run_title,
     study_answer,
 )
-from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, open_run_dir
+from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RESCORED, open_run_dir
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
@@ -106,10 +106,14 @@ def render_run(folder: Path) -> Path:
 
 
 def _describe_end(status: Mapping[str, Any]) -> dict[str, str]:
-    """What a run cost, and where it stopped at its budget."""
+    """What a run cost, where it stopped at its budget, and whether its scores are those of its version's code."""
     stop = describe_stop(status)
-    costs = describe_costs(status)
-    return {**costs, "end": stop} if stop else costs
+    described = describe_costs(status)
+    if stop:
+        described["end"] = stop
+    if status.get("stages", {}).get(PREDICTIONS, {}).get(RESCORED):
+        described["scores"] = "changed by posbench rescore after the run"
+    return described
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:

@@ -40,6 +40,7 @@ from posbench.run.folder import (
     RunDir,
     open_run_dir,
     open_undamaged,
+    was_rescored,
 )
 from posbench.stats.frames import (
     UNMODIFIED,
@@ -353,6 +354,13 @@ def _job_notes(folder: Path) -> list[str]:
     for run in sweep_runs(folder):
         budget = open_run_dir(run).facts(PROVENANCE).get("budget") or {}
         sizes.add((budget.get("settings", ""), budget.get("end", "")))
+    runs = sweep_runs(folder)
+    num_rescored = sum(was_rescored(open_run_dir(run)) for run in runs)
+    if 0 < num_rescored < len(runs):
+        notes.append(
+            f"posbench rescore changed scores of {num_rescored} of {len(runs)} runs: what scores the others may be "
+            f"other code. Next: posbench rescore {folder}."
+        )
     if len(sizes) > 1:
         notes.append(
             "For the budget the jobs chose different sizes, or stopped at different questions: settings did not all "

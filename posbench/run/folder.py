@@ -43,6 +43,8 @@ AUDIT = "audit"
 """Field of the provenance: what came of making rows again plainly."""
 PREDICTIONS = "predictions.jsonl"
 """Every reply of the evaluation, with its prompt's id, its method and its score."""
+RESCORED = "rescored"
+"""Field of the record of the predictions: whether ``posbench rescore`` changed scores."""
 JOBS = "jobs.json"
 """What a sweep ran: it marks the folder of a sweep, as :data:`CONFIG` marks that of a run."""
 ROWS = ".jsonl"
@@ -532,6 +534,11 @@ class RunDir:
             except OSError as error:
                 log.warning("%s: passed over (%s)", folder, error)
         return None
+
+
+def was_rescored(run: RunDir) -> bool:
+    """Return whether ``posbench rescore`` changed scores of a run, and they were not made again since."""
+    return bool(run.stage(PREDICTIONS).get(RESCORED))
 
 
 def is_proven(row: Row, proof: Mapping[str, Any]) -> bool:

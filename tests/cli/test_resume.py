@@ -15,6 +15,7 @@ from posbench.files.atomic import Row
 from posbench.model.lm import LM
 from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.lease import owning
+from posbench.tasks.kv_retrieval import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.kills import Kills, loaded_once
 from tests.messages import assert_line_names, assert_refused
@@ -294,6 +295,69 @@ def test_rescore_needs_no_model(
     assert result.status == 0, result.err
     assert_line_names(result.out, "0 of 72", "scores")
     assert (finished / "metrics.csv").read_bytes() == table
+
+
+def test_scores_of_rescore_go_to_no_other_run_and_are_made_again_by_a_run(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["stages=[evaluate,report]", "task.limit=6", "runtime.resamples=100"]
+    settings += ["runtime.round_questions=3", "method=none"]
+    assert posbench(*settings).status == 0
+    folder = _only(outputs)
+    files = ("metrics.csv", "shape.csv", PREDICTIONS)
+    before = {name: (folder / name).read_bytes() for name in files}
+    assert (pd.read_csv(folder / "shape.csv")["value"] > 0).all()
+
+    with monkeypatch.context() as changed:
+        changed.setattr(KVRetrieval, "score", lambda *args: {"accuracy": 0.5})
+        assert posbench("rescore", str(folder), verb=True).status == 0
+        assert "changed by posbench rescore" in (folder / "report.html").read_text()
+    shape = pd.read_csv(folder / "shape.csv")
+    assert (shape["value"] == 0).all()
+    assert (pd.read_csv(folder / "metrics.csv")["value"] <= 0.5).all()
+
+    scaled = [*settings, "method=scale_channel", "method.channel=15"]
+    assert posbench(*scaled).status == 0
+    other = next(path for path in run_folders(outputs) if path != folder)
+    scores = [
+        row["scores"]["accuracy"]
+        for row in open_run_dir(other).rows(PREDICTIONS)
+        if row["method"] == "none"
+    ]
+    assert set(scores) == {0.0, 1.0}
+
+    assert posbench(*settings).status == 0
+    assert {name: (folder / name).read_bytes() for name in files} == before
+    assert "changed by posbench rescore" not in (folder / "report.html").read_text()
+
+
+def test_a_rescored_run_moves_the_sweeps_that_it_belongs_to(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["stages=[evaluate]", "task.limit=4", "method.channel=15"]
+    assert posbench("-m", "method.factor=1,0", *settings).status == 0
+    (summary,) = outputs.glob("*/v*/sweep__*/summary.csv")
+    folder = run_folders(outputs)[0]
+    monkeypatch.setattr(KVRetrieval, "score", lambda *args: {"accuracy": 0.5})
+    result = posbench("rescore", str(folder), verb=True)
+    assert result.status == 0
+    assert "scores of 1 of 2 runs" in " ".join(result.out.split())
+    rows = pd.read_csv(summary)
+    values = rows[rows["metric"] == "accuracy"].groupby("run")["value"]
+    assert sorted(values.nunique() == 1) == [False, True]
+    result = posbench("rescore", str(summary.parent), verb=True)
+    assert result.status == 0 and "of 2 runs" not in result.out
+
+
+def test_a_task_without_scores_rescores_nothing(
+    finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _results(finished)
+    monkeypatch.setattr(KVRetrieval, "score", lambda *args: {})
+    result = posbench("rescore", str(finished), verb=True)
+    assert result.status == 2
+    assert_refused(result.err, "task", "kv_retrieval")
+    assert _results(finished) == before
 
 
 def test_interrupt_from_the_keyboard(

@@ -14,7 +14,7 @@ from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
-from posbench.run.folder import PREDICTIONS, RunDir
+from posbench.run.folder import PREDICTIONS, RESCORED, RunDir, was_rescored
 from posbench.run.replies import (
     STAGE,
     is_cut,
@@ -35,7 +35,7 @@ PROMPTS = "prompts.json"
 METRICS = "metrics.csv"
 SUBSETS = "subsets.csv"
 SHAPE = "shape.csv"
-TABLES = (METRICS, SUBSETS)
+TABLES = (METRICS, SUBSETS, SHAPE)
 
 
 def run(config: Config, run: Run) -> None:
@@ -44,6 +44,7 @@ def run(config: Config, run: Run) -> None:
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
     task = run.task
+    _undo_rescore(run)
     unmodified_key = run.share_unmodified(PREDICTIONS)
     encoded = run.prompts.encode(run.evaluation)
     facts = _prompt_facts(run.evaluation, encoded)
@@ -72,7 +73,7 @@ def run(config: Config, run: Run) -> None:
     run.out.mark(STAGE, stopped=stopped, decided=is_decided, budget=budget)
     run.out.mark(PREDICTIONS, key=unmodified_key, done=not stopped)
     if shape_rule:
-        _write_shape(run, shape_rule.intervals(rows_by_method[shape_rule.method]))
+        _write_shape(run.out, shape_rule.intervals(rows_by_method[shape_rule.method]))
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
     all_rows = [row for rows in rows_by_method.values() for row in rows]
@@ -85,14 +86,14 @@ def run(config: Config, run: Run) -> None:
         run.console.print(f"evaluate: nothing is scored, {reason}")
 
 
-def _write_shape(run: Run, intervals: Mapping[str, Estimate]) -> None:
+def _write_shape(out: RunDir, intervals: Mapping[str, Estimate]) -> None:
     """Write the intervals of the shape, which hold although a run may stop between its rounds."""
     rows = [
         {"contrast": name, **estimate_row(estimate), "n": estimate.n}
         for name, estimate in intervals.items()
     ]
     if rows:
-        write_csv(run.out.path / SHAPE, pd.DataFrame(rows))
+        write_csv(out.path / SHAPE, pd.DataFrame(rows))
 
 
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
@@ -184,7 +185,22 @@ def write_metrics(
     return True
 
 
-def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
+def _undo_rescore(run: Run) -> None:
+    """Score replies that ``posbench rescore`` scored with other code as the other runs of this version are."""
+    if not was_rescored(run.out):
+        return
+    num_changed = rescore(
+        run.task, run.model.name, run.runtime.resamples, run.out, marked=False
+    )
+    run.console.print(
+        f"evaluate: {num_changed} scores of posbench rescore made again with the code of this version",
+        soft_wrap=True,
+    )
+
+
+def rescore(
+    task: Task, model: str, resamples: int, out: RunDir, *, marked: bool = True
+) -> int:
     """Score the saved outputs again, without a model.
 
     Args:
@@ -192,12 +208,14 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         model: The model's name.
         resamples: Bootstrap draws behind an interval.
         out: The run folder.
+        marked: Whether the run is marked where scores changed: their code may be other than that of its version, so
+            that no other run copies them, and a repeated command makes them again.
 
     Returns:
         How many rows changed their score.
 
     Raises:
-        UserError: The task no longer asks what the run asked.
+        UserError: The task no longer asks what the run asked, or gives no score any more.
     """
     examples = {example.id: example for example in task.evaluation()}
     saved_rows = out.rows(PREDICTIONS)
@@ -214,10 +232,20 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
             num_changed += rescored != row
             row = rescored
         rows.append(row)
-    if num_changed:
-        out.write_rows(PREDICTIONS, rows)
     valid_rows = [row for row in rows if "error" not in row]
+    if not any(row["scores"] for row in valid_rows):
+        allowed = "a task that scores the replies of the run"
+        raise UserError("task", task.name, allowed, "give its score() a value again")
+    if num_changed:
+        out.mark(PREDICTIONS, key=None, **{RESCORED: marked})
+        out.write_rows(PREDICTIONS, rows)
+    elif not marked:
+        out.mark(PREDICTIONS, **{RESCORED: False})
     write_metrics(task, model, resamples, out, valid_rows)
+    if (out.path / SHAPE).is_file():
+        # The rule looks at the first method, whose rows come first.
+        rule = ShapeRule(task.metric, rows[0]["method"], list(examples.values()))
+        _write_shape(out, rule.intervals(valid_rows))
     return num_changed
 
 
