@@ -49,6 +49,16 @@ def metrics(
     return pd.DataFrame(rows, columns=list(METRIC_COLUMNS))
 
 
+def with_cut_replies(
+    table: pd.DataFrame, method: str = "scale_channel"
+) -> pd.DataFrame:
+    """A metrics.csv whose scores of a method mean nothing, as too many of its replies were cut."""
+    table = table.assign(note="")
+    is_total = (table["method"] == method) & (table["gold_position"] == "all")
+    table.loc[is_total, "note"] = "cut replies: 40.0% ended; set more"
+    return table
+
+
 def attention(gain: float = 0.01, method: str = "scale_channel") -> pd.DataFrame:
     """An attention.csv of 2 layers, 3 items, 3 gold positions; layer 1 is the stronger."""
     weight = lambda layer, gold, add: 0.01 + 0.01 * layer + 0.002 * gold + add  # noqa: E731

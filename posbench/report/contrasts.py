@@ -10,9 +10,10 @@ from typing import Any
 
 from posbench.late import pd
 from posbench.report.folder import read_csv
+from posbench.report.tables import cut_notes
 from posbench.run.folder import PREDICTIONS, open_run_dir, open_undamaged
 from posbench.schema import build
-from posbench.stats import bootstrap
+from posbench.stats import bootstrap, cut_replies
 from posbench.stats.findings import (
     SMALLEST_POINTS,
     Finding,
@@ -70,11 +71,14 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
     if contrast.better:
         pairs = [(better, contrast.than) for better in contrast.better]
     scores = {}
-    for name in {name for pair in pairs for name in pair}:
-        table = _read_scores(name, runs)
-        if table is None:
+    cut = []
+    for name in sorted({name for pair in pairs for name in pair}):
+        folder = _evaluated_run(name, runs)
+        if folder is None:
             return None
-        scores[name] = table
+        scores[name] = _read_scores(name, folder)
+        if _was_cut(name, folder):
+            cut.append(name)
     parts = []
     for first, second in pairs:
         points = _difference(scores[first], scores[second])
@@ -87,6 +91,8 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
             )
         if not points.n:
             part = part.not_testable(NO_COMMON_PROMPTS)
+        elif first in cut or second in cut:
+            part = part.not_testable(f"{cut_replies.PROBLEM} under {', '.join(cut)}")
         parts.append(part)
     if not parts:
         return None
@@ -94,34 +100,44 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
     return finding.inconclusive(ONE_SEARCH) if contrast.one_search else finding
 
 
-def _read_scores(name: str, runs: Runs) -> pd.DataFrame | None:
-    """Scores of all prompts by id and digest under a setting, with their clusters; None where no run has it."""
+def _evaluated_run(name: str, runs: Runs) -> Path | None:
+    """The first run under a setting that has scores; every run has the unmodified model's."""
     for setting, folder in runs:
-        if name != UNMODIFIED and name not in setting.values():
-            continue
-        open_undamaged(folder, only=(PREDICTIONS,))
-        metrics = read_csv(folder / "metrics.csv")
-        if metrics is None:
-            continue
-        metric = metric_of_task(metrics).iloc[0]
-        rows: list[dict[str, Any]] = []
-        for row in open_run_dir(folder).rows_without_error(PREDICTIONS):
-            if row["scores"] and (row["method"] == UNMODIFIED) == (name == UNMODIFIED):
-                cluster = row["cluster"] or row["id"]
-                # Jobs with a budget may ask other prompts under the same ids.
-                prompt = row.get("prompt", "")
-                score = row["scores"][metric]
-                rows.append(
-                    {
-                        "id": row["id"],
-                        "prompt": prompt,
-                        "cluster": cluster,
-                        "score": score,
-                    }
-                )
-        columns = ["id", "prompt", "cluster", "score"]
-        return pd.DataFrame(rows, columns=columns).set_index(["id", "prompt"])
+        has_setting = name == UNMODIFIED or name in setting.values()
+        if has_setting and read_csv(folder / "metrics.csv") is not None:
+            return folder
     return None
+
+
+def _was_cut(name: str, folder: Path) -> bool:
+    """Whether too many replies of a run were cut under a setting for its scores to mean anything."""
+    metrics = read_csv(folder / "metrics.csv")
+    assert metrics is not None, "a run with scores has it"
+    return any(
+        (method == UNMODIFIED) == (name == UNMODIFIED) for method in cut_notes(metrics)
+    )
+
+
+def _read_scores(name: str, folder: Path) -> pd.DataFrame:
+    """Scores of all prompts of a run by id and digest under a setting, with their clusters."""
+    open_undamaged(folder, only=(PREDICTIONS,))
+    metrics = read_csv(folder / "metrics.csv")
+    assert metrics is not None, "a run with scores has it"
+    metric = metric_of_task(metrics).iloc[0]
+    rows: list[dict[str, Any]] = []
+    for row in open_run_dir(folder).rows_without_error(PREDICTIONS):
+        if row["scores"] and (row["method"] == UNMODIFIED) == (name == UNMODIFIED):
+            rows.append(
+                {
+                    "id": row["id"],
+                    # Jobs with a budget may ask other prompts under the same ids.
+                    "prompt": row.get("prompt", ""),
+                    "cluster": row["cluster"] or row["id"],
+                    "score": row["scores"][metric],
+                }
+            )
+    columns = ["id", "prompt", "cluster", "score"]
+    return pd.DataFrame(rows, columns=columns).set_index(["id", "prompt"])
 
 
 def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate:

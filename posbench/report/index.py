@@ -32,6 +32,7 @@ from posbench.run.folder import (
 from posbench.run.lease import in_use
 from posbench.run.progress import duration
 from posbench.run.shards import is_running
+from posbench.stats import cut_replies
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name, rows_over_all_positions
 
@@ -394,6 +395,10 @@ def _terminal_row(record: Record) -> dict[str, str]:
         text = f"{key.partition('.')[2]}={value}"
         settings.append(cut_text(text, MAX_SETTING_CHARACTERS))
     verdicts = record["verdicts"].replace(", ", "\n")
+    score = estimate_cell(record, "score")
+    difference = estimate_cell(record, "difference", signed=True)
+    if str(record.get("note", "")).startswith(cut_replies.PROBLEM):
+        score, difference = cut_replies.PROBLEM, ""
     return {
         "run": record["run"],
         "in": version if is_named else f"{suite}/{version}",
@@ -401,8 +406,8 @@ def _terminal_row(record: Record) -> dict[str, str]:
         "task": record["task"],
         RAN: ", ".join(map(display_name, names)),
         SETTINGS: "\n".join(settings),
-        "score": verdicts or estimate_cell(record, "score"),
-        "difference": estimate_cell(record, "difference", signed=True),
+        "score": verdicts or score,
+        "difference": difference,
         "position bias": estimate_cell(record, "position_bias"),
         "age": age(record["started"]),
         "state": record["state"],

@@ -14,8 +14,10 @@ from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
+from posbench.report.tables import cut_notes
 from posbench.run.folder import PREDICTIONS, RunDir, open_undamaged
 from posbench.schema import resolve_target
+from posbench.stats import cut_replies
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import (
@@ -153,8 +155,15 @@ class _Trend:
         if centres is not None:
             self._measure_attention(centres)
         scores = self._read_scores()
-        if scores is not None:
-            self._measure_scores(scores)
+        if scores is None:
+            return
+        num_before = len(self.findings)
+        self._measure_scores(scores)
+        num_cut = sum(map(_has_cut_replies, self.folders.values()))
+        if num_cut:
+            note = f"{cut_replies.PROBLEM} in {num_cut} of {len(self.folders)} runs"
+            of_scores = [f.not_testable(note) for f in self.findings[num_before:]]
+            self.findings[num_before:] = of_scores
 
     def _measure_attention(self, centres: pd.DataFrame) -> None:
         n = int(centres["id"].nunique())
@@ -394,6 +403,12 @@ class _Trend:
         if table is None or table["gold_position"].nunique() < 2:
             return None
         return table
+
+
+def _has_cut_replies(folder: Path) -> bool:
+    """Whether too many replies of a run were cut for its scores to mean anything."""
+    metrics = read_csv(folder / "metrics.csv")
+    return metrics is not None and bool(cut_notes(metrics))
 
 
 def _hides_bias(rows: pd.DataFrame) -> bool:

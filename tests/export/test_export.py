@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,7 @@ from posbench.export.write import CARD, RECORD
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
 from tests.conftest import Result, run_folders
+from tests.frames import with_cut_replies
 from tests.messages import assert_names, assert_refused
 
 SMALL = ["task.limit=4", "task.calibration_examples=12"]
@@ -235,6 +237,13 @@ def test_a_card_lists_the_side_effects_of_the_same_method_on_the_same_weights(
     assert written.status == 0, written.err
     # The files hold the method for all tokens; the side task was asked with that for the last one.
     assert effects_on_card(out) == ["folded", "side (before folding)"]
+    assert "cut replies" not in (out / "README.md").read_text()
+    (table,) = outputs.glob("folded/v*/*/metrics.csv")
+    with_cut_replies(pd.read_csv(table, dtype=str)).to_csv(table, index=False)
+    shutil.rmtree(out)
+    written = posbench(*call, "--to", "checkpoint", *end, verb=True)
+    assert written.status == 0, written.err
+    assert "cannot tell (cut replies)" in (out / "README.md").read_text()
 
 
 def test_the_unmodified_model_has_no_side_effects(

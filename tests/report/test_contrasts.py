@@ -14,7 +14,7 @@ import yaml
 from posbench.report.contrasts import judge_contrasts
 from posbench.run.folder import RunDir
 from posbench.studies.cost.latency import _ratio_finding
-from tests.frames import metrics
+from tests.frames import metrics, with_cut_replies
 
 PROMPTS = 400
 
@@ -81,6 +81,19 @@ def test_runs_without_a_common_prompt_decide_nothing(tmp_path: Path) -> None:
         runs.append(({"x": name}, run(folder, {"lpes": 0.5}, contrasts, prompts=name)))
     (finding,) = judge_contrasts(runs, ["x"]).itertuples()
     assert finding.verdict == "not testable" and "no prompt in common" in finding.note
+
+
+@pytest.mark.parametrize("cut", ["layer_scaling", "none"])
+def test_cut_replies_decide_nothing(cut: str, tmp_path: Path) -> None:
+    contrasts = [{"claim": "c", "better": ["b"]}]
+    both = {"none": 0.5, "layer_scaling": 0.9}
+    folder = run(tmp_path / "t/v001/tiny__b", both, contrasts)
+    (finding,) = judge_contrasts([({"x": "b"}, folder)], ["x"]).itertuples()
+    assert finding.verdict == "holds"
+    table = with_cut_replies(metrics("layer_scaling"), cut)
+    table.to_csv(folder / "metrics.csv", index=False)
+    (finding,) = judge_contrasts([({"x": "b"}, folder)], ["x"]).itertuples()
+    assert finding.verdict == "not testable" and "cut replies" in finding.note
 
 
 @pytest.mark.parametrize(

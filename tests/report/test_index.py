@@ -26,7 +26,7 @@ from posbench.run.folder import RunDir, open_run, runs_in
 from posbench.run.lease import owning
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result
-from tests.frames import metrics
+from tests.frames import metrics, with_cut_replies
 from tests.messages import assert_names, refused
 
 
@@ -257,6 +257,16 @@ def test_on_a_terminal(outputs: Path) -> None:
         **{"score": "2 hold\n1 inconclusive", "difference": "", "position bias": ""},
         **{"age": "", "state": "done"},
     }
+
+
+def test_cut_replies_have_no_score_in_the_list(outputs: Path) -> None:
+    folder = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
+    table = with_cut_replies(metrics())
+    bias = table[table["note"] != ""].assign(metric="position_bias", value=None)
+    pd.concat([table, bias]).to_csv(folder / "metrics.csv", index=False)
+    RunDir(folder, "aaaa0001").seal("posbench")
+    (row,) = terminal_rows(records(outputs, ["run=aaaa0001"]))
+    assert row["score"] == "cut replies" and row["difference"] == ""
 
 
 def test_age() -> None:

@@ -13,7 +13,7 @@ from posbench.files.digests import Content
 from posbench.files.sources import Source
 from posbench.report.page import breakable, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
-from tests.frames import attention, channels, metrics, search, sweep
+from tests.frames import attention, channels, metrics, search, sweep, with_cut_replies
 from tests.messages import assert_names, refused
 
 SEARCHED = (
@@ -228,9 +228,7 @@ def test_a_sweep_names_the_settings_whose_bias_cannot_be_measured():
 
 
 def test_a_sweep_says_nothing_of_scores_whose_replies_were_cut():
-    cut = metrics(after=[0.3, 0.2, 0.3]).assign(note="")
-    is_overall = (cut["method"] != "none") & (cut["gold_position"] == "all")
-    cut.loc[is_overall, "note"] = "cut replies: 40.0% ended; set more"
+    cut = with_cut_replies(metrics(after=[0.3, 0.2, 0.3]))
     frame = pd.concat([metrics().assign(run="a", x=1), cut.assign(run="b", x=2)])
     frame = frame[["run", "x", *metrics().columns]]
     _, rows, sentence = sweep_table(frame, swept_columns(frame))
