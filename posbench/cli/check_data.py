@@ -101,17 +101,9 @@ def _file_facts(task: OwnData) -> Facts:
     facts = [("kind", f"{file.kind.kind}, by the field {items}")]
     if file.unread:
         facts.append(("unread", f"fields {', '.join(file.unread)}"))
+    facts += [("note", line) for line in task.notes()]
     if not file.moves:
         return facts
-    num_wrong = sum(_gold_lacks_answers(record) for record in file.records)
-    if num_wrong:
-        facts.append(
-            (
-                "gold",
-                f"{num_wrong} of {len(file.sizes)} gold {items} hold none of their "
-                "answers: is gold counted from 0?",
-            )
-        )
     shortest = _items_to_set(task)
     if shortest:
         facts.append(
@@ -130,17 +122,6 @@ def _items_to_set(task: OwnData) -> int | None:
         return None
     sizes = task.own.sizes
     return min(sizes) if min(sizes) < max(sizes) else None
-
-
-def _gold_lacks_answers(record: Any) -> bool:
-    """Whether none of the answers occurs in a gold item."""
-    parts = record.parts()
-    texts = [
-        record.text(0, parts[i]).lower() for i in (record.gold, *record.other_gold)
-    ]
-    return not any(
-        answer.lower() in text for answer in record.answers for text in texts
-    )
 
 
 def _example_facts(examples: Sequence[Example]) -> Facts:

@@ -41,6 +41,11 @@ from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.verdict import CANNOT_DO, FIXED, Verdict, run_verdict
 
+BEFORE_FOLDING = (
+    "(before folding: of the method for the last token alone; the files scale all tokens, which that run did not "
+    "evaluate)"
+)
+
 
 def export(args: list[str]) -> int:
     """Write a run's fix so that others can load it: a checkpoint, an adapter, or code.
@@ -105,6 +110,14 @@ def export(args: list[str]) -> int:
         price = write.folding_price(run, requested, method)
     if price:
         console.print(Text(price), soft_wrap=True)
+    verdict = str(origin.verdict or "")
+    is_fix = origin.verdict is not None and origin.verdict.name == FIXED
+    gain = origin.gain
+    if method != requested:
+        # What the run evaluated is not what the files hold.
+        is_fix = False
+        verdict = verdict and f"{verdict} {BEFORE_FOLDING}"
+        gain = gain and f"{gain} {BEFORE_FOLDING}"
     contents = read_contents([config.model.checkpoint])
     own_folder = config.config_dir or config_dir_chosen()
     facts = CardFacts(
@@ -112,9 +125,9 @@ def export(args: list[str]) -> int:
         config_dir=str(own_folder or ""),
         raw=_raw_to_record(config, fix),
         source=origin.source or run.method.origin().get("source", ""),
-        verdict=str(origin.verdict or ""),
-        is_fix=origin.verdict is not None and origin.verdict.name == FIXED,
-        gain=origin.gain,
+        verdict=verdict,
+        is_fix=is_fix,
+        gain=gain,
         price=price,
         effects=_side_effects(outputs, run, contents, requested, method),
         base=[content.fact for content in contents],

@@ -121,6 +121,7 @@ def prepare(
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
     warnings += [constants.line for constants in config.constants]
     if "evaluate" in config.stages:
+        warnings += fit.config.task.notes()
         warnings += filter(
             None, (calibration_overlap(c, config.task) for c in config.constants)
         )

@@ -30,6 +30,7 @@ TEXT_COLUMNS = {
     "channel",
     "site",
     "kind",
+    "subset",
     "claim",
     "statistic",
     "verdict",

@@ -309,15 +309,18 @@ def subset_table(
         task_metric = metric_of_task(subsets).iloc[0]
     columns = _MethodColumns(rows)
     values = rows[~rows["metric"].str.endswith("_difference")]
-    keys = dict.fromkeys(zip(values["subset"], values["metric"], strict=True))
+    keys = dict.fromkeys(
+        values[["kind", "subset", "metric"]].itertuples(index=False, name=None)
+    )
     table = []
-    for subset, metric in keys:
-        in_subset = rows[rows["subset"] == subset]
+    for kind_of_row, subset, metric in keys:
+        # An average may have the name of a subset.
+        in_subset = rows[(rows["kind"] == kind_of_row) & (rows["subset"] == subset)]
         n = str(in_subset.loc[in_subset["metric"] == metric, "n"].iloc[0])
         scale = 100 if metric == task_metric else 1
         table.append([subset, metric, *columns.cells(in_subset, metric, scale), n])
     header = ["subset", "metric", *columns.header, "n"]
-    if task_metric and len({metric for _, metric in keys}) == 1:
+    if task_metric and len({metric for _, _, metric in keys}) == 1:
         header.remove("metric")
         table = [[subset, *cells] for subset, _, *cells in table]
     return header, table

@@ -36,6 +36,7 @@ from posbench.stats.position_bias import (
     position_bias,
     position_curves,
     score_limit_note,
+    statistic_rows,
 )
 
 MAX_SETTINGS = 24
@@ -197,7 +198,7 @@ class _Trend:
                 bias, draws = position_bias(curve[0], curve[1:])
                 biases[number] = np.append(bias, draws)
         self._add_rows(HALVES, halves, n)
-        self._add_rows(SPREAD, biases, n)
+        self._add_biases(scores)
 
         claim = f"the score of the two halves follows {self.axis}"
         if self.claims:
@@ -232,6 +233,20 @@ class _Trend:
                 "n": n,
             }
             self.rows.append(row)
+
+    def _add_biases(self, scores: pd.DataFrame) -> None:
+        """Add the position bias at every number where it can be seen, with the interval that tables of runs give."""
+        statistics = statistic_rows(
+            scores.assign(method=scores["number"]),
+            "score",
+            UNMODIFIED,
+            self.resamples,
+            0,
+        )
+        for number, statistic, estimate, note in statistics:
+            if statistic == "position_bias" and not note:
+                row = {"statistic": SPREAD, "number": number, **estimate_row(estimate)}
+                self.rows.append({**row, "n": int(scores["cluster"].nunique())})
 
     def _curves(self, table: pd.DataFrame, column: str) -> dict[Any, Array]:
         """Curves over the K gold positions by number, [1 + R, K] each."""

@@ -378,10 +378,13 @@ class CurveEstimates:
         self.by_statistic["middle_drop"] = Estimate(
             values["middle_drop"], low, high, self.n
         )
-        gap = largest_gap(curve, draws, self.n, questions)
-        self.by_statistic["gap"] = gap._replace(
-            ci_low=max(gap.ci_low, 0.0), ci_high=min(gap.ci_high, 1.0)
-        )
+        self.by_statistic["gap"] = largest_gap(curve, draws, self.n, questions)
+        for key, estimate in self.by_statistic.items():
+            # Scores lie in 0..1.
+            least = 0.0 if key in ("gap", "position_bias") else -1.0
+            low = max(estimate.ci_low, least)
+            high = min(estimate.ci_high, 1.0)
+            self.by_statistic[key] = estimate._replace(ci_low=low, ci_high=high)
 
     def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
         """Difference of a statistic from that of another method on the same questions."""

@@ -244,7 +244,10 @@ class Tabulator:
     def _subset_estimates(
         self, frame: pd.DataFrame, metrics: Sequence[str]
     ) -> Iterator[SubsetEstimate]:
-        """Estimate every subset and every average; no question is in two subsets."""
+        """Estimate every subset and every average.
+
+        Subsets are independent of each other, but where they share questions: these are drawn together then.
+        """
         task_metric = self.task.metric
         subsets = list(dict.fromkeys(frame["subset"]))
         methods = list(dict.fromkeys(frame["method"]))
@@ -268,6 +271,10 @@ class Tabulator:
                         method, subset, "subset", label, estimates[key]
                     )
 
+        draws: dict[tuple[str, str, str], Array] = {}
+        num_questions = frame["cluster"].nunique()
+        if _share_questions(frame):
+            draws = self._subset_draws(frame, task_metric)
         averages = {"all": tuple(subsets)} | dict(self.task.averages())
         # An average may be made of other averages, which stand before it; the total is the last.
         averages["all"] = averages.pop("all")
@@ -275,25 +282,50 @@ class Tabulator:
             labels = (task_metric, f"{task_metric}_difference")
             for method, label in product(methods, labels):
                 key = (method, average, label)
-                parts = [
-                    estimates[method, member, label]
+                scored = [
+                    (method, member, label)
                     for member in members
                     if (method, member, label) in estimates
                 ]
-                if parts:
-                    estimates[key] = self._average(parts)
+                if scored:
+                    parts = [estimates[part] for part in scored]
+                    weights = self._weights(parts)
+                    n = sum(part.n for part in parts)
+                    estimates[key] = combined(parts, weights, n)
+                    if all(part in draws for part in scored):
+                        draws[key] = weights @ [draws[part] for part in scored]
+                        value = estimates[key].value
+                        estimates[key] = percentile(
+                            value, draws[key], n, min(n, num_questions)
+                        )
                 if key in estimates:
                     yield SubsetEstimate(
                         method, average, "average", label, estimates[key]
                     )
 
-    def _average(self, parts: Sequence[Estimate]) -> Estimate:
-        """Mean over subsets, weighted as the task says."""
-        counts = np.array([part.n for part in parts])
-        weights = np.full(len(parts), 1 / len(parts))
+    def _weights(self, parts: Sequence[Estimate]) -> Array:
+        """What each subset counts in an average, as the task says; 1 in all."""
         if self.task.average == "examples":
-            weights = counts / counts.sum()
-        return combined(parts, weights, int(counts.sum()))
+            counts = np.array([part.n for part in parts])
+            return counts / counts.sum()
+        return np.full(len(parts), 1 / len(parts))
+
+    def _subset_draws(
+        self, frame: pd.DataFrame, metric: str
+    ) -> dict[tuple[str, str, str], Array]:
+        """Means of every subset in bootstrap draws of all questions together, [R], by method, subset and label."""
+        draws = {}
+        for group in self._groups(frame, [metric]):
+            rows = group.rows
+            values = rows[metric]
+            if group.label != metric:
+                values = values - rows[f"{metric}_base"]
+            for subset in dict.fromkeys(rows["subset"]):
+                of_subset = values.where(rows["subset"] == subset)
+                draws[group.method, subset, group.label] = resampled_means(
+                    of_subset.to_numpy(), rows["cluster"], self.resamples, self.seed
+                )
+        return draws
 
     def _composed_scores(
         self, rows: pd.DataFrame, metrics: Sequence[str]
@@ -335,6 +367,12 @@ class Tabulator:
                     value - base_value, score_draws - base_draws, n, questions
                 )
                 yield method, f"{metric}_difference", change
+
+
+def _share_questions(frame: pd.DataFrame) -> bool:
+    """Whether a question stands in several subsets."""
+    subsets_of_question = frame.groupby("cluster")["subset"].nunique()
+    return bool((subsets_of_question > 1).any())
 
 
 def score_frame(

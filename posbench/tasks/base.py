@@ -190,6 +190,10 @@ class Task(ABC):
         """A subset's value of ``metric`` from the means of all its metrics, elementwise."""
         return means[self.metric]
 
+    def notes(self) -> list[str]:
+        """What a reader of the scores must know of the data, a line each; none by default."""
+        return []
+
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
         """Files for a leaderboard, name to content, from all replies of one method; none by default."""
         return {}

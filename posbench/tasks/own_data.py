@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,8 @@ Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
+RESERVED_SUBSETS = ("all", "nan")
+"""Names that no subset may have: that of the average over subsets, and what tables read as no name."""
 
 
 class Record(BaseModel):
@@ -61,6 +63,10 @@ class Record(BaseModel):
         """A part as the prompt has it where it is the one of that number, from 0."""
         return str(part)
 
+    def contents(self) -> str:
+        """All but id and subset: lines with the same ask the same question."""
+        return self.model_dump_json(exclude={"id", "subset"})
+
 
 class RecordWithGold(Record):
     """Several items or documents of which one holds the answer."""
@@ -75,6 +81,22 @@ class RecordWithGold(Record):
     answers: Answers = Field(
         description="accepted answers; one of them must occur in the reply"
     )
+
+    def gold_has_answer(self) -> bool:
+        """Whether an answer occurs in a gold item."""
+        return self._has_answer([self.gold, *self.other_gold])
+
+    def another_has_answer(self) -> bool:
+        """Whether an answer occurs in an item that is not gold."""
+        gold = {self.gold, *self.other_gold}
+        return self._has_answer(i for i in range(len(self.parts())) if i not in gold)
+
+    def _has_answer(self, indices: Iterable[int]) -> bool:
+        """Whether an answer occurs in some of the items."""
+        parts = self.parts()
+        return any(
+            contains_answer(self.text(0, parts[i]), self.answers) for i in indices
+        )
 
 
 class Items(RecordWithGold):
@@ -186,6 +208,7 @@ def parse_file(file: Path) -> ParsedFile:
     faults = Faults()
     names: set[str] = set()
     line_of_id: dict[str, int] = {}
+    subsets: list[str] = []
 
     def parse(line: Line) -> Record:
         names.update(line)
@@ -195,6 +218,12 @@ def parse_file(file: Path) -> ParsedFile:
         if first_line != line.number:
             wrong = f'field "id" is {name!r}, as on line {first_line}'
             raise line.fault(wrong, "an id that occurs once")
+        subsets.append(record.subset)
+        is_named = bool(record.subset)
+        if record.subset in RESERVED_SUBSETS or is_named != bool(subsets[0]):
+            reserved = " or ".join(RESERVED_SUBSETS)
+            allowed = f"a name on every line or on none, but not {reserved}"
+            raise line.fault(f'field "subset" is {record.subset!r}', allowed)
         return record.model_copy(update={"id": name})
 
     records = parse_rows(read_data_rows("path", file, faults=faults), parse, faults)
@@ -236,6 +265,12 @@ def _record(kind: type[Record], line: Line) -> Record:
     if max(all_gold) >= count or len(all_gold) <= len(other_gold):
         allowed = f'different places in "{kind.holds}", from 0 to {count - 1}, without gold ({gold})'
         raise line.fault(f'field "other_gold" is {list(other_gold)}', allowed)
+    if isinstance(record, RecordWithGold):
+        texts = [record.text(0, part).strip() for part in record.parts()]
+        for index, text in enumerate(texts):
+            if index not in all_gold and text == texts[gold]:
+                wrong = f'field "{kind.holds}[{index}]" repeats the gold one'
+                raise line.fault(wrong, "a gold one that stands at one place alone")
     return record
 
 
@@ -302,7 +337,9 @@ class OwnData(EvaluationOnly):
     source: ClassVar[str] = "your file"
     licence: ClassVar[str] = "yours"
     size: ClassVar[str] = "what the file holds"
-    version: ClassVar[str] = "2"  # 2: white space around answers does not count
+    version: ClassVar[str] = (
+        "3"  # 3: lines that repeat each other count as one question
+    )
 
     name: str = "own_data"
     max_new_tokens: Count = 100
@@ -358,6 +395,40 @@ class OwnData(EvaluationOnly):
                 f"set task.items_per_prompt={most_gold}",
             )
         return count
+
+    @cached_property
+    def _question_ids(self) -> dict[str, str]:
+        """By the id of a record, that of the first one with the same contents."""
+        first_id: dict[str, str] = {}
+        return {
+            record.id: first_id.setdefault(record.contents(), record.id)
+            for record in self.own.records
+        }
+
+    def notes(self) -> list[str]:
+        """See :meth:`Task.notes`."""
+        notes = []
+        records = self.own.records
+        num_repeated = sum(name != first for name, first in self._question_ids.items())
+        if num_repeated:
+            notes.append(
+                f"{num_repeated} of {len(records)} lines repeat an earlier one: intervals count them as one question"
+            )
+        if not self.own.moves:
+            return notes
+        items = self.own.kind.holds
+        num_wrong = sum(not record.gold_has_answer() for record in records)
+        if num_wrong:
+            notes.append(
+                f"{num_wrong} of {len(records)} gold {items} hold none of their answers: is gold counted from 0?"
+            )
+        num_doubled = sum(record.another_has_answer() for record in records)
+        if num_doubled:
+            notes.append(
+                f"in {num_doubled} of {len(records)} lines {items} that are not gold hold an answer, too: it has more "
+                "than one place, and a bias shows less"
+            )
+        return notes
 
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
@@ -418,6 +489,7 @@ class OwnData(EvaluationOnly):
                 subset=record.subset,
                 choices=choices,
                 chat=False,
+                cluster=self._question_ids[record.id],
             )
         if position is None:
             return Example(
@@ -426,6 +498,7 @@ class OwnData(EvaluationOnly):
                 answers=record.answers,
                 subset=record.subset,
                 document=spans[0],
+                cluster=self._question_ids[record.id],
             )
         return Example(
             id=f"{position}-{record.id}",
@@ -434,6 +507,6 @@ class OwnData(EvaluationOnly):
             gold_position=position,
             other_gold=tuple(map(order.index, record.other_gold)),
             items=spans,
-            cluster=record.id,
+            cluster=self._question_ids[record.id],
             subset=record.subset,
         )

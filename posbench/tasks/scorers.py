@@ -9,6 +9,7 @@ import logging
 import re
 import string
 import sys
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,14 @@ _WITHOUT_CHINESE_PUNCTUATION = str.maketrans(
 
 
 def contains_answer(reply: str, answers: Iterable[str]) -> bool:
-    """Whether one of the answers occurs in a reply, letter case ignored."""
-    return any(answer.lower() in reply.lower() for answer in answers)
+    """Whether one of the answers occurs in a reply; letter case, and how accents are encoded, do not count."""
+    plain_reply = _comparable(reply)
+    return any(_comparable(answer) in plain_reply for answer in answers)
+
+
+def _comparable(text: str) -> str:
+    """Lower case, letters with accents as one character each."""
+    return unicodedata.normalize("NFC", text.lower())
 
 
 def normalize_answer(text: str) -> str:

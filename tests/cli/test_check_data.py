@@ -129,7 +129,7 @@ def test_lists_of_different_lengths_and_fields_that_nothing_reads(
     out, examples = check(capsys, str(tmp_path / "a.jsonl"))
     assert "unread    fields url" in out
     assert_line_names(out, "6 to 9", "median 6", "items")
-    assert_line_names(out, "1 of 6", "gold", "answers", "0")
+    assert_line_names(out, "note", "1 of 6", "gold", "answers", "0")
     assert "task.items_per_prompt=6" in out and {len(e.items) for e in examples} == {6}
 
 

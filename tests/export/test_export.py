@@ -15,6 +15,7 @@ from posbench.cli.main import main
 from posbench.export.write import CARD, RECORD
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
+from posbench.stats.verdict import FIXED, Verdict
 from tests.conftest import Result, run_folders
 from tests.frames import with_cut_replies
 from tests.messages import assert_names, assert_refused
@@ -64,6 +65,26 @@ def test_a_run_becomes_an_adapter(
         and "adapter_config.json" in again.err
         and "posbench export" in again.err
     )
+
+
+def test_files_of_another_method_than_the_evaluated_one_are_called_no_fix(
+    run: Path,
+    posbench: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verdict = Verdict(FIXED, "by a half")
+    monkeypatch.setattr("posbench.cli.export.run_verdict", lambda table: verdict)
+    cards = {}
+    for to in ("lora", "transformers"):
+        out = tmp_path / to
+        result = posbench("export", str(run), "--to", to, "--out", str(out), verb=True)
+        assert result.status == 0, result.err
+        cards[to] = (out / CARD).read_text()
+    assert "A fix against" in cards["transformers"]
+    assert "before folding" not in cards["transformers"]
+    assert "A fix against" not in cards["lora"] and str(verdict) in cards["lora"]
+    assert cards["lora"].count("(before folding: of the method") == 2
 
 
 def test_the_price_is_that_of_a_plain_loop(

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import binomtest
 
+from posbench.report.tables import subset_table
 from posbench.stats.bootstrap import mean, paired, tail, wilson
 from posbench.stats.position_bias import STATISTICS, score_limit_note
 from posbench.stats.scores import METRIC_COLUMNS, SUBSET_COLUMNS, Tabulator
@@ -406,6 +408,51 @@ def test_an_average_over_examples_is_the_pooled_mean() -> None:
     assert (row.ci_high - row.ci_low) / 2 == pytest.approx(
         np.hypot.reduce(halves), rel=0.1
     )
+
+
+def test_subsets_that_share_questions_are_drawn_together() -> None:
+    """A question that is right in one subset is wrong in the other: their average does not vary."""
+    rng = np.random.default_rng(0)
+    right = rng.integers(0, 2, 80).astype(float)
+    rows = []
+    for method, other in (("none", 1 - right), ("scaled", right)):
+        for subset, scores in (("a", right), ("b", other)):
+            rows += [
+                _row(
+                    method,
+                    f"{subset}{i}",
+                    score,
+                    subset=subset,
+                    cluster=f"question {i}",
+                )
+                for i, score in enumerate(scores)
+            ]
+    table = _tabulator(Several(name="t"), 2000, 1).subsets(rows)
+    cells = table.set_index(["method", "subset", "metric"])
+    opposite = cells.loc["none", "pair", "accuracy"]
+    assert opposite.value == 0.5
+    assert opposite.ci_low == pytest.approx(0.5) == opposite.ci_high
+    alike = cells.loc["scaled", "pair", "accuracy"]
+    one = mean(right, [str(i) for i in range(80)])
+    assert alike.value == pytest.approx(one.value)
+    assert alike.ci_low == pytest.approx(one.ci_low, abs=0.015)
+    assert alike.ci_high == pytest.approx(one.ci_high, abs=0.015)
+    change = cells.loc["scaled", "pair", "accuracy_difference"]
+    assert change.value == pytest.approx(one.value - 0.5)
+    assert change.ci_high - change.ci_low == pytest.approx(
+        one.ci_high - one.ci_low, abs=0.03
+    )
+
+
+def test_an_average_with_the_name_of_a_subset_has_its_own_row() -> None:
+    cells = {"method": "none", "metric": "accuracy", "n": 4}
+    rows = [
+        {**cells, "subset": "all", "kind": "subset", "value": 0.25},
+        {**cells, "subset": "all", "kind": "average", "value": 0.75},
+    ]
+    frame = pd.DataFrame(rows).assign(ci_low=0.0, ci_high=1.0)
+    _, table = subset_table(frame)
+    assert [row[1].split()[0] for row in table] == ["25.0", "75.0"]
 
 
 def test_the_same_scores_differ_by_nothing() -> None:

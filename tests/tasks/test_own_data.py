@@ -166,6 +166,14 @@ def test_an_accepted_answer_has_to_occur(
     assert own.score(own.evaluation()[0], reply) == {"accuracy": score}
 
 
+def test_accents_count_alike_however_they_are_encoded(tmp_path: Path) -> None:
+    row = {**ITEMS, "answers": ["caf\u00e9"]}
+    (example, *_) = task(write(tmp_path / "a.jsonl", row)).evaluation()
+    own = task(tmp_path / "a.jsonl")
+    assert own.score(example, "the cafe\u0301.") == {"accuracy": 1.0}
+    assert own.score(example, "the cafe.") == {"accuracy": 0.0}
+
+
 def test_marks_line_ends_blank_lines_and_gzip_change_nothing(tmp_path: Path) -> None:
     plain = task(DATA / "items.jsonl").evaluation()
     text = (DATA / "items.jsonl").read_bytes()
@@ -194,6 +202,7 @@ WRONG = [
         "field \"items\" is ['one']; allowed: a list [...] of at least 2: text",
     ),
     ({"items": ["one", None]}, 'field "items[1]" is None'),
+    ({"items": ["two", "one", " two"], "gold": 0}, 'field "items[2]" repeats'),
     ({"gold": "1"}, "field \"gold\" is '1'; allowed: a whole number from 0 up"),
     ({"gold": True}, 'field "gold" is True; allowed: a whole number'),
     ({"gold": 1.0}, 'field "gold" is 1.0; allowed: a whole number'),
@@ -222,6 +231,49 @@ def test_a_wrong_line_is_named_with_its_field(
         str(told.value).endswith("; next: fix or remove that line")
         and len(told.value.faults) == 1
     )
+
+
+@pytest.mark.parametrize(
+    "subsets", [("a", ""), ("", "a"), ("a", "all"), ("nan", "a"), ("all", "all")]
+)
+def test_a_subset_has_a_name_on_every_line(
+    subsets: tuple[str, str], tmp_path: Path
+) -> None:
+    rows = [{**ITEMS, "subset": name} for name in subsets]
+    file = write(tmp_path / "a.jsonl", *rows)
+    with pytest.raises(UserError) as told:
+        task(file).evaluation()
+    fault = told.value.faults[0]
+    assert fault.field.startswith(f"{file}, line")
+    assert_names(str(fault.value), "subset")
+    assert_names(fault.allowed, "every line", "none", "all", "nan")
+
+
+def test_lines_that_repeat_each_other_are_one_question(tmp_path: Path) -> None:
+    other = {**ITEMS, "answers": ["2"]}
+    rows = [ITEMS, {**ITEMS, "id": "again"}, other, {**ITEMS, "subset": ""}]
+    own = task(write(tmp_path / "a.jsonl", *rows), positions=[0, 2])
+    questions = {example.id: example.question_id for example in own.evaluation()}
+    assert questions == {
+        **{"0-1": "1", "2-1": "1", "0-again": "1", "2-again": "1"},
+        **{"0-3": "3", "2-3": "3", "0-4": "1", "2-4": "1"},
+    }
+    assert_names(own.notes()[0], "2 of 4", "repeat")
+    choices = task(write(tmp_path / "b.jsonl", CHOICES, CHOICES)).evaluation()
+    assert [example.question_id for example in choices] == ["1", "1"]
+
+
+def test_answers_outside_the_gold_item_are_told(tmp_path: Path) -> None:
+    rows = [
+        ITEMS,
+        {**ITEMS, "items": ["Two more", "two", "three"]},
+        {**ITEMS, "items": ["Two more", "two", "three"], "other_gold": [0]},
+        {**ITEMS, "gold": 0},
+    ]
+    doubled, wrong = task(write(tmp_path / "a.jsonl", *rows)).notes()[::-1]
+    assert_names(doubled, "2 of 4", "items", "not gold")
+    assert_names(wrong, "1 of 4", "gold", "answers")
+    assert task(write(tmp_path / "b.jsonl", ITEMS)).notes() == []
 
 
 def test_a_document_without_text_is_named(tmp_path: Path) -> None:
