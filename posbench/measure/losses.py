@@ -1,4 +1,4 @@
-"""Answer losses of many settings of scale_channel from one prefill."""
+"""Answer losses of many settings of scale_channel, from one prefill where the last token alone is scaled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def candidate_losses(
     pairs: Sequence[tuple[list[int], list[int]]],
     candidates: Sequence[ScaleChannel],
 ) -> NDArray[np.float64]:
-    """Compute answer losses of the unmodified model and of candidates, from one prefill.
+    """Compute answer losses of the unmodified model and of candidates.
+
+    Those that scale the last prompt token alone go on from one prefill; of others each runs the whole prompt.
 
     Args:
         lm: The model.
@@ -58,6 +60,11 @@ def candidate_losses(
     )
     losses = [lm.answer_nats(unmodified.logits, targets)]
     for candidate in candidates:
+        if candidate.last != 1:
+            with candidate.applied(lm):
+                loss = lm.answer_token_loss(pairs, batch_size=len(pairs))
+            losses.append(loss.to(losses[0]))
+            continue
         cache = scale_cached_keys(prefix, model, candidate)
         output = candidate.continue_with(
             model, forward, past_key_values=cache, use_cache=True, **tail_inputs

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from posbench.errors import UserError
 from posbench.late import Tensor, inference_mode, torch
 from posbench.model import families
 from posbench.model.families import Site
-from posbench.model.guard import check_finite, guarded
+from posbench.model.guard import forward, guarded
 from posbench.model.hooks import pre_hooks
 from posbench.model.lm import LM
 
@@ -97,6 +97,8 @@ def average_states(
         keep: Called with the sums every `SAVE_EVERY` strings.
         advance: Called with the number of strings that were just run.
 
+    Methods that are applied outside have changed the states already.
+
     Returns:
         In float32, ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual``
         [L + 1, P, D]: embedding, block outputs, the last after the final norm, as in transformers'
@@ -108,23 +110,28 @@ def average_states(
     attention_input: dict[int, Tensor] = {}
     residual: dict[int, Tensor] = {}
 
-    def read_attention_input(layer: int, hidden: Tensor) -> None:
-        attention_input[layer] = hidden.float().sum(0)
+    rows_per_string = _rows_per_prompt(lm, rows[0])
 
-    def read_residual(layer: int, hidden: Tensor) -> None:
-        residual[layer] = hidden.float().sum(0)
+    def add_to(by_layer: dict[int, Tensor]) -> Callable[[int, Tensor], None]:
+        def read(layer: int, hidden: Tensor) -> None:
+            total = hidden.float().sum(0) / rows_per_string
+            by_layer[layer] = by_layer[layer] + total if layer in by_layer else total
+
+        return read
 
     saved_count = state.count
     with (
-        reading(lm, "attention_input", read_attention_input),
-        reading(lm, "residual", read_residual),
+        reading(lm, "attention_input", add_to(attention_input)),
+        reading(lm, "residual", add_to(residual)),
+        reading_last_states(lm, add_to(residual)),
     ):
         for first in range(state.count, len(rows), strings.batch_size):
             batch = torch.tensor(
                 rows[first : first + strings.batch_size], device=lm.device
             )
-            output = lm.model.base_model(input_ids=batch, use_cache=False)
-            read_residual(lm.layers, check_finite(output.last_hidden_state))
+            attention_input.clear()
+            residual.clear()
+            forward(lm, input_ids=batch)
             _add_batch(state, "attention_input", attention_input, lm.device)
             _add_batch(state, "residual", residual, lm.device)
             state.count += len(batch)
@@ -145,6 +152,34 @@ def _add_batch(
     if site in state.sums:
         total = state.sums[site] + total
     state.sums[site] = total
+
+
+def _rows_per_prompt(lm: LM, ids: Sequence[int]) -> int:
+    """Rows that a prompt is run as: of a method with several views of it, next to or after each other."""
+    num_rows = 0
+
+    def count(layer: int, hidden: Tensor) -> None:
+        nonlocal num_rows
+        if layer == 0:
+            num_rows += len(hidden)
+
+    with reading(lm, "attention_input", count):
+        forward(lm, input_ids=torch.tensor([list(ids)], device=lm.device))
+    return num_rows
+
+
+@contextmanager
+def reading_last_states(lm: LM, read: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call a function with the number of layers and the states after the final norm [B, T, D], in each forward."""
+
+    def hook(_: Any, args: Any, output: Any) -> None:
+        read(lm.layers, output[0])
+
+    handle = lm.model.base_model.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def reading(
@@ -234,9 +269,11 @@ def moments(
     shuffled_sums = torch.zeros(*shape, width, device=lm.device)
     squares = torch.zeros(*shape, len(channels), device=lm.device)
     group_sums = torch.zeros(GROUPS, *shape, len(channels), device=lm.device)
-    # Of the current batch: the shuffled positions and the group of each string.
+    rows_per_string = _rows_per_prompt(lm, rows[0])
+    # Of the current batch: the shuffled positions and the group of each string, and the chosen channels by layer.
     order = torch.empty(0)
     group = torch.empty(0)
+    chosen_states: dict[int, Any] = {}
 
     def read(layer: int, hidden: Tensor) -> None:
         if site == "residual":
@@ -244,26 +281,30 @@ def moments(
         if layer < 0:
             return
         states = hidden.float().to(lm.device)
+        # Rows of one string stand next to each other: their mean counts.
+        by_string = states.reshape(len(order), -1, *states.shape[1:])
+        states = by_string.sum(1) / rows_per_string
         chosen = states[..., channels]
+        chosen_states[layer] = chosen_states.get(layer, 0) + chosen
         sums[layer] += states.sum(0)
-        squares[layer] += (chosen**2).sum(0)
         group_sums[:, layer].index_add_(0, group, chosen)
         string_indices = torch.arange(len(states), device=lm.device)[:, None]
         shuffled_sums[layer] += states[string_indices, order].sum(0)
 
-    with reading(lm, site, read):
+    with ExitStack() as stack:
+        stack.enter_context(reading(lm, site, read))
+        if site == "residual":
+            stack.enter_context(reading_last_states(lm, read))
         for start in range(0, count, strings.batch_size):
             ids = rows[start : start + strings.batch_size]
             positions = np.tile(np.arange(strings.length), (len(ids), 1))
             positions[:, skip:] = rng.permuted(positions[:, skip:], axis=1)
             order = torch.tensor(positions, device=lm.device)
             group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
-            output = lm.model.base_model(
-                input_ids=torch.tensor(ids, device=lm.device), use_cache=False
-            )
-            check_finite(output.last_hidden_state)
-            if site == "residual":
-                read(lm.layers, output.last_hidden_state)
+            forward(lm, input_ids=torch.tensor(ids, device=lm.device))
+            for layer, chosen in chosen_states.items():
+                squares[layer] += (chosen**2).sum(0)
+            chosen_states.clear()
             advance(len(ids))
     sizes = np.bincount(np.arange(count) % GROUPS, minlength=GROUPS).astype(np.float64)
     group_totals = group_sums.cpu().numpy().astype(np.float64)

@@ -358,7 +358,8 @@ class HandRotation:
             rotated = (x[..., :width] * cos[:, None]).addcmul_(turned, sin[:, None])
             if width < x.shape[-1]:
                 rotated = torch.cat([rotated, x[..., width:]], dim=-1)
-            yield rotated
+            # Tables may be of a wider type than the keys.
+            yield rotated.to(x.dtype)
 
 
 @contextmanager

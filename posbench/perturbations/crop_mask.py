@@ -58,7 +58,8 @@ def crop_mask(
         num_keys = columns_before + len(queries)
         if mask is not None:
             num_keys = mask.shape[-1]
-        keys = torch.arange(num_keys)
+        # A sliding-window layer holds the newest keys only.
+        keys = torch.arange(num_keys) + columns_before + len(queries) - num_keys
         visible = (keys >= start) & (keys < stop)
         if keep_first:
             visible |= keys == first

@@ -121,6 +121,7 @@ class _KeyMover:
         layers: Layers in which keys move.
         cache_length: Returns the columns that the cache held before the running forward.
         rotations: cos and sin [B, C, r] that move the keys, by layer.
+        tables: cos and sin [B or 1, T', r] of the prompt's columns that were run so far, by layer.
     """
 
     lm: LM
@@ -130,19 +131,26 @@ class _KeyMover:
     layers: Collection[int]
     cache_length: Callable[[], int]
     rotations: dict[int, rope.Table] = field(default_factory=dict)
+    tables: dict[int, rope.Table] = field(default_factory=dict)
 
     def record_rotation(
         self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Compute a layer's rotation in the forward over the prompt, whose table covers all its columns."""
+        """Compute a layer's rotation once the forwards over the prompt have come to its last column."""
         table = families.rotary_of(kwargs)
-        if table is None or self.cache_length() > 0:
+        num_before = self.cache_length()
+        if table is None or num_before >= self.width:
+            return
+        if num_before:
+            if layer not in self.tables:
+                raise ValueError("the beginning of the prompt was run before")
+            # A method may run the last tokens of the prompt apart.
+            parts = zip(self.tables[layer], table, strict=True)
+            table = tuple(torch.cat([old, new.to(old)], 1) for old, new in parts)
+        self.tables[layer] = table
+        if table[0].shape[1] < self.width:
             return
         targets = self.target_columns
-        if targets.numel() and table[0].shape[1] <= int(targets.max()):
-            raise ValueError(
-                "spans and targets have to lie in the prompt's part that comes first"
-            )
         targets = repeat_for_batch(targets, families.attention_input(args, kwargs))
         self.rotations[layer] = _rotation_to(table, targets, self.first_column)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from posbench.model import families
 from posbench.model.attention import last_query_weights
 from posbench.model.hooks import AttentionFunction, intercepting_attention
 from posbench.model.lm import LM
+from posbench.perturbations.base import track_cache_length
 
 
 @contextmanager
@@ -49,8 +50,11 @@ def scale_attention(
         ValueError: Families outside the library's attention functions ran without a cache, which holds their
             values.
     """
-    scaling = _LastRowScaling(tokens, factor - 1, layers, renormalise, generated)
     with ExitStack() as stack:
+        cache_length = stack.enter_context(track_cache_length(lm.model))
+        scaling = _LastRowScaling(
+            tokens, factor - 1, layers, renormalise, generated, cache_length
+        )
         if families.family_of(lm.model).interface:
             stack.enter_context(intercepting_attention(lm.model, scaling.attend))
         else:
@@ -74,9 +78,9 @@ class _LastRowScaling:
         layers: Layers whose weights change.
         renormalise: Whether the changed weights of a row are divided by their sum.
         generated: Whether the rows of generated tokens change too.
+        cache_length: Returns the columns that the cache held before the running forward.
         projection: Name of the attention module's output projection, for :meth:`change_projected`.
         weights: The last prompt token's weights after the change, [B, H, T'], by layer.
-        columns_run: Columns that each layer has run, those of the cache included.
     """
 
     tokens: Tensor
@@ -84,9 +88,9 @@ class _LastRowScaling:
     layers: Collection[int]
     renormalise: bool
     generated: bool
+    cache_length: Callable[[], int]
     projection: str = ""
     weights: dict[int, Tensor] = field(default_factory=dict)
-    columns_run: dict[int, int] = field(default_factory=dict)
 
     def gain(
         self, layer: int, row: Tensor, value: Tensor, num_queries: int
@@ -102,8 +106,8 @@ class _LastRowScaling:
         Returns:
             The gain [B, H, d], or None where nothing changes.
         """
-        self.columns_run[layer] = self.columns_run.get(layer, 0) + num_queries
-        num_generated = self.columns_run[layer] - self.tokens.shape[1]
+        # A method may attend several times in one forward.
+        num_generated = self.cache_length() + num_queries - self.tokens.shape[1]
         if num_generated < 0 or (num_generated > 0 and not self.generated):
             return None
         if layer not in self.layers:

@@ -191,6 +191,11 @@ class ChannelSearch(DeploySearch):
         """Parameters of scale_channel that the user typed."""
         return run.method.target.pinned if run.method.target else {}
 
+    def _scaled_tokens(self, run: Run) -> dict[str, Any]:
+        """The fields of scale_channel that say which tokens it scales, as the run applies it."""
+        values = run.method.target.values if run.method.target else {}
+        return {name: values[name] for name in ("last", "tokens") if name in values}
+
     def ranges(self, run: Run) -> list[tuple[int, int]]:
         """The layer ranges to try: a typed one, those of the search, or the model's published one."""
         typed = self._pinned(run).get("layers")
@@ -239,6 +244,7 @@ class ChannelSearch(DeploySearch):
         measured: ChannelStatistics,
         ranges: Sequence[tuple[int, int]],
         channel: int | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> list[ScaleChannel]:
         """The candidates, smoother channels first, which breaks ties.
 
@@ -246,6 +252,7 @@ class ChannelSearch(DeploySearch):
             measured: Statistics of the channels.
             ranges: Layer ranges to try.
             channel: The only channel to try; None: every one that the filter leaves.
+            settings: Further fields of all candidates.
 
         Raises:
             UserError: No channel passes the filter.
@@ -260,7 +267,9 @@ class ChannelSearch(DeploySearch):
             hint = "try search=exhaustive, which traverses every channel"
             raise UserError("search.candidates", "monotone", allowed, hint)
         return [
-            ScaleChannel(channel=channel, factor=factor, layers=layers)
+            ScaleChannel(
+                channel=channel, factor=factor, layers=layers, **(settings or {})
+            )
             for channel in channels
             for layers in ranges
             for factor in self.factors
@@ -288,7 +297,7 @@ class ChannelSearch(DeploySearch):
             measured, pool = self._filter(run, averages)
             pinned_channel = self._pinned(run).get("channel")
             candidates = self.list_candidates(
-                measured, self.ranges(run), pinned_channel
+                measured, self.ranges(run), pinned_channel, self._scaled_tokens(run)
             )
             all_losses = self.losses(run, ROWS_FILE, candidates)
             unmodified = float(all_losses[0].mean())

@@ -271,29 +271,25 @@ def make_evaluator(
     Returns:
         A function of scales and indices of examples that returns one score per index.
     """
-    encoded = [encode_prompt(lm, task, example) for example in examples]
+    encoded = {example.id: encode_prompt(lm, task, example) for example in examples}
 
     def evaluate(scales: Scales, indices: list[int]) -> list[float]:
-        texts: list[str] | None = None
+        batch = [examples[i] for i in indices]
+        replies: list[dict[str, Any]] | None = None
         try:
             with compose(LayerScaling(scales=scales)).applied(lm):
-                texts = lm.generate(
-                    [encoded[i].ids for i in indices],
-                    max_new_tokens=task.max_new_tokens,
-                    repetition_penalty=task.repetition_penalty,
-                    batch_size=len(indices),
-                )
+                replies = reply_to_batch(lm, task, batch, encoded)
         except torch.OutOfMemoryError:
             if len(indices) < 2:
                 raise
-        if texts is None:
+        if replies is None:
             # Only behind the handler are the tensors of the failed forward free.
             torch.cuda.empty_cache()
             half = len(indices) // 2
             return evaluate(scales, indices[:half]) + evaluate(scales, indices[half:])
         return [
-            task.checked_score(examples[i], text)[task.metric]
-            for i, text in zip(indices, texts, strict=True)
+            task.checked_score(example, str(reply["output"]))[task.metric]
+            for example, reply in zip(batch, replies, strict=True)
         ]
 
     return evaluate

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,3 +57,26 @@ def test_one_prefill_serves_all_candidates_to_the_bit(name):
         assert unmodified.tolist() == neutral.tolist()
     # Keys that are projected again round anew.
     assert_same(neutral, unmodified, family_noise(name, log_probabilities), "losses")
+
+
+@pytest.mark.parametrize("last", [3, 16, 100, "all"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "mpt"])
+def test_candidates_for_several_tokens_have_the_loss_that_they_give_alone(name, last):
+    lm = posbench.load(build(name))
+    torch.manual_seed(0)
+    prompts = [torch.randint(1, VOCABULARY, (n,)).tolist() for n in (40, 33, 12)]
+    pairs = list(zip(prompts, [[5, 9, 2], [7], [1, 1]], strict=True))
+    candidates = [
+        ScaleChannel(channel=channel, factor=-1.0, layers=(0, 2), last=last)
+        for channel in (3, 17)
+    ]
+    together = candidate_losses(lm, pairs, candidates)
+    of_last_token = candidate_losses(
+        lm, pairs, [replace(c, last=1) for c in candidates]
+    )
+    for index, candidate in enumerate(candidates, start=1):
+        with candidate.applied(lm):
+            alone = [float(lm.answer_token_loss([pair])[0]) for pair in pairs]
+        noise = family_noise(name, log_probabilities)
+        assert_same(together[index], np.array(alone), noise, "losses")
+        assert abs(together[index] - of_last_token[index]).max() > 1e-3

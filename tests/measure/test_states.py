@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import posbench
-from posbench.measure.states import Strings, average_states
+from posbench.measure.states import Strings, average_states, channel_input, moments
+from posbench.methods import ScaleChannel
+from posbench.methods.attention_buckets import AttentionBuckets
 from tests.messages import refused
 from tests.models import LAYERS, VOCABULARY, build
 from tests.rounding import assert_same, states_noise
@@ -53,6 +55,54 @@ def test_averages_equal_stored_hidden_states(lm):
     assert_same(
         averages["attention_input"], torch.stack(inputs).mean(1), noise, "hidden states"
     )
+
+
+def test_averages_are_those_of_the_method_that_is_applied(lm):
+    strings = Strings(count=5, length=20, alphabet="tokens", batch_size=4)
+    rows = torch.tensor(strings.draw(lm))
+    method = ScaleChannel(channel=3, factor=-2.0, layers=(0, 2), last="all")
+    unmodified = average_states(lm, strings)
+    with method.applied(lm):
+        averages = average_states(lm, strings)
+        with torch.no_grad():
+            states = lm.model(rows, output_hidden_states=True).hidden_states
+    expected = torch.stack(states).mean(1)
+    assert_same(averages["residual"], expected, states_noise("qwen2"), "hidden states")
+    assert abs(averages["residual"] - unmodified["residual"]).max() > 1e-2
+
+
+@pytest.mark.parametrize("batch_tokens", [None, 60, 1000])
+def test_averages_of_several_views_of_a_prompt_are_those_of_each(lm, batch_tokens):
+    """The views run next to each other, after each other, or some of each."""
+    strings = Strings(count=6, length=20, alphabet="tokens", batch_size=3)
+    bases = (1e4, 3e4, 1e5)
+    parts = []
+    for base in bases:
+        with AttentionBuckets(bases=(base,)).applied(lm):
+            parts.append(average_states(lm, strings))
+    buckets = AttentionBuckets(bases=bases, batch_tokens=batch_tokens)
+    with buckets.applied(lm):
+        averages = average_states(lm, strings)
+        found = moments(lm, strings, "residual", [2, 5], 4, lambda n: None)
+    noise = states_noise("qwen2")
+    for site, values in averages.items():
+        expected = np.mean([part[site] for part in parts], axis=0)
+        assert_same(values, expected, noise, "hidden states")
+    assert_same(found.mean, averages["residual"][1:], noise, "hidden states")
+    rows = torch.tensor(strings.draw(lm))
+    views = []
+    for base in bases:
+        with (
+            AttentionBuckets(bases=(base,)).applied(lm),
+            channel_input(lm, [2, 5], "residual") as inputs,
+            torch.no_grad(),
+        ):
+            lm.model(rows)
+            views.append(torch.stack([inputs[i][:, 4:] for i in range(1, LAYERS)]))
+    chosen = torch.stack(views).mean(0).double()
+    variance = (chosen**2).mean((1, 2)) - chosen.mean((1, 2)) ** 2
+    # The output of the last block comes after the final norm.
+    np.testing.assert_allclose(found.variance[:-1], variance, rtol=1e-3, atol=1e-5)
 
 
 def test_an_average_goes_on_where_it_was_killed(lm, monkeypatch):

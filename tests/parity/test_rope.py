@@ -14,6 +14,7 @@ import posbench
 from posbench.methods import ScaleChannel
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.moice import MoICE
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.hooks import replace_attribute
@@ -498,3 +499,16 @@ def test_models_without_rope_are_refused_in_words(name, method):
         method.applied(posbench.load(build(name))),
     ):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["olmo2", "llama"])
+def test_moice_keeps_the_type_of_half_precision_weights(
+    name: str, dtype: torch.dtype
+) -> None:
+    """OLMo 2 has tables in float32."""
+    lm = posbench.load(build(name, dtype=dtype))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with MoICE(weights="uniform", bases=(None,) * 3, top_k=3).applied(lm):
+        found = lm.logits(ids)
+    torch.testing.assert_close(found, lm.logits(ids), atol=0.1, rtol=0.05)

@@ -1,6 +1,7 @@
 """Cropped masks, moved positions and subtracted channels against prompts run alone, changed inputs and
 written-out attention."""
 
+import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -10,10 +11,14 @@ import torch
 import posbench
 from posbench.measure.states import channel_input
 from posbench.methods import ScaleChannel
+from posbench.methods.moice import MoICE
 from posbench.methods.ms_poe import MsPoE
+from posbench.methods.unmodified import Unmodified
 from posbench.model import families
+from posbench.model.hooks import intercepting_attention
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
+from posbench.perturbations.scale_attention import scale_attention
 from posbench.perturbations.subtract_channel import subtract_channel
 from tests.messages import refused
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
@@ -377,6 +382,60 @@ def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
         with neutral.applied(lm), block():
             both = lm.logits(inputs["input_ids"], inputs["attention_mask"])
         assert_same(both[:, -1], alone[:, -1], family_noise("llama"), "logits")
+
+
+@pytest.mark.parametrize("last", [2, 8, 11, 16, 25])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_blocks_reach_spans_that_a_method_runs_with_the_last_tokens(name, last):
+    lm = posbench.load(build(name))
+    inputs = prompts(lm)
+    neutral = ScaleChannel(channel=5, factor=1.0, layers=(1, 2), last=last)
+    for block in (
+        lambda: move_positions(lm, LENGTHS, SPANS, TARGETS),
+        lambda: crop_mask(lm, LENGTHS, SPANS, [0, 1]),
+        lambda: subtract_channel(lm, LENGTHS, SPANS, 5, {1: 2.0}),
+    ):
+        with block():
+            alone = lm.logits(inputs["input_ids"], inputs["attention_mask"])
+        with neutral.applied(lm), block():
+            both = lm.logits(inputs["input_ids"], inputs["attention_mask"])
+        assert_same(both[:, -1], alone[:, -1], family_noise(name), "logits")
+
+
+@pytest.mark.parametrize(
+    "method", [Unmodified(), MsPoE(first_layer=0), MoICE(weights="uniform")]
+)
+def test_weights_scale_in_every_view_of_a_method(method):
+    """Adding log(factor) to the scores of the last row, written out in front of the kernel."""
+    lm = posbench.load(build("llama-gqa"))
+    inputs = prompts(lm)
+    tokens = torch.zeros(2, TOTAL)
+    for row in (0, 1):
+        tokens[row, inside(row)] = 1
+
+    def attend(module, query, key, value, mask, *, following, **settings):
+        output, *weights = following(module, query, key, value, mask, **settings)
+        groups = query.shape[1] // key.shape[1]
+        scores = query[:, :, -1:] @ key.repeat_interleave(groups, 1).mT
+        scores = settings["scaling"] * scores + math.log(4) * tokens[:, None, None]
+        if mask is not None:
+            row = mask[:, :, -1:]
+            shut = ~row if row.dtype == torch.bool else row < 0
+            scores = scores.masked_fill(shut, -torch.inf)
+        changed = scores.softmax(-1) @ value.repeat_interleave(groups, 1)
+        output = output.clone()
+        output[:, -1] = changed[:, :, 0]
+        return output, *weights
+
+    call = {"attention_mask": inputs["attention_mask"]}
+    with method.applied(lm):
+        before = lm.logits(inputs["input_ids"], **call)
+        with scale_attention(lm, tokens, 4.0, range(LAYERS)):
+            found = lm.logits(inputs["input_ids"], **call)
+        with intercepting_attention(lm.model, attend):
+            expected = lm.logits(inputs["input_ids"], **call)
+    assert_same(found[:, -1], expected[:, -1], family_noise("llama-gqa"), "logits")
+    assert far(found[:, -1], before[:, -1]) > 0.01
 
 
 @pytest.mark.parametrize("name", ["mpt", "falcon", "falcon-alibi", "smollm3-nope"])

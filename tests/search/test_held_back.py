@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ import yaml
 
 from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
-from posbench.model.lm import LM
+from posbench.model.lm import LM, GeneratedReply
 from posbench.search import held_back
 from posbench.search.scales import calibration_questions
 from posbench.tasks import KVRetrieval
@@ -265,6 +266,24 @@ GENETIC += [
 ALL = ["empty", "torn", "flipped", "swapped", "deleted"]
 
 
+def test_a_fitness_scores_what_follows_the_thinking(
+    tiny: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posbench.search.scales import make_evaluator
+
+    task = KVRetrieval(**WORDS, pairs=20, calibration_pairs=20, calibration_examples=2)
+    examples = task.examples("calibration")
+    values = [example.answers[0] for example in examples]
+
+    def think(lm: LM, prompts: list[list[int]], **options: object) -> list[Any]:
+        first, second = values
+        texts = [f"<think>{first}</think>no", f"<think>no</think>{second}"]
+        return [GeneratedReply(text, "stop") for text in texts]
+
+    monkeypatch.setattr(LM, "generate_replies", think)
+    assert make_evaluator(tiny, task, examples)((1.0,) * 4, [0, 1]) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("command", "file", "names"),
     [
@@ -292,7 +311,7 @@ def test_damage_to_what_a_killed_search_kept_changes_nothing(
     wanted = contents(only(outputs))
     shutil.rmtree(outputs)
     # Another run's file, and a search that is killed in the middle.
-    generate = LM.generate
+    generate = LM.generate_replies
     left = [6]
 
     def dies(lm: LM, *args: object, **options: object) -> object:
@@ -301,7 +320,7 @@ def test_damage_to_what_a_killed_search_kept_changes_nothing(
             raise Killed
         return generate(lm, *args, **options)
 
-    monkeypatch.setattr(LM, "generate", dies)
+    monkeypatch.setattr(LM, "generate_replies", dies)
     with pytest.raises(Killed):
         posbench(*command, "search.seed=5")
     other = (only(outputs) / file).read_bytes()
@@ -309,7 +328,7 @@ def test_damage_to_what_a_killed_search_kept_changes_nothing(
     left[0] = 6
     with pytest.raises(Killed):
         posbench(*command)
-    monkeypatch.setattr(LM, "generate", generate)
+    monkeypatch.setattr(LM, "generate_replies", generate)
     folder = only(outputs)
     kept = tmp_path / "kept"
     data = (folder / file).read_bytes()

@@ -75,6 +75,7 @@ class ChannelSubtraction(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
+        shared.need_whole_maps(run)
         shared.study_channels(run, self.channel, self.controls, self.seed)
         check_layers(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)

@@ -103,6 +103,7 @@ class HiddenPerturbation(Study):
             allowed = "layers before the last one"
             hint = "set study.layers=null"
             raise UserError("study.layers", self.layers, allowed, hint)
+        shared.need_whole_maps(run)
         with run.method.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
             pass
 

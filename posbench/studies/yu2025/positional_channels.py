@@ -28,6 +28,7 @@ from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, estimate_row
 from posbench.studies.base import Study, Tables
+from posbench.studies.prompts import need_whole_maps
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
@@ -96,6 +97,7 @@ class PositionalChannels(Study):
             )
             hint = "change study.length or study.window"
             raise UserError("study.length", self.length, allowed, hint)
+        need_whole_maps(run)
 
     @property
     def search(self) -> ChannelSearch:
