@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired, with_interval
@@ -44,14 +46,20 @@ def gain_facts(
     if len(set(clusters)) < MIN_QUESTIONS:
         return {"measure": measure, "n": len(clusters)}
     # The gain is the first less the second.
-    operands = (unmodified, searched) if measure == "loss" else (searched, unmodified)
-    estimate = paired(*operands, clusters)
+    better, worse = np.array(searched), np.array(unmodified)
+    if measure == "loss":
+        better, worse = worse, better
+    # A fitness weighs its scores: only within 0..1 are equal scores of a few prompts no proof of equality.
+    largest = 1.0
+    if measure != "loss":
+        largest = max(1.0, *searched, *unmodified)
+    estimate = paired(better / largest, worse / largest, clusters)
     numbers = {
         "found": sum(searched) / len(searched),
         "unmodified": sum(unmodified) / len(unmodified),
-        "gain": estimate.value,
-        "ci_low": estimate.ci_low,
-        "ci_high": estimate.ci_high,
+        "gain": estimate.value * largest,
+        "ci_low": estimate.ci_low * largest,
+        "ci_high": estimate.ci_high * largest,
     }
     rounded = {name: round(float(value), 6) for name, value in numbers.items()}
     return {"measure": measure, **rounded, "n": estimate.n}

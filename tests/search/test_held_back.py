@@ -16,6 +16,7 @@ from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM, GeneratedReply
 from posbench.search import held_back
+from posbench.search.held_back import gain_facts, summary_line
 from posbench.search.scales import calibration_questions
 from posbench.tasks import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
@@ -264,6 +265,21 @@ GENETIC += [
 
 
 ALL = ["empty", "torn", "flipped", "swapped", "deleted"]
+
+
+def test_equal_scores_of_a_few_prompts_are_no_proof_of_equality() -> None:
+    """Of 24 prompts none changed: by the rule of three up to one in eight of all may."""
+    weights = np.repeat([0.6, 0.9, 1.5], 8)
+    right = np.tile([1, 1, 1, 0, 0, 0, 1, 0], 3)
+    prompts = [str(i) for i in range(24)]
+    facts = gain_facts("fitness", weights * right, weights * right, prompts)
+    assert facts["gain"] == 0 and facts["ci_low"] < -0.05 and facts["ci_high"] > 0.05
+    assert summary_line(facts).startswith("cannot tell")
+    many = gain_facts("fitness", *[np.tile(weights * right, 400)] * 2, range(9600))
+    assert summary_line(many).startswith("the search gains nothing worth naming")
+    # A loss is no share: what is equal there is equal.
+    losses = np.linspace(0, 3, 24)
+    assert gain_facts("loss", losses, losses, prompts)["ci_high"] == 0
 
 
 def test_a_fitness_scores_what_follows_the_thinking(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import MinLen
 
 from posbench.files.atomic import Row
 from posbench.late import Figure, Tensor, inference_mode, pd, torch
@@ -21,24 +23,25 @@ from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
 from posbench.studies.cost.timing import applicable_methods, with_environment
 
-DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 BATCH_SIZES = (1, 4, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Study):
-    """Logits of the first answer token under every method, in four weight types and three batch sizes.
+    """Logits of the first answer token under every method, in several weight types and three batch sizes.
 
     Float64 is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
     batches are padded on the left and sum in another order.
 
     Attributes:
         prompts: Number of prompts, of several lengths, so that batches are padded.
+        dtypes: Weight types to compare with float64. Half precision is slow on processors without instructions for it.
     """
 
     all_methods: ClassVar[bool] = True
 
     prompts: Count = 512
+    dtypes: Annotated[tuple[Dtype, ...], MinLen(1)] = ("float32", "bfloat16", "float16")
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
@@ -52,14 +55,14 @@ class Precision(Study):
         )
         errors: list[Row] = []
         drifts: list[Row] = []
-        with run.progress("weight types", 1 + len(DTYPES)) as advance:
+        with run.progress("weight types", 1 + len(self.dtypes)) as advance:
             lm = _load(run, "float64")
             exact = {
                 name: next_logits(lm, method, prompts, 1)
                 for name, method in methods.items()
             }
             advance(1)
-            for dtype in DTYPES:
+            for dtype in self.dtypes:
                 lm = _load(run, dtype)
                 for name, method in methods.items():
                     logits = {
