@@ -120,7 +120,7 @@ def test_where_parts_differ_their_weights_tell_how_much_is_left(clock: Clock) ->
     # The last two are a fifth of all: 100 seconds, long over.
     assert (
         _told(console)[2]
-        == "figures 1/3 (33 %), 9.0/h, 10 min elapsed, 0 s left: long, short"
+        == "figures 1/3 (33 %), 9.0/h, 10 min elapsed: long, short"
     )
 
 
