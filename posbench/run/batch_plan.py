@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,82 +132,151 @@ class PrefillGroup(NamedTuple):
     methods: Sequence[Method]
 
 
-@dataclass
+def _rewritten_prompts(
+    subject: Subject, examples: Sequence[Example]
+) -> dict[str, AskedPrompt]:
+    """Rewrite the prompts of examples for a method; return them by the id of their example."""
+    batcher = subject.run.prompts
+    rewritten = batcher.rewrite(examples, subject.method)
+    encoded = batcher.encode(rewritten)
+    return {e.id: AskedPrompt(e, encoded[e.id]) for e in rewritten}
+
+
+class _Prefills:
+    """The shared prefills of a plan, of which one is in memory at a time, and the prefix of the latest batch.
+
+    Args:
+        lm: The model.
+        runtime: Sizes of the batches of a prefill.
+        encoded: Prompts by the id of their example.
+    """
+
+    def __init__(
+        self, lm: LM, runtime: Runtime, encoded: Mapping[str, Encoded]
+    ) -> None:
+        self._lm = lm
+        self._runtime = runtime
+        self._encoded = encoded
+        self._group: PrefillGroup | None = None
+        self._store: PrefixStore | None = None
+        self._prefix_ids: list[str] = []
+        self._prefix: Prefix | None = None
+
+    def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Token ids of prompts without their last token, which is not part of a shared prefill."""
+        return [self._encoded[e.id].ids[:-1] for e in examples]
+
+    def prefix(self, group: PrefillGroup, ids: list[str]) -> Prefix | None:
+        """The prefix of some examples of a group, which is prefilled where it is a new one; None: nothing is shared."""
+        if self._group is not group:
+            self._group = None
+            self._store = None
+            self._forget_prefix()
+            if group.prefill_method:
+                self._store = self._prefill(group, group.prefill_method)
+            self._group = group
+        if self._prefix_ids != ids:
+            self._forget_prefix()
+            if self._store:
+                rows = {e.id: row for row, e in enumerate(group.examples)}
+                self._prefix = self._store.prefix(self._lm, [rows[i] for i in ids])
+            self._prefix_ids = ids
+        return self._prefix
+
+    def _forget_prefix(self) -> None:
+        """Free the memory of the latest prefix before another one takes its place."""
+        self._prefix_ids = []
+        self._prefix = None
+
+    def _prefill(self, group: PrefillGroup, method: Method) -> PrefixStore | None:
+        """The prefill of a group; None where the memory is too small for it."""
+        channels = set[int]()
+        layers = set[int]()
+        for method_of_group in group.methods:
+            method_channels, method_layers = method_of_group.records()
+            channels.update(method_channels)
+            layers.update(method_layers)
+        prompts = self.prompts(group.examples)
+        store = PrefixStore(prompts, sorted(channels), sorted(layers))
+        runtime = self._runtime
+        try:
+            with method.applied(self._lm):
+                store.fill(self._lm, runtime.batch_size, runtime.batch_tokens)
+            return store
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            message = "out of memory with a prefill of %d tokens: not shared"
+            log.warning(message, store.layout.size)
+        del store
+        torch.cuda.empty_cache()  # only behind the handler are its tensors free
+        return None
+
+
 class BatchPlan:
-    """Examples under methods, batch by batch, each of one method.
+    """Examples under methods, batch by batch, each of one method: a stage of a run, or of several runs.
+
+    The runs differ in their methods alone. The batches of a method depend on examples, model and runtime alone, so
+    that a resumed run, and one that shares with others, forms the same ones.
+
+    Args:
+        subjects: The methods.
+        examples: The examples, each of which is asked under each method.
+        encoded: Prompts by the id of their example.
+        make_batches: Groups examples into batches.
 
     Attributes:
         lm: The model.
         runtime: Sizes of batches, and memory for shared prefills.
-        encoded: Prompts by the id of their example.
+        encoded: As given.
         batches: The requests, batch by batch.
         order: The requests in the order of rows in a file: method by method.
         notes: What shares no prefill, and why.
         requested_tokens: Prompt tokens of the batches that were run.
     """
 
-    lm: LM
-    runtime: Runtime
-    encoded: Mapping[str, Encoded]
-    batches: list[list[Request]] = field(default_factory=list)
-    order: list[Request] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    requested_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self._groups: list[PrefillGroup] = []
-        self._make_batches: MakeBatches
-        # By subject, what it asks: its own prompts where its method rewrites them.
-        self._prompts: dict[int, Prompts] = {}
-        self._subjects: Sequence[Subject] = ()
-        self._examples: Sequence[Example] = ()
-        self._rounds: list[list[Example]] = []
-        # Of a subject whose method rewrites prompts, what it asks, by the id of the example.
-        self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
-        # By subject and decoding.
-        self._computations: dict[tuple[int, Decoding], str] = {}
-        # The group that is prefilled, and the prefix of the batch that is run.
-        self._stored_group: int | None = None
-        self._store: PrefixStore | None = None
-        self._prefix_ids: list[str] = []
-        self._prefix: Prefix | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         subjects: Sequence[Subject],
         examples: Sequence[Example],
         encoded: Mapping[str, Encoded],
         make_batches: MakeBatches,
-    ) -> BatchPlan:
-        """Plan a stage of a run, or of several that differ in their methods alone.
-
-        The batches of a method depend on examples, model and runtime alone, so that a resumed run, and one
-        that shares with others, forms the same ones.
-
-        Args:
-            subjects: The methods.
-            examples: The examples, each of which is asked under each method.
-            encoded: Prompts by the id of their example.
-            make_batches: Groups examples into batches.
-        """
+    ) -> None:
         run = subjects[0].run
-        plan = cls(run.lm, run.runtime, encoded)
-        plan._make_batches = make_batches
-        prompts = dict[int, Prompts]()
+        self.lm = run.lm
+        self.runtime = run.runtime
+        self.encoded = encoded
+        self.batches: list[list[Request]] = []
+        self.notes: list[str] = []
+        self.requested_tokens = 0
+        self._subjects = subjects
+        self._examples = examples
+        self._make_batches = make_batches
+        self._prefills = _Prefills(self.lm, self.runtime, encoded)
+        self._groups: list[PrefillGroup] = []
+        # By the id() of a subject and by decoding: subjects have no hash.
+        self._computations: dict[tuple[int, Decoding], str] = {}
+        # By the id() of a subject whose method rewrites prompts, what it asks, by the id of the example.
+        self._rewritten: dict[int, dict[str, AskedPrompt]] = {}
         for subject in subjects:
-            prompts[id(subject)] = encoded
-            if subject.method.rewrites and plan.lm.device.type != "meta":
-                prompts[id(subject)] = plan._rewrite(subject, examples)
-        plan._prompts = prompts
-        plan._subjects = subjects
-        plan._examples = examples
-        plan._rounds = split_into_rounds(examples, run.runtime.round_questions)
-        plan.order = plan._rows_in_order(subjects, examples)
-        for number, questions in enumerate(plan._rounds):
-            plan._add_round(number, subjects, questions)
-        plan.notes = list(dict.fromkeys(plan.notes))
-        return plan
+            if subject.method.rewrites and self.lm.device.type != "meta":
+                self._rewritten[id(subject)] = _rewritten_prompts(subject, examples)
+        # The same for every subject that rewrites none, so that its batches are made once.
+        self._prompts: dict[int, Prompts] = {
+            id(subject): self._prompts_of(subject) for subject in subjects
+        }
+        self.order = self._rows_in_order(subjects, examples)
+        self._rounds = split_into_rounds(examples, self.runtime.round_questions)
+        for number, questions in enumerate(self._rounds):
+            self._add_round(number, questions)
+        self.notes = list(dict.fromkeys(self.notes))
+
+    def _prompts_of(self, subject: Subject) -> Prompts:
+        """The prompts that a subject asks, by the id of the example."""
+        rewritten = self._rewritten.get(id(subject))
+        if rewritten is None:
+            return self.encoded
+        return {name: prompt.encoded for name, prompt in rewritten.items()}
 
     def _rows_in_order(
         self, subjects: Sequence[Subject], examples: Sequence[Example]
@@ -226,51 +294,53 @@ class BatchPlan:
                 order += [Request(subject, example) for example in batch]
         return order
 
-    def _add_round(
-        self, number: int, subjects: Sequence[Subject], examples: Sequence[Example]
-    ) -> None:
+    def _add_round(self, number: int, examples: Sequence[Example]) -> None:
         """Add the batches of a round of questions, under all methods."""
-        first_batch = len(self.batches)
         groups, batch_tokens = self._shareable_groups(examples)
         by_prefill = dict[str, list[Subject]]()
-        for index, subject in enumerate(subjects):
+        for index, subject in enumerate(self._subjects):
             if id(subject) in self._rewritten:
                 prompts = self._prompts[id(subject)]
                 for batch in self._make_batches(examples, prompts, None):
-                    self._add_group(batch, None, [subject], [batch])
+                    group = PrefillGroup(batch, None, [subject.method])
+                    self._add_group(number, group, [subject], [batch])
             else:
                 prefill_method = subject.method.prefill() if groups else None
                 members = by_prefill.setdefault(repr(prefill_method or index), [])
                 members.append(subject)
         single_batches = self._make_batches(examples, self.encoded, None)
         for members in by_prefill.values():
-            prefill_method = members[0].method.prefill() if groups else None
+            methods = [subject.method for subject in members]
+            prefill_method = methods[0].prefill() if groups else None
             if prefill_method:
-                for group in groups:
-                    group_batches = self._make_batches(
-                        group, self.encoded, batch_tokens
-                    )
-                    self._add_group(group, prefill_method, members, group_batches)
+                for shared in groups:
+                    batches = self._make_batches(shared, self.encoded, batch_tokens)
+                    group = PrefillGroup(shared, prefill_method, methods)
+                    self._add_group(number, group, members, batches)
                 continue
             if groups:
                 self.notes.append(
                     f"{members[0].name} reads each prompt as one, and shares no prefill"
                 )
             for batch in single_batches:
-                self._add_group(batch, None, members, [batch])
-        for requests in self.batches[first_batch:]:
-            requests[:] = [request._replace(round=number) for request in requests]
+                group = PrefillGroup(batch, None, methods)
+                self._add_group(number, group, members, [batch])
 
-    def _rewrite(
-        self, subject: Subject, examples: Sequence[Example]
-    ) -> dict[str, Encoded]:
-        """Rewrite the prompts of examples for a method; return them by the id of their example."""
-        batcher = subject.run.prompts
-        rewritten = batcher.rewrite(examples, subject.method)
-        encoded = batcher.encode(rewritten)
-        prompts = {e.id: AskedPrompt(e, encoded[e.id]) for e in rewritten}
-        self._rewritten[id(subject)] = prompts
-        return encoded
+    def _add_group(
+        self,
+        round_number: int,
+        group: PrefillGroup,
+        members: Sequence[Subject],
+        batches: Sequence[Sequence[Example]],
+    ) -> None:
+        """Add the batches of examples that share a prefill, each under each of its methods."""
+        group_number = len(self._groups)
+        self._groups.append(group)
+        for batch in batches:
+            for subject in members:
+                self.batches.append(
+                    [Request(subject, e, group_number, round_number) for e in batch]
+                )
 
     def asked_prompt(self, request: Request) -> AskedPrompt:
         """Return the example of a request as its method asks it."""
@@ -304,21 +374,6 @@ class BatchPlan:
     def _num_tokens(self, request: Request) -> int:
         return len(self.asked_prompt(request).encoded.ids)
 
-    def _add_group(
-        self,
-        examples: Sequence[Example],
-        prefill_method: Method | None,
-        members: Sequence[Subject],
-        group_batches: Sequence[Sequence[Example]],
-    ) -> None:
-        """Add the batches of examples that share a prefill, each under each of its methods."""
-        number = len(self._groups)
-        methods = [subject.method for subject in members]
-        self._groups.append(PrefillGroup(examples, prefill_method, methods))
-        for batch in group_batches:
-            for subject in members:
-                self.batches.append([Request(subject, e, number) for e in batch])
-
     def _shareable_groups(
         self, examples: Sequence[Example]
     ) -> tuple[list[list[Example]], int | None]:
@@ -330,7 +385,7 @@ class BatchPlan:
         if reason:
             self.notes.append(f"{self.lm.name} shares no prefill: {reason}")
             return [], None
-        prompts = self._prefill_prompts(examples)
+        prompts = self._prefills.prompts(examples)
         token_size = token_bytes(self.lm)
         capacity = self.runtime.shared_bytes // token_size
         longest = max(map(len, prompts)) + 1
@@ -350,10 +405,6 @@ class BatchPlan:
         ]
         return groups, batch_tokens
 
-    def _prefill_prompts(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Token ids of prompts without their last token, which is not part of a shared prefill."""
-        return [self.encoded[e.id].ids[:-1] for e in examples]
-
     def estimate(self, stage: str, answered: bool) -> WorkEstimate:
         """Estimate, before any of it is done, what the plan asks of the model.
 
@@ -369,7 +420,7 @@ class BatchPlan:
         prefix_tokens = list[int]()
         for group in self._groups:
             shared = group.examples if group.prefill_method else ()
-            prompts = self._prefill_prompts(shared)
+            prompts = self._prefills.prompts(shared)
             trie = build_prefix_trie(prompts)
             prefix_tokens.append(trie.size)
             for batch in segment_batches(
@@ -420,57 +471,12 @@ class BatchPlan:
     @contextmanager
     def applied(self, batch: Sequence[Request]) -> Iterator[Prefix | None]:
         """Apply the method of a batch to the model; yield the prefill that the batch goes on from."""
-        prefix = self._prefix_of(batch)
+        group = self._groups[batch[0].group]
+        ids = [request.example.id for request in batch]
+        prefix = self._prefills.prefix(group, ids)
         self.requested_tokens += sum(self._num_tokens(request) for request in batch)
         with batch[0].subject.method.applied(self.lm):
             yield prefix
-
-    def _prefix_of(self, batch: Sequence[Request]) -> Prefix | None:
-        """The shared prefill of a batch, which is computed for its group where that is a new one."""
-        number = batch[0].group
-        group = self._groups[number]
-        ids = [request.example.id for request in batch]
-        if self._stored_group != number:
-            # One group and one prefix at a time are in memory.
-            self._stored_group = None
-            self._store = None
-            self._prefix_ids = []
-            self._prefix = None
-            if group.prefill_method:
-                self._store = self._prefill(group, group.prefill_method)
-            self._stored_group = number
-        if self._prefix_ids != ids:
-            self._prefix_ids = []
-            self._prefix = None
-            if self._store:
-                rows = {e.id: row for row, e in enumerate(group.examples)}
-                self._prefix = self._store.prefix(self.lm, [rows[name] for name in ids])
-            self._prefix_ids = ids
-        return self._prefix
-
-    def _prefill(self, group: PrefillGroup, method: Method) -> PrefixStore | None:
-        """The prefill of a group; None where the memory is too small for it."""
-        channels = set[int]()
-        layers = set[int]()
-        for method_of_group in group.methods:
-            method_channels, method_layers = method_of_group.records()
-            channels.update(method_channels)
-            layers.update(method_layers)
-        prompts = self._prefill_prompts(group.examples)
-        store = PrefixStore(prompts, sorted(channels), sorted(layers))
-        runtime = self.runtime
-        try:
-            with method.applied(self.lm):
-                store.fill(self.lm, runtime.batch_size, runtime.batch_tokens)
-            return store
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            message = "out of memory with a prefill of %d tokens: not shared"
-            log.warning(message, store.layout.size)
-        del store
-        torch.cuda.empty_cache()  # only behind the handler are its tensors free
-        return None
 
     def complete(
         self,

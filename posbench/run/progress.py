@@ -97,7 +97,9 @@ class Progress:
         if speed_known and self.done < self.total:
             remaining = seconds * (self.weight / self._session_weight - 1)
             remaining -= now - self._last_advance
-            if remaining > 0:  # a part that takes longer than those before has no known end
+            if (
+                remaining > 0
+            ):  # a part that takes longer than those before has no known end
                 parts.append(f"{duration(remaining)} left")
         if self.spent:
             parts.append(f"{self.spent()} spent")

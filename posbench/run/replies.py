@@ -101,7 +101,7 @@ def plan_replies(
 
     if examples is None:
         examples = run.evaluation
-    plan = BatchPlan.of(subjects, examples, encoded, make_batches)
+    plan = BatchPlan(subjects, examples, encoded, make_batches)
     return plan, compute
 
 

@@ -349,7 +349,7 @@ class Prompts:
             return run.prompts.batches(examples, prompts, self.task, size)
 
         subject = Subject(run, "", Unmodified())
-        asks = BatchPlan.of([subject], self.examples, self.encoded, plan)
+        asks = BatchPlan([subject], self.examples, self.encoded, plan)
 
         def compute_batch(batch: Sequence[Request]) -> list[Row]:
             with asks.applied(batch) as prefix:

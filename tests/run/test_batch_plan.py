@@ -12,7 +12,7 @@ from posbench.methods import Unmodified
 from posbench.model.store import PrefixStore, token_bytes
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import build_run, prepare
-from posbench.run.batch_plan import BatchPlan, Subject
+from posbench.run.batch_plan import Subject, _Prefills
 from posbench.run.folder import open_run_dir
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
@@ -118,10 +118,10 @@ def run_of(*overrides):
 
 def plan_of(run, methods):
     encoded = run.prompts.encode(run.evaluation)
-    asks, compute = plan_replies(
+    plan, compute = plan_replies(
         [Subject(run, *each) for each in methods.items()], encoded
     )
-    return asks, compute
+    return plan, compute
 
 
 def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
@@ -146,7 +146,7 @@ def live():
     for thing in gc.get_objects():
         if issubclass(
             type(thing), torch.Tensor
-        ):  # isinstance asks deprecated objects, which warn
+        ):  # isinstance plan deprecated objects, which warn
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -154,11 +154,11 @@ def live():
 
 def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
     run = run_of(*asked, *CHANNEL, "runtime.share=600KiB", "runtime.batch_tokens=null")
-    asks, compute = plan_of(run, {"scale": run.method.build()})
-    assert all(group.prefill_method for group in asks._groups), (
+    plan, compute = plan_of(run, {"scale": run.method.build()})
+    assert all(group.prefill_method for group in plan._groups), (
         "this memory is enough to share"
     )
-    asks.lm.generate([[5, 6, 7]], max_new_tokens=1)
+    plan.lm.generate([[5, 6, 7]], max_new_tokens=1)
     before = live()
     peak = [0]
     gathered = PrefixStore.prefix
@@ -169,10 +169,10 @@ def test_what_is_shared_keeps_to_its_memory(asked, monkeypatch):
         return prefix
 
     monkeypatch.setattr(PrefixStore, "prefix", measured)
-    for batch in asks.batches[:3]:
+    for batch in plan.batches[:3]:
         compute(batch)
     budget = run.runtime.shared_bytes
-    assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(asks.lm))
+    assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(plan.lm))
 
 
 def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(
@@ -183,16 +183,16 @@ def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(
         command="",
         console=QUIET,
     )
-    prefix_of = BatchPlan._prefix_of
+    prefix_of = _Prefills.prefix
     left = [0]
 
-    def killed(self, batch):
+    def killed(self, group, ids):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        return prefix_of(self, batch)
+        return prefix_of(self, group, ids)
 
-    monkeypatch.setattr(BatchPlan, "_prefix_of", killed)
+    monkeypatch.setattr(_Prefills, "prefix", killed)
     one = config(*asked, *CHANNEL, f"runtime.outputs={tmp_path / 'b'}")
     stops = 0
     for after in (2, 5, 3, 7, 4, 6, 100):
@@ -240,11 +240,11 @@ def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(
 
 def test_what_shares_nothing_is_said(asked, capsys):
     run = run_of(*asked, "method=ms_poe")
-    asks, _ = plan_of(run, {"ms_poe": run.method.build()})
-    (note,) = asks.notes
+    plan, _ = plan_of(run, {"ms_poe": run.method.build()})
+    (note,) = plan.notes
     assert_names(note, "ms_poe", "no prefill")
     run = run_of(*asked, *CHANNEL, "runtime.share=10KiB")
-    asks, _ = plan_of(run, {"scale_channel": run.method.build()})
-    (note,) = asks.notes
+    plan, _ = plan_of(run, {"scale_channel": run.method.build()})
+    (note,) = plan.notes
     assert_names(note, "runtime.share=10KiB")
-    assert not any(group.prefill_method for group in asks._groups)
+    assert not any(group.prefill_method for group in plan._groups)

@@ -118,10 +118,7 @@ def test_where_parts_differ_their_weights_tell_how_much_is_left(clock: Clock) ->
         work(1, weight=8)
         clock.wait(200)
     # The last two are a fifth of all: 100 seconds, long over.
-    assert (
-        _told(console)[2]
-        == "figures 1/3 (33 %), 9.0/h, 10 min elapsed: long, short"
-    )
+    assert _told(console)[2] == "figures 1/3 (33 %), 9.0/h, 10 min elapsed: long, short"
 
 
 def test_before_the_first_batch_is_done_the_tokens_that_were_read_are_told(

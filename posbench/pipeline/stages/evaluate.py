@@ -33,6 +33,8 @@ from posbench.tasks import Example, Task
 
 PROMPTS = "prompts.json"
 METRICS = "metrics.csv"
+FILE = PREDICTIONS
+"""Its rows, by the name that every stage with rows has."""
 SUBSETS = "subsets.csv"
 SHAPE = "shape.csv"
 TABLES = (METRICS, SUBSETS, SHAPE)

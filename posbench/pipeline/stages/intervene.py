@@ -135,5 +135,5 @@ def plan_attention(
         return run.prompts.batches_by_length(examples, length, max_tokens)
 
     examples = sort_by_gold_position(run.evaluation, run.runtime.intervene_examples)
-    plan = BatchPlan.of(subjects, examples, encoded, make_batches)
+    plan = BatchPlan(subjects, examples, encoded, make_batches)
     return plan, compute
