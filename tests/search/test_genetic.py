@@ -265,6 +265,29 @@ def test_children_are_cut_from_two_parents_and_in_order(seed):
         )
 
 
+def test_two_parents_swap_their_tails_behind_every_cut():
+    search = GeneticSearch()
+    low, high = (0, 1, 2, 1, 4, 1, 6, 1), (1, 9, 3, 9, 5, 9, 7, 9)
+    families = {
+        tuple(sorted(search.cross([low, high], random.Random(seed))))
+        for seed in range(100)
+    }
+    # A cut in front of an x of the smaller parent puts its x 2 behind the x 1 of the other: still in order.
+    assert families == {
+        tuple(sorted([low[:cut] + high[cut:], high[:cut] + low[cut:]]))
+        for cut in range(1, 8)
+    }
+    # Where the tails would leave x out of order, that child is dropped.
+    late = (5, 3, 6, 3, 7, 3, 8, 3)
+    children = {
+        child
+        for seed in range(100)
+        for child in search.cross([low, late], random.Random(seed))
+    }
+    in_order = {low[:cut] + late[cut:] for cut in range(1, 8)}
+    assert children == in_order | {late[:7] + low[7:]}
+
+
 def test_first_candidate_is_equation_8():
     assert GeneticSearch().control_points(GeneticSearch().first(32)) == [
         (0, 1.5),
