@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -368,6 +369,13 @@ def _example(kind: Any) -> str:
     if origin is tuple:
         return f"[{','.join(_example(arg) for arg in args if arg is not Ellipsis)}]"
     return {int: "1", float: "0.5", bool: "true"}.get(kind, "...")
+
+
+def override_text(value: Any) -> str:
+    """A value as an override has it: ``null``, ``true``, ``[0%,1]``, ``{a:1}``."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, separators=(",", ":"), default=str).replace('"', "")
 
 
 def describe_type(kind: Any) -> str:

@@ -26,7 +26,7 @@ from posbench.diagnose.race import (
     race,
     winner_of,
 )
-from posbench.diagnose.runs import Runs, key_of, spell
+from posbench.diagnose.runs import Runs, key_of
 from posbench.diagnose.signal import (
     answer_signal,
     has_no_signal,
@@ -51,6 +51,7 @@ from posbench.report.folder import read_csv, study_tables
 from posbench.run.budget import Budget
 from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.progress import duration, progress
+from posbench.schema import override_text
 from posbench.search.base import FOUND_FILE
 from posbench.stats import cut_replies
 from posbench.stats.bootstrap import Estimate
@@ -588,7 +589,7 @@ class Course:
                 arg for arg in self.args if key_of(arg).partition(".")[0] == "method"
             ]
         constants = [
-            f"method.{key}={spell(value)}"
+            f"method.{key}={override_text(value)}"
             for key, value in choice.values.items()
             if value is not None
         ]
@@ -746,7 +747,9 @@ class Course:
         """Ask the task with other settings from now on, and say so."""
         self.runs.settings |= changes
         self._use(self._prepare_task())
-        text = ", ".join(f"{key}={spell(value)}" for key, value in changes.items())
+        text = ", ".join(
+            f"{key}={override_text(value)}" for key, value in changes.items()
+        )
         line = f"{reason}; asked again with {text}"
         self.console.print(line, soft_wrap=True, markup=False)
 

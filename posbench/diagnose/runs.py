@@ -27,22 +27,12 @@ from posbench.report.page import render_run
 from posbench.run.folder import PREDICTIONS, REDRAWN_FILES, open_run_dir
 from posbench.run.heartbeat import loading
 from posbench.run.lease import owning
+from posbench.schema import override_text
 
 
 def key_of(override: str) -> str:
     """The key, or the group, that an override sets."""
     return override.lstrip("+~").partition("=")[0]
-
-
-def spell(value: Any) -> str:
-    """A value as an override has it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(spell, value))}]"
-    return str(value)
 
 
 class Runs:
@@ -112,7 +102,7 @@ class Runs:
             and not (method and arg.startswith("method"))
         ]
         changed = [
-            f"{key}={spell(value)}"
+            f"{key}={override_text(value)}"
             for key, value in self.settings.items()
             if key not in part_keys and not (in_process and key.startswith("model."))
         ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import unicodedata
@@ -30,6 +29,7 @@ from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.pipeline.constants import FROM_RUN, read_constants
 from posbench.run.runtime import Runtime
+from posbench.schema import override_text
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {
@@ -213,7 +213,7 @@ def parse_request(
     typed_keys = {override.key_or_group for override in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
     sweep = [
-        f"{key}={','.join(_spell(value) for value in values)}"
+        f"{key}={','.join(override_text(value) for value in values)}"
         for key, values in grid.items()
         if key not in typed_keys
     ]
@@ -385,13 +385,6 @@ def _find_experiment(name: str, folders: Sequence[Path]) -> Path:
     names = choices(*folders)
     hint = near(name, names, "posbench ls experiments")
     raise UserError("experiment", name, ", ".join(names), hint)
-
-
-def _spell(value: Any) -> str:
-    """A value of an experiment's grid as an override spells it."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value).replace('"', "")
 
 
 def leaf_keys(node: Any, key: str) -> Iterator[str]:

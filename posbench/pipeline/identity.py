@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 import subprocess
@@ -27,6 +26,7 @@ from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, task_sources
 from posbench.pipeline.constants import FROM_RUN, fingerprint
 from posbench.run.own_code import CONFIG_DIR
+from posbench.schema import override_text
 
 NUMBERS = (
     "tasks",
@@ -161,8 +161,7 @@ def need_constants_of_weights(config: Config, read: Sequence[Content]) -> None:
         typed = [f"method={constants.method}"]
         for key, value in constants.values.items():
             if isinstance(value, int | float | str | list):
-                text = json.dumps(value, separators=(",", ":")).replace('"', "")
-                typed.append(f"method.{key}={text}")
+                typed.append(f"method.{key}={override_text(value)}")
         allowed = f"a run of these weights ({weights}); that one used {constants.weights or 'none'}"
         hint = f"to apply its constants all the same, type them: {' '.join(typed)}"
         raise UserError("method", f"{FROM_RUN}{constants.run}", allowed, hint)

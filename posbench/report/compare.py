@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from posbench.errors import UserError, renamed
-from posbench.files.atomic import Row, new_folder, short_hash, write_csv
+from posbench.files.atomic import Row, new_folder, short_hash, to_canonical, write_csv
 from posbench.late import DataFrame, Figure, pd
 from posbench.model.load import SERVER_KEYS
 from posbench.plots.base import save, sign
@@ -25,12 +25,11 @@ from posbench.report.index import (
     cut_text,
     differing_settings,
     estimate_cell,
-    override_text,
 )
 from posbench.report.tables import cut_notes, has_cut_note
 from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_undamaged
 from posbench.run.own_code import make_importable
-from posbench.schema import instantiate
+from posbench.schema import instantiate, override_text
 from posbench.stats.bootstrap import Estimate, combined
 from posbench.stats.findings import estimate_columns, estimate_row
 from posbench.stats.frames import (
@@ -108,7 +107,7 @@ class ComparedRun:
         """What moves a greedy reply, by name; of a served run also what the server may add."""
         task = self.summary.config.get("task") or {}
         settings = {
-            f"task.{name}": override_text(task[name])
+            f"task.{name}": override_text(to_canonical(task[name]))
             for name in DECODING_KEYS
             if name in task
         }
@@ -120,7 +119,7 @@ class ComparedRun:
             open_penalties = recorded["open_penalties"] if recorded else PENALTY_NAMES
             sent = (recorded or {}).get("sent", {"temperature": 0})
             temperature = sent.get("temperature", "of the server")
-            settings["temperature"] = override_text(temperature)
+            settings["temperature"] = override_text(to_canonical(temperature))
         for name in PENALTY_NAMES:
             is_open = name in open_penalties
             settings[name] = "of the server" if is_open else "neutral"

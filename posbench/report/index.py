@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from posbench.run.folder import (
 from posbench.run.lease import in_use
 from posbench.run.progress import duration
 from posbench.run.shards import is_running
+from posbench.schema import override_text
 from posbench.stats import cut_replies
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name, rows_over_all_positions
@@ -185,13 +185,8 @@ def _flatten(node: Any, key: str) -> Iterator[tuple[str, str]]:
             if name not in ("_target_", "name"):
                 yield from _flatten(value, f"{key}.{name}".strip("."))
     elif "." in key:
-        yield key, override_text(node)
-
-
-def override_text(value: Any) -> str:
-    """A value as an override spells it; 1.0 as 1."""
-    text = json.dumps(to_canonical(value), separators=(",", ":"), default=str)
-    return text.replace('"', "")
+        # 1.0 as 1
+        yield key, override_text(to_canonical(node))
 
 
 def differing_settings(runs: Sequence[RunSummary]) -> list[dict[str, str]]:

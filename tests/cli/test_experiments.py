@@ -10,7 +10,7 @@ import pytest
 
 from posbench import paths
 from posbench.errors import choices
-from posbench.pipeline.arguments import _spell
+from posbench.schema import override_text
 from tests.cli import test_kills, test_tasks
 from tests.cli.task_files import TASKS
 from tests.conftest import Result, run_folders
@@ -94,7 +94,11 @@ def shrunken(name: str, reader: Path, files: Path) -> list[str]:
     typed = {setting.split("=")[0] for setting in small}
     return [
         *args,
-        *(f"{key}={_spell(value)}" for key, value in point.items() if key not in typed),
+        *(
+            f"{key}={override_text(value)}"
+            for key, value in point.items()
+            if key not in typed
+        ),
         *small,
     ]
 

@@ -14,16 +14,17 @@ import pytest
 import yaml
 
 from posbench.cli.main import main
+from posbench.files.atomic import to_canonical
 from posbench.report.index import (
     age,
     find_run,
     list_title,
-    override_text,
     records,
     terminal_rows,
 )
 from posbench.run.folder import RunDir, open_run, runs_in
 from posbench.run.lease import owning
+from posbench.schema import override_text
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result
 from tests.frames import metrics, with_cut_replies
@@ -284,9 +285,9 @@ def test_age() -> None:
 
 
 def test_values_are_spelled_as_one_types_them() -> None:
-    assert [override_text(v) for v in ("a", None, True, 1.0, 0.5, ["0%", 1.0])] == [
-        *("a", "null", "true", "1", "0.5", "[0%,1]")
-    ]
+    assert [
+        override_text(to_canonical(v)) for v in ("a", None, True, 1.0, 0.5, ["0%", 1.0])
+    ] == [*("a", "null", "true", "1", "0.5", "[0%,1]")]
 
 
 def test_the_command_prints_tsv_and_json(
