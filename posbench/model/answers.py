@@ -94,6 +94,12 @@ class _Usage:
         return max(self.completion_tokens, total - (self.prompt_tokens or 0))
 
 
+CUT = ("length", "max_tokens", "max_length", "model_length")
+"""Why a reply ended, in the words of servers, where it had no more tokens."""
+FAILED = ("error", "abort", "aborted", "cancelled")
+"""The same where the server gave up."""
+
+
 def read_reply(
     answer: Mapping[str, Any], opened: bool = False, hidden: bool = False
 ) -> Reply:
@@ -114,6 +120,10 @@ def read_reply(
     if choice.get("finish_reason", "") is None:
         raise RequestError("the reply is not finished (finish_reason is null)")
     finish = str(choice.get("finish_reason", ""))
+    if finish.lower() in FAILED or choice.get("error"):
+        raise RequestError(f"the reply ended with {choice.get('error') or finish}")
+    if finish.lower() in CUT:
+        finish = LENGTH
     text, field_thinking = _texts(choice, message)
     split = split_thinking(text, opened and not field_thinking)
     text = split.answer
@@ -261,14 +271,14 @@ def first_token_nats(
 def choice_in_reply(text: str, choices: Sequence[str]) -> str:
     """The choice that follows "answer is" or "answer:" in a reply, or with which it begins; else nothing.
 
-    An A at the beginning is the article where another word than a verb follows.
+    An A or an I at the beginning, or behind "answer", is a word where another one than a verb of the choice follows.
     """
     names = sorted((choice.strip() for choice in choices), key=len, reverse=True)
     choice = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
-    article = r"(?!\s*A\s+(?!is\b|was\b|because\b|since\b|as\b)[a-z])"
+    no_word = r"(?!\s*(?:[AI]\s+(?!is\b|was\b|because\b|since\b|as\b)[a-z]|I['\u2019]))"
     match = re.search(rf"(?i:answer(?: is:?|:)){choice}", text)
-    match = match or re.match(article + choice, text)
-    match = match or re.search(rf"(?i:answer){choice}", text)
+    match = match or re.match(no_word + choice, text)
+    match = match or re.search(rf"(?i:answer){no_word}{choice}", text)
     return match[1] if match else ""
 
 

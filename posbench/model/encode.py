@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -107,14 +108,17 @@ class Encoder:
                 {"role": "system", "content": system},
                 {"role": "user", "content": prompt},
             ]
-            try:
-                return str(tokenizer.apply_chat_template(messages, **settings)), True
-            except TemplateError:
-                # Gemma's and early Mistral templates know no system role: it goes before the question.
-                log.debug("%s: the chat template takes no system message", self.name)
+            text = ""
+            with suppress(TemplateError):
+                text = str(tokenizer.apply_chat_template(messages, **settings))
+            if system.strip() in text:
+                self._need_shown(prompt, text)
+                return text, True
+            # Gemma's and early Mistral templates know no system role: it goes before the question.
+            log.debug("%s: the chat template takes no system message", self.name)
         messages = [{"role": "user", "content": joined}]
         try:
-            return str(tokenizer.apply_chat_template(messages, **settings)), True
+            text = str(tokenizer.apply_chat_template(messages, **settings))
         # A template is a program of the checkpoint's: whatever it raises, it is the template that is wrong.
         except Exception as error:
             allowed = (
@@ -124,6 +128,17 @@ class Encoder:
             raise UserError(
                 "model.chat_template", self.chat_template, allowed, hint
             ) from error
+        self._need_shown(joined, text)
+        return text, True
+
+    def _need_shown(self, prompt: str, text: str) -> None:
+        """Refuse a chat template that leaves no line of a prompt in its text, as those for parts of messages do."""
+        lines = [line.strip().lower() for line in prompt.splitlines() if line.strip()]
+        shown = text.lower()
+        if lines and not any(line in shown for line in lines):
+            allowed = "a template that shows the text of a message"
+            hint = "correct the checkpoint's, or set model.chat_template=none"
+            raise UserError("model.chat_template", self.chat_template, allowed, hint)
 
     def encode(
         self,
@@ -201,6 +216,8 @@ class Encoder:
         spans = [NO_CHARACTERS] * len(ids)
         if tokenizer.is_fast:
             spans = encoding["offset_mapping"]
+        ids = self._without_end(ids, text)
+        spans = spans[: len(ids)]
         bos = tokenizer.bos_token_id
         lacks_bos = has_template and bos is not None and ids[:1] != [bos]
         if lacks_bos and self._token_ids("a")[:1] == [bos]:
@@ -220,7 +237,16 @@ class Encoder:
     def _token_ids(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text without a chat template."""
         encoding = self.need_tokenizer()(text, add_special_tokens=special)
-        return list(encoding["input_ids"])
+        return self._without_end(list(encoding["input_ids"]), text)
+
+    def _without_end(self, ids: list[int], text: str) -> list[int]:
+        """Token ids of a text without the end of sequence that some tokenizers add: a reply shall follow."""
+        tokenizer = self.need_tokenizer()
+        end = tokenizer.eos_token_id
+        if not ids or end is None or ids[-1] != end:
+            return ids
+        is_written = text.rstrip().endswith(str(tokenizer.eos_token))
+        return ids if is_written or len(ids) == 1 else ids[:-1]
 
     def _shorten(
         self,

@@ -724,7 +724,11 @@ class Endpoint:
             if error.refusal.kind != "cut":
                 raise
             return Reply(finish=LENGTH, is_thinking=True, thinking_form="hidden")
-        return self._read(answer, prompt)
+        reply = self._read(answer, prompt)
+        if not reply.finish and (reply.reply_tokens or 0) >= max_tokens:
+            # The server does not say why a reply ended, and it has as many tokens as it may.
+            return replace(reply, finish=LENGTH)
+        return reply
 
     def _read(self, answer: Mapping[str, Any], prompt: Prompt) -> Reply:
         thinking = self.profile.thinking

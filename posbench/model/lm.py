@@ -30,6 +30,7 @@ from posbench.model.hooks import (
     replace_attribute,
 )
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
+from posbench.model.thinking import MARKS
 from posbench.renamed import RenamedAttribute
 
 if TYPE_CHECKING:
@@ -222,7 +223,9 @@ class LM(Encoder):
             if last_ids and tokenizer.decode(last_ids) == text:
                 stop_tokens[text] = last_ids[0]
         stop_texts = [text for text in stop if text not in stop_tokens]
-        end_ids = self.model.generation_config.eos_token_id or tokenizer.eos_token_id
+        end_ids = self.model.generation_config.eos_token_id
+        if end_ids is None:
+            end_ids = tokenizer.eos_token_id
         if end_ids is None:
             end_ids = []
         elif not isinstance(end_ids, list):
@@ -237,21 +240,24 @@ class LM(Encoder):
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         )
         stop_ids = set(stop_tokens.values())
+        ending_ids = stop_ids.union(end_ids)
         replies: dict[int, GeneratedReply] = {}
         for batch in _batches_or_one(prompts, batch_size, prefix):
             reply_ids = self._generate_batch(
                 [prompts[i] for i in batch], settings, stop_texts, prefix
             )
-            texts = tokenizer.batch_decode(reply_ids, skip_special_tokens=True)
-            for index, text, ids in zip(batch, texts, reply_ids.tolist(), strict=True):
+            for index, ids in zip(batch, reply_ids.tolist(), strict=True):
+                # What stands behind the first token that ends a reply is padding.
+                length = next(
+                    (i for i, token in enumerate(ids) if token in ending_ids), len(ids)
+                )
+                text = _decode_with_thinking(tokenizer, ids[:length])
                 reply = cut_at_stop(text, stop_texts)
                 finish = LENGTH
-                if reply != text or not stop_ids.isdisjoint(ids):
+                if reply != text or not stop_ids.isdisjoint(ids[: length + 1]):
                     finish = STOP
-                elif any(end_id in ids for end_id in end_ids):
+                elif length < len(ids):
                     finish = END
-                for stop_text in stop_tokens:
-                    reply = reply.removesuffix(stop_text)
                 replies[index] = GeneratedReply(reply, finish)
         return [replies[index] for index in range(len(prompts))]
 
@@ -537,6 +543,22 @@ def _positions(mask: Tensor) -> Tensor:
     A bare forward would count them from the first column, padding included; generate() counts them so.
     """
     return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def _decode_with_thinking(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
+) -> str:
+    """The text of tokens without special ones, but for those that mark thinking."""
+    texts_of_marks = {mark for pair in MARKS for mark in pair}
+    special_ids = set(tokenizer.all_special_ids)
+    kept = [
+        token
+        for token in ids
+        if token not in special_ids
+        or tokenizer.convert_ids_to_tokens(token) in texts_of_marks
+    ]
+    has_marks = not special_ids.isdisjoint(kept)
+    return str(tokenizer.decode(kept, skip_special_tokens=not has_marks))
 
 
 def _count_tokens(replies: Tensor, end_ids: list[int], pad_id: int) -> int:

@@ -373,7 +373,10 @@ def _spending(config: Config, run: Run) -> Spending:
     )
     budget = config.budget
     price = run.model.price
-    usd = max(price_of(read, written, price) or 0.0, recorded.get("usd", 0.0))
+    recorded_usd = recorded.get("usd", 0.0)
+    usd = max(price_of(read, written, price) or 0.0, recorded_usd)
+    if usd > recorded_usd:
+        run.out.spend(evaluate.STAGE, {"usd": usd - recorded_usd}, {})
     expected = 0.0
     if budget and (budget.tokens or budget.usd):
         estimate = estimate_served(config, run.endpoint.profile, run.encoder)

@@ -68,7 +68,11 @@ def with_setting(
 
 def _value_text(value: object) -> str:
     """A swept value for readers; `points 1` for ``{points:1}``, a block of keys."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:g}"
+        if float(text) != value:  # two values must not look like one
+            text = repr(value)
     if re.fullmatch(r"\{.*\}", text):
         return text[1:-1].replace(":", " ").replace(",", ", ")
     return text

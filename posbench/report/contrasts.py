@@ -68,36 +68,61 @@ def judge_contrasts(runs: Runs, varied: Collection[str]) -> pd.DataFrame:
 def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
     """The verdict on a contrast in the runs of one model; None where they lack a setting."""
     pairs = list(combinations(contrast.equal, 2))
-    if contrast.better:
-        pairs = [(better, contrast.than) for better in contrast.better]
-    scores = {}
-    cut = []
-    for name in sorted({name for pair in pairs for name in pair}):
-        folder = _evaluated_run(name, runs)
-        if folder is None:
-            return None
-        scores[name] = _read_scores(name, folder)
-        if _was_cut(name, folder):
-            cut.append(name)
+    for setting in (*contrast.better, *contrast.not_better):
+        pairs.append((setting, contrast.than))
+    names = sorted({name for pair in pairs for name in pair})
+    scores: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
+    cut = set[str]()
+    # Where other keys were swept, too, settings are compared under each of their values.
+    for index, group in enumerate(_runs_by_other_keys(names, runs)):
+        folders = {name: _evaluated_run(name, group) for name in names}
+        for name, folder in folders.items():
+            if folder is None or None in folders.values():
+                continue
+            table = _read_scores(name, folder)
+            scores[name].append(
+                table.assign(group=index).set_index("group", append=True)
+            )
+            if _was_cut(name, folder):
+                cut.add(name)
+    if not all(scores.values()):
+        return None
+    tables = {name: pd.concat(of_name) for name, of_name in scores.items()}
     parts = []
     for first, second in pairs:
-        points = _difference(scores[first], scores[second])
+        points = _difference(tables[first], tables[second])
         statistic = f"{first} minus {second}, points of the average"
-        if contrast.better:
-            part = Finding.above(contrast.claim, statistic, points, SMALLEST_POINTS)
-        else:
-            part = Finding.within(
-                contrast.claim, statistic, points, -SMALLEST_POINTS, SMALLEST_POINTS
-            )
+        part = _bounded(contrast, statistic, points)
         if not points.n:
             part = part.not_testable(NO_COMMON_PROMPTS)
         elif first in cut or second in cut:
-            part = part.not_testable(f"{cut_replies.PROBLEM} under {', '.join(cut)}")
+            part = part.not_testable(
+                f"{cut_replies.PROBLEM} under {', '.join(sorted(cut))}"
+            )
         parts.append(part)
     if not parts:
         return None
     finding = join_findings(parts)
     return finding.inconclusive(ONE_SEARCH) if contrast.one_search else finding
+
+
+def _bounded(contrast: Contrast, statistic: str, points: bootstrap.Estimate) -> Finding:
+    """The verdict on one pair of settings by their difference in points."""
+    claim = contrast.claim
+    if contrast.better:
+        return Finding.above(claim, statistic, points, SMALLEST_POINTS)
+    if contrast.not_better:
+        return Finding.below(claim, statistic, points, SMALLEST_POINTS)
+    return Finding.within(claim, statistic, points, -SMALLEST_POINTS, SMALLEST_POINTS)
+
+
+def _runs_by_other_keys(names: Collection[str], runs: Runs) -> list[Runs]:
+    """The runs in groups that differ in the key of the named settings alone."""
+    groups: dict[tuple[tuple[str, str], ...], list[tuple[Mapping[str, str], Path]]] = {}
+    for setting, folder in runs:
+        others = sorted(item for item in setting.items() if item[1] not in names)
+        groups.setdefault(tuple(others), []).append((setting, folder))
+    return list(groups.values())
 
 
 def _evaluated_run(name: str, runs: Runs) -> Path | None:

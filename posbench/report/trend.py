@@ -296,15 +296,25 @@ class _Trend:
         draws = best[1:]
         low, high = np.quantile(draws, [0.025, 0.975], method="inverted_cdf")
         first, last = claims.best
-        holds = first <= value <= last
-        agreeing = ((draws >= first) & (draws <= last)) == holds
+        # Of several numbers with the same average all have to lie on one side.
+        is_best = np.isclose(means, means.max(-1, keepdims=True), rtol=0, atol=1e-12)
+        is_claimed = (self.numbers >= first) & (self.numbers <= last)
+        all_inside = ~(is_best & ~is_claimed).any(-1)
+        all_outside = ~(is_best & is_claimed).any(-1)
+        holds = bool(all_inside[0])
+        agreeing = (all_inside if holds else all_outside)[1:]
         p = np.nan
         if np.ptp(means[0]):
             p = 2 * (1 + np.count_nonzero(~agreeing)) / len(best)
         parameter = self.axis.rpartition(".")[2]
         statistic = f"{parameter} with the best average score{self.subset_note}"
         estimate = Estimate(value, low, high, n)
-        return Finding.tested(holds, claims.peak, statistic, estimate, p)
+        finding = Finding.tested(holds, claims.peak, statistic, estimate, p)
+        if not all_inside[0] and not all_outside[0]:
+            return finding.inconclusive(
+                "the best averages are equal inside the claimed range and outside"
+            )
+        return finding
 
     def _common_prompts(self, table: pd.DataFrame) -> pd.DataFrame | None:
         """The rows of the prompts that were asked at every number; None where there are none.

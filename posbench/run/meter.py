@@ -50,7 +50,8 @@ class StageMeter:
                     self._loops.get("reply_tokens", 0),
                     self._price,
                 )
-                if cost is not None:
+                # A server that tells no tokens has no known cost.
+                if cost is not None and self._loops.get("prompt_tokens"):
                     amounts["usd"] = cost
             # On a full disk, the stage itself raises, or what follows it.
             with suppress(OSError):

@@ -134,7 +134,8 @@ def _served_replies(
         questions.count(read, written)
         row = _row(run, example, prompt, reply)
         cost = price_of(read, written, run.model.price)
-        if cost is not None and not reply.get("note"):
+        is_told = bool(reply.get("prompt_tokens"))
+        if cost is not None and is_told and not reply.get("note"):
             row["cost"] = round(cost, COST_DIGITS)
         return row
 

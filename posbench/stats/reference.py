@@ -52,6 +52,7 @@ class Contrast:
         better: Settings that score at least a point more than ``than``, each of them.
         than: A setting, or ``none``: the unmodified model.
         equal: In place of ``better`` and ``than``, settings of which no two differ by a point.
+        not_better: In place of ``better``, settings that score less than a point more than ``than``, each of them.
         one_search: Whether each setting is one search. Then a difference cannot be told from that of two searches
             of one setting, and the claim is inconclusive.
     """
@@ -60,6 +61,7 @@ class Contrast:
     better: tuple[str, ...] = ()
     than: str = UNMODIFIED
     equal: tuple[str, ...] = ()
+    not_better: tuple[str, ...] = ()
     one_search: bool = False
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from posbench.model.answers import RequestError, read_reply
+from posbench.model.answers import RequestError, choice_in_reply, read_reply
 
 
 def answer(
@@ -98,3 +98,35 @@ def test_a_reply_may_end_in_its_thinking(
 def test_what_is_no_number_of_tokens_is_a_failure() -> None:
     with pytest.raises(RequestError, match="usage"):
         read_reply(answer({"content": "C"}, completion_tokens="many"))
+
+
+@pytest.mark.parametrize("finish", ["length", "MAX_TOKENS", "model_length"])
+def test_every_word_for_no_more_tokens_means_a_cut_reply(finish: str) -> None:
+    assert read_reply(answer({"content": "C"}, finish)).finish == "length"
+
+
+@pytest.mark.parametrize("finish", ["error", "abort", "stop"])
+def test_a_reply_with_an_error_is_none(finish: str) -> None:
+    failed = answer({"content": "C"}, finish)
+    if finish == "stop":
+        failed["choices"][0]["error"] = {"message": "lost"}
+    with pytest.raises(RequestError, match="ended with"):
+        read_reply(failed)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("I", "I"),
+        ("I is right", "I"),
+        ("I. Because", "I"),
+        ("I am not sure", ""),
+        ("I'm not sure", ""),
+        ("I think it is option C", ""),
+        ("The answer I would give is unclear", ""),
+        ("I think the answer is C", "C"),
+        ("answer I", "I"),
+    ],
+)
+def test_a_person_is_no_choice(text: str, choice: str) -> None:
+    assert choice_in_reply(text, [f" {letter}" for letter in "ABCDEFGHI"]) == choice

@@ -322,3 +322,30 @@ def test_offsets_of_longer_tokens_point_into_the_prompt() -> None:
     )
     assert lm.render(PROMPT) == "bal bap " + PROMPT
     assert "".join(PROMPT[a:b] for a, b in lm.encode(PROMPT).offsets if b > a) == PROMPT
+
+
+def test_an_end_of_sequence_that_a_tokenizer_adds_is_left_out() -> None:
+    """A reply shall follow the prompt."""
+    lm = reader()
+    wanted = [lm.encode("Ann? ").ids, *lm.answer_ids("Ann? ", "Bob")]
+    lm.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert lm.tokenizer("Ann")["input_ids"][-1] == 1
+    assert [lm.encode("Ann? ").ids, *lm.answer_ids("Ann? ", "Bob")] == wanted
+    assert lm.encode("Ann</s>").ids[-1] == 1, "one that is written stays"
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_template_that_shows_no_message_is_refused(system: str) -> None:
+    parts = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+    lm = reader(f"U:{parts}{{% endfor %}}{{% endfor %}}")
+    with refused("model.chat_template", "auto", hint="model.chat_template=none"):
+        lm.encode("Where is Ann?", system=system)
+
+
+def test_a_template_that_leaves_out_the_system_message_gets_it_with_the_prompt() -> (
+    None
+):
+    users = "{% for m in messages if m.role == 'user' %}U:{{ m.content }}{% endfor %}"
+    assert reader(users).render("Who?", system="Be brief.") == "U:Be brief.\n\nWho?"

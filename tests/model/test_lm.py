@@ -8,6 +8,7 @@ import posbench
 from posbench.methods import ScaleChannel, Unmodified
 from posbench.model.hooks import fork_cache, replace_attribute
 from posbench.model.lm import length_batches
+from posbench.model.thinking import split_thinking
 from posbench.tasks import KVRetrieval
 from tests.messages import refused
 from tests.model.test_encode import reader
@@ -170,6 +171,52 @@ def test_why_a_reply_ended():
     for reply, text in zip(replies, full, strict=True):
         assert reply.finish == ("end" if letter in text else "length")
     assert replies[2].finish == "end"
+
+
+def test_a_reply_ends_before_its_end_token_whatever_fills_up_the_batch():
+    """An ordinary letter ends replies, also one of id 0, and the tokenizer has no token for filling up."""
+    lm = spelling_reader()
+    prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
+    full = [reply.text for reply in lm.generate_replies(prompts, max_new_tokens=8)]
+    letter = full[2][5]
+    (end,) = lm.tokenizer(letter, add_special_tokens=False)["input_ids"]
+    settings = GenerationConfig(eos_token_id=end)
+    with replace_attribute(lm.model, "generation_config", settings):
+        for pad_token in (None, "a"):
+            lm.tokenizer.pad_token = pad_token
+            replies = lm.generate_replies(prompts, max_new_tokens=8)
+            assert [reply.text for reply in replies] == [
+                text.split(letter)[0] for text in full
+            ]
+
+
+def test_the_end_token_of_the_checkpoint_counts_also_where_it_is_the_first(tiny):
+    asked = []
+
+    def generate_batch(rows, settings, *rest):
+        asked.append(settings.eos_token_id)
+        return torch.tensor([[5, 0, 7]])
+
+    with (
+        replace_attribute(tiny, "_generate_batch", generate_batch),
+        replace_attribute(
+            tiny.model, "generation_config", GenerationConfig(eos_token_id=0)
+        ),
+    ):
+        (reply,) = tiny.generate_replies([[5]], max_new_tokens=3)
+    assert asked == [[0]] and reply.finish == "end"
+
+
+def test_marks_of_thinking_that_are_special_tokens_stay_in_the_reply():
+    lm = reader()
+    marks = ["[THINK]", "[/THINK]"]
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    text = "[THINK]a or b[/THINK]c</s>"
+    ids = lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    with replace_attribute(lm, "_generate_batch", lambda *args: torch.tensor([ids])):
+        (reply,) = lm.generate_replies([[3, 4]], max_new_tokens=30)
+    split = split_thinking(reply.text)
+    assert (split.thinking, split.answer, reply.finish) == ("a or b", "c", "end")
 
 
 def test_stop_texts_and_shortest_replies():

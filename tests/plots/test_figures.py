@@ -284,3 +284,11 @@ def test_files_are_byte_stable_across_processes(tmp_path):
         "b.pdf",
         "b.png",
     ]
+
+
+def test_close_values_of_a_sweep_are_two_settings():
+    values = (1.0, 0.1234561, 0.1234562, 1e-05, 1 / 3)
+    parts = [metrics().assign(run=str(v), factor=v) for v in values]
+    table = pd.concat(parts)[["run", "factor", *metrics().columns]]
+    _, settings, _ = with_setting(table, ["factor"])
+    assert settings == ["1e-05", "0.1234561", "0.1234562", repr(1 / 3), "1"]

@@ -83,6 +83,34 @@ def test_runs_without_a_common_prompt_decide_nothing(tmp_path: Path) -> None:
     assert finding.verdict == "not testable" and "no prompt in common" in finding.note
 
 
+def test_less_than_a_point_better_may_be_worse(tmp_path: Path) -> None:
+    for share, verdict in (
+        (0.3, "holds"),
+        (0.51, "inconclusive"),
+        (0.7, "contradicted"),
+    ):
+        contrast = {"not_better": ["a"]}
+        (finding,) = judged(tmp_path / f"{share}", {"a": share}, contrast).itertuples()
+        assert finding.verdict == verdict, share
+
+
+def test_settings_are_compared_under_every_value_of_the_other_keys(
+    tmp_path: Path,
+) -> None:
+    contrasts = [{"claim": "c", "better": ["b"], "than": "a"}]
+    runs = []
+    for seed, by_setting in {
+        "0": {"a": 0.4, "b": 0.9},
+        "1": {"a": 0.6, "b": 0.7},
+    }.items():
+        for name, share in by_setting.items():
+            folder = tmp_path / f"t/v001/tiny__{name}{seed}"
+            run(folder, {"lpes": share}, contrasts, prompts=seed)
+            runs.append(({"x": name, "task.seed": seed}, folder))
+    (finding,) = judge_contrasts(runs, ["x", "task.seed"]).itertuples()
+    assert finding.value == pytest.approx((50 + 10) / 2) and finding.n == 2 * PROMPTS
+
+
 @pytest.mark.parametrize("cut", ["layer_scaling", "none"])
 def test_cut_replies_decide_nothing(cut: str, tmp_path: Path) -> None:
     contrasts = [{"claim": "c", "better": ["b"]}]

@@ -115,6 +115,20 @@ def test_a_planted_trend_is_found_and_its_absence_too(tmp_path: Path) -> None:
         }
 
 
+def test_equal_averages_in_and_out_of_the_claimed_range_decide_no_peak(
+    tmp_path: Path,
+) -> None:
+    """All answers right at every factor but the last, which is surely worse."""
+    runs = _runs(tmp_path, 0.0)
+    for (_, path), share in zip(runs, (1, 1, 1, 1, 0.2), strict=True):
+        rows = RunDir(path).rows("predictions.jsonl")
+        for number, row in enumerate(rows):
+            row["scores"] = {"accuracy": float(number % 10 < 10 * share)}
+        RunDir(path).write_rows("predictions.jsonl", rows)
+    *_, peak = trends(runs, ["method.factor"])[1].itertuples()
+    assert peak.verdict == "inconclusive" and "equal" in peak.note
+
+
 def test_cut_replies_of_one_setting_decide_nothing_of_scores(tmp_path: Path) -> None:
     runs = _runs(tmp_path, 1.0)
     write_csv(runs[1][1] / "metrics.csv", with_cut_replies(metrics()))

@@ -192,14 +192,21 @@ def first_block(lm: LM) -> Any:
     """The first decoder layer.
 
     Raises:
-        UserError: Layers lack ``o_proj`` or ``post_attention_layernorm``, are too few, or cannot be heard.
+        UserError: Layers lack ``o_proj`` or ``post_attention_layernorm``, have norms behind their parts, are too few,
+            or cannot be heard.
     """
     need_attention_interface(lm)
     block = families.decoder_layers(lm.model)[0]
     attention = families.attention_modules(lm.model)[0]
-    has_norm = hasattr(block, "post_attention_layernorm")
+    # With a norm behind each part, as Gemma 2 and OLMo 2 have, this one is not that of the feedforward block.
+    has_norm = hasattr(block, "post_attention_layernorm") and not hasattr(
+        block, "post_feedforward_layernorm"
+    )
     if lm.layers < 2 or not has_norm or not hasattr(attention, "o_proj"):
-        allowed = "two layers or more with o_proj and post_attention_layernorm (Llama, Qwen2, Mistral, ...)"
+        allowed = (
+            "two layers or more with o_proj and post_attention_layernorm, and no norm behind them "
+            "(Llama, Qwen2, Mistral, ...)"
+        )
         raise UserError("model", lm.name, allowed, "study=score_map needs neither")
     return block
 

@@ -205,8 +205,11 @@ def _near_keys(first: pd.Series, later: pd.DataFrame) -> Finding:
         f"first: {estimate(first, 'near').words}"
     )
     # Scores are logarithms of weights: a difference of 0.05 changes a weight by 5 %.
-    near = estimate(later.iloc[0], "near")
-    return Finding.above(claim, statistic, near, SMALLEST_SHARE, note)
+    parts = [
+        Finding.above(claim, statistic, estimate(layer, "near"), SMALLEST_SHARE, note)
+        for _, layer in later.iterrows()
+    ]
+    return join_findings(parts, numbers_of=parts[0])
 
 
 def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
@@ -222,12 +225,14 @@ def _beyond_distance(first: pd.Series, later: pd.DataFrame) -> Finding:
         f"later layers whose interval leaves 0 out: {differ} of {len(later)}; "
         f"first: {estimate(first, 'shift').words}"
     )
-    later_differs = _differs_from_0(claim, statistic, later.loc[least_sure], note)
+    least_sure_differs = _differs_from_0(claim, statistic, later.loc[least_sure], note)
     first_differs = _differs_from_0(claim, statistic, first, note)
-    parts = [later_differs]
+    parts = [
+        _differs_from_0(claim, statistic, layer, note) for _, layer in later.iterrows()
+    ]
     if first_differs.verdict == "holds":
         parts.insert(0, replace(first_differs, verdict="contradicted"))
-    return join_findings(parts, numbers_of=later_differs)
+    return join_findings(parts, numbers_of=least_sure_differs)
 
 
 def _differs_from_0(claim: str, statistic: str, layer: pd.Series, note: str) -> Finding:
@@ -249,4 +254,7 @@ def _normalised_size(later: pd.DataFrame) -> Finding:
         "no interval: one model, a mean over the samples"
     )
     value = (typical, len(later))
-    return Finding.that(typical >= 0.1, claim, statistic, value, note)
+    finding = Finding.that(bool(typical >= 0.1), claim, statistic, value, note)
+    if np.isnan(typical):
+        return finding.not_testable("the halves of the samples share nothing")
+    return finding

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from posbench.errors import renamed
+from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row
 from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
@@ -18,7 +18,7 @@ from posbench.stats import reference
 from posbench.stats.bootstrap import Z95, normal
 from posbench.studies.wu2025.network import Attention
 from posbench.studies.wu2025.sequences import Mixture, copying_gap
-from posbench.studies.wu2025.training import PAIRS, Measured
+from posbench.studies.wu2025.training import PAIRS, Condition, Measured
 from posbench.theory import masks
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
@@ -56,8 +56,14 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
 
     Args:
         measured: Rows of trainings with their conditions.
-        files: Tables in experiments/reference with the paper's cells.
+        files: Tables in experiments/reference with the paper's cells. With these only conditions are compared whose
+            other settings are the paper's, too.
+
+    Raises:
+        UserError: Conditions differ in what no column tells.
     """
+    _need_told_apart([condition for condition, _ in measured])
+    papers_settings = set[tuple[Any, ...]]()
     gaps: list[Row] = []
     sinks: list[Row] = []
     for condition, row in measured:
@@ -66,6 +72,8 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
             "seed": row["seed"],
             "iteration": row["iteration"],
         }
+        if not condition.changed:
+            papers_settings.add(tuple(condition.settings[name] for name in SETTINGS))
         gaps += [{**run, **gap_row} for gap_row in _gap_rows(condition.vocabulary, row)]
         shares = zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
         for token, (by_head, by_entry) in enumerate(shares):
@@ -78,11 +86,27 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
             }
             sinks.append(sink_row)
     gap_table = pd.DataFrame(gaps)
+    is_papers = [
+        settings in papers_settings
+        for settings in gap_table[SETTINGS].itertuples(index=False, name=None)
+    ]
     return {
         "gaps": gap_table,
         "sinks": pd.DataFrame(sinks),
-        "paper_cells": compare_cells(gap_table, files),
+        "paper_cells": compare_cells(gap_table[is_papers], files),
     }
+
+
+def _need_told_apart(conditions: Sequence[Condition]) -> None:
+    """Refuse conditions that differ in a field that is no column of the tables, which would count as seeds of one."""
+    first: dict[str, Condition] = {}
+    for condition in conditions:
+        other = first.setdefault(str(condition.settings), condition)
+        if other.changed != condition.changed:
+            changed = condition.changed or other.changed
+            allowed = f"conditions that differ in {', '.join(SETTINGS)}, which tell them apart in the tables"
+            hint = "train them in studies of their own, with other study.trainings"
+            raise UserError("study.conditions", changed, allowed, hint)
 
 
 def _gap_rows(vocabulary: str, row: Row) -> list[Row]:

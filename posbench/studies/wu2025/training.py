@@ -93,7 +93,7 @@ class Condition(data.Mixture, Attention):
     def settings(self) -> Row:
         """What tells the conditions of the paper apart, as columns of a table."""
         names = {item: name for name, item in self.places.items()}
-        bias = [names.get(item, f"item {item}") for item in self.bias]
+        bias = [names.get(item, f"item {item}") for item in sorted(self.bias)]
         spans = {"window": self.window, "prefix": self.prefix}
         mask: str = self.mask
         if mask in spans:
@@ -107,6 +107,17 @@ class Condition(data.Mixture, Attention):
             "depth": self.depth,
             "residual": self.residual,
             "bias": "+".join(bias) or "none",
+        }
+
+    @property
+    def changed(self) -> Row:
+        """The fields that no column tells and that are not the paper's; sizes of test sets are none."""
+        told = {*self.settings, "window", "prefix", "sequences"}
+        usual = asdict(type(self)())
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in told and value != usual[name]
         }
 
     @property

@@ -14,7 +14,7 @@ import posbench as package
 from posbench.measure.scores import score_maps
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.studies.behind_rope import gram
+from posbench.studies.behind_rope import gram, score_map
 from posbench.studies.behind_rope.maps import long_table, stack_maps
 from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
@@ -240,3 +240,49 @@ def test_what_does_not_fit_is_refused(
     assert result.status == 2 and message in result.err and not run_folders(outputs), (
         result.err
     )
+
+
+def layer_rows(name: str, intervals: list[tuple[float, float]]) -> pd.DataFrame:
+    """Rows of layers with a number in the middle of its interval."""
+    low, high = np.array(intervals).T
+    columns = {name: (low + high) / 2, f"{name}_ci_low": low, f"{name}_ci_high": high}
+    return pd.DataFrame(columns).assign(**{f"{name}_n": 40, "n": 40})
+
+
+@pytest.mark.parametrize(
+    ("later", "verdict"),
+    [
+        ([(0.4, 0.6), (0.2, 0.3)], "holds"),
+        ([(0.4, 0.6), (-0.1, 0.3)], "inconclusive"),
+        ([(0.4, 0.6), (-2.1, -1.9)], "contradicted"),
+    ],
+)
+def test_a_claim_on_all_later_layers_needs_all_of_them(
+    later: list[tuple[float, float]], verdict: str
+) -> None:
+    rows = layer_rows("near", later)
+    finding = score_map._near_keys(layer_rows("near", [(-0.1, 0.1)]).iloc[0], rows)
+    assert finding.verdict == verdict and finding.value == 0.5
+
+
+def test_a_layer_that_hardly_depends_on_more_than_the_distance_contradicts() -> None:
+    """Layer 1 surely does nothing worth naming, although its interval is the narrowest."""
+    first = layer_rows("shift", [(-0.01, 0.01)]).iloc[0]
+    later = layer_rows("shift", [(0.039, 0.041), (0.4, 0.6)])
+    assert score_map._beyond_distance(first, later).verdict == "contradicted"
+    later = layer_rows("shift", [(-0.7, -0.6), (0.4, 0.6)])
+    assert score_map._beyond_distance(first, later).verdict == "holds"
+
+
+def test_scores_whose_halves_share_nothing_have_no_size() -> None:
+    nothing = pd.DataFrame({"beyond": [np.nan, np.nan]})
+    assert score_map._normalised_size(nothing).verdict == "not testable"
+    some = pd.DataFrame({"beyond": [0.25, 0.04]})
+    assert score_map._normalised_size(some).verdict == "holds"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2"])
+def test_families_with_norms_behind_their_parts_have_no_gram(family: str) -> None:
+    lm = package.load(BUILDERS[family]())
+    with refused("model", lm.name, allowed="post_attention_layernorm"):
+        gram.first_block(lm)

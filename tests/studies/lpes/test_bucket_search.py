@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.studies.lpes.bucket_search import PUBLISHED
+from posbench.studies.lpes.bucket_search import PUBLISHED, BucketSearch
 from posbench.theory.waves import ChosenBase, choose_bases, extrema
 from tests.conftest import run_folders
 
@@ -97,3 +97,10 @@ def test_the_published_list_comes_out_in_part(posbench, outputs):
     )
     (finding,) = pd.read_csv(folder / "findings.csv").itertuples()
     assert (finding.value, finding.n, finding.verdict) == (3, 6, "contradicted")
+
+
+def test_fewer_bases_than_are_published_cannot_be_all_of_them():
+    bases = pd.DataFrame({"reach": [64] * 3, "published": [1, 1, 1]})
+    for count, verdict in ((3, "not testable"), (6, "contradicted")):
+        (finding,) = BucketSearch(count=count).findings({"bases": bases})
+        assert finding.verdict == verdict
