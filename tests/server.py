@@ -297,6 +297,8 @@ class Handler(BaseHTTPRequestHandler):
         choices = [choice]
         if fault == "unfinished":
             choice["finish_reason"] = None
+        if fault == "unsaid":
+            del choice["finish_reason"]
         if fault == "reversed":
             choices = [{**choice, "index": 1, "text": "wrong"}, choice]
         if fault == "second":

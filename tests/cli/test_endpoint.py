@@ -26,7 +26,7 @@ from posbench.pipeline.prepare import prepare
 from posbench.pipeline.stages import evaluate
 from posbench.report.compare import ComparedRun, differences, label_runs
 from posbench.report.page import describe_prompts
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import PREDICTIONS, open_run_dir
 from tests.conftest import Result, config_of, run_folders
 from tests.kills import Kills
 from tests.messages import (
@@ -203,6 +203,37 @@ def test_prompts_that_were_not_read_have_no_score(
         )
         == 0
     )
+
+
+def test_a_server_that_tells_no_tokens_has_no_known_cost(
+    posbench: Call, outputs: Path
+) -> None:
+    priced = ["model.price=[1,2]", "task.limit=1"]
+    with serving() as server:
+        server.count_tokens = None
+        result = posbench(*served(server.url, *priced))
+        assert result.status == 0, result.err
+    assert "usd" not in result.out.partition("answers")[2]
+    assert not any("cost" in row for row in rows_of(outputs))
+    (folder,) = run_folders(outputs)
+    assert "usd" not in (folder / "status.json").read_text()
+
+
+def test_a_reply_of_as_many_tokens_as_it_may_have_is_cut_where_no_reason_is_told(
+    posbench: Call, outputs: Path
+) -> None:
+    with serving(lambda prompt, n: "unsaid") as server:
+        for tokens in (1, 2):
+            result = posbench(
+                *served(server.url, f"task.max_new_tokens={tokens}", "task.limit=1")
+            )
+            assert result.status == 0, result.err
+    finishes = {
+        (row.get("finish"), row["reply_tokens"])
+        for folder in run_folders(outputs)
+        for row in open_run_dir(folder).rows(PREDICTIONS)
+    }
+    assert finishes == {("length", 1), (None, 1)}
 
 
 def test_a_run_of_which_nothing_was_read_says_so(posbench: Call, outputs: Path) -> None:
