@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*.yaml)))
 # What a real model of 135M parameters is asked. Left out: what needs a benchmark's files (posbench experiment=yu2025_table2
-# task.path=DIR model=smollm2), and LPES' tables of several searches, an hour each (make figure NAME=lpes_table6 MODEL=smollm2).
+# task.path=DIR model=smollm2), and LPES' tables of several searches, an hour each at full size (in minutes: posbench
+# experiment=lpes_table6 model=smollm2 task.calibration_examples=8).
 REAL = yu2025_table1_kv yu2025_table4 yu2025_fig2 yu2025_fig3 yu2025_fig4 yu2025_fig6 yu2025_fig7 yu2025_fig10 yu2025_fig11 \
   yu2025_fig12 yu2025_fig13 yu2025_table6 yu2025_mechanism_mask yu2025_mechanism_channel yu2025_mechanism_tokens \
   lpes_fig2 lpes_fig5 lpes_table1_kv lpes_table11 behind_rope_fig3 behind_rope_fig8
