@@ -290,3 +290,23 @@ def test_bad_conditions_are_refused(change: dict[str, object], named: str) -> No
     with pytest.raises(UserError) as raised:
         Condition.of({**asdict(SMALL), **change}, "study")
     assert raised.value.field == named
+
+
+def test_conditions_that_the_tables_cannot_tell_apart_are_refused(
+    tmp_path: Path,
+) -> None:
+    """Networks of two decays would count as two seeds of one condition."""
+    measured = []
+    for decay in (0.1, 0.9):
+        condition = replace(SMALL, mask="decay", decay=decay, sequences=200)
+        measured += train(condition, [0], 2, tmp_path / f"{decay}", hardware="x")
+    changed = measured[-1][0].changed
+    assert changed["decay"] == 0.9
+    with refused("study.conditions", changed, allowed="mask", hint="study.trainings"):
+        tabulate(measured, [])
+    assert len(tabulate(measured[:1], [])["gaps"]) == 3
+
+
+def test_a_bias_is_named_in_the_order_of_the_items() -> None:
+    names = {replace(SMALL, bias=bias).settings["bias"] for bias in ((0, 7), (7, 0))}
+    assert names == {"first+last"}
