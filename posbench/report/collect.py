@@ -460,8 +460,8 @@ def _label_results(
 ) -> list[Result]:
     """Results labelled by model, or by study where no model takes part.
 
-    Where that is not unique, what a sweep varies is added, or the folder's name stands
-    instead.
+    Where that is not unique, what a sweep varies is added, or the task, or the folder's name
+    stands instead.
 
     Args:
         folders: Runs or sweeps.
@@ -474,8 +474,9 @@ def _label_results(
     common: set[str] = set()
     if overrides:
         common = set.intersection(*map(set, overrides.values()))
+    tasks = [_task_name(folder) for folder in folders]
     results = []
-    for folder, name in zip(folders, names, strict=True):
+    for folder, name, task in zip(folders, names, tasks, strict=True):
         label = name
         if names.count(name) > 1:
             varied = [
@@ -483,6 +484,14 @@ def _label_results(
                 for override in overrides.get(folder.name, ())
                 if override not in common and override != f"model={name}"
             ]
+            if not varied and len(set(tasks)) == len(tasks):
+                varied = [task]
             label = "-".join([name, *varied]) if varied else folder.name
         results.append(Result(folder, label))
     return results
+
+
+def _task_name(folder: Path) -> str:
+    """The task that a run asked; empty where it asked none, and of a sweep."""
+    task = open_run_dir(folder).config().get("task") or {}
+    return str(task.get("name", "")) if (folder / CONFIG).is_file() else ""

@@ -322,6 +322,21 @@ def page_ids(file: Path) -> set[str]:
     return set(re.findall(r'id="([^"]+)"', file.read_text()))
 
 
+def test_runs_of_one_model_are_called_by_their_tasks(
+    picture: Path, tmp_path: Path
+) -> None:
+    for number, task in enumerate(("mmlu", "ceval", "mmlu")):
+        folder = run(tmp_path / f"table4/v001/tiny__{number}", picture)
+        told = yaml.safe_load((folder / "config.yaml").read_text())
+        told["task"] = {"name": task}
+        (folder / "config.yaml").write_text(yaml.safe_dump(told))
+        open_run_dir(folder).seal("posbench")
+        (entry,) = collect_entries(tmp_path)
+        labels = [result.label for result in entry.results]
+        wanted = ["tiny", "tiny-mmlu tiny-ceval", "tiny__0 tiny__1 tiny__2"][number]
+        assert labels == wanted.split()
+
+
 def test_of_many_runs_the_newest_are_shown(
     picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
