@@ -73,17 +73,21 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
     names = sorted({name for pair in pairs for name in pair})
     scores: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
     cut = set[str]()
+    key = _key_of_settings(names, runs)
+    if key is None:
+        return None
     # Where other keys were swept, too, settings are compared under each of their values.
-    for index, group in enumerate(_runs_by_other_keys(names, runs)):
-        folders = {name: _evaluated_run(name, group) for name in names}
-        for name, folder in folders.items():
-            if folder is None or None in folders.values():
-                continue
-            table = _read_scores(name, folder)
+    for index, folder_of in enumerate(_runs_by_other_keys(key, runs)):
+        # Every run has the unmodified model's scores.
+        folder_of.setdefault(UNMODIFIED, next(iter(folder_of.values())))
+        if not folder_of.keys() >= set(names):
+            continue
+        for name in names:
+            table = _read_scores(name, folder_of[name])
             scores[name].append(
                 table.assign(group=index).set_index("group", append=True)
             )
-            if _was_cut(name, folder):
+            if _was_cut(name, folder_of[name]):
                 cut.add(name)
     if not all(scores.values()):
         return None
@@ -116,22 +120,25 @@ def _bounded(contrast: Contrast, statistic: str, points: bootstrap.Estimate) -> 
     return Finding.within(claim, statistic, points, -SMALLEST_POINTS, SMALLEST_POINTS)
 
 
-def _runs_by_other_keys(names: Collection[str], runs: Runs) -> list[Runs]:
-    """The runs in groups that differ in the key of the named settings alone."""
-    groups: dict[tuple[tuple[str, str], ...], list[tuple[Mapping[str, str], Path]]] = {}
-    for setting, folder in runs:
-        others = sorted(item for item in setting.items() if item[1] not in names)
-        groups.setdefault(tuple(others), []).append((setting, folder))
-    return list(groups.values())
-
-
-def _evaluated_run(name: str, runs: Runs) -> Path | None:
-    """The first run under a setting that has scores; every run has the unmodified model's."""
-    for setting, folder in runs:
-        has_setting = name == UNMODIFIED or name in setting.values()
-        if has_setting and read_csv(folder / "metrics.csv") is not None:
-            return folder
+def _key_of_settings(names: Collection[str], runs: Runs) -> str | None:
+    """The swept key that has all the named settings among its values; None where none does."""
+    keys = dict.fromkeys(key for setting, _ in runs for key in setting)
+    wanted = set(names) - {UNMODIFIED}
+    for key in keys:
+        if wanted <= {setting.get(key) for setting, _ in runs}:
+            return key
     return None
+
+
+def _runs_by_other_keys(key: str, runs: Runs) -> list[dict[str, Path]]:
+    """The runs with scores by their value of a key, in groups that agree in all other keys."""
+    groups: dict[tuple[tuple[str, str], ...], dict[str, Path]] = {}
+    for setting, folder in runs:
+        if key not in setting or read_csv(folder / "metrics.csv") is None:
+            continue
+        others = sorted(item for item in setting.items() if item[0] != key)
+        groups.setdefault(tuple(others), {}).setdefault(setting[key], folder)
+    return list(groups.values())
 
 
 def _was_cut(name: str, folder: Path) -> bool:

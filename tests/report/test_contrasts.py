@@ -106,8 +106,10 @@ def test_settings_are_compared_under_every_value_of_the_other_keys(
         for name, share in by_setting.items():
             folder = tmp_path / f"t/v001/tiny__{name}{seed}"
             run(folder, {"lpes": share}, contrasts, prompts=seed)
-            runs.append(({"x": name, "task.seed": seed}, folder))
-    (finding,) = judge_contrasts(runs, ["x", "task.seed"]).itertuples()
+            # Another key has values with the names of settings.
+            setting = {"x": name, "task.seed": seed, "y": "ab"[int(seed)]}
+            runs.append((setting, folder))
+    (finding,) = judge_contrasts(runs, ["x", "task.seed", "y"]).itertuples()
     assert finding.value == pytest.approx((50 + 10) / 2) and finding.n == 2 * PROMPTS
 
 
