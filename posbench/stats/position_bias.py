@@ -302,12 +302,11 @@ def statistic_rows(
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))
 
-        gap = estimates.by_statistic["gap"]
+        gap = estimates.bounded("gap")
         yield method, "gap", _unless(note, gap), note
         yield method, "gap_null", _unless(note, gap_null), note
         for key in ("primacy", "recency", "middle_drop", "position_bias"):
-            estimate = estimates.by_statistic[key]
-            yield method, key, _unless(note, estimate), note
+            yield method, key, _unless(note, estimates.bounded(key)), note
             if base is not None:
                 difference = estimates.difference_from(base, key)
                 either_note = note or base_note
@@ -379,12 +378,14 @@ class CurveEstimates:
             values["middle_drop"], low, high, self.n
         )
         self.by_statistic["gap"] = largest_gap(curve, draws, self.n, questions)
-        for key, estimate in self.by_statistic.items():
-            # Scores lie in 0..1.
-            least = 0.0 if key in ("gap", "position_bias") else -1.0
-            low = max(estimate.ci_low, least)
-            high = min(estimate.ci_high, 1.0)
-            self.by_statistic[key] = estimate._replace(ci_low=low, ci_high=high)
+
+    def bounded(self, key: str) -> Estimate:
+        """A statistic with an interval within what scores in 0..1 can give."""
+        estimate = self.by_statistic[key]
+        least = 0.0 if key in ("gap", "position_bias") else -1.0
+        return estimate._replace(
+            ci_low=max(estimate.ci_low, least), ci_high=min(estimate.ci_high, 1.0)
+        )
 
     def difference_from(self, base: CurveEstimates, key: str) -> Estimate:
         """Difference of a statistic from that of another method on the same questions."""
