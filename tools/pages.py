@@ -279,21 +279,11 @@ def _by_study(key: tuple[str, str]) -> list[Any]:
 def with_kept(claims: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
     """Claims with those of studies and models that they do not hold, in the order of the studies."""
     key = ["study", "model"]
-    judged = set(claims[key].itertuples(index=False, name=None))
-    is_missing = [
-        (study, model) not in judged
-        for study, model in kept[key].itertuples(index=False, name=None)
-    ]
-    merged = pd.concat([claims, kept[is_missing]], ignore_index=True)
-    keys = sorted(set(merged[key].itertuples(index=False, name=None)), key=_by_study)
-    return merged.sort_values(
-        "study",
-        key=lambda _: [
-            keys.index(pair) for pair in merged[key].itertuples(index=False, name=None)
-        ],
-        kind="stable",
-        ignore_index=True,
-    )
+    judged = pd.MultiIndex.from_frame(claims[key])
+    is_judged = pd.MultiIndex.from_frame(kept[key]).isin(judged)
+    merged = pd.concat([claims, kept[~is_judged]], ignore_index=True)
+    order = sorted(merged.index, key=lambda row: _by_study(tuple(merged.loc[row, key])))
+    return merged.loc[order].reset_index(drop=True)
 
 
 def claims_page(claims: pd.DataFrame, beside: pd.DataFrame | None = None) -> str:

@@ -116,8 +116,10 @@ def export(args: list[str]) -> int:
     if method != requested:
         # What the run evaluated is not what the files hold.
         is_fix = False
-        verdict = verdict and f"{verdict} {BEFORE_FOLDING}"
-        gain = gain and f"{gain} {BEFORE_FOLDING}"
+        if verdict:
+            verdict += f" {BEFORE_FOLDING}"
+        if gain:
+            gain += f" {BEFORE_FOLDING}"
     contents = read_contents([config.model.checkpoint])
     own_folder = config.config_dir or config_dir_chosen()
     facts = CardFacts(

@@ -232,9 +232,9 @@ def validate(args: list[str]) -> int:
 
 def _job_title(job: ComposedConfig, jobs: Sequence[ComposedConfig]) -> str:
     """Which job of a sweep it is: its number and what not all of its jobs have."""
-    shared = set.intersection(*(set(other.overrides) for other in jobs))
-    own = " ".join(entry for entry in job.overrides if entry not in shared)
-    return f"job {jobs.index(job) + 1} of {len(jobs)}: {own}"
+    common = set.intersection(*(set(other.overrides) for other in jobs))
+    differing = [override for override in job.overrides if override not in common]
+    return f"job {jobs.index(job) + 1} of {len(jobs)}: {' '.join(differing)}"
 
 
 def with_server(run: PreparedRun) -> PreparedRun:
@@ -352,8 +352,10 @@ def rescore(args: list[str]) -> int:
     runs = sweep_runs(folder) or [folder]
     for run in runs:
         _rescore_run(open_run(run))
-    for file in sorted(runs[0].resolve().parents[2].glob(f"*/v*/*/{JOBS}")):
-        if {run.resolve() for run in runs} & set(sweep_runs(file.parent)):
+    rescored = {run.resolve() for run in runs}
+    outputs_folder = runs[0].resolve().parents[2]
+    for file in sorted(outputs_folder.glob(f"*/v*/*/{JOBS}")):
+        if rescored & set(sweep_runs(file.parent)):
             sweep.summarise_again(file.parent, make_console())
     return 0
 

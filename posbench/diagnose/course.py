@@ -575,8 +575,8 @@ class Course:
         choices = all_choices(folders, config.model.blocks)
         choice = choices["scale_channel"]
         if choice.values.get("channel") is None:
-            found = self._search(num_held_back)
-            values = {k: v for k, v in found.items() if k in choice.values}
+            constants = self._search(num_held_back)
+            values = {k: v for k, v in constants.items() if k in choice.values}
             choices["scale_channel"] = MethodChoice(
                 name=choice.name, cls=choice.cls, values={**choice.values, **values}
             )

@@ -134,8 +134,8 @@ class Encoder:
     def _need_shown(self, prompt: str, text: str) -> None:
         """Refuse a chat template that leaves no line of a prompt in its text, as those for parts of messages do."""
         lines = [line.strip().lower() for line in prompt.splitlines() if line.strip()]
-        shown = text.lower()
-        if lines and not any(line in shown for line in lines):
+        text = text.lower()
+        if lines and not any(line in text for line in lines):
             allowed = "a template that shows the text of a message"
             hint = "correct the checkpoint's, or set model.chat_template=none"
             raise UserError("model.chat_template", self.chat_template, allowed, hint)

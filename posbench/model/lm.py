@@ -241,6 +241,7 @@ class LM(Encoder):
         )
         stop_ids = set(stop_tokens.values())
         ending_ids = stop_ids.union(end_ids)
+        hidden_ids = _hidden_ids(tokenizer)
         replies: dict[int, GeneratedReply] = {}
         for batch in _batches_or_one(prompts, batch_size, prefix):
             reply_ids = self._generate_batch(
@@ -251,7 +252,9 @@ class LM(Encoder):
                 length = next(
                     (i for i, token in enumerate(ids) if token in ending_ids), len(ids)
                 )
-                text = _decode_with_thinking(tokenizer, ids[:length])
+                text = str(
+                    tokenizer.decode([i for i in ids[:length] if i not in hidden_ids])
+                )
                 reply = cut_at_stop(text, stop_texts)
                 finish = LENGTH
                 if reply != text or not stop_ids.isdisjoint(ids[: length + 1]):
@@ -545,20 +548,14 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def _decode_with_thinking(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
-) -> str:
-    """The text of tokens without special ones, but for those that mark thinking."""
-    texts_of_marks = {mark for pair in MARKS for mark in pair}
-    special_ids = set(tokenizer.all_special_ids)
-    kept = [
+def _hidden_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Special tokens that are no part of a reply's text: all but those that mark thinking."""
+    marks = {mark for pair in MARKS for mark in pair}
+    return {
         token
-        for token in ids
-        if token not in special_ids
-        or tokenizer.convert_ids_to_tokens(token) in texts_of_marks
-    ]
-    has_marks = not special_ids.isdisjoint(kept)
-    return str(tokenizer.decode(kept, skip_special_tokens=not has_marks))
+        for token in tokenizer.all_special_ids
+        if tokenizer.convert_ids_to_tokens(token) not in marks
+    }
 
 
 def _count_tokens(replies: Tensor, end_ids: list[int], pad_id: int) -> int:

@@ -366,14 +366,14 @@ class _Inspection:
 
     def intact(self, folders: Iterable[Path], at_most: int | None = None) -> list[Path]:
         """The first folders, in their order, that are finished and undamaged; those after them are not read."""
-        found: list[Path] = []
+        intact_folders: list[Path] = []
         for folder in folders:
-            if len(found) == at_most:
+            if len(intact_folders) == at_most:
                 break
             self.faults[folder] = self.faults.get(folder) or _fault(folder)
             if not self.faults[folder]:
-                found.append(folder)
-        return found
+                intact_folders.append(folder)
+        return intact_folders
 
 
 def _entry(

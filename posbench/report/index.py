@@ -393,7 +393,8 @@ def _terminal_row(record: Record) -> dict[str, str]:
     score = estimate_cell(record, "score")
     difference = estimate_cell(record, "difference", signed=True)
     if str(record.get("note", "")).startswith(cut_replies.PROBLEM):
-        score, difference = cut_replies.PROBLEM, ""
+        score = cut_replies.PROBLEM
+        difference = ""
     return {
         "run": record["run"],
         "in": version if is_named else f"{suite}/{version}",

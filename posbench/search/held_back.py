@@ -46,14 +46,14 @@ def gain_facts(
     if len(set(clusters)) < MIN_QUESTIONS:
         return {"measure": measure, "n": len(clusters)}
     # The gain is the first less the second.
-    better, worse = np.array(searched), np.array(unmodified)
+    minuend, subtrahend = np.array(searched), np.array(unmodified)
     if measure == "loss":
-        better, worse = worse, better
+        minuend, subtrahend = np.array(unmodified), np.array(searched)
     # A fitness weighs its scores: only within 0..1 are equal scores of a few prompts no proof of equality.
     largest = 1.0
     if measure != "loss":
         largest = max(1.0, *searched, *unmodified)
-    estimate = paired(better / largest, worse / largest, clusters)
+    estimate = paired(minuend / largest, subtrahend / largest, clusters)
     numbers = {
         "found": sum(searched) / len(searched),
         "unmodified": sum(unmodified) / len(unmodified),

@@ -368,28 +368,10 @@ def test_the_model_is_as_before_to_the_bit_also_after_an_exception(name):
     ]
 
 
-def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
-    lm = posbench.load(build("llama", dtype=torch.float64))
+def assert_blocks_work_inside(lm, name, **settings):
+    """Under a neutral method the last row is that without the method, in each block."""
     inputs = prompts(lm)
-    neutral = ScaleChannel(channel=5, factor=1.0, layers=(1, 2))
-    for block in (
-        lambda: move_positions(lm, LENGTHS, SPANS, TARGETS),
-        lambda: crop_mask(lm, LENGTHS, SPANS, [0, 1]),
-        lambda: subtract_channel(lm, LENGTHS, SPANS, 5, {1: 2.0}),
-    ):
-        with block():
-            alone = lm.logits(inputs["input_ids"], inputs["attention_mask"])
-        with neutral.applied(lm), block():
-            both = lm.logits(inputs["input_ids"], inputs["attention_mask"])
-        assert_same(both[:, -1], alone[:, -1], family_noise("llama"), "logits")
-
-
-@pytest.mark.parametrize("last", [2, 8, 11, 16, 25])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
-def test_blocks_reach_spans_that_a_method_runs_with_the_last_tokens(name, last):
-    lm = posbench.load(build(name))
-    inputs = prompts(lm)
-    neutral = ScaleChannel(channel=5, factor=1.0, layers=(1, 2), last=last)
+    neutral = ScaleChannel(channel=5, factor=1.0, layers=(1, 2), **settings)
     for block in (
         lambda: move_positions(lm, LENGTHS, SPANS, TARGETS),
         lambda: crop_mask(lm, LENGTHS, SPANS, [0, 1]),
@@ -400,6 +382,18 @@ def test_blocks_reach_spans_that_a_method_runs_with_the_last_tokens(name, last):
         with neutral.applied(lm), block():
             both = lm.logits(inputs["input_ids"], inputs["attention_mask"])
         assert_same(both[:, -1], alone[:, -1], family_noise(name), "logits")
+
+
+def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
+    assert_blocks_work_inside(
+        posbench.load(build("llama", dtype=torch.float64)), "llama"
+    )
+
+
+@pytest.mark.parametrize("last", [2, 8, 11, 16, 25])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_blocks_reach_spans_that_a_method_runs_with_the_last_tokens(name, last):
+    assert_blocks_work_inside(posbench.load(build(name)), name, last=last)
 
 
 @pytest.mark.parametrize(

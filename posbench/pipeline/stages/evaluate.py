@@ -34,7 +34,7 @@ from posbench.tasks import Example, Task
 PROMPTS = "prompts.json"
 METRICS = "metrics.csv"
 FILE = PREDICTIONS
-"""Its rows, by the name that every stage with rows has."""
+"""The rows of this stage; each stage with rows calls their file so."""
 SUBSETS = "subsets.csv"
 SHAPE = "shape.csv"
 TABLES = (METRICS, SUBSETS, SHAPE)
@@ -191,27 +191,25 @@ def _undo_rescore(run: Run) -> None:
     """Score replies that ``posbench rescore`` scored with other code as the other runs of this version are."""
     if not was_rescored(run.out):
         return
-    num_changed = rescore(
-        run.task, run.model.name, run.runtime.resamples, run.out, marked=False
-    )
+    num_changed = rescore(run.task, run.model.name, run.runtime.resamples, run.out)
+    run.out.mark(PREDICTIONS, **{RESCORED: False})
     run.console.print(
         f"evaluate: {num_changed} scores of posbench rescore made again with the code of this version",
         soft_wrap=True,
     )
 
 
-def rescore(
-    task: Task, model: str, resamples: int, out: RunDir, *, marked: bool = True
-) -> int:
+def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     """Score the saved outputs again, without a model.
+
+    Where scores change the run is marked first: their code may be other than that of its version, so that no other run
+    copies them, and a repeated command makes them again.
 
     Args:
         task: The task.
         model: The model's name.
         resamples: Bootstrap draws behind an interval.
         out: The run folder.
-        marked: Whether the run is marked where scores changed: their code may be other than that of its version, so
-            that no other run copies them, and a repeated command makes them again.
 
     Returns:
         How many rows changed their score.
@@ -239,10 +237,8 @@ def rescore(
         allowed = "a task that scores the replies of the run"
         raise UserError("task", task.name, allowed, "give its score() a value again")
     if num_changed:
-        out.mark(PREDICTIONS, key=None, **{RESCORED: marked})
+        out.mark(PREDICTIONS, key=None, **{RESCORED: True})
         out.write_rows(PREDICTIONS, rows)
-    elif not marked:
-        out.mark(PREDICTIONS, **{RESCORED: False})
     write_metrics(task, model, resamples, out, valid_rows)
     if (out.path / SHAPE).is_file():
         # The rule looks at the first method, whose rows come first.

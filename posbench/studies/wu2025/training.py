@@ -112,12 +112,12 @@ class Condition(data.Mixture, Attention):
     @property
     def changed(self) -> Row:
         """The fields that no column tells and that are not the paper's; sizes of test sets are none."""
-        told = {*self.settings, "window", "prefix", "sequences"}
+        in_tables = {*self.settings, "window", "prefix", "sequences"}
         usual = asdict(type(self)())
         return {
             name: value
             for name, value in asdict(self).items()
-            if name not in told and value != usual[name]
+            if name not in in_tables and value != usual[name]
         }
 
     @property
