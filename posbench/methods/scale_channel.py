@@ -91,9 +91,10 @@ def _key_term(
                 del prefix.parts[old_key]
         inputs = prefix.inputs[layer]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
-        recorded = [prefix.channels.index(channel) for channel in channels]
+        if channels != prefix.channels:
+            inputs = inputs[..., [prefix.channels.index(c) for c in channels]]
         columns = families.key_columns(model, layer, channels).to(dtype)
-        term = inputs[..., recorded].to(dtype) @ columns
+        term = inputs.to(dtype) @ columns
         rotary = prefix.rotary[layer]
         prefix.parts[key] = families.keys_for_cache(model, layer, term, rotary)
     return prefix.parts[key]
@@ -226,7 +227,9 @@ class ScaleChannel(Method):
     def scale(self, hidden: Tensor) -> Tensor:
         """A copy of the attention input, shape (B, T, D), with the channels scaled."""
         scaled = hidden.clone()
-        scaled[..., list(self.channels)] *= self.factor
+        # A list of channels would be copied to the GPU, and wait for all its work, in every layer.
+        for channel in self.channels:
+            scaled[..., channel].mul_(self.factor)
         return scaled
 
     def check(self, lm: LM) -> None:

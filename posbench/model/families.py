@@ -240,7 +240,9 @@ def on_query_key_input(
     def change_rows(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         # forward(), not a call of the module: that would come back here.
         changed = module.forward(change(args[0]), *args[1:])
-        rows = torch.cat(_fused_rows(model, layer, output.shape[-1])).to(output.device)
+        rows = torch.cat(
+            _fused_rows(model, layer, output.shape[-1], device=output.device)
+        )
         return output.index_copy(-1, rows, changed.index_select(-1, rows))
 
     if family.fused is None:
@@ -291,7 +293,8 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
 def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> Tensor:
     """Columns of the key projection, ``W_K[:, channels]``, without the bias, [C, G * d] for C channels."""
     key_projection = getattr(attention_modules(model)[layer], family_of(model).key)
-    return _select_keys(model, layer, key_projection.weight[:, list(channels)].T)
+    columns = [key_projection.weight[:, channel] for channel in channels]
+    return _select_keys(model, layer, torch.stack(columns))
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
@@ -371,7 +374,10 @@ def _count_heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
 
 
 def _fused_rows(
-    model: PreTrainedModel, layer: int, width: int
+    model: PreTrainedModel,
+    layer: int,
+    width: int,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output rows of a fused projection of ``width`` rows that are queries, and those that are keys."""
     heads, key_heads = _count_heads(model, layer)
@@ -379,8 +385,10 @@ def _fused_rows(
     if family_of(model).fused == "blocks":
         first_key = heads * head_size
         first_value = (heads + key_heads) * head_size
-        return torch.arange(first_key), torch.arange(first_key, first_value)
-    groups = torch.arange(width).view(key_heads, heads // key_heads + 2, head_size)
+        rows = torch.arange(first_value, device=device)
+        return rows[:first_key], rows[first_key:]
+    rows = torch.arange(width, device=device)
+    groups = rows.view(key_heads, heads // key_heads + 2, head_size)
     return groups[:, :-2].flatten(), groups[:, -2].flatten()
 
 
@@ -388,8 +396,9 @@ def _select_keys(model: PreTrainedModel, layer: int, projected: Tensor) -> Tenso
     """The keys in the output [..., rows] of a projection that may be fused."""
     if family_of(model).fused is None:
         return projected
-    _, key_rows = _fused_rows(model, layer, projected.shape[-1])
-    return projected[..., key_rows.to(projected.device)]
+    width = projected.shape[-1]
+    _, key_rows = _fused_rows(model, layer, width, device=projected.device)
+    return projected[..., key_rows]
 
 
 def remove_rope(model: PreTrainedModel) -> None:

@@ -230,7 +230,7 @@ def load(
     """
     if isinstance(source, transformers.PreTrainedModel):
         families.family_of(source)
-        _kernel(source.config, families.text_config(source)._attn_implementation)
+        usable_kernel(source.config, families.text_config(source)._attn_implementation)
         guard.check_parameters(source, name or "model")
         return LM(
             model=source.eval(),
@@ -323,7 +323,7 @@ def _load_checkpoint(
     path = str(sources.local(config.checkpoint))
     sources.weight_files(Path(path))
     with _explained(config, target):
-        kernel = _kernel(checkpoint.facts, config.attention)
+        kernel = usable_kernel(checkpoint.facts, config.attention)
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
@@ -366,7 +366,7 @@ def load_without_weights(
             for name in sources.weight_files(folder):
                 with safe_open(folder / name, "pt"):
                     pass  # its header tells whether all of it is there
-        kernel = _kernel(checkpoint.facts, config.attention)
+        kernel = usable_kernel(checkpoint.facts, config.attention)
         dtype = _dtype(config, target)
         # from_config takes no "auto", which is what it does by itself.
         settings = {} if dtype == "auto" else {"dtype": dtype}
@@ -455,8 +455,12 @@ def _need_complete(config: ModelConfig, loading_info: Mapping[str, Any]) -> None
         raise UserError("model.allow_partial", True, allowed, "leave it out")
 
 
-def _kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
-    """The kernel to load with; None leaves the choice to transformers.
+def usable_kernel(config: PreTrainedConfig, kernel: str | None) -> str | None:
+    """The attention kernel to load with; None leaves the choice to transformers.
+
+    Args:
+        config: Of the model.
+        kernel: As ``model.attention`` names it; None or ``auto`` for the model's own.
 
     Raises:
         UserError: It is not installed, or is sdpa where attention scores are soft-capped (Gemma 2).

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from posbench.late import PreTrainedModel, Tensor, nn
+from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families
 from posbench.model.hooks import pre_hooks
 
@@ -65,12 +65,18 @@ def recording_inputs(
         ) -> None:
             hidden = families.attention_input(args, kwargs)
             if families.keys_are_linear(model, layer):
-                hidden = hidden[..., list(channels)]
+                if hidden.device not in indices:
+                    indices[hidden.device] = hidden.new_tensor(
+                        channels, dtype=torch.long
+                    )
+                hidden = hidden.index_select(-1, indices[hidden.device])
             prefix.inputs[layer] = hidden
             prefix.rotary[layer] = families.rotary_of(kwargs)
 
         return record
 
     prefix.channels = tuple(channels)
+    # Copied to a GPU once: a copy waits for all its work, in every layer for that of the layers before.
+    indices: dict[torch.device, Tensor] = {}
     with pre_hooks(families.attention_modules(model), layers, make_hook):
         yield

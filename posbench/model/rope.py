@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
@@ -29,6 +29,8 @@ _MEMORY = "posbench_memory"
 """Attribute of a cache: by layer, the cached keys of the last step and the memory of its :data:`ByHand`."""
 _BUSY = "posbench_rotates"
 """Attribute of a rotary embedding inside a block that changes it: how the block does so."""
+AT_ONCE = 16_384
+"""Positions up to which one evaluation makes the tables of all layers, as in generation; more take much memory."""
 
 
 @dataclass(frozen=True)
@@ -251,12 +253,28 @@ def tables(
     """
     # By function and type of layer: the call that was changed, and the table that came of it.
     latest: dict[tuple[int, Any], tuple[RotaryCall, _TracedTable]] = {}
+    changes = {id(change): change for change in layers.values()}
+
+    def update(change_id: int, call: RotaryCall) -> None:
+        """Make the table of a changed call, and where that is cheap those of the other layers with it."""
+        changed = {change_id: changes[change_id](call)}
+        if make is RotaryCall.table and call.positions.numel() <= AT_ONCE:
+            everywhere = {key: change(call) for key, change in changes.items()}
+            if all(_moves_only(call, other) for other in everywhere.values()):
+                changed = everywhere
+        made: Iterable[Table] = map(make, changed.values())
+        if len(changed) > 1:
+            made = _tables_at_once(list(changed.values()))
+        layer_type = call.options.get("layer_type")
+        for (key, new_call), table in zip(changed.items(), made, strict=True):
+            latest[key, layer_type] = call, _TracedTable(table, new_call)
+
     with ExitStack() as stack:
         call_of = stack.enter_context(latest_calls(model))
         stack.enter_context(replace_attribute(rotary_module(model), _BUSY, "tables"))
 
         def make_hook(layer: int) -> Callable[..., Any]:
-            change = layers[layer]
+            change_id = id(layers[layer])
 
             def hook(
                 _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -264,10 +282,9 @@ def tables(
                 if kwargs.get("position_embeddings") is None:
                     return args, kwargs
                 call = _traced_call(kwargs, call_of, layer)
-                key = (id(change), call.options.get("layer_type"))
+                key = (change_id, call.options.get("layer_type"))
                 if key not in latest or latest[key][0] is not call:
-                    changed = change(call)
-                    latest[key] = call, _TracedTable(make(changed), changed)
+                    update(change_id, call)
                 table = latest[key][1].to(kwargs["position_embeddings"][0].device)
                 return args, kwargs | {"position_embeddings": table}
 
@@ -277,6 +294,27 @@ def tables(
             pre_hooks(families.attention_modules(model), layers, make_hook)
         )
         yield
+
+
+def _moves_only(call: RotaryCall, changed: RotaryCall) -> bool:
+    """Whether a changed call has other positions, and all else of the plain call that it came from."""
+    return (
+        not changed.bases
+        and changed.module is call.module
+        and changed.hidden is call.hidden
+        and changed.options is call.options
+    )
+
+
+def _tables_at_once(calls: Sequence[RotaryCall]) -> list[Table]:
+    """The tables of calls that differ in their positions alone, from one evaluation of the embedding.
+
+    One for each layer would double the operations of a generated token, which on a GPU set its time.
+    """
+    positions = torch.cat([call.positions.float() for call in calls])
+    cos, sin = calls[0].table(positions)
+    rows = calls[0].positions.shape[0]
+    return list(zip(cos.split(rows), sin.split(rows), strict=True))
 
 
 def divide_positions(

@@ -20,7 +20,7 @@ from posbench.late import Figure, pd, torch, transformers
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM
-from posbench.model.load import load
+from posbench.model.load import load, usable_kernel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.schema import Count
@@ -201,7 +201,9 @@ def random_model(
     config = transformers.AutoConfig.for_model(**shapes[shape])
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype)
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=usable_kernel(config, "auto"),
         )
     return load(model, tokenizer=tokenizer, name=shape)
 

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 import posbench
@@ -224,3 +225,12 @@ def test_floors_do_all_that_the_bases_need_and_no_more(
     for name, found in logits.items():
         other = "attention_buckets" if name.startswith("a") else "none"
         assert_same(found, logits[other], family_noise("llama-gqa"), "logits")
+
+
+def test_soft_capped_scores_get_a_kernel_that_caps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Older versions of transformers offer sdpa for Gemma 2, which leaves the cap out."""
+    monkeypatch.setattr(transformers.Gemma2ForCausalLM, "_supports_sdpa", True)
+    lm = timing.random_model("check_gemma2", CPU)
+    assert lm.model.config._attn_implementation == "eager"
