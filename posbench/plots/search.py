@@ -101,7 +101,7 @@ def channel_figure(
     """Value of one channel over the token position, a panel for each site and layer.
 
     Each panel has a y axis of its own. Where the first token's value dwarfs all others,
-    the axis is fitted to the others and the title says so.
+    the axis is fitted to the others, and its value stands below the title in brackets.
 
     Args:
         channels: Rows of channels.csv: channel, site, layer, token, value (mean over
@@ -153,7 +153,7 @@ def _draw_channel(axes: Axes, line: pd.DataFrame, title: str) -> None:
     if len(first) and len(later) and first.abs().max() > 5 * later.abs().max() > 0:
         margin = 0.05 * (later.max() - later.min()) + 1e-12
         axes.set_ylim(later.min() - margin, later.max() + margin)
-        title += f"\n(token 0: {first.max():.3g})"
+        title += f"\n({first.max():.3g})"
     axes.set_title(title)
     axes.locator_params("y", nbins=3)
 

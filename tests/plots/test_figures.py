@@ -108,7 +108,7 @@ def test_channel_lines_have_a_panel_for_each_site_and_layer():
     )
     huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
     axes = channel_figure(huge, 33).axes[0]
-    assert "token 0: 500" in axes.get_title() and axes.get_ylim()[1] < 2
+    assert "(500)" in axes.get_title() and axes.get_ylim()[1] < 2
     with refused("channels (channel 34)", "no row", allowed="value", hint="stage"):
         channel_figure(channels(), 34)
 
