@@ -254,10 +254,9 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
 
 
 def _printed_ratios(row: Row, rows: pd.DataFrame) -> list[float]:
-    """The papers' ratios of a way: from seconds, or from texts such as ``1.07 to 1.45 (LPES, Table 5)``."""
+    """The papers' ratios of a way: from seconds, or from texts such as ``1.45 (LPES, Table 5); 1.86 (...)``."""
     if "paper_seconds" in row:
         base = rows.loc[rows["way"] == row["base"], "paper_seconds"].item()
         return [row["paper_seconds"] / base]
     text = str(row.get("paper", ""))
-    ends = re.findall(r"(?:^|; )([\d.]+)(?: to ([\d.]+))? \(", text)
-    return [float(ratio) for pair in ends for ratio in pair if ratio]
+    return [float(ratio) for ratio in re.findall(r"(?:^|; )([\d.]+) \(", text)]

@@ -69,7 +69,7 @@ def test_rows_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = posbench.load(build("llama"))
     methods = {name: examples(lm)[name] for name in ("none", "attention_buckets")}
     rows = Latency(repeats=2).generation(lm, methods, 8, 2)
-    front = {"work": "8 + 2 tokens", "base": "none", "n": 2}
+    front = {"work": "8 + 2 tokens", "base": "none", "n": 2, "tokens": 8}
     assert rows == [
         {
             **front,
@@ -83,6 +83,18 @@ def test_rows_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         {**front, "way": "attention_buckets", "seconds": 3.5}
         | {"ratio": 1.25, "ratio_min": 1, "ratio_max": 1.5, "paper": BUCKETS},
     ]
+
+
+def test_a_papers_ratio_is_held_against_times_of_its_own_length() -> None:
+    row = {"way": "scale_channel", "work": "w", "tokens": 3300, "n": 2}
+    row |= {"ratio": 1.44, "ratio_min": 1.43, "ratio_max": 1.45}
+    study = Latency(claims_of="Yu et al. 2025")
+    findings = study.findings({"generation": pd.DataFrame([row])})
+    verdicts = {f.claim.split(", ")[-1]: f.verdict for f in findings}
+    assert verdicts == {
+        "3300 tokens)": "contradicted",
+        "10000 tokens)": "not testable",
+    }
 
 
 @pytest.mark.parametrize(
