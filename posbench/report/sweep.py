@@ -610,14 +610,16 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
         if setting.average and not setting.is_cut
     ]
     if averages:
-        parts.append(
-            f"Over {len(averages)} settings of {label}, the average runs from {_range(averages, ' %', ' %')}"
-        )
+        average = f"the average {_range(averages, ' %', ' %')}"
+        if len(averages) > 1:
+            average = f"Over {len(averages)} settings of {label}, {average}"
+        parts.append(average)
     cut = [setting.name for setting in settings if setting.is_cut]
     if cut:
         names = ", ".join(cut[:MAX_LISTED])
+        counted = "1 setting" if len(cut) == 1 else f"{len(cut)} settings"
         parts.append(
-            f"replies were cut off before an answer, and say nothing, in {len(cut)} settings ({names})"
+            f"replies were cut off before an answer, and say nothing, in {counted} ({names})"
         )
     counts = Counter(
         _direction(setting.difference) for setting in settings if setting.difference
@@ -645,7 +647,7 @@ def _bias_parts(settings: Sequence[_Setting]) -> list[str]:
     values = [(s.bias.value, s.name) for s in with_bias if _has_value(s.bias)]
     if not values:
         return []
-    parts = [f"the position bias from {_range(values, '', ' points')}"]
+    parts = [f"the position bias {_range(values, '', ' points')}"]
     unmeasured = [
         f"{setting.name} ({tables.cell(setting.bias, '')})"
         for setting in with_bias
@@ -690,10 +692,10 @@ def _by_key(rows: pd.DataFrame, column: str) -> Mapping[str, Any]:
 def _range(
     values: Sequence[tuple[float, str]], lowest_unit: str, highest_unit: str
 ) -> str:
-    """`70.0 % (a) to 80.0 % (b)`: the lowest and highest share with their settings."""
+    """`runs from 70.0 % (a) to 80.0 % (b)`: the lowest and highest share with their settings; of one, `is`."""
     lowest, lowest_setting = min(values)
     highest, highest_setting = max(values)
-    return (
-        f"{100 * lowest:.1f}{lowest_unit} ({lowest_setting}) to "
-        f"{100 * highest:.1f}{highest_unit} ({highest_setting})"
-    )
+    highest_part = f"{100 * highest:.1f}{highest_unit} ({highest_setting})"
+    if len(values) == 1:
+        return f"is {highest_part}"
+    return f"runs from {100 * lowest:.1f}{lowest_unit} ({lowest_setting}) to {highest_part}"

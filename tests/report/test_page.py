@@ -235,7 +235,8 @@ def test_a_sweep_says_nothing_of_scores_whose_replies_were_cut():
     assert rows[0][1] == "92.7 [89.7, 95.7]" and rows[0][3] == "+8.7 [4.7, 12.7]"
     assert rows[1][1] == "cut replies" and rows[1][3] == ""
     assert "1 raise it" in sentence and "lower it" not in sentence
-    assert "26.7" not in sentence and "in 1 settings (2)" in sentence
+    assert "26.7" not in sentence and "in 1 setting (2)" in sentence
+    assert sentence.startswith("The average is 92.7 % (1);")
 
 
 def test_a_model_that_ran_unmodified_alone_has_its_row():
