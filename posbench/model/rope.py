@@ -261,20 +261,21 @@ def tables(
         def update(layer: int, call: RotaryCall) -> None:
             """Make the table of a layer; in generation also those of all other layers."""
             change = layers[layer]
-            changed = {id(change): change(call)}
+            changed_calls = {id(change): change(call)}
             # Inside another block of this kind every layer starts from a call of its own.
             is_shared = make is RotaryCall.table and call is call_of(layer)
             if is_shared and call.positions.numel() <= AT_ONCE:
-                of_all = {key: change(call) for key, change in changes.items()}
-                if all(_moves_only(call, other) for other in of_all.values()):
-                    changed = of_all
-            if len(changed) > 1:
-                made = _tables_at_once(list(changed.values()))
+                all_calls = {key: change(call) for key, change in changes.items()}
+                if all(_moves_only(call, other) for other in all_calls.values()):
+                    changed_calls = all_calls
+            if len(changed_calls) == 1:
+                new_tables = [make(changed_calls[id(change)])]
             else:
-                made = [make(new_call) for new_call in changed.values()]
+                new_tables = _tables_at_once(list(changed_calls.values()))
             layer_type = call.options.get("layer_type")
-            for (key, new_call), table in zip(changed.items(), made, strict=True):
-                latest[key, layer_type] = call, _TracedTable(table, new_call)
+            pairs = zip(changed_calls.items(), new_tables, strict=True)
+            for (key, changed_call), table in pairs:
+                latest[key, layer_type] = call, _TracedTable(table, changed_call)
 
         def make_hook(layer: int) -> Callable[..., Any]:
             def hook(

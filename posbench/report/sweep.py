@@ -617,9 +617,9 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     cut = [setting.name for setting in settings if setting.is_cut]
     if cut:
         names = ", ".join(cut[:MAX_LISTED])
-        counted = "1 setting" if len(cut) == 1 else f"{len(cut)} settings"
+        count = "1 setting" if len(cut) == 1 else f"{len(cut)} settings"
         parts.append(
-            f"replies were cut off before an answer, and say nothing, in {counted} ({names})"
+            f"replies were cut off before an answer, and say nothing, in {count} ({names})"
         )
     counts = Counter(
         _direction(setting.difference) for setting in settings if setting.difference

@@ -160,11 +160,12 @@ class Latency(TimingStudy):
         ways = {name: partial(generate, method) for name, method in methods.items()}
         work = f"{tokens} + {new_tokens} tokens"
         rows = self.compared(work, ways, lm.device, faster=False)
-        printed = _printed_ratios(self.claims_of)
+        published = _published_ratios(self.claims_of)
         for row in rows:
-            of_method = printed[printed["method"] == row["way"]]
-            of_length = of_method[of_method["tokens"] == tokens]
-            shown = of_method if of_length.empty else of_length
+            shown = published[published["method"] == row["way"]]
+            at_this_length = shown["tokens"] == tokens
+            if at_this_length.any():
+                shown = shown[at_this_length]
             texts = [f"{paper.ratio} ({paper.source})" for paper in shown.itertuples()]
             row |= {"tokens": tokens, "paper": "; ".join(texts)}
         return rows
@@ -176,7 +177,7 @@ class Latency(TimingStudy):
         columns = ["way", "tokens"]
         generation = tables.get("generation", pd.DataFrame(columns=columns))
         findings = []
-        for paper in _printed_ratios(self.claims_of).itertuples():
+        for paper in _published_ratios(self.claims_of).itertuples():
             of_method = generation[generation["way"] == paper.method]
             of_length = of_method[of_method["tokens"] == paper.tokens]
             if len(of_method) and of_length.empty:
@@ -226,7 +227,7 @@ class Latency(TimingStudy):
         return half_as_often.compared(work, ways, lm.device)
 
 
-def _printed_ratios(paper: str | None) -> pd.DataFrame:
+def _published_ratios(paper: str | None) -> pd.DataFrame:
     """The ratios of times that the papers print, or one of them: method, tokens of the prompt, ratio, source."""
     columns = ("method", "tokens", "ratio", "source")
     printed = reference.read_table("latency.csv", *columns)
