@@ -164,7 +164,7 @@ class Method(ABC):
 
     @abstractmethod
     def neutral(self) -> Self:
-        """The same method with parameters under which it changes nothing, for the identity tests."""
+        """The same method with parameters under which it changes nothing: what a search found that kept the model."""
 
 
 def bind_call(

@@ -304,13 +304,20 @@ class Search(ABC):
         target = replace(run.method.searched, typed=frozenset())
         method = target.build(self.parameters(block), target, run.method.hint)
         unmodified = self._measure_under(run, UNMODIFIED, Unmodified(), batches)
-        searched = self._measure_under(run, "found", method, batches)
-        return held_back.gain_facts(
+        keeps_unmodified = method == method.neutral()
+        searched = unmodified
+        if not keeps_unmodified:
+            searched = self._measure_under(run, "found", method, batches)
+        facts = held_back.gain_facts(
             self.measure,
             [searched[example.id] for example in examples],
             [unmodified[example.id] for example in examples],
             [example.cluster for example in examples],
         )
+        if keeps_unmodified and held_back.was_checked(facts):
+            # No sample: the two are the same model, so its gain is 0 on every prompt.
+            facts |= {"gain": 0.0, "ci_low": 0.0, "ci_high": 0.0}
+        return facts
 
     def _measure_under(
         self, run: Run, name: str, method: Method, batches: list[list[Example]]

@@ -92,6 +92,8 @@ def summary_line(facts: Mapping[str, Any]) -> str:
     if not shows_no_gain(facts):
         change = "lowers" if facts["measure"] == "loss" else "raises"
         verdict = f"the search {change} the {facts['measure']}"
+    elif facts["ci_low"] == facts["ci_high"] == 0:
+        verdict = "the search gains nothing, as what it found changes nothing"
     elif facts["ci_high"] < smallest:
         verdict = f"the search gains nothing worth naming ({smallest:g} or more)"
     else:

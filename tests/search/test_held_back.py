@@ -122,6 +122,24 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(
     assert_names(later.out, "stages", "follow", "found")
 
 
+def test_a_search_that_keeps_the_unmodified_model_gains_exactly_nothing(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    # One mutant beside the unmodified model, and its scale of 11 answers hardly anything.
+    few = [f"search.{name}=0" for name in ("mutations", "crossovers", "generations")]
+    wild = ["search.start=1", "search.high=11", "search.reach_y=10", "search.step_y=10"]
+    small = ["search.population=2", "search.parents=2", "task.limit=1"]
+    small += ["task.calibration_examples=6"]
+    genetic = ["model=tiny", "method=layer_scaling", "search=genetic"]
+    result = posbench(*genetic, *small, *few, *wild, "stages=[search]")
+    assert result.status == 0, result.err
+    table = pd.read_csv(only(outputs) / held_back.TABLE_FILE)
+    assert table.loc[0, ["gain", "ci_low", "ci_high"]].tolist() == [0, 0, 0]
+    assert table["found"][0] == table["unmodified"][0] > 0
+    line = result.out.rstrip().splitlines()[-1]
+    assert_names(line, "gains nothing", "changes nothing", "18 held-back prompts")
+
+
 def test_a_fitness_weighs_the_places_of_the_answer(tiny: LM) -> None:
     """Of the genetic search: the gain is the difference of two fitnesses on new questions."""
     from posbench.search.genetic import GeneticSearch

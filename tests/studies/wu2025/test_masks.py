@@ -85,6 +85,14 @@ def test_predicted_gaps_are_differences_of_the_rollout() -> None:
     assert len(gaps) == 18
 
 
+def test_the_gaps_of_one_network_count_once() -> None:
+    masks_study = study.Masks()
+    *_, finding = masks_study.findings(masks_study.measure(None))
+    # 12 clear gaps of 5 networks, all with the sign: Wilson's lower end of 5 of 5 is n / (n + z^2).
+    assert (finding.value, finding.n) == (1, 12)
+    assert finding.ci_low == pytest.approx(5 / (5 + 1.959964**2), abs=1e-5)
+
+
 def test_the_studies_of_masks() -> None:
     rates = study.causal_rates()
     assert (rates["weight"] <= rates["bound"] + 1e-12).all()
