@@ -57,9 +57,10 @@ HEAD_SIZE_KEYS = (
 """Settings that must agree: posbench knows no head of which a part alone rotates."""
 
 SCALING_TYPE = "rope.scaling.type"
+SCALING_FACTOR = "rope.scaling.factor"
 SCALING_KEYS = (
     SCALING_TYPE,
-    "rope.scaling.factor",
+    SCALING_FACTOR,
     "rope.scaling.original_context_length",
 )
 
@@ -81,7 +82,7 @@ OTHER_FILES = "set model.path to the checkpoint itself: a hub id, or a folder wi
 RECORD = "posbench.json"
 """In a converted folder: ``gguf``, sha256 of the file; ``weights``, types of its tensors; ``files``, sha256 of each."""
 
-VERSION = 1
+VERSION = 2
 """Raised when a conversion changes: folders of an earlier one are not used."""
 
 SCRATCH_PREFIX = ".new-"
@@ -243,12 +244,11 @@ class Settings:
         if len(sizes) > 1:
             self.refuse(f"heads of one size, not {sorted(sizes)}")
         (config.head_dim,) = sizes
-        if self.of_architecture(SCALING_TYPE) == "linear":
-            config.rope_parameters = {
-                **config.rope_parameters,
-                "rope_type": "linear",
-                "factor": self.of_architecture("rope.scaling.factor"),
-            }
+        factor = self.of_architecture(SCALING_FACTOR)
+        # To llama.cpp a factor without a type is linear, and a factor of 0 is none.
+        if factor and self.of_architecture(SCALING_TYPE) in (None, "linear"):
+            linear = {"rope_type": "linear", "factor": factor}
+            config.rope_parameters = {**config.rope_parameters, **linear}
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with special tokens and chat template.

@@ -136,6 +136,25 @@ def test_every_architecture_computes_what_it_did(
     assert expected.std() > 0.1
 
 
+def test_a_factor_without_a_type_scales_positions_as_in_llama_cpp(
+    tmp_path: Path,
+) -> None:
+    lm = random_model("Llama")
+    file = written(lm, tmp_path / "given", PositionInterpolation(scale=1.7))
+    with_type = package.load(str(file), dtype="float32")
+    without_type = tmp_path / "without.gguf"
+    rename = _renamed(b"llama.rope.scaling.type", b"other.rope.scaling.type")
+    without_type.write_bytes(rename(file.read_bytes()))
+    again = package.load(str(without_type), dtype="float32")
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        expected = with_type.model(input_ids=ids).logits
+        unscaled = lm.model(input_ids=ids).logits
+        got = again.model(input_ids=ids).logits
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert (got - unscaled).abs().max() > 0.001
+
+
 @pytest.mark.parametrize("name", gguf.PRE_TOKENIZERS)
 def test_texts_are_cut_as_by_the_tokenizer_and_by_llama_cpp(
     name: str, tmp_path: Path
