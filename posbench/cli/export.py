@@ -35,6 +35,7 @@ from posbench.report.folder import RUN_AGAIN, read_csv, read_json
 from posbench.report.index import find_run
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, open_undamaged
+from posbench.run.method import METHOD_FILE, typed_in_place
 from posbench.run.own_code import config_dir_chosen, import_from, make_importable
 from posbench.search import deploy, held_back
 from posbench.search.base import FOUND_FILE
@@ -261,7 +262,7 @@ def _origin_of_run(folder: Path) -> Origin:
     results: dict[str, Any] = {}
     if (folder / FOUND_FILE).is_file():
         results = read_yaml(folder / FOUND_FILE, dict[str, Object], hint=RUN_AGAIN)
-    constants = read_json(folder / "method.json")
+    constants = read_json(folder / METHOD_FILE)
     if constants is None and "parts" in raw["method"]:
         constants = {"parts": results}
     elif constants is None:
@@ -275,10 +276,15 @@ def _origin_of_run(folder: Path) -> Origin:
     fit.fit_task()
     config = fit.config
     result: dict[str, Any] = next(iter(results.values()), {})
+    verdict = run_verdict(read_csv(folder / "metrics.csv"))
+    source = str(result.get("source", ""))
+    typed = typed_in_place(constants)
+    if typed:
+        # Gain and price are those of what the search found.
+        return Origin(config, verdict, source=f"{source}; {typed}")
     gain = held_back.summary_line(result["held_back"]) if "held_back" in result else ""
     price = deploy.summary_sentences(result["deploy"]) if "deploy" in result else ""
-    verdict = run_verdict(read_csv(folder / "metrics.csv"))
-    return Origin(config, verdict, gain, price, str(result.get("source", "")))
+    return Origin(config, verdict, gain, price, source)
 
 
 def _need_model_that_does_the_task(origin: Origin) -> None:

@@ -29,6 +29,7 @@ from posbench.report.folder import need_destination, read_csv, read_json
 from posbench.report.tables import cut_notes
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, runs_in
+from posbench.run.method import METHOD_FILE
 from posbench.schema import no_other_keys
 from posbench.stats import cut_replies
 from posbench.stats.bootstrap import paired, with_interval
@@ -186,7 +187,7 @@ def side_effects(
         return rows
     constants = _as_recorded(method)
     for folder in runs_in(outputs):
-        recorded = _as_recorded(read_json(folder / "method.json") or {})
+        recorded = _as_recorded(read_json(folder / METHOD_FILE) or {})
         metrics = read_csv(folder / "metrics.csv")
         if not recorded or metrics is None:
             continue

@@ -81,6 +81,16 @@ CLEAR_SPEEDUP = 1.3
 LONG_RUN_SECONDS = 3600.0
 LIGHT_PARAMETERS = 10_000_000
 """A model with fewer parameters is not timed before a run without a budget: an hour of it is rare."""
+PLANNED_KEYS = (
+    "task.",
+    "search.",
+    "study.",
+    "stages",
+    "model.dtype",
+    "runtime.intervene_examples",
+    "runtime.round_questions",
+)
+"""How the keys begin that a budget sets where the user did not type them."""
 SUGGESTED_BUDGETS = ("10min", "30min", "1h", "2h", "4h", "8h", "1d")
 SMALL_BUDGETS = ("1min", "2min", "5min")
 """Suggested in place of too small ones; of a run of hours too little is left in them."""
@@ -94,7 +104,7 @@ class BudgetPlan:
     Attributes:
         budget: The budget, as typed.
         settings: The chosen settings, by dotted key.
-        questions: Questions at each position that are expected.
+        questions: Questions at each position that are expected; 0 where none is evaluated.
         positions: Number of gold positions; 0 where the task has none.
         seconds: Seconds of the run as a whole, as estimated; None: no time was measured.
         prompts: Prompts of all stages, as estimated.
@@ -124,11 +134,12 @@ class BudgetPlan:
     def lines(self) -> list[str]:
         """Return what is printed of the choice."""
         width = 100 * half_width(max(self.questions, 1))
+        prompts = f"{self.prompts} prompts in all"
         places = f" at each of {self.positions} positions" if self.positions else ""
         questions = (
             "1 question" if self.questions == 1 else f"{self.questions} questions"
         )
-        asked = f"{questions}{places}, {self.prompts} prompts in all"
+        asked = f"{questions}{places}, {prompts}"
         most = self.settings.get("task.limit", 0)
         if most > self.questions:
             asked = f"{questions}{places}, up to {most} where replies end early; {self.prompts} prompts or more"
@@ -136,8 +147,10 @@ class BudgetPlan:
             f"budget {self.budget}: {asked}; 95 % intervals of at most +-{width:.0f} points"
         ]
         if self.study:
-            prompts = f"; {self.prompts} prompts in all" if self.prompts else ""
-            lines = [f"budget {self.budget}: {self.study}{prompts}"]
+            ending = f"; {prompts}" if self.prompts else ""
+            lines = [f"budget {self.budget}: {self.study}{ending}"]
+        elif not self.questions:
+            lines = [f"budget {self.budget}: {prompts}"]
         if self.settings:
             lines.append(f"budget: chosen {spelled(self.settings)}")
         if self.note:
@@ -761,6 +774,8 @@ def _make_plan(
         per_round = chooser.round_questions(option.per_question)
         if per_round and per_round < planned:
             settings["runtime.round_questions"] = per_round
+    if "evaluate" not in settings.get("stages", config.stages):
+        questions = 0
     fixed_prompts, prompts_per_question = option.prompts
     task = with_settings(config, settings).task
     is_placed = isinstance(task, GoldPositionTask) and _moves_items(task)

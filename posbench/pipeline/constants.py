@@ -20,10 +20,12 @@ from posbench.run.folder import (
     DONE,
     PROVENANCE,
     RunDir,
+    as_json,
     open_run_dir,
     open_undamaged,
     runs_in,
 )
+from posbench.run.method import METHOD_FILE, typed_in_place
 from posbench.run.own_code import make_importable
 from posbench.search.base import FOUND_FILE
 from posbench.stats.frames import UNMODIFIED
@@ -33,7 +35,6 @@ from posbench.tasks.base import read_recorded_task
 
 FROM_RUN = "from:"
 """Beginning of a choice of method that takes method and constants from a run."""
-METHOD_FILE = "method.json"
 WEIGHTS_DIGITS = 16
 
 
@@ -59,12 +60,17 @@ class RunConstants:
     values: dict[str, Any]
     verdict: str = ""
 
-    @property
-    def line(self) -> str:
-        """What is taken from the run, for the terminal."""
+    def line(self, typed: Mapping[str, Any]) -> str:
+        """What is taken from the run, for the terminal; ``typed``: parameters that the user set."""
         values = ", ".join(f"{k} {v}" for k, v in self.values.items() if v is not None)
-        verdict = f"; its verdict: {self.verdict}" if self.verdict else ""
-        return f"method: {self.method} ({values}) from run {self.run}{verdict}"
+        line = f"method: {self.method} ({values}) from run {self.run}"
+        others = {k: v for k, v in typed.items() if as_json(v) != self.values.get(k)}
+        if self.verdict:
+            line += f"; its verdict: {self.verdict}"
+        if others:
+            words = ", ".join(f"{k} {v}" for k, v in others.items())
+            line += f"; typed here in place of its own: {words}"
+        return line
 
 
 def fingerprint(read: Sequence[Content]) -> str:
@@ -112,6 +118,9 @@ def read_constants(name: str, outputs: Path) -> tuple[RunConstants, dict[str, An
         applied = {"parts": found} if "parts" in node else found.get(method, {})
     sources = [str(block["source"]) for block in found.values() if "source" in block]
     source = "; ".join(sources) or str(applied.get("source") or f"run {folder.name}")
+    typed = typed_in_place(applied)
+    if typed:
+        source += f"; {typed}"
     filled = with_constants(node, applied)
     verdict = run_verdict(read_csv(folder / "metrics.csv"))
     constants = RunConstants(

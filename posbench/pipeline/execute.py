@@ -25,6 +25,7 @@ from posbench.model.items import probe_items
 from posbench.model.lm import LM
 from posbench.pipeline.audit import audit_shards
 from posbench.pipeline.budget import (
+    PLANNED_KEYS,
     BudgetPlan,
     check_budget,
     describe_long_run,
@@ -150,16 +151,22 @@ def execute(
     with claim_run(config, command, console, lm, plan) as (run, contents, facts):
         out = run.out
         damaged = out.damaged()
+        stages = config.stages
         if not damaged and _has_ended(out, config):
-            console.print("finished before: nothing is computed again")
-            if shows_result:
-                report.show_run(out.path, console)
-            return out.path
+            if _has_current_report(out, config):
+                console.print("finished before: nothing is computed again")
+                if shows_result:
+                    report.show_run(out.path, console)
+                return out.path
+            console.print(
+                "finished before; reported again, as the experiment or the paper's table has changed"
+            )
+            stages = ("report",)
         if damaged:
             names = ", ".join(damaged)
             console.print(f"damaged: {names}; made again, rows that are whole are kept")
         earlier_machines = out.hardware()
-        out.resume(config.stages, config.raw, facts)
+        out.resume(stages, config.raw, facts)
         if earlier_machines and out.hardware() != earlier_machines:
             console.print(
                 f"begun on {' and '.join(earlier_machines)}, continued on {facts['hardware']}: "
@@ -169,7 +176,7 @@ def execute(
             )
         if config.budget is None:
             _announce_long_run(config, run)
-        _forget_end(out)
+        _record_begin(out, plan)
         if config.model.base_url and config.uses_model:
             run.spending = _spending(config, run)
         try:
@@ -177,7 +184,7 @@ def execute(
                 _time_counted(run, config.budget, watch),
                 _worker_pool(config, run, worker_main),
             ):
-                for stage in config.stages:
+                for stage in stages:
                     if stage == "report":
                         _merge_shards(run)
                     with (
@@ -214,6 +221,11 @@ def _has_ended(out: RunDir, config: Config) -> bool:
         if stage.get("stopped") and not _would_stop_again(stage, config):
             return False
     return out.done and all(stage.get("done") for stage in stages)
+
+
+def _has_current_report(out: RunDir, config: Config) -> bool:
+    """Whether the report of a run, if it has one, shows the experiment and the paper's table as they are now."""
+    return "report" not in config.stages or report.is_current(config, out.path)
 
 
 def _would_stop_again(stage: Mapping[str, Any], config: Config) -> bool:
@@ -317,7 +329,9 @@ def apply_budget(
     with doing("hashing the files that the run reads"):
         contents = run_contents(config)
     location = RunLocation.of(config, identity(config, contents), contents)
-    key = short_hash([location.run_id, config.stages, config.budget.text])
+    typed = [key for key in sorted(config.typed) if key.startswith(PLANNED_KEYS)]
+    price = config.model.price if config.budget.usd else None
+    key = short_hash([location.run_id, config.stages, config.budget.text, typed, price])
     file = location.outputs / location.suite / BUDGETS / f"{key}.json"
     plan = read_plan(file)
     timed = None
@@ -404,11 +418,14 @@ def _record_end(out: RunDir, plan: BudgetPlan, watch: Stopwatch) -> None:
     out.write_facts(PROVENANCE, facts)
 
 
-def _forget_end(out: RunDir) -> None:
-    """Take back that a run stopped at its budget: it goes on."""
+def _record_begin(out: RunDir, plan: BudgetPlan | None) -> None:
+    """Record the budget of this session, and take back that an earlier one stopped: the run goes on."""
     facts = out.facts(PROVENANCE)
-    if facts.get("budget", {}).pop("end", None):
-        out.write_facts(PROVENANCE, facts)
+    if plan:
+        facts["budget"] = plan.facts()
+    elif not facts.get("budget", {}).pop("end", None):
+        return
+    out.write_facts(PROVENANCE, facts)
 
 
 def _print_time(plan: BudgetPlan, seconds: float, console: Console) -> None:
@@ -597,7 +614,7 @@ def find_finished_run(config: Config) -> Path | None:
     out = RunLocation.of(config, identity(config, contents), contents).find()
     if out is None or not _has_ended(out, config) or out.damaged():
         return None
-    return out.path
+    return out.path if _has_current_report(out, config) else None
 
 
 def missing_sources(config: Config) -> list[Source]:

@@ -119,7 +119,10 @@ def prepare(
         for key, adjustment in fit.adjustments.items()
     ]
     checkpoint = encoder if isinstance(encoder, CheckpointReader) else None
-    warnings += [constants.line for constants in config.constants]
+    for constants in config.constants:
+        parts = {config.choice.name: config.choice, **config.choice.parts}
+        typed = parts[constants.method].pinned if constants.method in parts else {}
+        warnings.append(constants.line(typed))
     if "evaluate" in config.stages:
         warnings += fit.config.task.notes()
         warnings += filter(

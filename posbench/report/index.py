@@ -29,6 +29,7 @@ from posbench.run.folder import (
     runs_in,
 )
 from posbench.run.lease import in_use
+from posbench.run.method import METHOD_FILE
 from posbench.run.progress import duration
 from posbench.run.shards import is_running
 from posbench.schema import override_text
@@ -40,7 +41,6 @@ ListedState = Literal[State, "done, unchecked", "killed", "damaged"]
 """What a list of runs says of one."""
 METRICS = "metrics.csv"
 FINDINGS = "findings.csv"
-METHOD = "method.json"
 NAMED_GROUPS = ("model", "task", "method", "search", "study")
 """Groups of a config with a name."""
 GROUPS = (*NAMED_GROUPS, "runtime")
@@ -93,9 +93,9 @@ class RunSummary:
         run = open_run_dir(folder)
         config = dict[str, Any]()
         try:
-            is_intact = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD))
+            is_intact = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD_FILE))
             config = run.config()
-            method = run.read_json(METHOD)
+            method = run.read_json(METHOD_FILE)
         except UserError:
             is_intact = False
         status = run.facts(STATUS)

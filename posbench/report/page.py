@@ -41,6 +41,7 @@ from posbench.report.text import (
     study_answer,
 )
 from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RESCORED, open_run_dir
+from posbench.run.method import METHOD_FILE, typed_in_place
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate
 from posbench.search import held_back
@@ -151,7 +152,8 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         sections += held_back.sections(read_csv(folder / held_back.TABLE_FILE))
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
     if (folder / FOUND_FILE).is_file():
-        text = _use_of_constants(run_verdict(metrics))
+        typed = typed_in_place(read_json(folder / METHOD_FILE) or {})
+        text = _use_of_constants(run_verdict(metrics), typed)
         constants = read_text(folder / FOUND_FILE)
         sections.append(Section("Found constants", text, block=constants))
     if metrics is not None:
@@ -161,8 +163,15 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     return describe_measurements(folder) or headline(None), sections
 
 
-def _use_of_constants(verdict: Verdict | None) -> str:
-    """What constants that a search found are good for, by the verdict on the run that applied them."""
+def _use_of_constants(verdict: Verdict | None, typed: str) -> str:
+    """What constants that a search found are good for, by the verdict on the run that applied them.
+
+    Args:
+        verdict: The verdict; None where no position bias was measured.
+        typed: What the run had in their place, in words; empty where it applied them.
+    """
+    if verdict and typed:
+        return f"This run did not evaluate them ({typed}): do that before you use them elsewhere."
     if verdict is None:
         return "This run did not measure a position bias with them: do that before you use them elsewhere."
     if verdict.name == FIXED:
@@ -264,7 +273,7 @@ def _score_sections(
     """Scores by gold position, position bias, the paper's numbers, and other scores."""
     name = metric_name(metrics).capitalize()
     text = f"{name} in % and paired difference in points, each with its 95 % interval"
-    method = read_json(folder / "method.json") or {}
+    method = read_json(folder / METHOD_FILE) or {}
     if len(method) > 1:
         text = f"As applied: {describe_method(method)}. {text}"
     positions = tables.describe_positions(metrics)

@@ -25,6 +25,7 @@ from posbench.report.text import (
     headline,
 )
 from posbench.run.folder import open_run_dir
+from posbench.run.method import METHOD_FILE
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
@@ -68,7 +69,7 @@ def _show_scores(
     if len(other_scores):
         show_table(console, *tables.subset_table(other_scores, task_metric=""))
     console.print(headline(metrics))
-    method = read_json(folder / "method.json") or {}
+    method = read_json(folder / METHOD_FILE) or {}
     if len(method) > 1:
         console.print(f"as applied: {describe_method(method)}")
     prompts_text = describe_prompts(folder)

@@ -23,6 +23,7 @@ from posbench.report.tables import (
     unmeasurable_bias,
 )
 from posbench.run.budget import money
+from posbench.run.method import TYPED, typed_in_place
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import (
@@ -345,7 +346,8 @@ def _list_counts(counts: Counter[Any]) -> str:
 
 def describe_method(method: Mapping[str, Any]) -> str:
     """The method of ``method.json``: name, parameters, and the source of constants."""
-    parameters = {k: v for k, v in method.items() if k not in ("name", "source")}
+    others = ("name", "source", TYPED)
+    parameters = {k: v for k, v in method.items() if k not in others}
     texts = []
     for name, values in method.get("parts", {"": parameters}).items():
         text = ", ".join(f"{k} {v}" for k, v in values.items() if v is not None)
@@ -353,7 +355,8 @@ def describe_method(method: Mapping[str, Any]) -> str:
     text = f"{method['name']}: {'; '.join(texts)}"
     if "source" in method:
         text += f"; constants: {method['source']}"
-    return text
+    typed = typed_in_place(method)
+    return f"{text}; {typed}" if typed else text
 
 
 def count_verdicts(findings: pd.DataFrame) -> str:

@@ -25,7 +25,7 @@ from posbench.run.budget import Deadline, Spending
 from posbench.run.folder import RunDir
 from posbench.run.heartbeat import doing, is_beating, loading, showing_bar
 from posbench.run.meter import StageMeter
-from posbench.run.method import MethodUnderTest
+from posbench.run.method import METHOD_FILE, MethodUnderTest
 from posbench.run.progress import Progress, progress
 from posbench.run.prompts import PromptBatcher
 from posbench.run.rows import IncompleteRun, ResumableRows
@@ -182,7 +182,7 @@ class Run:
 
         They are given by their names in tables, the unmodified model first.
         """
-        self.out.write_json("method.json", self.method.record())
+        self.out.write_json(METHOD_FILE, self.method.record())
         return self.method.methods()
 
     # Work

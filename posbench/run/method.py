@@ -13,6 +13,11 @@ from posbench.methods.unmodified import Unmodified
 from posbench.renamed import warn_renamed
 from posbench.stats.frames import SERVED, UNMODIFIED
 
+METHOD_FILE = "method.json"
+"""The method under test with its parameters, in a run folder."""
+TYPED = "typed"
+"""In ``method.json``: parameters that the user typed and that differ from what the search of that run found."""
+
 
 @dataclass
 class MethodUnderTest:
@@ -105,9 +110,23 @@ class MethodUnderTest:
             methods[self.choice.name] = method
         return methods
 
+    @property
+    def overridden(self) -> dict[str, Any]:
+        """The parameters that the user typed, and that run in place of others that a search found."""
+        found = self.found_parameters or {}
+        typed = self.target.pinned if self.target else {}
+        return {
+            name: typed[name]
+            for name in found
+            if name in typed and typed[name] != found[name]
+        }
+
     def record(self) -> dict[str, Any]:
-        """Return name, parameters and source of the method, for ``method.json``."""
-        return {"name": self.choice.name, **asdict(self.build()), **self.origin()}
+        """Return name, parameters and source of the method, for ``method.json``, and what of it was typed."""
+        facts = {"name": self.choice.name, **asdict(self.build()), **self.origin()}
+        if self.overridden:
+            facts[TYPED] = self.overridden
+        return facts
 
     def origin(self) -> dict[str, str]:
         """Return the ``source`` of the model's block of each method that runs with that block's constants."""
@@ -130,3 +149,9 @@ class MethodUnderTest:
             elif published:
                 sources.append(str(block["source"]))
         return {"source": "; ".join(sources)} if sources else {}
+
+
+def typed_in_place(record: Mapping[str, Any]) -> str:
+    """Say what of a ``method.json`` was typed in place of what the search found; empty where nothing was."""
+    values = ", ".join(f"{k} {v}" for k, v in record.get(TYPED, {}).items())
+    return f"typed in place of what was found: {values}" if values else ""

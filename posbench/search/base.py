@@ -28,6 +28,7 @@ from posbench.renamed import RenamedAttribute, keep_old_names, renamed_parameter
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.run.folder import RunDir
+from posbench.run.method import METHOD_FILE, typed_in_place
 from posbench.run.proofs import COMPUTATION, computation_digest
 from posbench.schema import Count
 from posbench.search import held_back
@@ -247,13 +248,7 @@ class Search(ABC):
             block: What ``found.yaml`` holds for the method.
         """
         run.console.print(f"search chose {self.describe(block)}", soft_wrap=True)
-        pinned = run.method.searched.pinned
-        found_parameters = self.parameters(block)
-        overridden = [
-            f"{name} {pinned[name]}"
-            for name in self.finds
-            if name in pinned and pinned[name] != found_parameters.get(name)
-        ]
+        overridden = [f"{k} {v}" for k, v in run.method.overridden.items()]
         if overridden:
             line = (
                 f"typed, and used in place of what was found: {', '.join(overridden)}"
@@ -384,7 +379,9 @@ def note_verdict(folder: RunDir, verdict: Verdict | None) -> None:
         return
     text = _without_verdict(file.read_text())
     if verdict is not None:
-        text = f"{VERDICT_COMMENT}{verdict}\n{text}"
+        typed = typed_in_place(folder.read_json(METHOD_FILE))
+        ending = f"; not with these: {typed}" if typed else ""
+        text = f"{VERDICT_COMMENT}{verdict}{ending}\n{text}"
     write_text(file, text)
     folder.renew([FOUND_FILE])
 

@@ -127,3 +127,44 @@ def test_an_experiment_runs_shrunken(
     assert folder.parents[1].name == name
     page = (folder / "report.html").read_text()
     assert data["title"].split(":")[0] in page, "the page says what it regenerates"
+
+
+OWN_EXPERIMENT = """
+defaults: [config, {override method: none}, _self_]
+experiment:
+  name: mine
+  title: "My table"
+  claims: [first claim]
+  reference:
+    {file: mine.csv, paper_task: KV, task: kv_retrieval, source: "Paper, Table 1",
+     models: {Tiny: tiny}, methods: {Baseline: none}}
+stages: [evaluate, report]
+task: {limit: 10, positions: ["0%", "100%"]}
+"""
+OWN_TABLE = "model,method,task,position,metric,value\nTiny,Baseline,KV,0%,accuracy(%),"
+
+
+def test_a_corrected_table_of_a_paper_is_reported_again(
+    tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(OWN_EXPERIMENT)
+    call = ["--config-dir", str(tmp_path / "conf"), "experiment=mine"]
+    call += ["runtime.device=cpu"]
+    outs = []
+    for value in (50.0, 100.0, 100.0):
+        (folder / "mine.csv").write_text(f"{OWN_TABLE}{value}\n")
+        result = posbench(*call)
+        assert result.status == 0, result.err
+        outs.append(" ".join(result.out.split()))
+    (run,) = run_folders(outputs)
+    wrong, corrected, same = outs
+    assert "Cells of the paper: 1 differs." in wrong
+    assert "Cells of the paper: 1 differs." not in corrected
+    assert "reported again" in corrected and "evaluate:" not in corrected
+    assert "nothing is computed again" in same
+    text = (folder / "mine.yaml").read_text().replace("first claim", "second claim")
+    (folder / "mine.yaml").write_text(text)
+    assert posbench(*call).status == 0 and run_folders(outputs) == [run]
+    assert "second claim" in (run / "report.html").read_text()

@@ -148,6 +148,7 @@ def test_typed_keys_win_over_the_constants_of_a_run(
     applied = json.loads((run_of(outputs, source.name) / "method.json").read_text())
     assert applied["factor"] == 0.25
     assert "source" not in applied, "these are no longer the constants of that run"
+    assert "typed here in place of its own: factor 0.25" in result.out
 
 
 def test_a_part_of_a_list_may_come_from_a_run(

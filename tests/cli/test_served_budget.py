@@ -155,6 +155,23 @@ def test_what_a_run_may_spend_holds_for_who_goes_on_with_it(
     assert 15_000 < sum(map(tokens_of, rows)) <= 20_000
 
 
+def test_a_limit_of_a_later_session_holds_for_who_goes_on_with_it(
+    posbench: Call, outputs: Path
+) -> None:
+    call = ["task.limit=40", "model.price=[0,0]"]
+    with serving() as server:
+        server.quota = 30
+        assert ask(posbench, server, *call).status == 2
+        server.quota = 60
+        assert ask(posbench, server, *call, "budget=20ktok").status == 2
+        server.quota = None
+        resumed = posbench("resume", str(only_run(outputs)), verb=True)
+    assert resumed.status == 0, resumed.err
+    rows = rows_of(only_run(outputs))
+    assert_whole(rows)
+    assert 15_000 < sum(map(tokens_of, rows)) <= 20_000
+
+
 @pytest.mark.parametrize(
     ("args", "needs_consent"),
     [

@@ -67,6 +67,26 @@ def test_a_run_becomes_an_adapter(
     )
 
 
+def test_a_constant_that_was_typed_has_no_gain_of_the_search(
+    posbench: Callable[..., Result], outputs: Path, small: list[str], tmp_path: Path
+) -> None:
+    stages = "stages=[search,evaluate,report]"
+    assert posbench(*small, "method.factor=0.9", stages).status == 0
+    (run,) = run_folders(outputs)
+    typed = "typed in place of what was found: factor 0.9"
+    out = tmp_path / "fix"
+    call = ["export", str(run), "--to", "transformers", "--force", "--out", str(out)]
+    result = posbench(*call, verb=True)
+    assert result.status == 0, result.err
+    card = (out / CARD).read_text()
+    assert "factor: 0.9" in card and typed in card
+    assert "held-back" not in card, "the gain is that of another factor"
+    first_line, *_ = (run / "found.yaml").read_text().splitlines()
+    assert first_line.startswith("# Verdict") and first_line.endswith(typed)
+    page = (run / "report.html").read_text()
+    assert f"did not evaluate them ({typed})" in page
+
+
 def test_files_of_another_method_than_the_evaluated_one_are_called_no_fix(
     run: Path,
     posbench: Callable[..., Result],

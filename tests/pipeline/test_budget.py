@@ -35,7 +35,7 @@ from posbench.run.folder import open_run_dir
 from posbench.schema import default_values, resolve_target
 from posbench.studies.base import Study
 from tests.conftest import Result, config_of, run_folders
-from tests.messages import assert_refused
+from tests.messages import assert_names, assert_refused
 
 POSBENCH = Callable[..., Result]
 EVALUATE = ["stages=[evaluate,report]", "method=none"]
@@ -136,6 +136,45 @@ def test_the_same_settings_by_hand_are_the_same_run(
     again = posbench(*untyped, *EVALUATE, *by_hand)
     assert again.status == 0 and run_folders(outputs) == [folder]
     assert json.loads((folder / "provenance.json").read_text())["budget"]["questions"]
+
+
+def test_a_choice_is_that_of_the_same_typed_keys_and_the_same_price(
+    posbench: POSBENCH, outputs: Path
+) -> None:
+    tiny = ["model=tiny", "runtime.device=cpu", *EVALUATE]
+    asked: list[int] = []
+
+    def ask(*args: str) -> str:
+        known = set(run_folders(outputs))
+        result = posbench(*tiny, *args)
+        if result.status:
+            return result.err
+        (folder,) = set(run_folders(outputs)) - known
+        rows = open_run_dir(folder).rows("predictions.jsonl")
+        asked.append(len({row["gold_position"] for row in rows}))
+        return result.out
+
+    nine = ",".join(f'"{100 * i / 8:g}%"' for i in range(9))
+    ask("budget=30prompts")
+    # These are the default positions: the run would be the same without a budget.
+    ask("budget=30prompts", f"task.positions=[{nine}]")
+    assert asked == [3, 9]
+    cheap, dear = (
+        ask("budget=0.004usd", f"model.price=[{price},{price}]") for price in (1, 100)
+    )
+    assert "0.0040 usd expected" in cheap
+    assert_names(dear, "budget", "0.004usd", "about 0.0132 usd")
+
+
+def test_a_budget_without_an_evaluation_promises_no_questions(
+    posbench: POSBENCH, small: list[str], outputs: Path
+) -> None:
+    result = posbench(*small, "stages=[search]", "budget=500prompts")
+    assert result.status == 0, result.err
+    (line,) = [s for s in result.out.splitlines() if s.startswith("budget 500prompts")]
+    plan = plan_of(outputs)
+    assert line == f"budget 500prompts: {plan.prompts} prompts in all"
+    assert plan.questions == 0 and plan.prompts > 12
 
 
 def test_a_time_is_measured_once_and_its_choice_kept(

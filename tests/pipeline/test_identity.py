@@ -66,7 +66,7 @@ MOVES = [
         "embedded/network.py",
         "pipeline/stages/evaluate.py",
     ),
-    *("schema.py", "files/atomic.py"),
+    *("schema.py", "files/atomic.py", "files/gguf.py"),
 ]
 LEAVES = [
     *(

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from posbench.pipeline.config import Config
+from posbench.report.folder import read_json
 from posbench.report.page import render_run
 from posbench.report.terminal import show_run
 from posbench.run.base import Run
+from posbench.run.folder import as_json
 
-__all__ = ["run", "show_run"]
+__all__ = ["is_current", "run", "show_run"]
 
 
 def run(config: Config, run: Run) -> None:
     """Render the run folder; reads files only."""
-    experiment = config.experiment
-    if experiment:
-        rows, note = config.reference()
-        facts = {
-            "title": experiment.title,
-            "claims": list(experiment.claims),
-            "note": note,
-        }
-        if experiment.reference:
-            run.out.write_json("reference.json", rows)
-        run.out.write_json("experiment.json", facts)
+    for name, content in _files_of_paper(config).items():
+        run.out.write_json(name, content)
     render_run(run.out.path)
     show_run(run.out.path, run.console)
+
+
+def is_current(config: Config, folder: Path) -> bool:
+    """Whether a report has what its experiment and the paper's table say now."""
+    return all(
+        read_json(folder / name, Any) == as_json(content)
+        for name, content in _files_of_paper(config).items()
+    )
+
+
+def _files_of_paper(config: Config) -> dict[str, Any]:
+    """The files of a run that say what an experiment claims, and the paper's numbers; none without one."""
+    experiment = config.experiment
+    if experiment is None:
+        return {}
+    rows, note = config.reference()
+    facts = {
+        "title": experiment.title,
+        "claims": list(experiment.claims),
+        "note": note,
+    }
+    files: dict[str, Any] = {"experiment.json": facts}
+    if experiment.reference:
+        files["reference.json"] = rows
+    return files
