@@ -26,7 +26,7 @@ from posbench.report.index import (
     differing_settings,
     estimate_cell,
 )
-from posbench.report.tables import cut_notes, has_cut_note
+from posbench.report.tables import cut_notes, has_cut_note, without_cut_scores
 from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_undamaged
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate, override_text
@@ -375,7 +375,8 @@ def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     for run in runs:
         # The name of the unmodified model gives it its line style.
         name = UNMODIFIED if run.label == display_name(UNMODIFIED) else run.label
-        frames.append(run.metrics.assign(method=name, model="", seed=0))
+        scores = without_cut_scores(run.metrics)
+        frames.append(scores.assign(method=name, model="", seed=0))
     has_unmodified = any(run.label == display_name(UNMODIFIED) for run in runs)
     baselines = [_curve(run.unmodified) for run in runs]
     is_common = all(baseline == baselines[0] for baseline in baselines)

@@ -387,10 +387,17 @@ def _score_figure(
     if compares_models and len(rows_at_positions(summary)):
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
         return accuracy_by_model(summary), caption
-    figure = plots.factor_sweep(summary[summary["run"].isin(drawn_runs)], axes)
+    rows = summary[summary["run"].isin(drawn_runs)]
+    scores = tables.without_cut_scores(rows)
+    figure = plots.factor_sweep(scores, axes)
     left = "score over all positions with 95 % intervals"
     right = "score over the position of the answer"
-    return figure, f"Left: {left}. Right: {right}.{drawn_note}"
+    caption = f"Left: {left}. Right: {right}.{drawn_note}"
+    is_cut = scores["value"].isna() & rows["value"].notna()
+    if is_cut.any():
+        num_cut = rows.loc[is_cut, "run"].nunique()
+        caption += f" Replies of {num_cut} of {rows['run'].nunique()} runs were cut off: not drawn."
+    return figure, caption
 
 
 def _render_verdicts(folder: Path, command: str) -> Path:
@@ -632,6 +639,11 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
         )
     parts += _bias_parts(settings)
     shapes = Counter(setting.base_shape for setting in settings if setting.base_shape)
+    num_without = sum(
+        bool(setting.baseline and not setting.base_shape) for setting in settings
+    )
+    if shapes and num_without:
+        shapes["not measurable"] = num_without
     if len(shapes) == 1:
         parts.append(f"shape of the unmodified model: {next(iter(shapes))}")
     elif shapes:

@@ -280,6 +280,17 @@ def has_cut_note(metrics: pd.DataFrame) -> pd.Series:
     return metrics["note"].astype(str).str.startswith(cut_replies.PROBLEM)
 
 
+def without_cut_scores(metrics: pd.DataFrame) -> pd.DataFrame:
+    """Rows of metrics.csv, or of several runs, with NaN for the scores of a method whose replies were cut."""
+    own_rows = rows_of_metric(metrics)
+    keys = [column for column in ("run", "method") if column in metrics]
+    cut = pd.MultiIndex.from_frame(own_rows.loc[has_cut_note(own_rows), keys])
+    is_cut = pd.MultiIndex.from_frame(metrics[keys]).isin(cut)
+    scores = metrics.copy()
+    scores.loc[is_cut, ["value", "ci_low", "ci_high"]] = float("nan")
+    return scores
+
+
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")

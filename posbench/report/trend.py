@@ -38,6 +38,7 @@ from posbench.stats.position_bias import (
     score_limit_note,
     statistic_rows,
 )
+from posbench.tasks.base import read_recorded_task
 
 MAX_SETTINGS = 24
 """Most values of a swept number that are read, and settings that a figure draws."""
@@ -144,6 +145,10 @@ class _Trend:
         for folder in self.folders.values():
             open_undamaged(folder, only=(ATTENTION, PREDICTIONS))
         self.first_folder = folders[numbers[0]]
+        self.chances: dict[Any, float] = {
+            n: _chance(folder) for n, folder in self.folders.items()
+        }
+        self.chances[UNMODIFIED] = _chance(self.first_folder)
         config = RunDir(next(iter(folders.values()))).config()
         self.resamples = config["runtime"]["resamples"]
         cls, _ = resolve_target(config["method"], Method, "method")  # type: ignore[type-abstract]
@@ -168,11 +173,12 @@ class _Trend:
 
     def _measure_attention(self, centres: pd.DataFrame) -> None:
         n = int(centres["id"].nunique())
+        num_questions = int(centres["cluster"].nunique())
         means = {
             number: curve.mean(-1)
             for number, curve in self._curves(centres, "centre").items()
         }
-        self._add_rows(CENTRE, means, n)
+        self._add_rows(CENTRE, means, n, num_questions)
         # Per prompt: rank correlation of the centre with the number.
         modified = centres[centres["number"] != UNMODIFIED]
         by_prompt = modified.pivot(index="id", columns="number", values="centre")
@@ -183,28 +189,32 @@ class _Trend:
         claim = f"the centre of attention follows {self.axis}"
         if self.claims:
             claim = self.claims.attention
-        self._add_correlation(claim, CENTRE, -1, correlation, n, ", mean over prompts")
+        estimate = percentile(correlation[0], correlation[1:], n, num_questions)
+        self._add_correlation(claim, CENTRE, -1, estimate, ", mean over prompts")
 
     def _measure_scores(self, scores: pd.DataFrame) -> None:
         n = int(scores["cluster"].nunique())
         score_curves = self._curves(scores, "score")
         halves = {number: _halves(curve) for number, curve in score_curves.items()}
         measurable = {
-            number for number, rows in scores.groupby("number") if not _hides_bias(rows)
+            number
+            for number, rows in scores.groupby("number")
+            if not _hides_bias(rows, self.chances[number])
         }
         biases = {}
         for number, curve in score_curves.items():
             if number in measurable:
                 bias, draws = position_bias(curve[0], curve[1:])
                 biases[number] = np.append(bias, draws)
-        self._add_rows(HALVES, halves, n)
+        self._add_rows(HALVES, halves, n, n)
         self._add_biases(scores)
 
         claim = f"the score of the two halves follows {self.axis}"
         if self.claims:
             claim = self.claims.score
         correlation = _rank_correlation(halves, self.numbers)
-        self._add_correlation(claim, HALVES, 1, correlation, n)
+        estimate = percentile(correlation[0], correlation[1:], n)
+        self._add_correlation(claim, HALVES, 1, estimate)
 
         claim = f"the position bias changes with {self.axis}"
         numbers = self.numbers
@@ -217,15 +227,22 @@ class _Trend:
         numbers = np.array([number for number in numbers if number in measurable])
         if len(numbers) > 2:
             correlation = _rank_correlation(biases, numbers)
-            self._add_correlation(claim, SPREAD, 1, correlation, n, restriction)
+            estimate = percentile(correlation[0], correlation[1:], n)
+            self._add_correlation(claim, SPREAD, 1, estimate, restriction)
 
         if self.claims:
             self.findings.append(self._peak(self.claims, score_curves, n))
 
-    def _add_rows(self, statistic: str, values: Mapping[Any, Array], n: int) -> None:
+    def _add_rows(
+        self,
+        statistic: str,
+        values: Mapping[Any, Array],
+        n: int,
+        num_questions: int,
+    ) -> None:
         """Add a statistic's row at every number and for the unmodified model."""
         for number, value in values.items():
-            estimate = percentile(value[0], value[1:], n)
+            estimate = percentile(value[0], value[1:], n, num_questions)
             row = {
                 "statistic": statistic,
                 "number": number,
@@ -236,17 +253,20 @@ class _Trend:
 
     def _add_biases(self, scores: pd.DataFrame) -> None:
         """Add the position bias at every number where it can be seen, with the interval that tables of runs give."""
-        statistics = statistic_rows(
-            scores.assign(method=scores["number"]),
-            "score",
-            UNMODIFIED,
-            self.resamples,
-            0,
-        )
-        for number, statistic, estimate, note in statistics:
-            if statistic == "position_bias" and not note:
-                row = {"statistic": SPREAD, "number": number, **estimate_row(estimate)}
-                self.rows.append({**row, "n": int(scores["cluster"].nunique())})
+        n = int(scores["cluster"].nunique())
+        for number, rows in scores.groupby("number", sort=False):
+            statistics = statistic_rows(
+                rows.assign(method=number),
+                "score",
+                UNMODIFIED,
+                self.resamples,
+                0,
+                self.chances[number],
+            )
+            for _, statistic, estimate, note in statistics:
+                if statistic == "position_bias" and not note:
+                    row = {"statistic": SPREAD, "number": number}
+                    self.rows.append({**row, **estimate_row(estimate), "n": n})
 
     def _curves(self, table: pd.DataFrame, column: str) -> dict[Any, Array]:
         """Curves over the K gold positions by number, [1 + R, K] each."""
@@ -261,8 +281,7 @@ class _Trend:
         claim: str,
         statistic: str,
         sign: int,
-        values: Array,
-        n: int,
+        estimate: Estimate,
         restriction: str = "",
     ) -> None:
         """Add the finding that a rank correlation lies on one side of zero.
@@ -271,11 +290,9 @@ class _Trend:
             claim: What the paper claims, or what a control of ours says.
             statistic: What is correlated with the swept number.
             sign: Side of zero that the paper claims; a control takes either.
-            values: The correlation and its draws, [1 + R].
-            n: Number of observations.
+            estimate: The correlation.
             restriction: To which values or prompts it is restricted, in words.
         """
-        estimate = percentile(values[0], values[1:], n)
         text = f"rank correlation of the {statistic} with {self.axis}{restriction}{self.subset_note}"
         is_above = sign > 0 if self.claims else estimate.value > 0
         if is_above:
@@ -436,14 +453,21 @@ def _has_cut_replies(folder: Path) -> bool:
     return metrics is not None and bool(cut_notes(metrics))
 
 
-def _hides_bias(rows: pd.DataFrame) -> bool:
-    """Whether a setting answers almost nothing or everything, so no bias can show."""
+def _chance(folder: Path) -> float:
+    """Score of a guess in the task of a run, 0..1."""
+    task = RunDir(folder).config().get("task")
+    return (read_recorded_task(task).chance or 0.0) if task else 0.0
+
+
+def _hides_bias(rows: pd.DataFrame, chance: float) -> bool:
+    """Whether a setting answers almost nothing, no more than a guess, or everything, so no bias can show."""
     positions = [
         mean(at_position["score"].to_numpy(), list(at_position["cluster"]))
         for _, at_position in rows.groupby("gold_position")
     ]
     average = mean(rows["score"].to_numpy(), list(rows["cluster"]))
-    return bool(score_limit_note(positions, average, 0.0, rows["cluster"].nunique()))
+    questions = rows["cluster"].nunique()
+    return bool(score_limit_note(positions, average, chance, questions))
 
 
 def _halves(curve: Array) -> Array:

@@ -115,14 +115,14 @@ def resampled(
 
     Args:
         groups: Values and their clusters, by group.
-        stratified: Draw clusters among those that occur in the same groups, so that no group runs out of
-            values. For gold positions this draws prompts within a position where each prompt is a question
-            of its own, and whole questions where each question has a prompt at every position.
+        stratified: Draw clusters among those that share groups, directly or by others between them. For gold
+            positions this draws prompts within a position where each prompt is a question of its own, and whole
+            questions where questions have prompts at several positions, complete or not.
         resamples: Number of draws R.
         seed: Of the random generator.
 
     Returns:
-        By group, the mean and the resampled means, [R].
+        By group, the mean and the resampled means, [R]; NaN where a draw has no cluster of the group.
     """
     all_clusters = np.concatenate(
         [np.asarray(clusters) for _, clusters in groups.values()]
@@ -141,11 +141,13 @@ def resampled(
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
         occurs = np.stack(sizes, axis=1) > 0
-        _, strata = np.unique(occurs, axis=0, return_inverse=True)
+        shares_cluster = occurs.T.astype(float) @ occurs > 0
+        _, parts = scipy.sparse.csgraph.connected_components(shares_cluster)
+        _, strata = np.unique(parts[occurs.argmax(1)], return_inverse=True)
 
     chunks = []
     with np.errstate(invalid="ignore"):  # a draw may miss all clusters of a group
-        for weights in _resampled_weights(strata.ravel(), resamples, seed):
+        for weights in _resampled_weights(strata, resamples, seed):
             chunk = [
                 (weights @ total) / (weights @ size)
                 for total, size in zip(totals, sizes, strict=True)
@@ -251,15 +253,18 @@ def statistic(
     return percentile(value, resampled_values, len(first_values), len(clusters))
 
 
-def difference(values: Values, clusters: Sequence[str]) -> Estimate:
-    """Estimate the mean of paired differences, or of any numbers.
+def difference(
+    values: Values, clusters: Sequence[str], weights: Values | None = None
+) -> Estimate:
+    """Estimate the mean of paired differences, or of any numbers; see :func:`mean` for the weights.
 
     The interval over clusters is Student's, with the skewness of the clusters' sums removed by Hall's (1992)
     cubic transformation; NaN for a single cluster.
     """
     array = np.asarray(values, dtype=np.float64)
-    value = float(array.mean())
-    sums, sizes = _cluster_sums(array, clusters)
+    relative = _relative_weights(array, weights)
+    value = float((relative * array).mean())
+    sums, sizes = _cluster_sums(array, relative, clusters)
     num_clusters = len(sums)
     if num_clusters < 2:
         return Estimate(value, np.nan, np.nan, len(array))
@@ -275,8 +280,13 @@ def difference(values: Values, clusters: Sequence[str]) -> Estimate:
     return Estimate(value, float(low), float(high), len(array))
 
 
-def paired(after: Values, before: Values, clusters: Sequence[str]) -> Estimate:
-    """Estimate the mean of the paired differences ``after - before``.
+def paired(
+    after: Values,
+    before: Values,
+    clusters: Sequence[str],
+    weights: Values | None = None,
+) -> Estimate:
+    """Estimate the mean of the paired differences ``after - before``; see :func:`mean` for the weights.
 
     Scores in 0..1 get Bonett and Price's (2012) interval, which adds half a pair of each sign, with n divided
     by the design effect; the added pairs of scores strictly between 0 and 1 differ by the root mean square of
@@ -285,13 +295,14 @@ def paired(after: Values, before: Values, clusters: Sequence[str]) -> Estimate:
     pairs = np.array([after, before], dtype=np.float64)
     array = pairs[0] - pairs[1]
     if pairs.min() < 0 or pairs.max() > 1:
-        return difference(array, clusters)
-    value = float(array.mean())
-    sums, sizes = _cluster_sums(array, clusters)
-    n = _effective_size(array, sums, sizes)
+        return difference(array, clusters, weights)
+    relative = _relative_weights(array, weights)
+    value = float((relative * array).mean())
+    sums, sizes = _cluster_sums(array, relative, clusters)
+    n = _effective_size(array, relative, sums, sizes)
     added_square = (array**2).sum() / max(np.count_nonzero(array), 1) or 1.0
     centre = value * n / (n + 1)
-    mean_square = ((array**2).mean() * n + added_square) / (n + 1)
+    mean_square = ((relative * array**2).mean() * n + added_square) / (n + 1)
     t = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975)
     half = t * np.sqrt((mean_square - centre**2) / (n + 1))
     low = float(max(centre - half, -1))
@@ -299,8 +310,13 @@ def paired(after: Values, before: Values, clusters: Sequence[str]) -> Estimate:
     return Estimate(value, low, high, len(array))
 
 
-def mean(values: Values, clusters: Sequence[str]) -> Estimate:
+def mean(
+    values: Values, clusters: Sequence[str], weights: Values | None = None
+) -> Estimate:
     """Estimate a mean: with Wilson's interval for scores in 0..1, else with that of :func:`difference`.
+
+    Values of unequal weight are worth fewer of equal weight (Kish 1965). A mean over subsets is such a mean; as
+    differences between the subsets count as chance, its interval is somewhat wide.
 
     Where clusters hold several values, Wilson's n is divided by the design effect (Korn and Graubard 1998),
     and t's quantile replaces the normal one; its degrees of freedom are the clusters with the rarer answer, at
@@ -308,13 +324,14 @@ def mean(values: Values, clusters: Sequence[str]) -> Estimate:
     """
     array = np.asarray(values, dtype=np.float64)
     if (array < 0).any() or (array > 1).any():
-        return difference(array, clusters)
-    value = float(array.mean())
-    sums, sizes = _cluster_sums(array, clusters)
+        return difference(array, clusters, weights)
+    relative = _relative_weights(array, weights)
+    value = float((relative * array).mean())
+    sums, sizes = _cluster_sums(array, relative, clusters)
     num_clusters = len(sums)
-    n = _effective_size(array, sums, sizes)
+    n = _effective_size(array, relative, sums, sizes)
     is_binary = np.isin(array, (0, 1)).all()
-    variance = array.var()
+    variance = (relative * (array - value) ** 2).mean()
     if not is_binary and variance != 0:
         n *= value * (1 - value) / variance
 
@@ -333,27 +350,45 @@ def mean(values: Values, clusters: Sequence[str]) -> Estimate:
     return Estimate(value, low, high, len(array))
 
 
-def _effective_size(values: Array, sums: Array, sizes: Array) -> float:
-    """Number of independent values that clustered values [n] are worth: n over the design effect (at least 1).
+def _relative_weights(values: Array, weights: Values | None) -> Array:
+    """Weights of values [n] whose mean is 1; None: all are 1."""
+    if weights is None:
+        return np.ones(len(values))
+    array = np.asarray(weights, dtype=np.float64)
+    return array / array.mean()
 
-    The number of clusters where nothing varies. ``sums`` and ``sizes`` are those of the clusters, [C].
+
+def _effective_size(values: Array, weights: Array, sums: Array, sizes: Array) -> float:
+    """Number of independent values of equal weight that clustered values [n] are worth.
+
+    That is Kish's number over the design effect (at least 1), and at most the number of clusters where nothing varies.
+
+    Args:
+        values: The values, [n].
+        weights: Their weights, [n], of mean 1.
+        sums: Weighted sums of the clusters, [C].
+        sizes: Summed weights of the clusters, [C].
     """
     n = len(values)
     num_clusters = len(sums)
-    variance = values.var()
+    kish = n**2 / (weights**2).sum()
+    value = (weights * values).mean()
+    variance = (weights * (values - value) ** 2).mean()
     if num_clusters in (1, n) or variance == 0:
-        return float(num_clusters)
-    squared_errors = ((sums - sizes * values.mean()) ** 2).sum()
+        return float(max(num_clusters * kish / n, 1))
+    squared_errors = ((sums - sizes * value) ** 2).sum()
     between = num_clusters / (num_clusters - 1) * squared_errors
-    design_effect = max(between / (n * variance), 1)
-    return float(n / design_effect)
+    design_effect = max(between / (variance * (weights**2).sum()), 1)
+    return float(kish / design_effect)
 
 
-def _cluster_sums(values: Array, clusters: Sequence[str]) -> tuple[Array, Array]:
-    """Sum and number of the values of every cluster, [C] each."""
+def _cluster_sums(
+    values: Array, weights: Array, clusters: Sequence[str]
+) -> tuple[Array, Array]:
+    """Weighted sum and summed weights of the values of every cluster, [C] each."""
     _, indices = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.bincount(indices, weights=values).astype(float)
-    sizes = np.bincount(indices, weights=np.ones(len(values))).astype(float)
+    sums = np.bincount(indices, weights=weights * values).astype(float)
+    sizes = np.bincount(indices, weights=weights).astype(float)
     return sums, sizes
 
 
@@ -371,7 +406,10 @@ def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
     z2 = z**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = z * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return float(max(centre - half, 0)), float(min(centre + half, 1))
+    # Exactly, where rounding would leave the least bit between.
+    low = 0.0 if successes <= 0 else max(centre - half, 0)
+    high = 1.0 if successes >= n else min(centre + half, 1)
+    return float(low), float(high)
 
 
 @renamed_parameters(r="correlation")

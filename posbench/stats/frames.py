@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from posbench.errors import UserError
 from posbench.late import pd
 from posbench.stats.position_bias import STATISTICS
@@ -95,10 +97,15 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
     """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
     columns = ("method", "gold_position", "layer", "item", "attention")
     need_columns(attention, "attention", *columns)
-    items = int(attention["item"].max()) + 1
-    rows = attention[attention["item"] == attention["gold_position"]]
+    last = attention["item"].max()
+    if "run" in attention:
+        # Runs of a sweep may differ in the number of items.
+        last = attention.groupby("run")["item"].transform("max")
+    depth = attention["gold_position"] / np.maximum(last, 1)
+    is_gold = attention["item"] == attention["gold_position"]
+    rows = attention.assign(depth=depth)[is_gold]
     need_columns(rows, "attention (rows with item = gold_position)", "attention")
-    return rows.assign(depth=rows["gold_position"] / max(items - 1, 1))
+    return rows
 
 
 def strongest_layer(gold: pd.DataFrame) -> int:

@@ -188,7 +188,7 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     excess = max(variance, np.nanmean(error_variance)) - error_variance
     deviations = np.sqrt(np.maximum(covariance**2 + excess, 0)) - covariance
     bias = float(np.sqrt(np.maximum(variance - noise, 0)))
-    return bias, np.where(excess > 0, deviations, 0.0)
+    return bias, np.where(excess <= 0, 0.0, deviations)
 
 
 def score_limit_note(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -52,13 +53,22 @@ class ScoreGroup(NamedTuple):
     label: str
     rows: DataFrame
 
-    def mean(self, rows: pd.DataFrame) -> Estimate:
-        """Estimate the mean, or that of the paired differences, over some of the rows."""
+    def mean(
+        self, rows: pd.DataFrame, weights: pd.Series[float] | None = None
+    ) -> Estimate:
+        """Estimate the mean, or that of the paired differences, over some of the rows.
+
+        Args:
+            rows: The rows.
+            weights: What each of them counts; None: all count the same.
+        """
         values = rows[self.metric].to_numpy()
         clusters = list(rows["cluster"])
+        row_weights = None if weights is None else weights.to_numpy()
         if self.label == self.metric:
-            return mean(values, clusters)
-        return paired(values, rows[f"{self.metric}_base"].to_numpy(), clusters)
+            return mean(values, clusters, row_weights)
+        base = rows[f"{self.metric}_base"].to_numpy()
+        return paired(values, base, clusters, row_weights)
 
 
 class SubsetEstimate(NamedTuple):
@@ -246,12 +256,15 @@ class Tabulator:
     ) -> Iterator[SubsetEstimate]:
         """Estimate every subset and every average.
 
-        Subsets are independent of each other, but where they share questions: these are drawn together then.
+        An average is the mean over its subsets' rows, each row with its subset's weight over its number of rows: a
+        question that stands in several subsets is one cluster. Where a subset's score is composed of several means,
+        the subsets' intervals are combined.
         """
         task_metric = self.task.metric
         subsets = list(dict.fromkeys(frame["subset"]))
         methods = list(dict.fromkeys(frame["method"]))
         estimates: dict[tuple[str, str, str], Estimate] = {}
+        composed: set[str] = set()
         for subset in subsets:
             rows = frame[frame["subset"] == subset].sort_values("id")
             for group in self._groups(rows, metrics):
@@ -261,6 +274,7 @@ class Tabulator:
             if self._composes_score:
                 for method, label, estimate in self._composed_scores(rows, metrics):
                     estimates[method, subset, label] = estimate
+                    composed.add(subset)
 
         for subset, metric in product(subsets, metrics):
             labels = (metric, f"{metric}_difference")
@@ -271,61 +285,78 @@ class Tabulator:
                         method, subset, "subset", label, estimates[key]
                     )
 
-        draws: dict[tuple[str, str, str], Array] = {}
-        num_questions = frame["cluster"].nunique()
-        if _share_questions(frame):
-            draws = self._subset_draws(frame, task_metric)
+        groups = {
+            (group.method, group.label): group
+            for group in self._groups(frame, [task_metric])
+        }
+        for average, method, label, weights in self._averages(
+            subsets, methods, estimates
+        ):
+            parts = [estimates[method, subset, label] for subset in weights]
+            if composed & weights.keys():
+                n = sum(part.n for part in parts)
+                estimate = combined(parts, list(weights.values()), n)
+            else:
+                group = groups[method, label]
+                rows = group.rows[group.rows["subset"].isin(weights)]
+                counts = rows["subset"].map(rows["subset"].value_counts())
+                estimate = group.mean(rows, rows["subset"].map(weights) / counts)
+            yield SubsetEstimate(method, average, "average", label, estimate)
+
+    def _averages(
+        self,
+        subsets: Sequence[str],
+        methods: Sequence[str],
+        estimates: Mapping[tuple[str, str, str], Estimate],
+    ) -> Iterator[tuple[str, str, str, dict[str, float]]]:
+        """List every average of every method, the one over all subsets last.
+
+        Args:
+            subsets: Names of the subsets.
+            methods: Names of the methods.
+            estimates: Those of subsets, by method, subset and label: what has none takes no part.
+
+        Yields:
+            The average's name, method, label, and the weights of the subsets in it, of sum 1.
+        """
         averages = {"all": tuple(subsets)} | dict(self.task.averages())
         # An average may be made of other averages, which stand before it; the total is the last.
         averages["all"] = averages.pop("all")
+        counts: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        weights_of: dict[tuple[str, str], dict[str, dict[str, float]]] = defaultdict(
+            dict
+        )
+        for (method, subset, label), estimate in estimates.items():
+            counts[method, label][subset] = estimate.n
+            weights_of[method, label][subset] = {subset: 1.0}
+        labels = (self.task.metric, f"{self.task.metric}_difference")
         for average, members in averages.items():
-            labels = (task_metric, f"{task_metric}_difference")
             for method, label in product(methods, labels):
-                key = (method, average, label)
-                scored = [
-                    (method, member, label)
-                    for member in members
-                    if (method, member, label) in estimates
-                ]
-                if scored:
-                    parts = [estimates[part] for part in scored]
-                    weights = self._weights(parts)
-                    n = sum(part.n for part in parts)
-                    estimates[key] = combined(parts, weights, n)
-                    if all(part in draws for part in scored):
-                        draws[key] = weights @ [draws[part] for part in scored]
-                        value = estimates[key].value
-                        estimates[key] = percentile(
-                            value, draws[key], n, min(n, num_questions)
-                        )
-                if key in estimates:
-                    yield SubsetEstimate(
-                        method, average, "average", label, estimates[key]
-                    )
+                known = weights_of[method, label]
+                scored = [known[member] for member in members if member in known]
+                if not scored:
+                    continue
+                weights: dict[str, float] = defaultdict(float)
+                shares = self._member_shares(scored, counts[method, label])
+                for member, share in zip(scored, shares, strict=True):
+                    for subset, weight in member.items():
+                        weights[subset] += share * weight
+                known[average] = dict(weights)
+                yield average, method, label, known[average]
 
-    def _weights(self, parts: Sequence[Estimate]) -> Array:
-        """What each subset counts in an average, as the task says; 1 in all."""
+    def _member_shares(
+        self, members: Sequence[Mapping[str, float]], counts: Mapping[str, int]
+    ) -> list[float]:
+        """What each member counts in an average, as the task says; 1 in all.
+
+        Args:
+            members: The subsets of each member.
+            counts: Number of rows of the subsets.
+        """
+        sizes = [1] * len(members)
         if self.task.average == "examples":
-            counts = np.array([part.n for part in parts])
-            return counts / counts.sum()
-        return np.full(len(parts), 1 / len(parts))
-
-    def _subset_draws(
-        self, frame: pd.DataFrame, metric: str
-    ) -> dict[tuple[str, str, str], Array]:
-        """Means of every subset in bootstrap draws of all questions together, [R], by method, subset and label."""
-        draws = {}
-        for group in self._groups(frame, [metric]):
-            rows = group.rows
-            values = rows[metric]
-            if group.label != metric:
-                values = values - rows[f"{metric}_base"]
-            for subset in dict.fromkeys(rows["subset"]):
-                of_subset = values.where(rows["subset"] == subset)
-                draws[group.method, subset, group.label] = resampled_means(
-                    of_subset.to_numpy(), rows["cluster"], self.resamples, self.seed
-                )
-        return draws
+            sizes = [sum(counts[subset] for subset in member) for member in members]
+        return [size / sum(sizes) for size in sizes]
 
     def _composed_scores(
         self, rows: pd.DataFrame, metrics: Sequence[str]
@@ -355,6 +386,8 @@ class Tabulator:
             if metric not in means:
                 continue
             value = self.task.total(subset, means)
+            if value is means[metric]:
+                return  # its mean, of which the interval is known
             score_draws = self.task.total(subset, draws)
             n = int(part[metric].notna().sum())
             questions = part["cluster"].nunique()
@@ -367,12 +400,6 @@ class Tabulator:
                     value - base_value, score_draws - base_draws, n, questions
                 )
                 yield method, f"{metric}_difference", change
-
-
-def _share_questions(frame: pd.DataFrame) -> bool:
-    """Whether a question stands in several subsets."""
-    subsets_of_question = frame.groupby("cluster")["subset"].nunique()
-    return bool((subsets_of_question > 1).any())
 
 
 def score_frame(

@@ -293,11 +293,14 @@ def _pairs_and_gold(line: Line) -> tuple[list[Pair], Pair]:
     """The pairs of a line of the benchmark, and the gold one."""
     try:
         pairs = [(str(k), str(v)) for k, v in line["ordered_kv_records"]]
-        gold = (str(line["key"]), str(line["value"]))
+        key, value = line["key"], line["value"]
     except (KeyError, TypeError, ValueError):
         line.refuse("fields ordered_kv_records (list of [key, value]), key and value")
-    if gold not in pairs:
-        line.refuse("a gold key and value that occur in ordered_kv_records")
+    if value is None or not str(value).strip():
+        line.refuse("a gold value that is not blank: every reply contains a blank one")
+    gold = (str(key), str(value))
+    if [pair for pair in pairs if pair[0] == gold[0]] != [gold]:
+        line.refuse("a gold key that occurs once in ordered_kv_records, with its value")
     return pairs, gold
 
 

@@ -46,6 +46,16 @@ def files(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     (folder / "nogold.jsonl").write_text(
         json.dumps(json.loads(lines[0]) | {"key": "elsewhere"}) + "\n"
     )
+    gold_pair = json.loads(lines[0])
+    records = gold_pair["ordered_kv_records"]
+    key = gold_pair["key"]
+    for name, value, others in (
+        ("blank", " ", [(k, " " if k == key else v) for k, v in records]),
+        ("null", None, [(k, None if k == key else v) for k, v in records]),
+        ("twice", gold_pair["value"], [*records, (key, gold_pair["value"])]),
+    ):
+        row = {"ordered_kv_records": others, "key": key, "value": value}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "latin.jsonl").write_bytes(
         lines[0].replace("ordered", "ördered").encode("latin-1")
     )
@@ -1111,6 +1121,21 @@ SMALL = [
         "",
         ("gold", "ordered_kv_records"),
         "line",
+    ),
+    *(
+        (
+            f"gold value: {name}",
+            [f"task.path={{files}}/{name}.jsonl", ONE],
+            f"task.path: {{files}}/{name}.jsonl, line 1",
+            "",
+            words,
+            "line",
+        )
+        for name, words in (
+            ("blank", ("gold", "blank")),
+            ("null", ("gold", "blank")),
+            ("twice", ("gold key", "once")),
+        )
     ),
     (
         "wrong encoding",

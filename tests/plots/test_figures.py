@@ -201,6 +201,16 @@ def test_attention_sweep_lines():
     )
 
 
+def test_runs_with_fewer_items_reach_the_end_of_the_axis():
+    few = attention().assign(run="few", pairs=3)
+    many = few.assign(run="many", pairs=5)
+    many[["item", "gold_position"]] *= 2
+    rows = pd.concat([few, many], ignore_index=True)
+    axes = attention_sweep(rows, "pairs").axes[0]
+    for name in ("3", "5"):
+        np.testing.assert_allclose(line(axes, name).get_xdata(), [0, 50, 100])
+
+
 def test_subsets_are_points_with_intervals_and_averages_come_last():
     rows = [
         (

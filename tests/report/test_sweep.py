@@ -8,13 +8,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from posbench.report import sweep
 from posbench.run.folder import JOBS, RunDir
 from tests.conftest import Result
-from tests.frames import metrics
+from tests.frames import metrics, with_cut_replies
 from tests.frames import sweep as summary
 
 
@@ -80,3 +81,20 @@ def test_a_sweep_is_reproduced_by_its_own_command(
     ):
         assert posbench(verb, name, verb=True).status == 0
         assert_reproducible()
+
+
+def test_a_setting_whose_replies_were_cut_is_not_drawn() -> None:
+    tables = [
+        metrics(after=after).assign(run=run, **{"method.factor": factor})
+        for run, factor, after in (("a", 0.5, [0.6, 0.5, 0.4]), ("b", 0.1, [0.9] * 3))
+    ]
+    rows = pd.concat([tables[0], with_cut_replies(tables[1])], ignore_index=True)
+    first = ["run", "method.factor"]
+    rows = rows[[*first, *rows.columns.drop(first)]]
+    figure, caption = sweep._score_figure(
+        rows, ["method.factor"], pd.Series(["a", "b"]), ""
+    )
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
+    np.testing.assert_allclose(lines["0.5"], [60, 50, 40])
+    assert np.isnan(lines["0.1"]).all()
+    assert "1 of 2 runs were cut off: not drawn" in caption

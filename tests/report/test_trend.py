@@ -20,6 +20,7 @@ from tests.frames import attention, metrics, sweep, with_cut_replies
 NUMBERS = [-2.0, -1.0, 0.0, 1.0, 2.0]
 POSITIONS = 4
 PROMPTS = 40
+TASK = "posbench.tasks.kv_retrieval.KVRetrieval"
 TARGETS = {
     "scale_channel": "posbench.methods.scale_channel.ScaleChannel",
     "position_interpolation": "posbench.methods.position_interpolation.PositionInterpolation",
@@ -27,7 +28,7 @@ TARGETS = {
 
 
 def _runs(
-    folder: Path, strength: float, method: str = "scale_channel"
+    folder: Path, strength: float, method: str = "scale_channel", pairs: int = 75
 ) -> list[tuple[dict[str, str], Path]]:
     """Run folders in which attention and score move to the beginning with the factor, as strongly as told."""
     runs = []
@@ -37,7 +38,7 @@ def _runs(
         out = RunDir(path)
         config = {
             "model": {"name": "m"},
-            "task": {"name": "kv"},
+            "task": {"name": "kv", "_target_": TASK, "pairs": pairs},
             "method": {"name": method, "_target_": TARGETS[method]},
             "runtime": {"resamples": 300},
         }
@@ -113,6 +114,14 @@ def test_a_planted_trend_is_found_and_its_absence_too(tmp_path: Path) -> None:
             HALVES,
             SPREAD,
         }
+
+
+def test_a_guess_has_no_position_bias(tmp_path: Path) -> None:
+    """One answer in two is right: with 75 pairs a score, with two pairs a guess."""
+    for pairs, shown in ((75, True), (2, False)):
+        runs = _runs(tmp_path / str(pairs), 0.0, pairs=pairs)
+        rows, _ = trends(runs, ["method.factor"])
+        assert (SPREAD in set(rows["statistic"])) is shown
 
 
 def test_equal_averages_in_and_out_of_the_claimed_range_decide_no_peak(

@@ -142,6 +142,22 @@ def test_a_stratified_draw_keeps_the_size_of_every_group() -> None:
     assert np.array_equal(draws[0], draws[1]) and np.array_equal(draws[0], draws[2])
 
 
+def test_questions_with_missing_prompts_are_drawn_with_the_others() -> None:
+    """The spread of each position's draws is that of its own prompts, whichever are missing."""
+    rng = np.random.default_rng(4)
+    right = (rng.random((60, 5)) < 0.5).astype(float)
+    is_asked = rng.random((60, 5)) < 0.6
+    groups = {
+        place: (right[asked, place], [f"q{i}" for i in np.flatnonzero(asked)])
+        for place, asked in enumerate(is_asked.T)
+    }
+    means = resampled(groups, stratified=True, resamples=4000)
+    for place, (mean_of_place, draws) in means.items():
+        n = is_asked[:, place].sum()
+        expected = np.sqrt(mean_of_place * (1 - mean_of_place) / n)
+        assert np.nanstd(draws) == pytest.approx(expected, rel=0.06)
+
+
 def test_right_or_wrong_scores_get_wilsons_interval_and_others_none() -> None:
     names = [str(i) for i in range(5)]
     assert mean([1, 0, 1, 1, 1], names) == (0.8, *wilson(4, 5), 5)

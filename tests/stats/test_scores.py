@@ -410,8 +410,8 @@ def test_an_average_over_examples_is_the_pooled_mean() -> None:
     )
 
 
-def test_subsets_that_share_questions_are_drawn_together() -> None:
-    """A question that is right in one subset is wrong in the other: their average does not vary."""
+def test_a_question_in_several_subsets_counts_once() -> None:
+    """A question that is right in both is worth one answer, not two."""
     rng = np.random.default_rng(0)
     right = rng.integers(0, 2, 80).astype(float)
     rows = []
@@ -430,8 +430,9 @@ def test_subsets_that_share_questions_are_drawn_together() -> None:
     table = _tabulator(Several(name="t"), 2000, 1).subsets(rows)
     cells = table.set_index(["method", "subset", "metric"])
     opposite = cells.loc["none", "pair", "accuracy"]
-    assert opposite.value == 0.5
-    assert opposite.ci_low == pytest.approx(0.5) == opposite.ci_high
+    independent = mean([0, 1] * 80, [str(i) for i in range(160)])
+    assert opposite.value == pytest.approx(0.5)
+    assert opposite.ci_low == pytest.approx(independent.ci_low, abs=0.01)
     alike = cells.loc["scaled", "pair", "accuracy"]
     one = mean(right, [str(i) for i in range(80)])
     assert alike.value == pytest.approx(one.value)
@@ -442,6 +443,44 @@ def test_subsets_that_share_questions_are_drawn_together() -> None:
     assert change.ci_high - change.ci_low == pytest.approx(
         one.ci_high - one.ci_low, abs=0.03
     )
+
+
+def test_where_all_replies_are_wrong_the_average_is_not_known_exactly() -> None:
+    rows = [
+        _row(method, f"{subset}{i}", 0.0, subset=subset, cluster=f"{i}")
+        for method in ("none", "scaled")
+        for subset in "ab"
+        for i in range(6)
+    ]
+    table = _tabulator(Several(name="t"), 300, 1).subsets(rows)
+    cells = table.set_index(["method", "subset", "metric"])
+    average = cells.loc["none", "pair", "accuracy"]
+    # Wilson's upper end of 0 of 6, as six questions stand in both subsets.
+    bound = 1.959964**2 / (6 + 1.959964**2)
+    assert (average.value, average.ci_low) == (0, 0)
+    assert average.ci_high == pytest.approx(bound, abs=1e-5)
+    change = cells.loc["scaled", "pair", "accuracy_difference"]
+    assert change.ci_low < -0.1 and change.ci_high > 0.1
+
+
+@pytest.mark.parametrize(
+    ("subsets", "questions", "share"),
+    [(57, 1, 0.25), (57, 5, 0.25), (57, 5, 0.8), (16, 5, 0.25), (5, 6, 0.4)],
+)
+def test_the_mean_of_small_subsets_is_as_often_above_as_below_its_interval(
+    subsets: int, questions: int, share: float
+) -> None:
+    """Subsets of unequal size, each as much worth: at most one truth in 40 beyond either end, and chance."""
+    rng = np.random.default_rng(5)
+    sizes = questions + np.arange(subsets) % 3
+    weights = np.repeat(1 / sizes, sizes)
+    names = [str(i) for i in range(sizes.sum())]
+    beyond = np.zeros(2)
+    for _ in range(600):
+        right = (rng.random(len(names)) < share).astype(float)
+        estimate = mean(right, names, weights)
+        beyond += share < estimate.ci_low, share > estimate.ci_high
+    assert (beyond / 600 < 0.025 + 3 * np.sqrt(0.025 * 0.975 / 600)).all(), beyond
 
 
 def test_an_average_with_the_name_of_a_subset_has_its_own_row() -> None:

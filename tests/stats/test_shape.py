@@ -158,6 +158,21 @@ def test_a_sweep_names_the_shape_of_each_setting() -> None:
     assert sentence.endswith("shape of the unmodified model: middle drop.")
 
 
+def test_a_shape_of_one_setting_is_not_that_of_all() -> None:
+    curve = (1.0, 0.6, 0.3, 0.6, 0.98)
+    tables = [
+        metrics_of(n, 0, none=(share,) * 5 if flat else curve, x=curve).assign(
+            run=f"run {n}", pairs=n
+        )
+        for n, share, flat in ((400, 0.0, False), (300, 1.0, True))
+    ]
+    summary = pd.concat(tables)
+    columns = ["run", "pairs", *summary.columns.drop(["run", "pairs"])]
+    _, _, sentence = sweep_table(summary[columns], ["pairs"])
+    counted = "by settings: middle drop (1), not measurable (1)."
+    assert sentence.endswith(f"shape of the unmodified model {counted}")
+
+
 def test_two_positions_and_older_tables_have_no_shape() -> None:
     assert shape_in_metrics(metrics_of(50, 0, none=(0.9, 0.1)), "none") == ""
     metrics = metrics_of(50, 0, none=(0.9, 0.1, 0.9))
