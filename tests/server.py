@@ -337,7 +337,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = text if is_whole else ""
         if form in ("reasoning_content", "reasoning"):
             return answer, {form: thinking}
-        if form == "hidden":
+        if form in ("hidden", "uncounted"):
             return answer, {}
         begin = "" if form == "opened" else "<think>"
         if is_whole:

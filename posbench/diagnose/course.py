@@ -149,6 +149,12 @@ class Course:
             raise UserError("task", task.name, allowed, hint)
         self._set_first_size(config, task)
         self._use(self._prepare_task())
+        positions = list(self.task.gold_positions)
+        if len(positions) < 3:
+            allowed = (
+                "three or more in a diagnosis: the first, the last, and one between"
+            )
+            raise UserError("task.positions", positions, allowed, "leave it out")
         model = self.config.model
         self.allowance.price = model.price
         if budget.usd and model.price is None:
@@ -277,6 +283,13 @@ class Course:
                 share=SHARES["pilot"],
             )
             rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
+            if not any(row.get("scores") for row in rows):
+                notes = sorted({str(row.get("note")) for row in rows})
+                diagnosis.verdict = CANNOT_TELL
+                diagnosis.reason = (
+                    f"none of the pilot's {len(rows)} prompts was answered: {notes[0]}"
+                )
+                return False
             pilot = judge_pilot(
                 rows, self.task.metric, self.task.chance or 0.0, changes
             )
@@ -760,19 +773,21 @@ class Course:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
         if self._ends_with_cut_replies():
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
-            return f"{self._own_command()} {key}={tokens}"
+            return f"{self._own_command(but=key)} {key}={tokens}"
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
             return "posbench diagnose model=DIR_OR_HUB_ID"
         if diagnosis.shape and self._is_undecided():
             return self._command_with_more_questions()
         if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
-            size = self.task.sizes[0]
-            return f"{self._own_command()} task.{size}={max(self.task.items // 4, 3)}"
+            key = f"task.{self.task.sizes[0]}"
+            return f"{self._own_command(but=key)} {key}={max(self.task.items // 4, 3)}"
         return ""
 
     def _own_command(self, but: str = "") -> str:
         """The command as it was typed, without one of its keys."""
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
+        if but != "budget":
+            typed.append(f"budget={self.allowance.budget.text}")
         return shlex.join(["posbench", "diagnose", *typed])
 
     def _ends_with_cut_replies(self) -> bool:
@@ -798,7 +813,7 @@ class Course:
         assert diagnosis.shape is not None, "nothing was asked yet"
         limit = self._typed_limit(MAX_QUESTIONS)
         if diagnosis.verdict != CANNOT_TELL or diagnosis.shape.questions < limit:
-            return f"{self._own_command()} budget={self.allowance.larger()}"
+            return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
         more = min(3 * limit, MAX_QUESTIONS)
         if more == limit:
             return ""

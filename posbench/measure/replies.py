@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from posbench.errors import UserError
 from posbench.files.atomic import round_values
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM, GeneratedReply, length_batches
@@ -26,8 +27,12 @@ def generation_budget(encoder: Encoder, task: Task, example: Example) -> int:
 
 
 def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
-    """Tokenise an example's prompt so that its answer fits behind it."""
-    return encoder.encode(
+    """Tokenise an example's prompt so that its answer fits behind it.
+
+    Raises:
+        UserError: The prompt does not fit, or the cut takes the gold item away.
+    """
+    encoded = encoder.encode(
         example.prompt,
         truncation=task.truncation,
         reserve=generation_budget(encoder, task, example),
@@ -38,6 +43,28 @@ def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
         system=example.system,
         prefill=example.prefill,
     )
+    if encoded.dropped:
+        _need_gold_items(task, example, encoded)
+    return encoded
+
+
+def _need_gold_items(task: Task, example: Example, encoded: Encoded) -> None:
+    """Refuse a shortened prompt without its gold item: its answer would be wrong whatever the model does.
+
+    Raises:
+        UserError: That, with the gold position.
+    """
+    for position in example.gold_positions:
+        start, end = example.items[position]
+        if example.prompt[start:end].strip() in encoded.prompt:
+            continue
+        allowed = (
+            f"a cut that leaves the gold item: of example {example.id} {encoded.dropped} tokens "
+            f"are cut, and item {position} with them"
+        )
+        sizes = [f"task.{name}" for name in getattr(task, "sizes", ())]
+        hint = f"ask with fewer items ({', '.join(sizes)})" if sizes else "shorten it"
+        raise UserError("task.truncation", task.truncation, allowed, hint)
 
 
 def encode_with_answer(

@@ -89,6 +89,11 @@ def compare_with_checkpoint(
             "server: its decoding could not be compared with that of a checkpoint: "
             "model.path=DIR_OR_HUB_ID names one"
         )
+    if endpoint.profile.thinking:
+        return (
+            "server: its decoding could not be compared with that in process: the model thinks, "
+            "and a server keeps thinking apart"
+        )
     try:
         lm = _load_reference(model)
         pairs = [

@@ -520,21 +520,27 @@ class Endpoint:
         opened = isinstance(prompt, str) and opens_thinking(prompt)
         if opened:
             self._change(thinking="opened")
-        self._see(reply)
+        self._see(reply, may_think)
         is_unfinished = reply.finish == LENGTH
         if self.profile.thinking or not (may_think and is_unfinished):
             if self.profile.thinking:
                 self._find_reply_limit(prompt, answer_tokens)
             return
-        self._see(self._ask_reply(prompt, LONG_PROBE_TOKENS))
+        self._see(self._ask_reply(prompt, LONG_PROBE_TOKENS), may_think)
         if self.profile.thinking:
             self._find_reply_limit(prompt, answer_tokens)
 
-    def _see(self, reply: Reply) -> None:
-        """Take from a reply how the model thinks, and whether tokens are counted."""
+    def _see(self, reply: Reply, may_think: bool) -> None:
+        """Take from a reply how the model thinks, and whether tokens are counted.
+
+        Args:
+            reply: The reply.
+            may_think: Whether a reply without text is a sign of thinking that is not shown.
+        """
         form = reply.thinking_form
         wrote = reply.reply_tokens or 0
-        if not form and not reply.text.strip() and reply.finish == LENGTH:
+        is_blank = not reply.text.strip()
+        if may_think and not form and is_blank and reply.finish == LENGTH:
             form = "hidden"
         self._change(
             thinking=self.profile.thinking or form,
@@ -554,7 +560,7 @@ class Endpoint:
         for _ in range(2):
             try:
                 reply = self._ask_reply(prompt, answer_tokens + self.thinking_tokens)
-                self._see(reply)
+                self._see(reply, may_think=True)
                 return
             except _RequestRefused as error:
                 limit = error.refusal.limit

@@ -83,6 +83,7 @@ from posbench.run.shards import (
     merge_records,
     shard_folders,
 )
+from posbench.tasks.items import GoldPositionTask
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -531,6 +532,7 @@ def claim_run(
     existing = location.find()
     server_facts: Mapping[str, Any] = {}
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
+        _need_gold_items(config, run)
         with doing("checking the model with its longest prompt"):
             server_facts = probe_model(config, run)
     if config.uses_model and config.model.base_url:
@@ -549,6 +551,20 @@ def claim_run(
             allowed = "rows that were all made from the same files"
             raise UserError("run folder", str(out.path), allowed, "remove it")
         yield ClaimedRun(run, contents, facts)
+
+
+def _need_gold_items(config: Config, run: Run) -> None:
+    """Refuse prompts that a cut leaves without their gold item.
+
+    Raises:
+        UserError: The first of them.
+    """
+    is_asked = {"intervene", "evaluate", "study"} & set(config.stages)
+    if not is_asked or not config.uses_model or not config.uses_task:
+        return
+    task = config.task
+    if isinstance(task, GoldPositionTask) and task.truncation != "refuse":
+        run.prompts.encode(run.examples("evaluation"))
 
 
 def make_run_folder(config: Config, command: str) -> Path:

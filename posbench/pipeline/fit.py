@@ -217,7 +217,7 @@ class FitToModel:
                     allowed = f"at most {allowed}"
                 hint = f"set {key}={value}"
                 if key in item_counts:
-                    hint += ", or cut prompts: task.truncation=middle"
+                    hint += ", or with the gold item at the ends alone cut prompts: task.truncation=middle"
                 faults.found.append(UserError(key, old, allowed, hint))
             default = adjustments[key].old if key in adjustments else old
             adjustments[key] = Adjustment(default, value, reason)

@@ -37,9 +37,13 @@ def _centred_ranks(values: ArrayLike) -> Array:
 def permutation_p(x: Array, y: Array) -> float:
     """One-sided permutation p of the rank correlation of x and y, [P] each.
 
-    It is the share of random pairings whose correlation is at least as large, the actual pairing included.
+    It is the share of random pairings whose correlation is at least as large, the actual pairing included; NaN where
+    x or y is constant.
     """
+    actual = spearman(x, y)
+    if np.isnan(actual):
+        return float("nan")
     rng = np.random.default_rng(0)
     shuffled = rng.permuted(np.tile(y, (PERMUTATIONS, 1)), axis=1)
-    reaches = spearman(x, shuffled) >= spearman(x, y) - 1e-12
+    reaches = spearman(x, shuffled) >= actual - 1e-12
     return float((1 + reaches.sum()) / (1 + PERMUTATIONS))

@@ -584,3 +584,17 @@ def test_a_model_without_positions_is_another_run(
     assert (plain / "predictions.jsonl").read_text() != (
         without / "predictions.jsonl"
     ).read_text()
+
+
+@pytest.mark.parametrize(("positions", "status"), [("[0,9]", 0), ("[0,5,9]", 2)])
+def test_a_gold_item_that_is_cut_away_is_no_wrong_answer(
+    posbench: Callable[..., Result], outputs: Path, positions: str, status: int
+) -> None:
+    call = ["model=tiny", "method=none", "stages=[evaluate]", "task.pairs=10"]
+    call += ["task.limit=2", f"task.positions={positions}", "runtime.device=cpu"]
+    cut = ["task.truncation=middle", "model.context_window=36"]
+    result = posbench(*call, *cut)
+    assert result.status == status, result.err
+    if status:
+        assert_refused(result.err, "task.truncation", allowed=("gold item", "item 5"))
+        assert not run_folders(outputs)

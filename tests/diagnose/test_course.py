@@ -251,6 +251,10 @@ def test_a_random_model_ends_at_the_floor(
     result, found = diagnose(f"model={checkpoint}", "task.pairs=8", *FEW)
     assert result.status == 0, result.err
     assert found["verdict"] == "cannot do the task"
+    following = shlex.split(found["next"])
+    assert [arg for arg in following if arg.startswith("task.pairs=")] != []
+    for key in ("task.pairs=", "budget="):
+        assert sum(arg.startswith(key) for arg in following) == 1
     assert set(found["runs"]) <= {"pilot"} and sum(found["prompts"].values()) <= 150
 
 
@@ -289,6 +293,7 @@ def test_a_prompt_tells_a_trained_model_its_answer_and_a_blind_one_nothing(
         (("task=mmlu",), "task"),
         (("-m", "task.pairs=8,16"), "diagnose"),
         (("budget=soon",), "budget"),
+        (("task.positions=[0,5]",), "task.positions"),
     ],
 )
 def test_what_a_diagnosis_chooses_or_cannot_ask_is_refused(

@@ -181,3 +181,13 @@ def test_words_are_few_where_nobody_says_how_many(
     for config in outputs.glob("kv_retrieval/v*/*/config.yaml"):
         task = yaml.safe_load(config.read_text())["task"]
         assert task["pairs"] == task["calibration_pairs"] <= 20
+
+
+def test_a_server_that_reads_no_prompt_is_no_traceback(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    server.window = 60
+    result, found = diagnose("budget=100prompts")
+    assert result.status == 0, result.err
+    assert found["verdict"] == "cannot tell" and not found["runs"].get("shape")
+    assert_line_names(result.out, "pilot", "prompts")

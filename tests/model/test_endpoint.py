@@ -16,6 +16,7 @@ import pytest
 from posbench.errors import UserError
 from posbench.model.encode import Encoded
 from posbench.model.endpoint import (
+    PROBE,
     Endpoint,
     Reply,
     RequestError,
@@ -340,6 +341,20 @@ def test_thinking_is_told_from_the_answer_in_every_form(form: str) -> None:
     assert (cut.text, cut.is_thinking) == ("", True)
     assert bool(whole.thinking) == bool(cut.thinking) == (form != "hidden")
     assert whole.thinking_tokens == (40 if form == "hidden" else None)
+
+
+def test_a_blank_continuation_of_a_plain_text_is_no_thinking() -> None:
+    """A base model goes on with empty lines where nothing is asked."""
+    with serving() as server:
+        server.apis = ("completions",)
+        server.thinking = lambda prompt: 16 if prompt == PROBE else 0
+        server.thinking_form = "uncounted"
+        server.answer = lambda prompt: "Me."
+        made = endpoint(server.url, api="completions")
+        reply = made.generate("Who?", 10)
+    assert not made.profile.thinking
+    assert reply.text == "Me."
+    assert server.bodies[-1]["max_tokens"] == 10
 
 
 REPLY_FIELDS: list[tuple[str | int, ...]] = [

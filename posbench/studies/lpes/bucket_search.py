@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import MinLen
 
+from posbench.errors import UserError
 from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Several, Whole
+from posbench.schema import Count, Several, Whole, override_text
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.theory.waves import choose_bases, extrema, rope_wave
@@ -47,6 +48,24 @@ class BucketSearch(Study):
     count: Count = 6
     tolerance: Whole = 3
     reach: Annotated[tuple[Count, ...], MinLen(1)] = (250, 150, 200, 300, 400)
+
+    def __post_init__(self) -> None:
+        for field, (first, last, *_) in (
+            ("distances", self.distances),
+            ("candidates", self.candidates),
+        ):
+            if last <= first:
+                value = list(getattr(self, field))
+                allowed = "a last value above the first"
+                default = list(getattr(type(self), field))
+                hint = f"set study.{field}={override_text(default)}"
+                raise UserError(f"study.{field}", value, allowed, hint)
+        if self.first <= 0:
+            allowed = "a base above 0"
+            raise UserError("study.first", self.first, allowed, "set study.first=10000")
+        if self.dim % 2:
+            hint = f"set study.dim={self.dim + 1}"
+            raise UserError("study.dim", self.dim, "an even number", hint)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``bases`` (reach, mean number of peaks and troughs, order, the fields of
@@ -114,9 +133,10 @@ class BucketSearch(Study):
             (counts.max(), num_published),
             f"{by_reach}; published: {published}",
         )
-        if self.count < num_published:
+        num_chosen = tables["bases"].groupby("reach").size().max()
+        if num_chosen < num_published:
             finding = finding.not_testable(
-                f"{self.count} bases were chosen, {num_published} are published"
+                f"{num_chosen} bases were chosen, {num_published} are published"
             )
         return [finding]
 

@@ -46,6 +46,8 @@ SHUFFLES = 1000
 """Shuffles of the gold positions behind a threshold and a p value."""
 HEAD_EXAMPLES = 20
 """Examples of each gold position behind the maps of single heads."""
+MIN_RANKED_POSITIONS = 5
+"""Gold positions from which on a rank correlation over them says something."""
 MIN_END_SCORE = 0.5
 """Score at the better end of the prompt; a model below it cannot do the task at that length."""
 
@@ -377,6 +379,10 @@ def _part_finding(tables: Tables) -> Finding:
     return replace(finding, holds_if="below 1")
 
 
+def _p_words(p: float) -> str:
+    return "none, as all scores are equal" if math.isnan(p) else f"p = {p:.4f}"
+
+
 def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
     [(attention, attention_draws)] = position_curves(
@@ -399,14 +405,17 @@ def _position_findings(examples: pd.DataFrame, tables: Tables) -> list[Finding]:
     )
     note = (
         f"mean over the retrieval-related layers (each by itself: {listed}); one-sided permutation of the "
-        f"positions: p = {permutation_p(attention, score):.4f}; same examples, resampled within positions"
+        f"positions: {_p_words(permutation_p(attention, score))}; same examples, resampled within positions"
     )
-    low, high = bootstrap.quantiles(
-        spearman(attention_draws, score_draws), examples["cluster"].nunique()
-    )
+    # A constant curve has no rank order, so no correlation.
+    rhos = np.nan_to_num(spearman(attention_draws, score_draws))
+    low, high = bootstrap.quantiles(rhos, examples["cluster"].nunique())
     rho = float(spearman(attention, score))
     correlation = Estimate(rho, low, high, len(examples))
     link = Finding.above(*LINK, correlation, SMALLEST_SHARE, note)
+    if len(score) < MIN_RANKED_POSITIONS:
+        few = f"{len(score)} gold positions, of which one order in {math.factorial(len(score))} is right by chance"
+        link = link.not_testable(f"{few}: ask {MIN_RANKED_POSITIONS} or more")
 
     dip, _ = dip_from_rows(examples, "attention", RESAMPLES)
     score_dip, _ = dip_from_rows(examples, "score", RESAMPLES)

@@ -83,6 +83,12 @@ class ChannelSubtraction(Study):
         if any(self._item(e, "other") in e.gold_positions for e in examples):
             allowed = "a depth other than that of the gold item"
             raise UserError("study.other", self.other, allowed, "set study.other=0.7")
+        behind = "an item behind the first one, as the channel is moved to that"
+        if any(self._item(example, "other") == 0 for example in examples):
+            raise UserError("study.other", self.other, behind, "set study.other=0.7")
+        if any(gold_index(example) == 0 for example in examples):
+            hint = "set task.positions=[50%]"
+            raise UserError("study.gold", self.gold, f"near {behind}", hint)
 
     def _examples(self, run: Run) -> list[Example]:
         """Prompts at the gold position that is nearest to the depth."""

@@ -109,6 +109,13 @@ class CropMask(Study):
         check_layers(lm, "study.layers", self.layers)
         check_layers(lm, "study.retrieval", self.retrieval)
         shared.check_prompts(run)
+        positions = sorted({gold_index(e) for e in shared.need_items(run.task)})
+        if len(positions) < 3:
+            allowed = (
+                "three or more: the claims are on those between the first and the last"
+            )
+            hint = "set task.positions=[0%,50%,100%], or leave it out"
+            raise UserError("task.positions", positions, allowed, hint)
         if self.crossed and not can_move(lm):
             allowed = f"false here: {shared.NO_ROPE_NOTE}"
             hint = "set study.crossed=false, or take model=tiny"
@@ -272,9 +279,8 @@ def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def _inner(positions: Iterable[int]) -> set[int]:
-    """The positions between the first and the last one; all where there are none between."""
-    ordered = sorted(set(positions))
-    return set(ordered[1:-1] or ordered)
+    """The positions between the first and the last one."""
+    return set(sorted(set(positions))[1:-1])
 
 
 def _by_layer(measured: RowsByVariant, examples: Sequence[Example]) -> pd.DataFrame:

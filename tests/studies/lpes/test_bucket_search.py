@@ -1,5 +1,7 @@
 """The base search on planted peaks and troughs, and what it finds on the real waves."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from posbench.studies.lpes.bucket_search import PUBLISHED, BucketSearch
 from posbench.theory.waves import ChosenBase, choose_bases, extrema
 from tests.conftest import run_folders
+from tests.messages import refused
 
 EMPTY = np.array([], dtype=int)
 
@@ -100,7 +103,22 @@ def test_the_published_list_comes_out_in_part(posbench, outputs):
 
 
 def test_fewer_bases_than_are_published_cannot_be_all_of_them():
-    bases = pd.DataFrame({"reach": [64] * 3, "published": [1, 1, 1]})
     for count, verdict in ((3, "not testable"), (6, "contradicted")):
-        (finding,) = BucketSearch(count=count).findings({"bases": bases})
+        bases = pd.DataFrame({"reach": [64] * count, "published": 0})
+        # However many were asked for: a search may find fewer.
+        (finding,) = BucketSearch(count=6).findings({"bases": bases})
         assert finding.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("candidates", (30000, 10000, 500)),
+        ("distances", (4000, 100)),
+        ("first", 0.0),
+        ("dim", 3),
+    ],
+)
+def test_a_search_among_nothing_is_refused(field: str, value: Any) -> None:
+    with refused(f"study.{field}", allowed=(), hint=f"study.{field}="):
+        BucketSearch(**{field: value})

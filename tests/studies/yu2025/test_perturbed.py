@@ -15,6 +15,7 @@ from posbench.measure.states import Strings
 from posbench.methods.scale_channel import ScaleChannel, scale_layer_range
 from posbench.model.load import ModelConfig, load
 from posbench.stats import bootstrap
+from posbench.stats.correlation import permutation_p
 from posbench.studies import prompts as shared
 from posbench.studies.yu2025.crop_mask import crossed_figure
 from posbench.tasks import KVRetrieval
@@ -747,3 +748,37 @@ def test_the_halves_of_the_method_run_as_an_experiment(
             task.score(e, text)["accuracy"] for e, text in zip(asked, said, strict=True)
         ]
         assert found["scale_channel", tokens] == pytest.approx(np.mean(right), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("study", "positions", "field"),
+    [
+        ("crop_mask", '["0%","100%"]', "task.positions"),
+        ("channel_subtraction", "[0]", "study.gold"),
+    ],
+)
+def test_an_item_is_not_compared_with_itself(
+    posbench: Callable[..., Result],
+    outputs: Path,
+    study: str,
+    positions: str,
+    field: str,
+) -> None:
+    call = ["model=tiny", f"study={study}", f"task.positions={positions}"]
+    result = posbench(*call, "task.limit=4", "runtime.device=cpu")
+    assert result.status == 2 and not run_folders(outputs)
+    assert_refused(result.err, field)
+
+
+def test_the_order_of_three_positions_says_nothing(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    call = ["model=tiny", "study=attention_to_gold", "study.examples=6"]
+    call += ["task.positions=[0,5,11]", "study.items=[12]", "task.pairs=12"]
+    result = posbench(*call, "runtime.device=cpu")
+    assert result.status == 0, result.err
+    (run,) = run_folders(outputs)
+    findings = pd.read_csv(run / "findings.csv")
+    link = findings[findings["claim"].str.contains("follows the position bias")]
+    assert link["verdict"].tolist() == ["not testable"]
+    assert np.isnan(permutation_p(np.arange(4.0), np.ones(4)))
