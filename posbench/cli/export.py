@@ -413,4 +413,5 @@ def _fix(run: Run, method: Method) -> base.Fix:
         load=load_again,
         dtype=str(dtype).removeprefix("torch."),
         files=files,
+        revision=config.revision if is_on_hub else None,
     )

@@ -391,7 +391,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             elif batch_size == "auto":
                 longest = max(requests, key=lambda r: len(r[1]) + len(r[2]))
                 batch_size = self._detect_batch_size([longest])
-            for batch in length_batches(lengths, int(batch_size)):
+            boundary = self.lm.rope_boundary
+            for batch in length_batches(lengths, int(batch_size), boundary=boundary):
                 batch_groups = [groups[i] for i in batch]
                 scores = self.lm.continuations(
                     [contexts[group[0]] for group in batch_groups],

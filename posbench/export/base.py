@@ -36,6 +36,7 @@ class Fix:
         lm: The unmodified model.
         method: The method.
         base: Where others get the model: hub id or directory.
+        revision: Branch, tag or commit on the hub; None: its default.
         load: Loads the model once more, without the method.
         dtype: Dtype of the model's published weights.
         files: Directory of the model on this machine.
@@ -50,6 +51,17 @@ class Fix:
     dtype: str = "float32"
     files: str = ""
     weights: str = ""
+    revision: str | None = None
+
+    def with_base(self, usage: str) -> str:
+        """A text on how to load the files, with the model in place of ``BASE``, in its revision."""
+        if self.revision:
+            for before, after in (
+                ('"BASE"', f'"BASE", revision="{self.revision}"'),
+                ("vllm serve BASE", f"vllm serve BASE --revision {self.revision}"),
+            ):
+                usage = usage.replace(before, after)
+        return usage.replace("BASE", self.base)
 
     @property
     def exact(self) -> bool:

@@ -54,7 +54,7 @@ class Export(Format):
         """How to load the files, by engine."""
         if checkpoint_change(fix, self.name).columns:
             return WEIGHTS_USAGE
-        return CONFIG_USAGE.replace("BASE", fix.base)
+        return fix.with_base(CONFIG_USAGE)
 
 
 WEIGHTS_USAGE = """A checkpoint like any other; nothing of posbench is needed.

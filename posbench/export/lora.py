@@ -49,6 +49,7 @@ class Export(Format):
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": fix.base,
+            "revision": fix.revision,
             "r": rank,
             "lora_alpha": rank,
             "lora_dropout": 0.0,
@@ -80,7 +81,7 @@ class Export(Format):
         vllm = f"- vLLM: not at this rank, it takes at most {VLLM_MAX_RANKS[-1]}\n"
         if max_rank is not None:
             vllm = VLLM_USAGE.replace("RANK", str(max_rank))
-        return USAGE.replace("VLLM\n", vllm).replace("BASE", fix.base)
+        return fix.with_base(USAGE.replace("VLLM\n", vllm))
 
 
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -104,7 +104,7 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """How to load the package with vLLM."""
-        usage = USAGE.replace("BASE", fix.base)
+        usage = fix.with_base(USAGE)
         return usage.replace("MODEL", architecture_name(fix))
 
 

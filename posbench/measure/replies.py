@@ -103,6 +103,7 @@ def plan_batches(
     encoded: Mapping[str, Encoded],
     max_prompts: int,
     max_tokens: int | None,
+    boundary: int | None = None,
 ) -> list[list[Example]]:
     """Put examples that are decoded alike into batches.
 
@@ -112,6 +113,7 @@ def plan_batches(
         encoded: Their prompts as tokens, by id.
         max_prompts: Prompts of a batch at most.
         max_tokens: Tokens of a batch at most, padding and reply counted; None for any number.
+        boundary: See :func:`posbench.model.lm.length_batches`.
 
     Returns:
         Batches of examples, the one with the longest prompt first.
@@ -129,7 +131,7 @@ def plan_batches(
     for (has_choices, max_new_tokens, *_), members in groups.items():
         reply_tokens = 0 if has_choices else max_new_tokens
         lengths = [len(encoded[member.id].ids) + reply_tokens for member in members]
-        for batch in length_batches(lengths, max_prompts, max_tokens):
+        for batch in length_batches(lengths, max_prompts, max_tokens, boundary):
             result.append([members[i] for i in batch])
     return sorted(result, key=lambda batch: -len(encoded[batch[0].id].ids))
 

@@ -237,6 +237,11 @@ class ScaleChannel(Method):
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
+        if self.tokens == "earlier" and self.last == "all":
+            allowed = (
+                "a number, with method.tokens=earlier: before all tokens there are none"
+            )
+            raise UserError("method.last", self.last, allowed, "set method.last=1")
         config = families.text_config(lm.model)
         rope_parameters = getattr(config, "rope_parameters", None) or {}
         if rope_parameters.get("rope_type") == "dynamic":

@@ -180,6 +180,20 @@ def context_window(config: PreTrainedConfig) -> int:
     )
 
 
+def rope_boundary(model: PreTrainedModel) -> int | None:
+    """Length of a prompt with its reply up to which a longrope model has its short factors; None for other models.
+
+    transformers takes the long ones for the whole batch where one of its prompts is longer.
+    """
+    config = text_config(model)
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    if rope_parameters.get("rope_type") != "longrope":
+        return None
+    boundary = rope_parameters.get("original_max_position_embeddings")
+    boundary = boundary or getattr(config, "original_max_position_embeddings", None)
+    return int(boundary) if boundary else None
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Decoder layers in order."""
     return list(model.get_submodule(family_of(model).layers))  # type: ignore[call-overload]

@@ -96,6 +96,11 @@ class LM(Encoder):
         return embedding.weight.device
 
     @property
+    def rope_boundary(self) -> int | None:
+        """Length that divides prompts which share no batch; see :func:`families.rope_boundary`."""
+        return families.rope_boundary(self.model)
+
+    @property
     def layers(self) -> int:
         """Number of decoder layers."""
         return int(families.text_config(self.model).num_hidden_layers)
@@ -243,7 +248,7 @@ class LM(Encoder):
         ending_ids = stop_ids.union(end_ids)
         hidden_ids = _hidden_ids(tokenizer)
         replies: dict[int, GeneratedReply] = {}
-        for batch in _batches_or_one(prompts, batch_size, prefix):
+        for batch in _batches_or_one(prompts, batch_size, prefix, self.rope_boundary):
             reply_ids = self._generate_batch(
                 [prompts[i] for i in batch], settings, stop_texts, prefix
             )
@@ -335,7 +340,7 @@ class LM(Encoder):
             choice.
         """
         results: list[list[tuple[float, bool]]] = [[] for _ in prompts]
-        for batch in _batches_or_one(prompts, batch_size, prefix):
+        for batch in _batches_or_one(prompts, batch_size, prefix, self.rope_boundary):
             inputs = self.pad([prompts[i] for i in batch], prefix)
             output = self.model(**inputs, use_cache=True, logits_to_keep=1)
             for number in range(max(len(choices[i]) for i in batch)):
@@ -385,7 +390,9 @@ class LM(Encoder):
             batch_size: Prompts per forward.
         """
         losses = torch.zeros(len(pairs))
-        for batch in length_batches([len(prompt) for prompt, _ in pairs], batch_size):
+        lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+        groups = length_batches(lengths, batch_size, boundary=self.rope_boundary)
+        for batch in groups:
             inputs, targets = self.pad_with_answers([pairs[i] for i in batch])
             ids = inputs["input_ids"]
             mask = inputs["attention_mask"]
@@ -575,7 +582,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def length_batches(
-    lengths: Sequence[int], batch_size: int, batch_tokens: int | None = None
+    lengths: Sequence[int],
+    batch_size: int,
+    batch_tokens: int | None = None,
+    boundary: int | None = None,
 ) -> list[list[int]]:
     """Group prompts of similar length, longest first: little padding is needed, and memory errors come early.
 
@@ -586,6 +596,7 @@ def length_batches(
         batch_size: Prompts of a batch at most.
         batch_tokens: Tokens of a batch at most, padding included; None: any number. A longer prompt is a batch of its
             own.
+        boundary: No batch holds longer prompts beside others, see :attr:`LM.rope_boundary`; None: none.
 
     Returns:
         Indices of the prompts of each batch.
@@ -596,16 +607,23 @@ def length_batches(
         if groups and batch_tokens:
             longest = lengths[groups[-1][0]]
             max_prompts = min(batch_size, max(batch_tokens // longest, 1))
-        if not groups or len(groups[-1]) >= max_prompts:
+        is_full = not groups or len(groups[-1]) >= max_prompts
+        if not is_full and boundary:
+            is_full = lengths[groups[-1][0]] > boundary >= lengths[index]
+        if is_full:
             groups.append([])
         groups[-1].append(index)
     return groups
 
 
 def _batches_or_one(
-    prompts: Sequence[Sequence[int]], size: int, prefix: Prefix | None
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    prefix: Prefix | None,
+    boundary: int | None,
 ) -> list[list[int]]:
     """Indices of the prompts of each batch; prompts that continue a prefix are one batch, in their order."""
     if prefix is not None:
         return [list(range(len(prompts)))]
-    return length_batches([len(prompt) for prompt in prompts], size)
+    lengths = [len(prompt) for prompt in prompts]
+    return length_batches(lengths, size, boundary=boundary)

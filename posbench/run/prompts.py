@@ -36,6 +36,11 @@ class PromptBatcher:
     batch_tokens: int | None
     reads_items: bool = False
 
+    @property
+    def rope_boundary(self) -> int | None:
+        """See :attr:`LM.rope_boundary`; None for a model behind a server."""
+        return self.encoder.rope_boundary if isinstance(self.encoder, LM) else None
+
     def encode(
         self, examples: Sequence[Example], task: Task | None = None
     ) -> dict[str, Encoded]:
@@ -98,7 +103,12 @@ class PromptBatcher:
         """
         tokens = max_tokens or self.batch_tokens
         return plan_batches(
-            task or self.task, examples, encoded, self.batch_size, tokens
+            task or self.task,
+            examples,
+            encoded,
+            self.batch_size,
+            tokens,
+            self.rope_boundary,
         )
 
     @renamed_parameters(things="items", tokens="max_tokens")
@@ -117,5 +127,5 @@ class PromptBatcher:
         """
         lengths = [length(item) for item in items]
         tokens = max_tokens or self.batch_tokens
-        groups = length_batches(lengths, self.batch_size, tokens)
+        groups = length_batches(lengths, self.batch_size, tokens, self.rope_boundary)
         return [[items[index] for index in group] for group in groups]

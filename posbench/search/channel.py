@@ -194,6 +194,9 @@ class ChannelSearch(DeploySearch):
     def _scaled_tokens(self, run: Run) -> dict[str, Any]:
         """The fields of scale_channel that say which tokens it scales, as the run applies it."""
         values = run.method.target.values if run.method.target else {}
+        if self.folds:
+            # The first pass scales the last token alone; what is folded is scored again.
+            values = {**values, "last": 1}
         return {name: values[name] for name in ("last", "tokens") if name in values}
 
     def ranges(self, run: Run) -> list[tuple[int, int]]:
@@ -303,7 +306,7 @@ class ChannelSearch(DeploySearch):
             unmodified = float(all_losses[0].mean())
             losses = all_losses[1:].mean(1)
             best = self.choose(losses, unmodified)
-            loss = float(losses.min())
+            loss = unmodified if best is None else float(losses[best])
             shipped: dict[str, Any] = {}
             if self.num_rescored:
                 deploy_table, best = self.rescore(run, candidates, all_losses, best)
@@ -393,7 +396,7 @@ class ChannelSearch(DeploySearch):
         examples = run.examples("calibration")
         pairs = {e.id: encode_with_answer(run.lm, e) for e in examples}
         lengths = [len(pairs[e.id][0]) for e in examples]
-        groups = length_batches(lengths, self.batch_size)
+        groups = length_batches(lengths, self.batch_size, boundary=run.lm.rope_boundary)
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             batch_pairs = [pairs[e.id] for e in batch]

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 from posbench.errors import UserError
-from posbench.export import base
+from posbench.export import base, checkpoint, lora
 from posbench.export.fold import scaled_weights
 from posbench.methods import Method
 from posbench.methods.attention_buckets import AttentionBuckets
@@ -258,3 +258,13 @@ def test_right_padding_has_no_last_token() -> None:
         padded = lm.model(input_ids=ids, attention_mask=mask).logits[0, -5]
         alone = lm.model(input_ids=ids[:, :-4]).logits[0, -1]
     assert_same(padded, alone, family_noise("llama-gqa"), "logits")
+
+
+def test_a_revision_stands_wherever_the_model_is_loaded() -> None:
+    model = build("llama")
+    fix = base.Fix(load(model), SCALED, "org/toy", lambda: load(model), revision="s1")
+    usages = [format.usage(fix) for format in (lora.Export(), checkpoint.Export())]
+    assert 'from_pretrained("org/toy", revision="s1")' in usages[0]
+    assert "vllm serve org/toy --revision s1" in usages[0]
+    assert fix.with_base(checkpoint.CONFIG_USAGE).count("s1") == 2
+    assert "BASE" not in "".join(usages)

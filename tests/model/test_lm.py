@@ -299,3 +299,22 @@ def test_what_needs_a_tokenizer_or_a_list_says_so(tiny):
         posbench.load(build("llama")).generate(["text"], max_new_tokens=1)
     with pytest.raises(TypeError, match=r"pass \[text\]"):
         tiny.generate("text", max_new_tokens=1)
+
+
+@pytest.mark.parametrize("boundary", [None, 16])
+def test_prompts_on_both_sides_of_a_boundary_share_no_batch(boundary: int | None):
+    lengths = [20, 3, 17, 16, 5, 30]
+    batches = length_batches(lengths, 4, boundary=boundary)
+    assert sorted(i for batch in batches for i in batch) == list(range(6))
+    is_mixed = [len({lengths[i] > 16 for i in batch}) > 1 for batch in batches]
+    assert any(is_mixed) is (boundary is None)
+
+
+def test_a_longrope_model_reads_a_short_prompt_as_it_does_alone():
+    """Its factors are those of the longest prompt of a batch, and change beyond 16 tokens here."""
+    lm = posbench.load(build("phi3-longrope"))
+    assert lm.rope_boundary == 16
+    pairs = [(list(range(1, 9)), [5]), (list(range(1, 40)), [6])]
+    together = lm.answer_token_loss(pairs)
+    alone = [lm.answer_token_loss([pair]).item() for pair in pairs]
+    assert together.tolist() == pytest.approx(alone, abs=1e-5)

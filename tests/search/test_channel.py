@@ -1,15 +1,22 @@
 """The channel search: the filter against a plain recomputation, and planted channels are found."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 import posbench
 from posbench.measure.states import average_states
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.model.lm import LM
 from posbench.search import statistics
 from posbench.search.channel import ChannelSearch
+from tests.conftest import Result, run_folders
 from tests.messages import refused
 from tests.models import VOCABULARY, WIDTH, build
 
@@ -182,3 +189,26 @@ def test_default_layers_are_the_papers_share():
     assert ChannelSearch().layer_ranges(4, None) == [(1, 3)]
     assert ChannelSearch().layer_ranges(40, (10, 34)) == [(10, 34)]
     assert len(ChannelSearch(layers="auto").layer_ranges(4, None)) == 10
+
+
+def test_the_loss_of_a_search_that_keeps_the_model_is_that_of_the_model(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    call = ["model=tiny", "search=official", "search.candidates=all"]
+    call += ["search.strings=8", "search.length=400", "search.factors=[3.0]"]
+    call += ["search.layers=[0,0]", "method.channel=7", "task.limit=2"]
+    call += ["task.calibration_examples=8", "search.held_back=6", "stages=[search]"]
+    result = posbench(*call, "runtime.device=cpu")
+    assert result.status == 0, result.err
+    (run,) = run_folders(outputs)
+    block = yaml.safe_load((run / "found.yaml").read_text())["scale_channel"]
+    assert block["channel"] is None
+    assert block["loss"] == block["loss_unmodified"]
+
+
+def test_there_are_no_tokens_before_all_of_them(tiny: LM) -> None:
+    method = ScaleChannel(
+        channel=3, factor=-1.0, layers=(0, 3), tokens="earlier", last="all"
+    )
+    with refused("method.last", "all", hint="method.last=1"):
+        method.check(tiny)

@@ -251,6 +251,22 @@ def test_what_is_shipped_is_the_best_of_a_plain_loop(
     assert ("nothing is left to ship" in words(result)) == (won is None)
 
 
+def test_the_price_of_folding_is_that_of_the_last_token_whatever_is_typed(
+    models: Callable[[int], Path],
+    posbench: Callable[..., Result],
+    outputs: Path,
+) -> None:
+    call = [*SMALL, f"model.path={models(1)}", "search.deploy=lora", "stages=[search]"]
+    tables = []
+    for typed in ([], ["method.last=all"]):
+        known = set(run_folders(outputs))
+        result = posbench(*call, *typed)
+        assert result.status == 0, result.err
+        (folder,) = set(run_folders(outputs)) - known
+        tables.append(pd.read_csv(folder / "deploy.csv"))
+    pd.testing.assert_frame_equal(*tables)
+
+
 def test_the_stages_that_follow_and_the_model_card_have_it(
     models: Callable[[int], Path],
     posbench: Callable[..., Result],

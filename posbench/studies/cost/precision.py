@@ -129,7 +129,8 @@ def next_logits(
     vocab_size = lm.model.get_output_embeddings().out_features
     result = torch.empty(len(prompts), vocab_size, dtype=torch.float64)
     with method.applied(lm):
-        for batch in length_batches([len(prompt) for prompt in prompts], batch_size):
+        lengths = [len(prompt) for prompt in prompts]
+        for batch in length_batches(lengths, batch_size, boundary=lm.rope_boundary):
             inputs = lm.pad([prompts[i] for i in batch])
             logits = lm.model(**inputs, logits_to_keep=1).logits[:, -1]
             result[batch] = check_finite(logits).double().cpu()
