@@ -13,7 +13,12 @@ import pytest
 from posbench.studies.yu2025.crop_mask import NO_LATE
 from tests.conftest import Result, run_folders
 
-FEW = ["task.pairs=12", "task.positions=[0,5]", "task.limit=4", "runtime.resamples=100"]
+FEW = [
+    "task.pairs=12",
+    "task.positions=[0,3,5]",
+    "task.limit=4",
+    "runtime.resamples=100",
+]
 
 
 @pytest.mark.slow
