@@ -56,11 +56,9 @@ class Fix:
     def with_base(self, usage: str) -> str:
         """A text on how to load the files, with the model in place of ``BASE``, in its revision."""
         if self.revision:
-            for before, after in (
-                ('"BASE"', f'"BASE", revision="{self.revision}"'),
-                ("vllm serve BASE", f"vllm serve BASE --revision {self.revision}"),
-            ):
-                usage = usage.replace(before, after)
+            usage = usage.replace('"BASE"', f'"BASE", revision="{self.revision}"')
+            served = f"vllm serve BASE --revision {self.revision}"
+            usage = usage.replace("vllm serve BASE", served)
         return usage.replace("BASE", self.base)
 
     @property

@@ -532,7 +532,7 @@ def claim_run(
     existing = location.find()
     server_facts: Mapping[str, Any] = {}
     if existing is None or existing.status()["stages"].keys() <= {"config"}:
-        _need_gold_items(config, run)
+        _check_cut_prompts(config, run)
         with doing("checking the model with its longest prompt"):
             server_facts = probe_model(config, run)
     if config.uses_model and config.model.base_url:
@@ -553,7 +553,7 @@ def claim_run(
         yield ClaimedRun(run, contents, facts)
 
 
-def _need_gold_items(config: Config, run: Run) -> None:
+def _check_cut_prompts(config: Config, run: Run) -> None:
     """Refuse prompts that a cut leaves without their gold item.
 
     Raises:

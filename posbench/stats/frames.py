@@ -97,11 +97,11 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
     """Attention to the gold item alone (item = gold_position), with the `depth` (0..1) of the gold item."""
     columns = ("method", "gold_position", "layer", "item", "attention")
     need_columns(attention, "attention", *columns)
-    last = attention["item"].max()
+    last_item = attention["item"].max()
     if "run" in attention:
         # Runs of a sweep may differ in the number of items.
-        last = attention.groupby("run")["item"].transform("max")
-    depth = attention["gold_position"] / np.maximum(last, 1)
+        last_item = attention.groupby("run")["item"].transform("max")
+    depth = attention["gold_position"] / np.maximum(last_item, 1)
     is_gold = attention["item"] == attention["gold_position"]
     rows = attention.assign(depth=depth)[is_gold]
     need_columns(rows, "attention (rows with item = gold_position)", "attention")

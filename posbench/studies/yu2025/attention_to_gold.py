@@ -380,6 +380,7 @@ def _part_finding(tables: Tables) -> Finding:
 
 
 def _p_words(p: float) -> str:
+    """A permutation's p in words; NaN where the scores have no order."""
     return "none, as all scores are equal" if math.isnan(p) else f"p = {p:.4f}"
 
 
