@@ -13,9 +13,9 @@ from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.model.lm import LENGTH
-from posbench.model.thinking import Form, split_thinking
+from posbench.model.thinking import Form, SplitReply, split_thinking
 from posbench.schema import check_shape
-from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH
+from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH, UNKNOWN_MARKS
 
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which servers give the thinking apart from the answer."""
@@ -220,6 +220,7 @@ def read_reply(
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
     is_cut = finish == LENGTH and bool(form) and not text.strip()
+    obstacle = unclear_thinking(split) or obstacle
     if not text.strip():
         obstacle = obstacle or _other_field(choice, message)
     server = (answer.get("model"), answer.get("system_fingerprint"))
@@ -237,6 +238,11 @@ def read_reply(
         ended_itself="text" in choice and not form and bool(usage.reply_tokens),
         server=" ".join(str(name) for name in server if name),
     )
+
+
+def unclear_thinking(split: SplitReply) -> str:
+    """Why the text of a reply is not known to be its answer, with the marks in it; empty where it is."""
+    return f"{UNKNOWN_MARKS}: {split.unclear_marks}" if split.unclear_marks else ""
 
 
 def _judge_length(
