@@ -50,7 +50,9 @@ class Reply:
         ended_itself: Whether the model is known to have ended it, so that it may be empty.
         nats: Log-likelihood of each choice; None: not among the likeliest.
         by: How the choice was read; empty where there was none to make.
-        server: The model and the fingerprint that the server reports.
+        requests: Requests that ``prompt_tokens`` and ``reply_tokens`` count together.
+        model: The model that the server reports.
+        server: The same, with the fingerprint that it reports.
     """
 
     text: str = ""
@@ -66,6 +68,8 @@ class Reply:
     ended_itself: bool = False
     nats: tuple[float | None, ...] = ()
     by: str = ""
+    requests: int = 1
+    model: str = ""
     server: str = ""
 
 
@@ -236,6 +240,7 @@ def read_reply(
         obstacle=obstacle,
         # Of plain completions no parser takes anything away.
         ended_itself="text" in choice and not form and bool(usage.reply_tokens),
+        model=str(answer.get("model") or ""),
         server=" ".join(str(name) for name in server if name),
     )
 
@@ -407,6 +412,20 @@ def first_token_nats(
         if any(value is not None for value in result):
             break
     return result
+
+
+def probability_of_choices(
+    top_logprobs: Mapping[str, float], choices: Sequence[str]
+) -> float:
+    """Probability that the first token of a reply begins one choice alone, as far as the likeliest tokens tell."""
+    names = [choice.strip() for choice in choices]
+    total = 0.0
+    for token, nats in top_logprobs.items():
+        beginning = token.strip()
+        num_matches = sum(name.startswith(beginning) for name in names)
+        if beginning and num_matches == 1:
+            total += math.exp(nats)
+    return total
 
 
 def choice_in_reply(text: str, choices: Sequence[str]) -> str:
