@@ -28,9 +28,8 @@ PLACEHOLDERS = (
 """Keys that manuals of local servers give where none is asked for."""
 MIN_CHARACTERS = 6
 """Length from which on a text is looked for: a shorter one is none, and may be a word of a reply (EMPTY)."""
-ASSIGNMENT = re.compile(
-    r"([\w.-]+)(\s*[:=]\s*)('[^']*'|\"[^\"]*\"|\{[^{}]*\}|[^,{}\[\]]+)"
-)
+NAME = re.compile(r"([\w.-]+)\s*[:=]\s*")
+VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\{[^{}]*\}|\[[^\[\]]*\]|[^,{}\[\]]+")
 """A name and its value in an argument of the command line, also inside of braces."""
 
 
@@ -101,12 +100,16 @@ def without_typed_secrets(argument: str) -> str:
     if "extra_body" not in argument:
         return argument
 
-    def masked(match: re.Match[str]) -> str:
-        name, sign, value = match.groups()
-        is_one = is_secret_name(name) and not re.fullmatch(r"\s*[\d.]+\s*", value)
-        return f"{name}{sign}{MASK}" if is_one else match[0]
-
-    key, equals, value = argument.partition("=")
+    key, equals, _ = argument.partition("=")
     if is_secret_name(key):
         return f"{key}{equals}{MASK}"
-    return f"{key}{equals}{ASSIGNMENT.sub(masked, value)}"
+    parts = []
+    position = 0
+    while match := NAME.search(argument, position):
+        parts.append(argument[position : match.end()])
+        position = match.end()
+        value = VALUE.match(argument, position)
+        if value and is_secret_name(match[1]):
+            parts.append(MASK)
+            position = value.end()
+    return "".join(parts) + argument[position:]

@@ -240,7 +240,7 @@ def read_reply(
         obstacle=obstacle,
         # Of plain completions no parser takes anything away.
         ended_itself="text" in choice and not form and bool(usage.reply_tokens),
-        model=str(answer.get("model") or ""),
+        model=reported_model(answer),
         server=" ".join(str(name) for name in server if name),
     )
 
@@ -336,6 +336,12 @@ def read_usage(answer: Mapping[str, Any]) -> _Usage:
     except UserError as error:
         raise RequestError(f"{error.field} that is {error.value!r}") from error
     return usage
+
+
+def reported_model(answer: Mapping[str, Any]) -> str:
+    """The model that a server names in an answer; empty where it names none."""
+    model = answer.get("model")
+    return model if isinstance(model, str) else ""
 
 
 def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from posbench.model.answers import (
     read_reply,
     read_top_logprobs,
     read_usage,
+    reported_model,
     without_surrogates,
 )
 from posbench.model.encode import Encoded, Encoder
@@ -781,7 +782,7 @@ class Endpoint:
         if not isinstance(answer, dict) or not first_choice(answer):
             message = self._short_text(answer)
             raise RequestError(f"an answer without a choice 0: {message}")
-        self._need_same_model(str(answer.get("model") or ""))
+        self._need_same_model(reported_model(answer))
         usage = read_usage(answer)
         with self._lock:
             self.tokens_read += usage.prompt_tokens or 0
