@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from posbench.run.proofs import (
     request_digest,
 )
 from posbench.run.sequential import ShapeRule
-from posbench.stats.outcomes import ANSWERED, CUT
+from posbench.stats.outcomes import ANSWERED, CUT, is_scorable
 from posbench.tasks import Example, Task
 from posbench.tasks.base import num_questions, split_into_rounds
 
@@ -382,8 +383,8 @@ def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.Dat
         methods: The methods by name.
 
     Returns:
-        A row per method and scored example: ``method``, ``id``, ``gold_position``, ``cluster``, and ``score``
-        by the task's own metric.
+        A row per method and example that can be scored: ``method``, ``id``, ``gold_position``, ``cluster``, and
+        ``score`` by the task's own metric, NaN where the reply is no answer.
     """
     encoded = run.prompts.encode(run.evaluation)
     metric = run.task.metric
@@ -393,11 +394,11 @@ def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.Dat
             row["id"],
             row["gold_position"],
             row["cluster"] or row["id"],
-            row["scores"][metric],
+            row["scores"].get(metric, math.nan),
         )
         for rows in scored_replies(run, file, methods, encoded).values()
         for row in rows
-        if row["scores"]
+        if is_scorable(row)
     ]
     columns = ["method", "id", "gold_position", "cluster", "score"]
     return pd.DataFrame(values, columns=columns)
