@@ -192,3 +192,5 @@ def test_a_server_that_reads_no_prompt_is_no_traceback(
     assert found["verdict"] == "cannot tell" and not found["runs"].get("shape")
     assert_line_names(result.out, "pilot", "prompts", "18 not read")
     assert_line_names(result.out, "next", "window")
+    (pilot,) = found["pilots"]
+    assert pilot["average"]["value"] is None and pilot["missing"] == 18
