@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SEARCH_SUBJECT = "the search's channel"
+STRONGEST_SUBJECT = "the strongest positional channel"
+
 DYNAMIC = (
     "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt "
     "that is prefilled in two parts, as here and in generation, differs from one pass"
@@ -176,6 +179,13 @@ class ScaleChannel(Method):
     layers: tuple[int, int]
     last: Count | Literal["all"] | None = 1
     tokens: Literal["both", "last", "earlier"] = "both"
+
+    @classmethod
+    def sweep_subject(
+        cls, settings: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> str:
+        """Which channel is scaled: the papers' claims are about "the positional channel"."""
+        return channel_role(settings.get("channel"), model)
 
     @classmethod
     def example(cls, lm: LM) -> Self:
@@ -456,3 +466,22 @@ def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
             allowed,
             f"set {name}=[0,{count - 1}] or a part of it: layers are 0-based and inclusive",
         )
+
+
+def channel_role(channel: int | Sequence[int] | None, model: Mapping[str, Any]) -> str:
+    """What a channel is to a model, for claims about "the positional channel".
+
+    The search's choice need not be the channel that follows the position most closely, so both are asked.
+
+    Args:
+        channel: The channel, or several; None: what a search of the same run found.
+        model: The model's file: ``scale_channel`` holds the search's choice, ``positional_channel`` the strongest
+            one where it is another.
+    """
+    if isinstance(channel, Sequence):
+        return f"channels {', '.join(map(str, channel))}"
+    if channel in (None, model.get("scale_channel", {}).get("channel")):
+        return SEARCH_SUBJECT
+    if channel == model.get("positional_channel", {}).get("channel"):
+        return STRONGEST_SUBJECT
+    return f"channel {channel}"

@@ -34,6 +34,7 @@ from posbench.stats.findings import (
     estimate,
     estimate_row,
     join_findings,
+    with_subject,
 )
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
@@ -469,7 +470,7 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 
     Returns:
         The method's mean (value) and n; paired, its ``difference`` from the base and its ``gain`` on the
-        unmodified model; each with its interval.
+        unmodified model; each with its interval; the share of prompts whose score it ``changed`` there.
     """
     method_scores = scores[scores["method"] == method]
     value = bootstrap.mean(
@@ -480,12 +481,14 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
     clusters = list(cluster_of_id.loc[wide.index])
     after = wide[method].to_numpy()
     difference = bootstrap.paired(after, wide[base].to_numpy(), clusters)
-    gain = bootstrap.paired(after, wide[UNMODIFIED].to_numpy(), clusters)
+    unmodified = wide[UNMODIFIED].to_numpy()
+    gain = bootstrap.paired(after, unmodified, clusters)
     return {
         **estimate_row(value),
         "n": value.n,
         **estimate_row(difference, "difference"),
         **estimate_row(gain, "gain"),
+        "changed": float((after != unmodified).mean()),
     }
 
 
@@ -526,6 +529,7 @@ def judge_claims(
     study: str,
     note: str = "",
     *,
+    subject: str = "",
     missing_note: str = NO_ROPE_NOTE,
     **placeholders: str,
 ) -> list[Finding]:
@@ -538,6 +542,7 @@ def judge_claims(
         table: Effects, see :func:`effects_table`.
         study: Name of the study in the claims.
         note: Start of the notes.
+        subject: Of which channel the claims are asked, see :func:`posbench.methods.scale_channel.channel_role`.
         missing_note: Why an effect may be missing.
         **placeholders: Values of the placeholders in the statistics' names.
     """
@@ -557,6 +562,7 @@ def judge_claims(
     findings = []
     for claim in claims[claims["study"] == study].itertuples():
         statistic = claim.statistic.format(**placeholders)
+        claim = claim._replace(claim=with_subject(claim.claim, subject))
         if claim.effects.split()[0] in effects:
             finding = _judged_claim(claim, statistic, effects, note)
         else:

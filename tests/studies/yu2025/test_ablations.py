@@ -251,7 +251,7 @@ def test_on_a_random_model_the_method_gains_nothing(
         tables["findings"]["verdict"].iloc[0],
         tables["ablations"]["gain"].abs().max() < 0.2,
     ) == (
-        "inconclusive",  # six prompts that all stay wrong
+        "not testable",  # six prompts that all stay wrong
         True,
     )
 
