@@ -67,9 +67,12 @@ class SweepClaims(NamedTuple):
 
     def asked_of(self, subject: str) -> Self:
         """The same claims, each naming what it is asked of; see :meth:`Method.sweep_subject`."""
-        names = ("attention", "score", "bias", "peak")
-        claims = {name: with_subject(getattr(self, name), subject) for name in names}
-        return self._replace(**claims)
+        return self._replace(
+            attention=with_subject(self.attention, subject),
+            score=with_subject(self.score, subject),
+            bias=with_subject(self.bias, subject),
+            peak=with_subject(self.peak, subject),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,8 +235,18 @@ class Finding:
 
 
 def with_subject(claim: str, subject: str) -> str:
-    """A claim with what it is asked of, where a paper's words ("the positional channel") fit several things."""
-    return f"{claim} [{subject}]" if subject else claim
+    """A claim with what it is asked of, where a paper's words ("the positional channel") fit several things.
+
+    Args:
+        claim: The claim, with its source in brackets at its end where it has one.
+        subject: What it is asked of; empty adds nothing. It stands in square brackets before the source.
+    """
+    if not subject:
+        return claim
+    text, bracket, source = claim.rpartition(" (")
+    if not bracket:
+        return f"{claim} [{subject}]"
+    return f"{text} [{subject}] ({source}"
 
 
 def inert_note(name: str, changed: float, difference: Estimate) -> str:
