@@ -185,7 +185,9 @@ class ScaleChannel(Method):
         cls, settings: Mapping[str, Any], model: Mapping[str, Any]
     ) -> str:
         """Which channel is scaled: the papers' claims are about "the positional channel"."""
-        return channel_role(settings.get("channel"), model)
+        searched = model.get("scale_channel", {}).get("channel")
+        strongest = model.get("positional_channel")
+        return channel_role(settings.get("channel"), searched, strongest)
 
     @classmethod
     def example(cls, lm: LM) -> Self:
@@ -468,20 +470,22 @@ def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
         )
 
 
-def channel_role(channel: int | Sequence[int] | None, model: Mapping[str, Any]) -> str:
+def channel_role(
+    channel: int | Sequence[int] | None, searched: int | None, strongest: int | None
+) -> str:
     """What a channel is to a model, for claims about "the positional channel".
 
     The search's choice need not be the channel that follows the position most closely, so both are asked.
 
     Args:
         channel: The channel, or several; None: what a search of the same run found.
-        model: The model's file: ``scale_channel`` holds the search's choice, ``positional_channel`` the strongest
-            one where it is another.
+        searched: The search's choice, in the block ``scale_channel`` of the model's file.
+        strongest: The strongest one where it is another, ``positional_channel`` of that file.
     """
     if isinstance(channel, Sequence):
         return f"channels {', '.join(map(str, channel))}"
-    if channel in (None, model.get("scale_channel", {}).get("channel")):
+    if channel in (None, searched):
         return SEARCH_SUBJECT
-    if channel == model.get("positional_channel", {}).get("channel"):
+    if channel == strongest:
         return STRONGEST_SUBJECT
     return f"channel {channel}"

@@ -16,7 +16,11 @@ from posbench.files.atomic import Row, round_values
 from posbench.late import pd
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.measure.replies import encode_longest, reply_to_batch
-from posbench.methods.scale_channel import check_channels, scale_layer_range
+from posbench.methods.scale_channel import (
+    channel_role,
+    check_channels,
+    scale_layer_range,
+)
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.encode import Encoded
@@ -158,6 +162,12 @@ def study_channels(
         raise UserError("study.controls", controls, allowed, "set study.controls=3")
     rng = random.Random(f"posbench control channels {seed}")
     return [int(channel), *sorted(rng.sample(candidates, controls))]
+
+
+def channel_subject(run: Run, channel: int) -> str:
+    """What the claims on a channel are asked of, see :func:`posbench.methods.scale_channel.channel_role`."""
+    searched = run.model.blocks.get("scale_channel", {}).get("channel")
+    return channel_role(channel, searched, run.model.positional_channel)
 
 
 def random_distractor(example: Example, name: str, seed: int) -> int:

@@ -156,7 +156,7 @@ def _peaks(
             "model": {
                 "name": "m",
                 "scale_channel": {"channel": 3},
-                "positional_channel": {"channel": 5},
+                "positional_channel": 5,
             },
             "task": {"name": "kv", "_target_": TASK, "pairs": 75},
             "method": {

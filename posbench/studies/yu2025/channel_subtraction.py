@@ -13,7 +13,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, round_values
 from posbench.late import Axes, Figure, Tensor, pd
 from posbench.measure.states import Site, channel_input, stacked
-from posbench.methods.scale_channel import channel_role, check_layers
+from posbench.methods.scale_channel import check_layers
 from posbench.perturbations.subtract_channel import subtract_channel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
@@ -154,7 +154,7 @@ class ChannelSubtraction(Study):
                 layer_first=first,
                 layer_last=last,
                 tested_channel=tested,
-                subject=channel_role(tested, run.model.blocks),
+                subject=shared.channel_subject(run, tested),
             ),
             "amounts": amount_table.assign(
                 channel=tested, rises=amount_table["subtracted"] > 0

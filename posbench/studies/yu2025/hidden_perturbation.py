@@ -13,7 +13,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, round_values
 from posbench.late import Figure, inference_mode, pd
 from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
-from posbench.methods.scale_channel import channel_role, check_layers
+from posbench.methods.scale_channel import check_layers
 from posbench.model.guard import forward
 from posbench.model.lm import LM
 from posbench.perturbations.crop_mask import crop_mask
@@ -173,7 +173,7 @@ class HiddenPerturbation(Study):
             "layer_effects": _by_layer(changes, channels, variants),
             "effects": _effects(mean_changes, variants, run.runtime.resamples).assign(
                 channel=channels[POSITIONAL],
-                subject=channel_role(channels[POSITIONAL], run.model.blocks),
+                subject=shared.channel_subject(run, channels[POSITIONAL]),
             ),
         }
 
