@@ -533,9 +533,9 @@ class _Trend:
 def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
     """Which of K settings cannot be told from the best one.
 
-    A setting stays where its distance from the best observed one is no larger than noise makes it, for the truly
-    best setting, in 95 % of draws; so the truly best one stays with that probability at least, whatever K is
-    (Hsu 1984, multiple comparisons with the best, with bootstrapped quantiles).
+    A setting stays where its largest distance behind another one, in standard errors of their paired difference, is
+    no larger than noise makes the largest of them in 95 % of draws. So the truly best one stays with that probability
+    at least, whatever K is (Hsu 1984, multiple comparisons with the best, with bootstrapped quantiles).
 
     Args:
         means: Mean score of each setting, then its bootstrap draws, shape (1 + R, K).
@@ -543,9 +543,20 @@ def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
     """
     observed = means[0]
     noise = means[1:] - observed
-    largest_lead = (noise.max(-1, keepdims=True) - noise) if len(noise) else noise
-    allowed = np.quantile(largest_lead, level, axis=0)
-    return np.asarray(observed.max() - observed <= allowed + 1e-12)
+    may_be_best = np.ones(len(observed), bool)
+    for setting in range(len(observed)):
+        leads = observed - observed[setting]
+        noise_of_leads = noise - noise[:, [setting]]
+        errors = noise_of_leads.std(0)
+        # A lead that no draw changes is sure, also where it is the setting's own of zero.
+        known = errors > 1e-12
+        if (leads[~known] > 1e-12).any():
+            may_be_best[setting] = False
+        elif known.any():
+            scaled_noise = (noise_of_leads[:, known] / errors[known]).max(1)
+            largest = (leads[known] / errors[known]).max()
+            may_be_best[setting] = largest <= np.quantile(scaled_noise, level)
+    return may_be_best
 
 
 def _has_cut_replies(folder: Path) -> bool:
