@@ -165,6 +165,10 @@ class ChannelSearch(DeploySearch):
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""
+        if self.variant == "official" and not self.scales_curves:
+            allowed = "true or null with variant=official, which always scales curves"
+            hint = "leave out search.scaled, or set search.variant=paper"
+            raise UserError("search.scaled", self.scaled, allowed, hint)
         lm = run.lm
         minimum = self._min_length
         reason = "search.window + search.skip + 7"
@@ -175,10 +179,6 @@ class ChannelSearch(DeploySearch):
             allowed = f"from {minimum} ({reason}) to {lm.context_window} (context window of {lm.name})"
             hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
-        if self.variant == "official" and not self.scales_curves:
-            allowed = "true or null with variant=official, which always scales curves"
-            hint = "leave out search.scaled, or set search.variant=paper"
-            raise UserError("search.scaled", self.scaled, allowed, hint)
         channel = self._pinned(run).get("channel")
         if run.method.target and not isinstance(channel, int | None):
             field = f"{run.method.target.where}.channel"
