@@ -277,7 +277,79 @@ def test_a_measurement_that_two_figures_show_counts_once(tmp_path: Path) -> None
     other = findings("tiny", ("a", 2.0, "holds"))
     write(tmp_path, {"fig1/v1/x": same, "fig2/v1/x": same, "fig3/v1/x": other})
     page = pages.claims_page(pages.read_claims(tmp_path))
-    assert page.count("| holds | tiny |") == 2 and "2 hold" in page
+    assert (
+        page.count("| holds | tiny |") == 2
+        and "tiny: Claims of the paper: 1 holds" in page
+    )
+
+
+def test_a_claim_counts_once_however_many_channels_and_runs_asked_it(
+    tmp_path: Path,
+) -> None:
+    """Three channels of one run and a second run: one claim; what names another subject is a claim of its own."""
+    channels = findings(
+        "tiny", ("a", 1.0, "holds"), ("a", 2.0, "holds"), ("a", 3.0, "inconclusive")
+    )
+    again = findings("tiny", ("b", 4.0, "holds"), ("b", 5.0, "not testable"))
+    subjects = findings("tiny", ("c [x]", 6.0, "contradicted"), ("c [y]", 7.0, "holds"))
+    write(tmp_path, {"fig4/v1/x": channels, "fig5/v1/x": again, "fig6/v1/x": subjects})
+    claims = pages.read_claims(tmp_path)
+    counted = pages.count_once(claims)
+    assert dict(zip(counted["claim"], counted["verdict"], strict=True)) == {
+        "a": "inconclusive",
+        "b": "holds",
+        "c [x]": "contradicted",
+        "c [y]": "holds",
+    }
+    page = pages.claims_page(claims)
+    assert "tiny: Claims of the paper: 2 hold, 1 contradicted, 1 inconclusive." in page
+
+
+def test_runs_of_another_channel_stand_beside_each_other(tmp_path: Path) -> None:
+    """The newest run counts for each subject, also where claims of earlier runs are kept."""
+    runs = {
+        "fig6/v001/tiny__x": findings("tiny", ("a [p]", 1.0, "holds")),
+        "fig6/v001/tiny__y": findings("tiny", ("a [q]", 2.0, "contradicted")),
+        "fig6/v002/tiny__z": findings("tiny", ("a [q]", 3.0, "holds")),
+    }
+    write(tmp_path / "runs", runs)
+    claims = pages.read_claims(tmp_path / "runs")
+    values = dict(zip(claims["claim"], claims["value"], strict=True))
+    assert values == {"a [p]": "1.00 [0.00, 2.00]", "a [q]": "3.00 [2.00, 4.00]"}
+    write(
+        tmp_path / "later", {"fig6/v003/z": findings("tiny", ("a [p]", 4.0, "holds"))}
+    )
+    later = pages.with_kept(pages.read_claims(tmp_path / "later"), claims)
+    assert list(later["claim"]) == ["a [p]", "a [q]"]
+    assert list(later["value"]) == ["4.00 [3.00, 5.00]", "3.00 [2.00, 4.00]"]
+
+
+def test_a_page_corrects_over_all_that_it_shows(tmp_path: Path) -> None:
+    """Four studies with a p of 0.02 each: every one alone holds, and none beside the others."""
+
+    def study(p: float) -> pd.DataFrame:
+        rows = findings("tiny", ("a", p, "holds"), ("Control: k", p, "holds"))
+        return rows.assign(
+            claim=[f"claim {p}", f"Control: {p}"], p=[p, 0.04], p_holm=[p, 0.04]
+        )
+
+    p_values = [0.001, 0.02, 0.021, 0.022]
+    runs = {f"fig{i}/v1/x": study(p) for i, p in enumerate(p_values)}
+    write(tmp_path, runs)
+    claims = pages.correct_over_page(pages.read_claims(tmp_path))
+    paper = claims[claims["kind"] == "paper"]
+    # Holm by hand: the largest of the sorted p times the number of those not smaller.
+    by_hand = [
+        max(p * (len(p_values) - j) for j, p in enumerate(p_values[: i + 1]))
+        for i in range(len(p_values))
+    ]
+    assert list(paper["p (Holm)"]) == [f"{p:.2g}" for p in by_hand]
+    assert list(paper["verdict"]) == ["holds"] + 3 * ["inconclusive"]
+    assert paper["note"].iloc[1].startswith("holds by its study alone")
+    assert set(claims[claims["kind"] == "control"]["verdict"]) == {"inconclusive"}
+    # A table whose raw p values were not kept is corrected from the adjusted ones.
+    without = pages.read_claims(tmp_path).assign(p="")
+    assert list(pages.correct_over_page(without)["verdict"]) == list(claims["verdict"])
 
 
 @pytest.mark.parametrize("name", ["docs/gallery.md", "experiments/results/smollm2.md"])

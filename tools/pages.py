@@ -54,12 +54,19 @@ from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import GROUPS, heading, paper_of, paper_shows
 from posbench.report.page import read_run
 from posbench.report.paper import AGREEMENT
-from posbench.report.tables import findings_table, papers_first
+from posbench.report.tables import findings_table, format_p_value, papers_first
 from posbench.report.text import count_verdicts, tally_verdicts
 from posbench.run.folder import JOBS, open_undamaged
 from posbench.schema import describe_type
+from posbench.stats.findings import ALPHA, holm
 from posbench.tasks.own_data import KINDS, Record
 
+COUNTING_RULE = (
+    "Each claim counts once on a model, however many statistics, channels or figures were asked; where they differ, it "
+    "counts as contradicted where one contradicts it, else as its weakest. p values are Holm-corrected over all claims "
+    "(controls apart) that this page shows of a model; in brackets what a claim was asked of where that may be one of "
+    "several."
+)
 MAX_PNG_BYTES = 100_000
 MAX_PANELS = 3
 EXPERIMENTS_HEADER = ("item", "what it shows", "command", "minutes", "status")
@@ -226,26 +233,27 @@ CLAIM_COLUMNS = (
     "value",
     "statistic",
     "p (Holm)",
+    "p",
     "n",
     "holds if",
     "note",
 )
-"""Columns of a table of claims; all of them are text, as a page shows it."""
+"""Columns of a table of claims; all of them are text, as a page shows it. `p (Holm)` is adjusted within its study."""
 
 
 def read_claims(source: Path) -> pd.DataFrame:
     """The claims that studies judged, with :data:`CLAIM_COLUMNS`, in the order of their studies.
 
     Args:
-        source: A folder of runs, of which the newest of each study on each model counts; or the CSV file of a
-            page of claims.
+        source: A folder of runs, of which the newest of each study on each model counts, by what the claims are
+            asked of where they name that; or the CSV file of a page of claims.
 
     Raises:
         UserError: There are none.
     """
     if source.is_file():
         return pd.read_csv(source, dtype=str, keep_default_na=False)
-    newest: dict[tuple[str, str], pd.DataFrame] = {}
+    newest: dict[tuple[str, str, str], pd.DataFrame] = {}
     files = source.glob("*/v*/*/findings.csv")
     for file in sorted(files, key=lambda file: file.stat().st_mtime):
         open_undamaged(file.parent)
@@ -256,11 +264,19 @@ def read_claims(source: Path) -> pd.DataFrame:
         command = _read_provenance(file.parent)["command"]
         # Findings of theory alone have no model; a sweep may hold several.
         findings = findings.fillna({"model": "no model"})
-        for model, of_model in findings.groupby("model", sort=False):
+        asked_of = findings["claim"].map(_subject)
+        for (model, subject), of_model in findings.groupby(
+            ["model", asked_of], sort=False
+        ):
             of_model = papers_first(of_model)
             header, rows = findings_table(of_model, models=True)
-            newest[study, str(model)] = pd.DataFrame(rows, columns=header).assign(
-                study=study, command=command, kind=of_model["kind"].to_numpy()
+            newest[study, str(model), str(subject)] = pd.DataFrame(
+                rows, columns=header
+            ).assign(
+                study=study,
+                command=command,
+                kind=of_model["kind"].to_numpy(),
+                p=[_format_p(p) for p in of_model["p"]],
             )
     if not newest:
         allowed = "a folder of runs of studies"
@@ -270,19 +286,35 @@ def read_claims(source: Path) -> pd.DataFrame:
     return claims.reindex(columns=list(CLAIM_COLUMNS)).astype(object).fillna("")
 
 
-def _by_study(key: tuple[str, str]) -> list[Any]:
-    """Sort key of a study and a model."""
-    study, model = key
-    return [natural_order(study), model]
+def _subject(claim: str) -> str:
+    """What a claim is asked of where it names that, see :func:`posbench.stats.findings.with_subject`; else empty."""
+    named = re.search(r"\[([^]]*)\](?: \([^)]*\))?$", claim)
+    return named[1] if named else ""
+
+
+def _format_p(p: float) -> str:
+    """A raw p value with three digits; empty without one."""
+    return "" if pd.isna(p) else f"{p:.3g}"
+
+
+def _by_study(key: tuple[str, str, str]) -> list[Any]:
+    """Sort key of a study, a model and a subject."""
+    study, model, subject = key
+    return [natural_order(study), model, subject]
 
 
 def with_kept(claims: pd.DataFrame, kept: pd.DataFrame) -> pd.DataFrame:
-    """Claims with those of studies and models that they do not hold, in the order of the studies."""
-    key = ["study", "model"]
-    judged = pd.MultiIndex.from_frame(claims[key])
-    is_judged = pd.MultiIndex.from_frame(kept[key]).isin(judged)
+    """Claims with those of studies, models and subjects that they do not hold, in the order of the studies."""
+    keys = [
+        pd.MultiIndex.from_arrays(
+            [table["study"], table["model"], table["claim"].map(_subject)]
+        )
+        for table in (claims, kept)
+    ]
+    is_judged = keys[1].isin(keys[0])
     merged = pd.concat([claims, kept[~is_judged]], ignore_index=True)
-    order = sorted(merged.index, key=lambda row: _by_study(tuple(merged.loc[row, key])))
+    merged_keys = [*keys[0], *keys[1][~is_judged]]
+    order = sorted(merged.index, key=lambda row: _by_study(merged_keys[row]))
     return merged.loc[order].reset_index(drop=True)
 
 
@@ -301,7 +333,7 @@ def claims_page(claims: pd.DataFrame, beside: pd.DataFrame | None = None) -> str
     # Figures of one study show the same measurement, which counts once.
     claims = claims.drop_duplicates(["model", "claim", "statistic", "value", "n"])
     # The claims of papers first, in the order of their studies, then our controls.
-    claims = papers_first(claims)
+    claims = papers_first(correct_over_page(claims))
     overview = []
     sections = []
     for claim, of_claim in claims.groupby("claim", sort=False):
@@ -314,20 +346,59 @@ def claims_page(claims: pd.DataFrame, beside: pd.DataFrame | None = None) -> str
         header += [name for name in ("holds if", "note") if of_claim[name].any()]
         table = markdown(header, of_claim[header].to_numpy().tolist())
         sections.append(f"## {claim}\n\n{table}")
-    with_p = claims.assign(p_holm=claims["p (Holm)"].where(claims["p (Holm)"] != ""))
+    counted = count_once(claims)
     counts = [
-        f"- {model}: {count_verdicts(with_p[with_p['model'] == model])}"
+        f"- {model}: {count_verdicts(counted[counted['model'] == model], 'over this page')}"
         for model in models
     ]
     return "\n\n".join(
         [
             "\n".join(counts),
+            COUNTING_RULE,
             markdown(["claim", *models], overview),
             *sections,
             "## How\n\nThe verdicts are those of these runs:",
             "\n".join(f"    {command}" for command in claims["command"].unique()),
         ]
     )
+
+
+def correct_over_page(claims: pd.DataFrame) -> pd.DataFrame:
+    """Claims with p values and verdicts corrected over all that a page shows of a model.
+
+    A family is what the page shows of one model's claims, or of our controls there. A claim whose raw p was not
+    kept enters with the p that was adjusted within its study, which is larger.
+    """
+    raw = claims["p"].where(claims["p"] != "", claims["p (Holm)"])
+    p = pd.to_numeric(raw.str.removeprefix("<"), errors="coerce")
+    claims = claims.copy()
+    for _, family in claims.groupby(["model", "kind"]):
+        adjusted = holm(p[family.index].to_numpy())
+        for row, value in zip(family.index, adjusted, strict=True):
+            claims.loc[row, "p (Holm)"] = format_p_value(value)
+            verdict = claims.loc[row, "verdict"]
+            if value > ALPHA and verdict in ("holds", "contradicted"):
+                claims.loc[row, "verdict"] = "inconclusive"
+                note = f"{verdict} by its study alone"
+                notes = filter(None, [note, claims.loc[row, "note"]])
+                claims.loc[row, "note"] = "; ".join(notes)
+    return claims
+
+
+def count_once(claims: pd.DataFrame) -> pd.DataFrame:
+    """One row per claim and model, with one verdict and its adjusted p, for counting.
+
+    Several statistics, channels or runs of one claim on one model count once. It is contradicted where one of them
+    contradicts it, else as weak as the weakest; those that are not testable count only where all are.
+    """
+    order = ("contradicted", "inconclusive", "holds", "not testable")
+    rows = []
+    for _, of_claim in claims.groupby(["model", "claim"], sort=False):
+        first = of_claim.iloc[0].copy()
+        first["verdict"] = min(of_claim["verdict"], key=order.index)
+        rows.append(first)
+    table = pd.DataFrame(rows, columns=claims.columns)
+    return table.assign(p_holm=table["p (Holm)"].where(table["p (Holm)"] != ""))
 
 
 def _read_provenance(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
 from posbench.renamed import keep_old_names
 from posbench.schema import verify
+from posbench.stats.findings import with_subject
 
 
 class Needs(NamedTuple):
@@ -54,6 +55,7 @@ class SweepClaims(NamedTuple):
         bias: From 0 up, a larger value means more position bias.
         peak: The average score peaks within ``best``.
         best: Lowest and highest value of that range.
+        neutral: The value that leaves the model as it is; ``bias`` is a claim on both of its sides.
     """
 
     attention: str
@@ -61,6 +63,16 @@ class SweepClaims(NamedTuple):
     bias: str
     peak: str
     best: tuple[float, float]
+    neutral: float = 1.0
+
+    def asked_of(self, subject: str) -> Self:
+        """The same claims, each naming what it is asked of; see :meth:`Method.sweep_subject`."""
+        return self._replace(
+            attention=with_subject(self.attention, subject),
+            score=with_subject(self.score, subject),
+            bias=with_subject(self.bias, subject),
+            peak=with_subject(self.peak, subject),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +90,18 @@ class Method(ABC):
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
     renamed_hooks: ClassVar[Mapping[str, str]] = {"applied": "changed"}
+
+    @classmethod
+    def sweep_subject(
+        cls, settings: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> str:
+        """Of what in the model a sweep asks the :attr:`sweep_claims`, where there may be several; else empty.
+
+        Args:
+            settings: The method's settings in a run of the sweep.
+            model: The model's file, with its blocks.
+        """
+        return ""
 
     @classmethod
     def example(cls, lm: LM) -> Self:

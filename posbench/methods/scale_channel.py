@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SEARCH_SUBJECT = "the search's channel"
+STRONGEST_SUBJECT = "the strongest positional channel"
+
 DYNAMIC = (
     "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt "
     "that is prefilled in two parts, as here and in generation, differs from one pass"
@@ -176,6 +179,15 @@ class ScaleChannel(Method):
     layers: tuple[int, int]
     last: Count | Literal["all"] | None = 1
     tokens: Literal["both", "last", "earlier"] = "both"
+
+    @classmethod
+    def sweep_subject(
+        cls, settings: Mapping[str, Any], model: Mapping[str, Any]
+    ) -> str:
+        """Which channel is scaled: the papers' claims are about "the positional channel"."""
+        searched = model.get("scale_channel", {}).get("channel")
+        strongest = model.get("positional_channel")
+        return channel_role(settings.get("channel"), searched, strongest)
 
     @classmethod
     def example(cls, lm: LM) -> Self:
@@ -456,3 +468,24 @@ def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
             allowed,
             f"set {name}=[0,{count - 1}] or a part of it: layers are 0-based and inclusive",
         )
+
+
+def channel_role(
+    channel: int | Sequence[int] | None, searched: int | None, strongest: int | None
+) -> str:
+    """What a channel is to a model, for claims about "the positional channel".
+
+    The search's choice need not be the channel that follows the position most closely, so both are asked.
+
+    Args:
+        channel: The channel, or several; None: what a search of the same run found.
+        searched: The search's choice, in the block ``scale_channel`` of the model's file.
+        strongest: The strongest one where it is another, ``positional_channel`` of that file.
+    """
+    if isinstance(channel, Sequence):
+        return f"channels {', '.join(map(str, channel))}"
+    if channel in (None, searched):
+        return SEARCH_SUBJECT
+    if channel == strongest:
+        return STRONGEST_SUBJECT
+    return f"channel {channel}"

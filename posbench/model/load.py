@@ -104,6 +104,8 @@ class ModelConfig:
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")
     # where the facts of this file come from
     source: str = ""
+    # the channel that follows the position most closely, where that is not the one of the block scale_channel
+    positional_channel: int | None = None
     # size of the published weights, about: parameters times bytes of their type
     gigabytes: Positive | None = None
     # an OpenAI-compatible server that answers in the place of the weights, such as http://localhost:8000/v1

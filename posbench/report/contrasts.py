@@ -19,6 +19,7 @@ from posbench.stats.findings import (
     Finding,
     estimate,
     findings_table,
+    inert_note,
     join_findings,
 )
 from posbench.stats.frames import UNMODIFIED, metric_of_task
@@ -72,6 +73,7 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
         pairs.append((setting, contrast.than))
     names = sorted({name for pair in pairs for name in pair})
     scores: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
+    unmodified: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
     lacking = set[str]()
     key = _key_of_settings(names, runs)
     if key is None:
@@ -84,14 +86,19 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
             continue
         for name in names:
             table = _read_scores(name, folder_of[name])
-            scores[name].append(
-                table.assign(group=index).set_index("group", append=True)
-            )
+            scores[name].append(_in_group(table, index))
+            base = _read_scores(UNMODIFIED, folder_of[name])
+            unmodified[name].append(_in_group(base, index))
             if _lacks_answers(name, folder_of[name]):
                 lacking.add(name)
     if not all(scores.values()):
         return None
     tables = {name: pd.concat(of_name) for name, of_name in scores.items()}
+    inert = {
+        name: _inert_note(name, tables[name], pd.concat(unmodified[name]))
+        for name in names
+        if name != UNMODIFIED
+    }
     parts = []
     for first, second in pairs:
         points = _difference(tables[first], tables[second])
@@ -103,6 +110,9 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
             part = part.not_testable(
                 f"{outcomes.PROBLEM} under {', '.join(sorted(lacking))}"
             )
+        elif all(inert.get(name, "unmodified") for name in (first, second)):
+            notes = [inert[name] for name in (first, second) if name in inert]
+            part = part.not_testable("; ".join(notes))
         parts.append(part)
     if not parts:
         return None
@@ -171,6 +181,20 @@ def _read_scores(name: str, folder: Path) -> pd.DataFrame:
             )
     columns = ["id", "prompt", "cluster", "score"]
     return pd.DataFrame(rows, columns=columns).set_index(["id", "prompt"])
+
+
+def _in_group(table: pd.DataFrame, group: int) -> pd.DataFrame:
+    """Scores with the number of their group of runs as a further level of the index."""
+    return table.assign(group=group).set_index("group", append=True)
+
+
+def _inert_note(name: str, scores: pd.DataFrame, unmodified: pd.DataFrame) -> str:
+    """Whether a setting moves hardly any score of the unmodified model, see :func:`inert_note`."""
+    both = scores["score"].to_frame().assign(before=unmodified["score"]).dropna()
+    if both.empty:
+        return ""
+    changed = float((both["score"] != both["before"]).mean())
+    return inert_note(name, changed, _difference(scores, unmodified))
 
 
 def _difference(after: pd.DataFrame, before: pd.DataFrame) -> bootstrap.Estimate:

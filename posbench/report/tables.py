@@ -139,7 +139,7 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
             "claim": claim,
             "value": finding_value(finding),
             "statistic": finding.statistic,
-            "p (Holm)": _p_value(finding.p_holm),
+            "p (Holm)": format_p_value(finding.p_holm),
             "n": str(finding.n),
             "holds if": str(finding.holds_if),
             "note": str(finding.note),
@@ -148,7 +148,8 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
     return header, rows
 
 
-def _p_value(p: float) -> str:
+def format_p_value(p: float) -> str:
+    """A p value as tables show it; empty without one."""
     if pd.isna(p):
         return ""
     return f"{p:.2g}" if p >= 0.001 else "<0.001"

@@ -353,8 +353,13 @@ def describe_method(method: Mapping[str, Any]) -> str:
     return f"{text}; {typed}" if typed else text
 
 
-def count_verdicts(findings: pd.DataFrame) -> str:
-    """How a study's claims fared: those of the paper, and our controls."""
+def count_verdicts(findings: pd.DataFrame, correction: str = "within the study") -> str:
+    """How claims fared: those of the paper, and our controls.
+
+    Args:
+        findings: Rows of findings.csv.
+        correction: Over which claims the p values were corrected.
+    """
     sentences = []
     kinds = {
         "paper": "Claims of the paper",
@@ -367,7 +372,7 @@ def count_verdicts(findings: pd.DataFrame) -> str:
             continue
         text = f"{heading}: {tally_verdicts(claims['verdict'])}"
         if claims["p_holm"].notna().sum() > 1:
-            text += " (Holm-corrected within the study)"
+            text += f" (Holm-corrected {correction})"
         sentences.append(f"{text}.")
     return " ".join(sentences)
 

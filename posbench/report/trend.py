@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from posbench.files.atomic import Row
 from posbench.late import pd
@@ -154,6 +155,9 @@ class _Trend:
         cls, _ = resolve_target(config["method"], Method, "method")  # type: ignore[type-abstract]
         parameter = axis.removeprefix("method.")
         self.claims: SweepClaims | None = cls.sweep_claims.get(parameter)
+        if self.claims:
+            subject = cls.sweep_subject(config["method"], config["model"])
+            self.claims = self.claims.asked_of(subject)
 
     def measure(self) -> None:
         """Fill ``rows`` and ``findings``, as far as the runs measured them."""
@@ -229,6 +233,15 @@ class _Trend:
             correlation = _rank_correlation(biases, numbers)
             estimate = percentile(correlation[0], correlation[1:], n)
             self._add_correlation(claim, SPREAD, 1, estimate, restriction)
+            gaps = (
+                self._gaps_beside(self.claims.neutral, numbers) if self.claims else ""
+            )
+            if gaps:
+                self.findings[-1] = self.findings[-1].not_testable(gaps)
+        elif self.claims:
+            note = "the bias can be measured at fewer than three numbers: ask more numbers or more questions"
+            text = f"rank correlation of the {SPREAD} with {self.axis}{restriction}"
+            self.findings.append(Finding.untestable(claim, text, note, n))
 
         if self.claims:
             self.findings.append(self._peak(self.claims, score_curves, n))
@@ -304,34 +317,104 @@ class _Trend:
     def _peak(
         self, claims: SweepClaims, score_curves: Mapping[Any, Array], n: int
     ) -> Finding:
-        """Whether the number with the best average score lies in the claimed range."""
+        """Whether the number with the best average score lies in the claimed range.
+
+        The interval spans all numbers that cannot be told from the best one, and all that are best in some
+        bootstrap draw, so it has no width only where all draws agree. There is a verdict only where the numbers
+        asked can show one: some in the claimed range and some on either side, and the best one at neither end.
+        """
         means = np.stack(
             [score_curves[number].mean(-1) for number in self.numbers], axis=-1
         )
         best = self.numbers[means.argmax(-1)]
-        value = best[0]
-        draws = best[1:]
-        low, high = np.quantile(draws, [0.025, 0.975], method="inverted_cdf")
-        first, last = claims.best
         # Of several numbers with the same average all have to lie on one side.
         is_best = np.isclose(means, means.max(-1, keepdims=True), rtol=0, atol=1e-12)
+        may_be_best = is_best.any(0) | not_worse_than_best(means)
+        first, last = claims.best
         is_claimed = (self.numbers >= first) & (self.numbers <= last)
-        all_inside = ~(is_best & ~is_claimed).any(-1)
-        all_outside = ~(is_best & is_claimed).any(-1)
-        holds = bool(all_inside[0])
-        agreeing = (all_inside if holds else all_outside)[1:]
+        holds = bool(is_claimed[is_best[0]].all())
+        supports = is_claimed if holds else ~is_claimed
         p = np.nan
         if np.ptp(means[0]):
-            p = 2 * (1 + np.count_nonzero(~agreeing)) / len(best)
+            opposing = (is_best[1:] & ~supports).any(-1)
+            p = 2 * (1 + np.count_nonzero(opposing)) / len(best)
+
+        candidates = self.numbers[may_be_best]
+        estimate = Estimate(best[0], candidates.min(), candidates.max(), n)
         parameter = self.axis.rpartition(".")[2]
         statistic = f"{parameter} with the best average score{self.subset_note}"
-        estimate = Estimate(value, low, high, n)
         finding = Finding.tested(holds, claims.peak, statistic, estimate, p)
-        if not all_inside[0] and not all_outside[0]:
+        gaps = self._gaps_around(first, last)
+        if finding.verdict == "not testable":
+            return finding
+        if gaps:
+            return finding.not_testable(gaps)
+        if not holds and is_claimed[is_best[0]].any():
             return finding.inconclusive(
                 "the best averages are equal inside the claimed range and outside"
             )
+        for edge, name, side in ((0, "lowest", -1), (-1, "highest", 1)):
+            if may_be_best[edge]:
+                note = (
+                    f"the {name} {parameter} asked may be the best one: "
+                    f"{self._ask(self._beyond(side))}"
+                )
+                if is_best[0, edge]:
+                    return finding.not_testable(note)
+                return finding.inconclusive(note)
+        if not supports[may_be_best].all():
+            return finding.inconclusive(
+                "numbers inside the claimed range and outside cannot be told from the best"
+            )
         return finding
+
+    def _gaps_around(self, first: float, last: float) -> str:
+        """What a claim on a range needs and the sweep did not ask, with what to ask further; empty for none."""
+        inside = (self.numbers >= first) & (self.numbers <= last)
+        missing = []
+        further = list[float]()
+        if not inside.any():
+            missing.append(f"from {first:g} to {last:g}")
+            further += [first, (first + last) / 2, last]
+        if not (self.numbers < first).any():
+            missing.append(f"under {first:g}")
+            further += self._beyond(-1, first)
+        if not (self.numbers > last).any():
+            missing.append(f"over {last:g}")
+            further += self._beyond(1, last)
+        if not missing:
+            return ""
+        return f"no {self.axis} {' or '.join(missing)} was asked: {self._ask(further)}"
+
+    def _gaps_beside(self, neutral: float, numbers: Array) -> str:
+        """The side of a number that a claim on both of its sides needs and the sweep lacks; empty for none.
+
+        Args:
+            neutral: The number that leaves the model as it is.
+            numbers: The numbers at which the bias could be measured.
+        """
+        parameter = self.axis.rpartition(".")[2]
+        asked = self.numbers[self.numbers >= 0]
+        for side, name in ((1, "over"), (-1, "under")):
+            if (side * numbers > side * neutral).any():
+                continue
+            place = f"{parameter} {name} {neutral:g}"
+            if (side * asked > side * neutral).any():
+                return f"at no {place} the bias could be measured: ask more questions"
+            further = [neutral + side * 0.5, neutral + side]
+            return f"no {place} was asked: {self._ask(further)}"
+        return ""
+
+    def _beyond(self, side: int, bound: float | None = None) -> list[float]:
+        """Two numbers in steps of the grid's end, beyond it and a bound: below for side -1, above for 1."""
+        end, neighbour = self.numbers[[0, 1]] if side < 0 else self.numbers[[-1, -2]]
+        step = abs(end - neighbour)
+        start = end if bound is None else max(side * end, side * bound) * side
+        return [float(start + side * step), float(start + 2 * side * step)]
+
+    def _ask(self, numbers: Sequence[float]) -> str:
+        """The settings to add to the sweep, as they are typed."""
+        return f"ask {self.axis}={','.join(f'{number:g}' for number in sorted(set(numbers)))}, too"
 
     def _common_prompts(self, table: pd.DataFrame) -> pd.DataFrame | None:
         """The rows of the prompts that were asked at every number; None where there are none.
@@ -445,6 +528,35 @@ class _Trend:
         if table is None or table["gold_position"].nunique() < 2:
             return None
         return table
+
+
+def not_worse_than_best(means: Array, level: float = 0.95) -> NDArray[np.bool_]:
+    """Which of K settings cannot be told from the best one.
+
+    A setting stays where its largest distance behind another one, in standard errors of their paired difference, is
+    no larger than noise makes the largest of them in 95 % of draws. So the truly best one stays with that probability
+    at least, whatever K is (Hsu 1984, multiple comparisons with the best, with bootstrapped quantiles).
+
+    Args:
+        means: Mean score of each setting, then its bootstrap draws, shape (1 + R, K).
+        level: Probability that the truly best setting is among them.
+    """
+    observed = means[0]
+    noise = means[1:] - observed
+    may_be_best = np.ones(len(observed), bool)
+    for setting in range(len(observed)):
+        leads = observed - observed[setting]
+        noise_of_leads = noise - noise[:, [setting]]
+        errors = noise_of_leads.std(0)
+        # A lead that no draw changes is sure, also where it is the setting's own of zero.
+        known = errors > 1e-12
+        if (leads[~known] > 1e-12).any():
+            may_be_best[setting] = False
+        elif known.any():
+            scaled_noise = (noise_of_leads[:, known] / errors[known]).max(1)
+            largest = (leads[known] / errors[known]).max()
+            may_be_best[setting] = largest <= np.quantile(scaled_noise, level)
+    return may_be_best
 
 
 def _lacks_answers(folder: Path) -> bool:

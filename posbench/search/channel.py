@@ -60,6 +60,8 @@ class ChannelSearch(DeploySearch):
         alphabet: ``characters`` draws letters and digits and tokenises them; ``tokens`` draws token ids.
         window: Tokens in the sliding mean (paper 100, Section 2.3).
         skip: First tokens dropped (paper 30).
+        scaled: Whether smoothness is that of curves scaled to 0..1 (as the released program) or of raw ones (the
+            text); None: as the variant has it, see :attr:`scales_curves`.
         over_layers: Smoothness over layers as a ``sum`` (Algorithm 1) or a ``mean`` (Section 3.2).
         top_k: Channels that go on to the calibration loss.
         factors: The factor grid.
@@ -84,6 +86,7 @@ class ChannelSearch(DeploySearch):
     alphabet: Alphabet = "characters"
     window: Count = 100
     skip: Whole = 30
+    scaled: bool | None = None
     over_layers: Literal["sum", "mean"] = "sum"
     factors: Annotated[tuple[float, ...], MinLen(1)] = (0.5, 0.0, -0.5, -1.0)
     layers: Literal["auto"] | tuple[int, int] | None = None
@@ -101,6 +104,13 @@ class ChannelSearch(DeploySearch):
             seed=self.seed,
             batch_size=self.batch_size,
         )
+
+    @property
+    def scales_curves(self) -> bool:
+        """Whether each curve is scaled to 0..1 before its smoothness is measured."""
+        if self.scaled is None:
+            return self.variant == "official"
+        return self.scaled
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """The last part, whose prefill all candidates share; None where a prompt runs as several rows."""
@@ -155,6 +165,10 @@ class ChannelSearch(DeploySearch):
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""
+        if self.variant == "official" and not self.scales_curves:
+            allowed = "true or null with variant=official, which always scales curves"
+            hint = "leave out search.scaled, or set search.variant=paper"
+            raise UserError("search.scaled", self.scaled, allowed, hint)
         lm = run.lm
         minimum = self._min_length
         reason = "search.window + search.skip + 7"
@@ -236,6 +250,7 @@ class ChannelSearch(DeploySearch):
             window=self.window,
             skip=self.skip,
             aggregate=self.over_layers,
+            scaled=self.scales_curves,
             monotone_only=monotone_only,
         )
 
@@ -346,7 +361,8 @@ class ChannelSearch(DeploySearch):
         block["loss_unmodified"] = round(unmodified, 6)
         block |= shipped
         strings = f"{self.strings} strings of {self.length} tokens"
-        description = f"search ({pool}, variant {self.variant}, {self.site}, {strings}"
+        curves_text = "scaled curves" if self.scales_curves else "raw curves"
+        description = f"search ({pool}, variant {self.variant}, {curves_text}, {self.site}, {strings}"
         description += f", {num_examples} calibration examples, seed {self.seed})"
         self.write_found(run, block, description)
 

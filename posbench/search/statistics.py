@@ -42,6 +42,7 @@ def paper_filter(
     window: int = 100,
     skip: int = 30,
     aggregate: Literal["sum", "mean"] = "sum",
+    scaled: bool = False,
     monotone_only: bool = True,
 ) -> ChannelStatistics:
     """The filter as the paper's text has it.
@@ -56,6 +57,9 @@ def paper_filter(
         window: Positions in the sliding mean.
         skip: Positions dropped at the start.
         aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2).
+        scaled: Whether each averaged curve is scaled to 0..1 before its second difference, as the released
+            program does; otherwise a channel of small values counts as smooth whatever its shape. A constant
+            curve has no scale and makes the smoothness infinite.
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
     """
     num_layers, num_positions, _ = curves.shape
@@ -79,7 +83,11 @@ def paper_filter(
     monotone = direction != 0
     counted = monotone if monotone_only else np.ones_like(monotone)
     num_counted = counted.sum(0)
-    roughness = (np.diff(means, n=2, axis=1) ** 2).sum(1)
+    measured = means
+    if scaled:
+        measured = np.stack([_scaled_to_unit(layer) for layer in means])
+    roughness = (np.diff(measured, n=2, axis=1) ** 2).sum(1)
+    roughness = np.where(np.isfinite(roughness), roughness, np.inf)
     smoothness = np.where(counted, roughness, 0).sum(0)
     if aggregate == "mean":
         smoothness = smoothness / np.maximum(num_counted, 1)

@@ -234,6 +234,40 @@ class Finding:
         return replace(self, kind="control")
 
 
+def with_subject(claim: str, subject: str) -> str:
+    """A claim with what it is asked of, where a paper's words ("the positional channel") fit several things.
+
+    Args:
+        claim: The claim, with its source in brackets at its end where it has one.
+        subject: What it is asked of; empty adds nothing. It stands in square brackets before the source.
+    """
+    if not subject:
+        return claim
+    text, bracket, source = claim.rpartition(" (")
+    if not bracket:
+        return f"{claim} [{subject}]"
+    return f"{text} [{subject}] ({source}"
+
+
+def inert_note(name: str, changed: float, difference: Estimate) -> str:
+    """Why nothing can be said of a change that moves hardly anything; empty for one that does.
+
+    A change is inert where it alters the scores of fewer than :data:`SMALLEST_SHARE` of the prompts and the mean by
+    nothing that can be told. A comparison of settings that are all inert would be "contradicted" or hold whatever
+    the claim says, given enough questions.
+
+    Args:
+        name: The setting, for the note.
+        changed: Share of the n prompts whose score it changes.
+        difference: Its mean score minus that of the unmodified model.
+    """
+    moves = difference.ci_low > 0 or difference.ci_high < 0
+    if moves or not changed < SMALLEST_SHARE:
+        return ""
+    count = round(changed * difference.n)
+    return f"{name} changes the scores of {count} of {difference.n} prompts: it is inert here"
+
+
 def _describe_bounds(low: float, high: float) -> str:
     """Where a number must lie to be between two bounds, one of which may be infinite, in words."""
     if math.isinf(high):

@@ -17,7 +17,11 @@ from posbench.files.atomic import Row, round_values
 from posbench.late import pd
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.measure.replies import encode_longest, reply_to_batch
-from posbench.methods.scale_channel import check_channels, scale_layer_range
+from posbench.methods.scale_channel import (
+    channel_role,
+    check_channels,
+    scale_layer_range,
+)
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.encode import Encoded
@@ -35,6 +39,7 @@ from posbench.stats.findings import (
     estimate,
     estimate_row,
     join_findings,
+    with_subject,
 )
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import MAX_SHARE, PROBLEM
@@ -159,6 +164,12 @@ def study_channels(
         raise UserError("study.controls", controls, allowed, "set study.controls=3")
     rng = random.Random(f"posbench control channels {seed}")
     return [int(channel), *sorted(rng.sample(candidates, controls))]
+
+
+def channel_subject(run: Run, channel: int) -> str:
+    """What the claims on a channel are asked of, see :func:`posbench.methods.scale_channel.channel_role`."""
+    searched = run.model.blocks.get("scale_channel", {}).get("channel")
+    return channel_role(channel, searched, run.model.positional_channel)
 
 
 def random_distractor(example: Example, name: str, seed: int) -> int:
@@ -471,8 +482,8 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 
     Returns:
         The method's mean (value) and n; paired, its ``difference`` from the base and its ``gain`` on the
-        unmodified model; each with its interval, over prompts that all of them answered; and the largest share of
-        prompts that one of them did not (``missing``).
+        unmodified model; each with its interval, over prompts that all of them answered; the largest share of
+        prompts that one of them did not (``missing``); and the share whose score the method ``changed``.
     """
     compared = [method, base, UNMODIFIED]
     all_scores = scores.pivot(index="id", columns="method", values="score")[
@@ -486,20 +497,22 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
         columns = {
             k: v for name in names for k, v in estimate_row(nothing, name).items()
         }
-        return {**columns, "n": 0, "missing": missing}
+        return {**columns, "n": 0, "missing": missing, "changed": math.nan}
     answered = scores[(scores["method"] == method) & scores["score"].notna()]
     value = bootstrap.mean(answered["score"].to_numpy(), list(answered["cluster"]))
     cluster_of_id = scores.drop_duplicates("id").set_index("id")["cluster"]
     clusters = list(cluster_of_id.loc[wide.index])
     after = wide[method].to_numpy()
     difference = bootstrap.paired(after, wide[base].to_numpy(), clusters)
-    gain = bootstrap.paired(after, wide[UNMODIFIED].to_numpy(), clusters)
+    unmodified = wide[UNMODIFIED].to_numpy()
+    gain = bootstrap.paired(after, unmodified, clusters)
     return {
         **estimate_row(value),
         "n": value.n,
         **estimate_row(difference, "difference"),
         **estimate_row(gain, "gain"),
         "missing": missing,
+        "changed": float((after != unmodified).mean()),
     }
 
 
@@ -550,6 +563,7 @@ def judge_claims(
     study: str,
     note: str = "",
     *,
+    subject: str = "",
     missing_note: str = NO_ROPE_NOTE,
     **placeholders: str,
 ) -> list[Finding]:
@@ -562,6 +576,7 @@ def judge_claims(
         table: Effects, see :func:`effects_table`.
         study: Name of the study in the claims.
         note: Start of the notes.
+        subject: Of which channel the claims are asked, see :func:`posbench.methods.scale_channel.channel_role`.
         missing_note: Why an effect may be missing.
         **placeholders: Values of the placeholders in the statistics' names.
     """
@@ -581,6 +596,7 @@ def judge_claims(
     findings = []
     for claim in claims[claims["study"] == study].itertuples():
         statistic = claim.statistic.format(**placeholders)
+        claim = claim._replace(claim=with_subject(claim.claim, subject))
         if claim.effects.split()[0] in effects:
             finding = _judged_claim(claim, statistic, effects, note)
         else:

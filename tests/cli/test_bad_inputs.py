@@ -918,6 +918,14 @@ SMALL = [
         "search.length=256",
     ),
     (
+        "raw curves in the released program",
+        ["search.variant=official", "search.scaled=false"],
+        "search.scaled",
+        False,
+        ("true", "variant=official"),
+        "search.variant=paper",
+    ),
+    (
         "device that is not there",
         ["runtime.device=cuda:7"],
         "runtime.device",

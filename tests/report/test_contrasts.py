@@ -86,12 +86,37 @@ def test_runs_without_a_common_prompt_decide_nothing(tmp_path: Path) -> None:
 def test_less_than_a_point_better_may_be_worse(tmp_path: Path) -> None:
     for share, verdict in (
         (0.3, "holds"),
-        (0.51, "inconclusive"),
+        (0.51, "not testable"),
         (0.7, "contradicted"),
     ):
         contrast = {"not_better": ["a"]}
         (finding,) = judged(tmp_path / f"{share}", {"a": share}, contrast).itertuples()
         assert finding.verdict == verdict, share
+
+
+@pytest.mark.parametrize(
+    ("shares", "contrast", "is_testable"),
+    [
+        # A training too short to move a scale, and a search that returns the unmodified model.
+        ({"a": 0.5}, {"better": ["none"], "than": "a"}, False),
+        ({"a": 0.5}, {"better": ["a"]}, False),
+        ({"a": 0.5, "b": 0.51}, {"equal": ["a", "b"]}, False),
+        ({"a": 0.5}, {"not_better": ["a"]}, False),
+        # One of the two moves scores, and so does a change of few scores in one direction.
+        ({"a": 0.5, "b": 0.8}, {"better": ["b"], "than": "a"}, True),
+        ({"a": 0.8, "b": 0.8}, {"equal": ["a", "b"]}, True),
+        ({"a": 0.54}, {"better": ["a"]}, True),
+    ],
+)
+def test_what_moves_hardly_any_score_decides_nothing(
+    shares: dict[str, float],
+    contrast: dict[str, Any],
+    is_testable: bool,
+    tmp_path: Path,
+) -> None:
+    (finding,) = judged(tmp_path, shares, contrast).itertuples()
+    assert (finding.verdict == "not testable") is not is_testable
+    assert ("inert" in str(finding.note)) is not is_testable
 
 
 def test_settings_are_compared_under_every_value_of_the_other_keys(
@@ -130,7 +155,7 @@ def test_missing_answers_decide_nothing(cut: str, tmp_path: Path) -> None:
     ("shares", "contrast", "verdict", "points"),
     [
         ({"a": 0.8, "b": 0.9}, {"better": ["a", "b"]}, "holds", 30),
-        ({"a": 0.8, "b": 0.5}, {"better": ["a", "b"]}, "contradicted", 0),
+        ({"a": 0.8, "b": 0.4}, {"better": ["a", "b"]}, "contradicted", -10),
         ({"a": 0.8, "b": 0.9}, {"better": ["b"], "than": "a"}, "holds", 10),
         ({"a": 0.8, "b": 0.9}, {"better": ["a"], "than": "b"}, "contradicted", -10),
         ({"a": 0.8, "b": 0.9}, {"equal": ["a", "b"]}, "contradicted", -10),

@@ -13,7 +13,7 @@ import pytest
 from posbench.files.atomic import write_csv
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD, trend
 from posbench.report.sweep import render_sweep
-from posbench.report.trend import trends
+from posbench.report.trend import not_worse_than_best, trends
 from posbench.run.folder import RunDir
 from tests.frames import attention, metrics, sweep, with_missing_answers
 
@@ -136,6 +136,135 @@ def test_equal_averages_in_and_out_of_the_claimed_range_decide_no_peak(
         RunDir(path).write_rows("predictions.jsonl", rows)
     *_, peak = trends(runs, ["method.factor"])[1].itertuples()
     assert peak.verdict == "inconclusive" and "equal" in peak.note
+
+
+def _peaks(
+    folder: Path,
+    accuracy: dict[float, float],
+    prompts: int = 200,
+    channel: int | None = None,
+) -> pd.Series:
+    """The verdict on where the average peaks, of a sweep in which each factor is right on a known share of prompts.
+
+    A factor answers the prompts that a less accurate one answers, and more.
+    """
+    runs = []
+    for number, share in accuracy.items():
+        path = folder / f"run{number}"
+        path.mkdir(parents=True)
+        config = {
+            "model": {
+                "name": "m",
+                "scale_channel": {"channel": 3},
+                "positional_channel": 5,
+            },
+            "task": {"name": "kv", "_target_": TASK, "pairs": 75},
+            "method": {
+                "name": "scale_channel",
+                "_target_": TARGETS["scale_channel"],
+                "channel": channel,
+            },
+            "runtime": {"resamples": 200},
+        }
+        (path / "config.yaml").write_text(json.dumps(config))
+        write_csv(path / "metrics.csv", metrics())
+        rows = [
+            {
+                "method": method,
+                "id": str(i),
+                "gold_position": i % POSITIONS,
+                "cluster": "",
+                # 97 is coprime to the number of prompts: right answers are spread over the positions.
+                "scores": {"accuracy": float(97 * i % prompts < right * prompts)},
+            }
+            for method, right in (("none", 0.5), ("scale_channel", share))
+            for i in range(prompts)
+        ]
+        RunDir(path).append("predictions.jsonl", rows)
+        runs.append(({"method.factor": f"{number:g}"}, path))
+    return trends(runs, ["method.factor"])[1].iloc[-1]
+
+
+def _hill(numbers: list[float], top: float) -> dict[float, float]:
+    """Accuracy that falls by 20 points for every unit of distance from the top."""
+    return {number: 0.9 - 0.2 * abs(number - top) for number in numbers}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "top", "verdict", "note"),
+    [
+        # The claimed range is -1 to 0.5: asked inside and on both sides, with the best one at neither end.
+        ([2, 1, 0, -1, -2], 0, "holds", ""),
+        ([2, 1.5, 1, 0, -1, -2], 1.5, "contradicted", ""),
+        # The best one is the last one asked.
+        ([1, 0.5, 0, -1.5], -1.5, "not testable", "-4.5,-3"),
+        ([2, 1, 0, -2], 2, "not testable", "3,4"),
+        # One side, or the range itself, was not asked.
+        ([1, 0.5, 0], 0, "not testable", "no method.factor under -1 was asked"),
+        ([0.5, 0, -1, -2], 0, "not testable", "no method.factor over 0.5 was asked"),
+        ([2, 1.5, 1, -1.5, -2], 1.5, "not testable", "from -1 to 0.5"),
+    ],
+)
+def test_a_best_setting_needs_what_surrounds_it(
+    numbers: list[float], top: float, verdict: str, note: str, tmp_path: Path
+) -> None:
+    peak = _peaks(tmp_path, _hill(numbers, top))
+    assert (peak["verdict"], peak["value"]) == (verdict, top)
+    assert note in str(peak["note"])
+
+
+def test_claims_name_the_channel_that_they_are_asked_of(tmp_path: Path) -> None:
+    subjects = {
+        3: "the search's channel",
+        5: "the strongest positional channel",
+        7: "channel 7",
+    }
+    for channel, subject in subjects.items():
+        folder = tmp_path / str(channel)
+        peak = _peaks(folder, _hill([2, 1, 0, -1, -2], 0), channel=channel)
+        assert f"[{subject}] (Yu et al. 2025" in peak["claim"]
+
+
+def test_the_interval_of_a_best_setting_spans_what_cannot_be_told_from_it(
+    tmp_path: Path,
+) -> None:
+    """0 is ahead of -1 by two answers of 200, which tells nothing, and of the others by 40 points."""
+    accuracy = {2.0: 0.4, 1.0: 0.4, 0.0: 0.8, -1.0: 0.79, -1.5: 0.4, -2.0: 0.4}
+    peak = _peaks(tmp_path / "close", accuracy)
+    assert (peak["value"], peak["ci_low"], peak["ci_high"]) == (0, -1, 0)
+    assert peak["verdict"] == "holds"
+    # 1 is outside the claimed range: as close, it leaves the question open.
+    peak = _peaks(tmp_path / "open", {**accuracy, 1.0: 0.79})
+    assert (peak["ci_low"], peak["ci_high"]) == (-1, 1)
+    assert peak["verdict"] == "inconclusive"
+    peak = _peaks(tmp_path / "sure", {**accuracy, -1.0: 0.4})
+    assert peak["ci_low"] == peak["value"] == peak["ci_high"] == 0
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.05])
+def test_the_truly_best_setting_is_among_those_that_may_be_best(gap: float) -> None:
+    """Paired answers to 100 questions under six settings, the best of which is ahead of the others by the gap."""
+    rng = np.random.default_rng(3)
+    shares = np.array([0.6, 0.6, 0.6 + gap, 0.6, 0.6, 0.2])
+    kept = []
+    for _ in range(200):
+        answers = rng.random((100, 6)) < shares
+        draws = rng.integers(100, size=(300, 100))
+        means = np.vstack([answers.mean(0), answers[draws].mean(1)])
+        kept.append(not_worse_than_best(means))
+    # 190 of 200 are wanted: with 183 or more it is not told from them (binomial, 1 %).
+    assert np.sum(kept, axis=0)[2] >= 183
+    assert np.sum(kept, axis=0)[5] == 0
+
+
+def test_a_claim_on_both_sides_of_a_number_needs_both(tmp_path: Path) -> None:
+    """'Over 1 a factor amplifies the bias, below 1 shrinks it' says nothing of factors up to 1."""
+    runs = _runs(tmp_path / "up to 1", 1.0)
+    renamed = {"-2": "-2", "-1": "-1", "0": "0", "1": "0.5", "2": "1"}
+    below = [({"method.factor": renamed[s["method.factor"]]}, p) for s, p in runs]
+    bias = trends(below, ["method.factor"])[1].iloc[2]
+    assert bias["verdict"] == "not testable" and bias["value"] == 1
+    assert "no factor over 1 was asked: ask method.factor=1.5,2, too" in bias["note"]
 
 
 def test_missing_answers_of_one_setting_decide_nothing_of_scores(

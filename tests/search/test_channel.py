@@ -52,13 +52,14 @@ def test_planted_channels_are_found_smoothest_first():
     assert (found.direction[:, 3] == 1).all() and (found.direction[:, 7] == -1).all()
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("aggregate", ["sum", "mean"])
-def test_filter_equals_a_plain_recomputation(aggregate):
+def test_filter_equals_a_plain_recomputation(aggregate, scaled):
     curves = noisy_curves(1)
     window = 15
     skip = 8
     found = statistics.paper_filter(
-        curves, window=window, skip=skip, aggregate=aggregate
+        curves, window=window, skip=skip, aggregate=aggregate, scaled=scaled
     )
     for channel in range(curves.shape[2]):
         rough = []
@@ -73,6 +74,8 @@ def test_filter_equals_a_plain_recomputation(aggregate):
             slope = fit(np.arange(len(smooth)))
             if (slope > 0).all() or (slope < 0).all():
                 count += 1
+                if scaled:
+                    smooth = (smooth - smooth.min()) / (smooth.max() - smooth.min())
                 rough.append(((smooth[2:] - 2 * smooth[1:-1] + smooth[:-2]) ** 2).sum())
         assert found.monotone_layers[channel] == count
         if count:
@@ -81,6 +84,38 @@ def test_filter_equals_a_plain_recomputation(aggregate):
                 found.smoothness[channel], expected, rtol=1e-8, atol=1e-20
             )
         assert (channel in found.ranking) == (count > curves.shape[0] / 4)
+
+
+def test_scaled_smoothness_ranks_by_shape_and_raw_smoothness_by_size():
+    """A straight line of a large channel, and a tiny one that bends: the raw statistic calls the tiny one smooth."""
+    x = np.linspace(0, 1, POSITIONS)
+    noise = np.random.default_rng(2).normal(size=(4, POSITIONS)) * 0.01
+    line, bend = 100 * x + noise, 1e-3 * x**3 * np.ones((4, 1))
+    curves = np.stack([line, bend], axis=-1)
+    assert statistics.paper_filter(curves, window=5, skip=2).ranking == [1, 0]
+    unit = statistics.paper_filter(curves, window=5, skip=2, scaled=True)
+    assert unit.ranking == [0, 1]
+    # Neither a factor nor an offset of a channel moves the scaled statistic.
+    other = statistics.paper_filter(curves * [3, -7] + 5, window=5, skip=2, scaled=True)
+    np.testing.assert_allclose(other.smoothness, unit.smoothness, rtol=1e-6)
+    np.testing.assert_array_equal(other.monotone_layers, unit.monotone_layers)
+
+
+def test_a_constant_curve_has_no_scaled_smoothness():
+    curves = np.zeros((4, POSITIONS, 1))
+    curves[:3, :, 0] = np.linspace(0, 1, POSITIONS)
+    found = statistics.paper_filter(
+        curves, window=5, skip=2, scaled=True, monotone_only=False
+    )
+    assert found.smoothness.tolist() == [np.inf]
+    found = statistics.paper_filter(curves, window=5, skip=2, scaled=True)
+    assert np.isfinite(found.smoothness).all() and found.ranking == [0]
+
+
+def test_each_variant_has_its_reading_of_smoothness():
+    assert ChannelSearch(variant="official").scales_curves
+    for scaled in (True, False):
+        assert ChannelSearch(scaled=scaled).scales_curves is scaled
 
 
 def test_a_rising_layer_and_a_falling_layer_both_count_in_the_paper_variant():

@@ -21,6 +21,7 @@ from posbench.measure.scores import (
 )
 from posbench.model import families
 from posbench.model.lm import LM
+from posbench.model.rope import rotated_layers
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.stats.correlation import spearman
@@ -32,7 +33,7 @@ from posbench.studies.behind_rope.maps import (
     rows_of_panels,
     stack_maps,
 )
-from posbench.studies.behind_rope.score_map import Sampled
+from posbench.studies.behind_rope.score_map import NEEDS_NO_ROPE, Sampled
 
 PANELS = {
     "a": "LN(X)",
@@ -96,7 +97,9 @@ class Gram(Sampled):
         }
         return {
             "panels": long_table("panel", products, self.cells),
-            "facts": pd.DataFrame(rows),
+            "facts": pd.DataFrame(rows).assign(
+                rotated_layers=len(rotated_layers(run.lm.model))
+            ),
         }
 
     def figures(self, tables: Tables) -> Drawn:
@@ -142,13 +145,16 @@ class Gram(Sampled):
             (falling, self.tokens),
             no_interval,
         )
-        return [
+        findings = [
             nearly_orthogonal,
             raised,
             diagonal_falls,
             *_rising_panels(facts),
             _pattern_turns(facts),
         ]
+        if facts["rotated_layers"].any():
+            return [finding.not_testable(NEEDS_NO_ROPE) for finding in findings]
+        return findings
 
 
 def _rising_panels(facts: pd.DataFrame) -> list[Finding]:

@@ -17,6 +17,7 @@ from posbench.late import pd
 from posbench.measure.scores import need_attention_interface, score_maps
 from posbench.model import families
 from posbench.model.lm import LM
+from posbench.model.rope import rotated_layers
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
@@ -36,6 +37,10 @@ from posbench.theory.causal_mask import diagonal_normalised
 MAIN_LAYERS = 4  # of the paper's main figure
 MAPS_ACROSS = 8  # in the figures of all layers
 PAPER = "Behind RoPE, Section"
+NEEDS_NO_ROPE = (
+    "a claim on models without position embedding; this one rotates queries and keys"
+)
+NEEDS_ROPE = "a claim on models with RoPE; this one has none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +146,11 @@ class ScoreMap(Sampled):
     """
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (:meth:`MeanMap.facts`)."""
+        """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (:meth:`MeanMap.facts`, rotated)."""
         batches = run.prompts.batches_by_length(self.rows(run.lm), len)
         with run.progress("samples", self.samples) as advance:
             mean_maps = score_maps(run.lm, batches, advance)
+        rotated = rotated_layers(run.lm.model)
         maps = {}
         layers = []
         for layer, mean_map in enumerate(mean_maps):
@@ -153,7 +159,9 @@ class ScoreMap(Sampled):
             layers.append({"layer": layer, **mean_map.facts()})
         return {
             "maps": long_table("layer", maps, self.cells),
-            "layers": pd.DataFrame(layers),
+            "layers": pd.DataFrame(layers).assign(
+                rotated=[layer in rotated for layer in range(len(layers))]
+            ),
         }
 
     def figures(self, tables: Tables) -> Drawn:
@@ -187,11 +195,11 @@ class ScoreMap(Sampled):
         """Whether scores favour near keys, and whether they depend on more than the distance."""
         first = tables["layers"].iloc[0]
         later = tables["layers"].iloc[1:]
-        return [
-            _near_keys(first, later),
-            _beyond_distance(first, later),
-            _normalised_size(later),
-        ]
+        near_keys = _near_keys(first, later)
+        of_rope = [_beyond_distance(first, later), _normalised_size(later)]
+        if tables["layers"]["rotated"].any():
+            return [near_keys.not_testable(NEEDS_NO_ROPE), *of_rope]
+        return [near_keys, *(finding.not_testable(NEEDS_ROPE) for finding in of_rope)]
 
 
 def _near_keys(first: pd.Series, later: pd.DataFrame) -> Finding:

@@ -28,6 +28,7 @@ from posbench.stats.findings import (
     Finding,
     estimate,
     estimate_columns,
+    inert_note,
 )
 from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
@@ -208,11 +209,15 @@ class Ablations(Study):
         rows = tables["ablations"].set_index("ablation")
         full = rows.loc[FULL]
         full_setting = _setting_text(full)
+        inert = {name: _inert_note(name, row) for name, row in rows.iterrows()}
         claim = "The method raises the average (Yu et al. 2025, Tables 1 and 6)"
         statistic = "full method minus unmodified, points"
-        gain = estimate(full, "gain", 100)
-        finding = Finding.above(claim, statistic, gain, SMALLEST_POINTS)
-        findings = [unless_missing(finding, full)]
+        gain = Finding.above(
+            claim, statistic, estimate(full, "gain", 100), SMALLEST_POINTS
+        )
+        if inert[FULL]:
+            gain = gain.not_testable(inert[FULL])
+        findings = [unless_missing(gain, full)]
         claims = {
             name: f"{claim} (Yu et al. 2025, Table 6)" for name, claim in CLAIMS.items()
         }
@@ -231,10 +236,17 @@ class Ablations(Study):
             elif change.ci_low > 0:
                 note = "better than the full method"
             finding = Finding.below(claim, statistic, change, -SMALLEST_POINTS, note)
+            if inert[FULL] and inert[name]:
+                finding = finding.not_testable(f"{inert[FULL]}; {inert[name]}")
             if name == CONTROL:
                 finding = finding.control()
             findings.append(unless_missing(finding, row))
         return findings
+
+
+def _inert_note(name: str, row: pd.Series) -> str:
+    """Whether a setting of the table moves hardly any score, see :func:`posbench.stats.findings.inert_note`."""
+    return inert_note(name, row["changed"], estimate(row, "gain"))
 
 
 def channel_search(search: Search) -> ChannelSearch:

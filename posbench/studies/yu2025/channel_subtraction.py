@@ -154,6 +154,7 @@ class ChannelSubtraction(Study):
                 layer_first=first,
                 layer_last=last,
                 tested_channel=tested,
+                subject=shared.channel_subject(run, tested),
             ),
             "amounts": amount_table.assign(
                 channel=tested, rises=amount_table["subtracted"] > 0
@@ -248,7 +249,9 @@ class ChannelSubtraction(Study):
             studies.append("channel_subtraction_opposite")
         findings = []
         for study in studies:
-            findings += shared.judge_claims(effects, study, note, layers=layers)
+            findings += shared.judge_claims(
+                effects, study, note, subject=first["subject"], layers=layers
+            )
         return findings
 
 

@@ -171,7 +171,10 @@ class HiddenPerturbation(Study):
         return {
             "curves": self._curves(curves, channels, variants, bin_centres),
             "layer_effects": _by_layer(changes, channels, variants),
-            "effects": _effects(mean_changes, variants, run.runtime.resamples),
+            "effects": _effects(mean_changes, variants, run.runtime.resamples).assign(
+                channel=channels[POSITIONAL],
+                subject=shared.channel_subject(run, channels[POSITIONAL]),
+            ),
         }
 
     @inference_mode
@@ -248,7 +251,12 @@ class HiddenPerturbation(Study):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3, second half: the mask, not the position embedding, makes positional hidden states."""
-        return shared.judge_claims(tables["effects"], "hidden_perturbation")
+        effects = tables["effects"]
+        first = effects.iloc[0]
+        note = f"channel {first['channel']}"
+        return shared.judge_claims(
+            effects, "hidden_perturbation", note, subject=first["subject"]
+        )
 
 
 def _text_clusters(changes: Array) -> list[str]:

@@ -14,7 +14,11 @@ from annotated_types import Ge
 from posbench.errors import UserError
 from posbench.late import Figure, pd
 from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
-from posbench.methods.scale_channel import check_channels
+from posbench.methods.scale_channel import (
+    SEARCH_SUBJECT,
+    STRONGEST_SUBJECT,
+    check_channels,
+)
 from posbench.plots import base as plot
 from posbench.plots.search import channel_figure
 from posbench.plots.section import Drawn
@@ -26,7 +30,13 @@ from posbench.search.base import STATE_FILE
 from posbench.search.channel import ChannelSearch
 from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, estimate_row
+from posbench.stats.findings import (
+    SMALLEST_SHARE,
+    Finding,
+    estimate,
+    estimate_row,
+    with_subject,
+)
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 
@@ -38,6 +48,7 @@ REAL = "as they are"
 SHUFFLED = "shuffled positions"
 # Why a channel is measured.
 STRONGEST = "strongest trend"
+MODELS = "the model's"
 GIVEN = "given"
 RANDOM = "random"
 
@@ -163,7 +174,7 @@ class PositionalChannels(Study):
             candidates = [
                 *((int(channel), STRONGEST) for channel in strongest),
                 (PAPER.get(run.model.name), "the paper's"),
-                (block.get("channel"), "the model's"),
+                (block.get("channel"), MODELS),
             ]
             for channel, reason in candidates:
                 if channel is None:
@@ -300,7 +311,8 @@ class PositionalChannels(Study):
         noise = null.loc[SHUFFLED, "largest"]
         median = null.loc[REAL, "median"]
         findings = []
-        for row in summary[~is_random].to_dict("records"):
+        # The paper's claim is that one exists: the other strong ones stand in the table.
+        for subject, row in _claimed_channels(summary[~is_random]).items():
             rows = layers[layers["channel"] == row["channel"]]
             name = f"channel {row['channel']}"
             note = (
@@ -311,7 +323,8 @@ class PositionalChannels(Study):
             )
             statistic = f"{name}'s absolute Spearman correlation with position, mean over layers"
             rho = estimate(row, "spearman")
-            findings.append(Finding.above(EXISTS, statistic, rho, noise, note))
+            claim = with_subject(EXISTS, subject)
+            findings.append(Finding.above(claim, statistic, rho, noise, note))
 
         passing = int(null.loc[REAL, "passing"])
         passing_shuffled = int(null.loc[SHUFFLED, "passing"])
@@ -356,6 +369,20 @@ class PositionalChannels(Study):
             return Finding.that(False, START, statistic, value_and_n, note)
         p = 2 * scipy.stats.norm.sf(Z95 * rho[first] / noise)
         return Finding.tested(True, START, statistic, value_and_n, p, note)
+
+
+def _claimed_channels(summary: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """The rows of the channels of which the claim is asked, each by what it is; the strongest one comes first."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in summary.to_dict("records"):
+        if STRONGEST in row["kind"]:
+            # A second strong channel, or the search's where it is the strongest, is no further subject.
+            rows.setdefault(STRONGEST_SUBJECT, row)
+        elif MODELS in row["kind"]:
+            rows[SEARCH_SUBJECT] = row
+        else:
+            rows[f"channel {row['channel']}"] = row
+    return rows
 
 
 def correlation(curves: Array) -> Array:

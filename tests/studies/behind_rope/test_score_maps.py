@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -209,6 +210,30 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
         len(pd.read_csv(first / "findings.csv")) == 3
         and len(pd.read_csv(second / "findings.csv")) == 6
     )
+
+
+def test_claims_are_asked_of_the_models_that_they_are_about(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    """Figure 3 reads a model without position embedding, Section 5.2 those with RoPE, as tiny has it."""
+    size = ["study.samples=8", "study.tokens=12", "stages=[study]"]
+    for model in ("tiny", "tiny_nope"):
+        for study in ("gram", "score_map"):
+            result = posbench(f"study={study}", f"model={model}", *size)
+            assert result.status == 0, result.err
+    testable = {}
+    for folder in run_folders(outputs):
+        findings = pd.read_csv(folder / "findings.csv")
+        key = folder.name.partition("__")[0], "maps.csv" in os.listdir(folder)
+        testable[key] = list(findings["verdict"] != "not testable")
+        notes = findings.loc[~pd.Series(testable[key]), "note"]
+        assert notes.str.contains("position embedding|has none").all()
+    assert testable == {
+        ("tiny", False): 6 * [False],
+        ("tiny", True): [False, True, True],
+        ("tiny_nope", False): 6 * [True],
+        ("tiny_nope", True): [True, False, False],
+    }
 
 
 @pytest.mark.parametrize(

@@ -253,9 +253,58 @@ def test_on_a_random_model_the_method_gains_nothing(
         tables["findings"]["verdict"].iloc[0],
         tables["ablations"]["gain"].abs().max() < 0.2,
     ) == (
-        "inconclusive",  # six prompts that all stay wrong
+        "not testable",  # six prompts that all stay wrong
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("full", "changed", "ablation", "verdict"),
+    [
+        # A method that changes 6 of 300 scores: nothing can fall without a part of it.
+        ((-0.01, -0.026, 0.006), 0.02, (-0.01, 0.02), "not testable"),
+        # The same method, but the ablation chooses something that moves answers.
+        ((-0.01, -0.026, 0.006), 0.02, (0.063, 0.15), "contradicted"),
+        # A method that gains, and an ablation that does exactly the same.
+        ((0.2, 0.15, 0.25), 0.3, (0.2, 0.3), "contradicted"),
+        # A method that changes few scores, all for the better, is not inert.
+        ((0.04, 0.02, 0.06), 0.04, (0.04, 0.04), "contradicted"),
+    ],
+)
+def test_ablations_of_what_moves_no_answers_are_not_testable(
+    full: tuple[float, float, float],
+    changed: float,
+    ablation: tuple[float, float],
+    verdict: str,
+) -> None:
+    gain, ablation_changed = ablation
+    half = 0.007 if gain == full[0] else 0.038
+
+    def row(
+        name: str, gains: tuple[float, float, float], share: float
+    ) -> dict[str, object]:
+        change = gains[0] - full[0]
+        return {
+            "ablation": name,
+            **{"channels": name, "factor": 0.0, "layers": "1-2", "last": "1", "n": 300},
+            **{"gain": gains[0], "gain_ci_low": gains[1], "gain_ci_high": gains[2]},
+            **{"difference": change, "changed": share},
+            "difference_ci_low": change - half,
+            "difference_ci_high": change + half,
+        }
+
+    spread = full[2] - full[0]
+    table = pd.DataFrame(
+        [
+            row(FULL, full, changed),
+            row(
+                "last 16 tokens", (gain, gain - spread, gain + spread), ablation_changed
+            ),
+        ]
+    )
+    findings = Ablations(search=ChannelSearch()).findings({"ablations": table})
+    assert findings[1].verdict == verdict
+    assert ("inert" in findings[1].note) == (verdict == "not testable")
 
 
 def test_random_channels_take_the_place_of_smooth_ones() -> None:

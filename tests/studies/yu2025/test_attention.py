@@ -596,6 +596,9 @@ def test_the_studies_on_a_trained_model(
     assert (
         null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
     )
+    claims = pd.read_csv(folder / "findings.csv")["claim"]
+    assert claims.is_unique, "one run asks a claim of a channel once"
+    assert "[the strongest positional channel]" in claims[0]
     assert not (folder / "search_state.pt").exists()
     assert {"averaged", "statistics", "layers_15"} <= set(drawn(folder)) and set(
         drawn(folders["doubling"])

@@ -13,8 +13,9 @@ import torch
 
 from posbench.measure.states import Strings
 from posbench.methods.scale_channel import ScaleChannel, scale_layer_range
-from posbench.model.load import ModelConfig, load
+from posbench.model.load import ModelConfig, load, model_config
 from posbench.stats import bootstrap
+from posbench.stats.bootstrap import Estimate
 from posbench.stats.correlation import permutation_p
 from posbench.studies import prompts as shared
 from posbench.studies.yu2025.crop_mask import crossed_figure
@@ -618,6 +619,25 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
     assert value == pytest.approx(noise.mean()) and np.allclose(
         [low, high], np.quantile(plain_means, [share, 1 - share]), atol=0.03
     )
+
+
+@pytest.mark.parametrize(
+    ("channel", "subject"),
+    [
+        (382, "the search's channel"),
+        (100, "the strongest positional channel"),
+        (7, "channel 7"),
+    ],
+)
+def test_claims_on_the_positional_channel_say_which_one(
+    channel: int, subject: str
+) -> None:
+    """Of SmolLM2 the search takes another channel than the one that follows the position most closely."""
+    run: Any = SimpleNamespace(model=model_config("smollm2"))
+    assert shared.channel_subject(run, channel) == subject
+    effects = shared.effects_table({"crop_inside": Estimate(0.3, 0.2, 0.4, 40)})
+    first, *_ = shared.judge_claims(effects, "hidden_perturbation", subject=subject)
+    assert f"falls back [{subject}] (Yu et al." in first.claim
 
 
 def test_task_without_gold_items_is_refused() -> None:
