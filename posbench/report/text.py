@@ -16,6 +16,7 @@ from posbench.report.tables import (
     cut_notes,
     finding_value,
     findings_table,
+    first_line_notes,
     has_cut_note,
     papers_first,
     pct,
@@ -194,6 +195,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     texts = [f"{sentence}." for sentence in sentences if sentence]
     if verdict:
         texts.append(f"Verdict: {verdict.name}.")
+    texts += [
+        f"{display_name(name).capitalize()}: {note}."
+        for name, note in first_line_notes(metrics).items()
+    ]
     return " ".join(texts)
 
 

@@ -100,6 +100,8 @@ class Task(ABC):
     prescribes_length: ClassVar[bool] = False
     # keys of earlier releases, with their names of today
     renamed: ClassVar[Mapping[str, str]] = {}
+    # further metrics that tables show at every gold position, beside the task's own
+    metrics_by_position: ClassVar[tuple[str, ...]] = ()
     # score of a guess, where that means something
     chance: ClassVar[float | None] = None
 
