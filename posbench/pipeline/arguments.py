@@ -273,6 +273,13 @@ def _with_stages_as_list(override: str) -> str:
 # Models
 
 
+def folder_name(text: str) -> str:
+    """A text in letters, digits and inner ``-._`` of ASCII, for the name of a folder; may be empty."""
+    ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore")
+    safe_text = re.sub(r"[^\w.-]+", "-", ascii_text.decode()).strip("-._")
+    return safe_text[-MAX_NAME_LENGTH:].strip("-._")
+
+
 def model_name(path: str, taken: Iterable[str] = ()) -> str:
     """Return what a run calls the checkpoint of a folder or hub id: the end of its path, safe for a folder.
 
@@ -285,9 +292,7 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         checkpoint = Path(os.path.abspath(checkpoint))
     parts = []
     for part in checkpoint.parts:
-        ascii_part = unicodedata.normalize("NFKD", part).encode("ascii", "ignore")
-        safe_part = re.sub(r"[^\w.-]+", "-", ascii_part.decode()).strip("-._")
-        if safe_part:
+        if safe_part := folder_name(part):
             parts.append(safe_part)
     parts = parts or ["model"]
     names = [

@@ -351,6 +351,8 @@ class OwnData(EvaluationOnly):
     size: ClassVar[str] = "what the file holds"
     version: ClassVar[str] = "4"  # 4: an answer stands in a reply as whole words
 
+    sizes: ClassVar[tuple[str, ...]] = ("items_per_prompt", "items_per_prompt")
+
     name: str = "own_data"
     max_new_tokens: Count = 100
     subsets: tuple[str, ...] | None = None
@@ -406,6 +408,14 @@ class OwnData(EvaluationOnly):
                 f"set task.items_per_prompt={most_gold}",
             )
         return count
+
+    @property
+    def gold_positions(self) -> list[int]:
+        """See :meth:`Task.gold_positions`; empty for a file of choices or long texts."""
+        items = self.items
+        if items is None:
+            return []
+        return gold_indices("positions", self.positions, "items_per_prompt", items)
 
     @cached_property
     def _question_ids(self) -> dict[str, str]:
@@ -471,11 +481,7 @@ class OwnData(EvaluationOnly):
         subsets = list(dict.fromkeys(record.subset for record in self.own.records))
         if self.subsets is not None:
             check_names("subsets", self.subsets, subsets)
-        positions: list[int] = []
-        if items is not None:
-            positions = gold_indices(
-                "positions", self.positions, "items_per_prompt", items
-            )
+        positions = self.gold_positions
         for record in self.own.records:
             if record.subset not in (self.subsets or subsets):
                 continue
