@@ -79,6 +79,8 @@ class Request:
         searched: Folders to search beside posbench's. The first has the primary config, unless posbench's has.
         overrides: The overrides.
         multirun: Whether an experiment asks for a sweep.
+        experiment: Name of the experiment; empty without one.
+        grid: Dotted keys over which the experiment sweeps, without those that the user typed.
         set_by_experiment: Dotted keys that the experiment sets.
         spelled: Keys of the overrides, each as the user typed it.
         spelled_values: What stands for values that the user typed otherwise, by group: checkpoints, lists of methods
@@ -89,6 +91,8 @@ class Request:
     searched: tuple[Path, ...]
     overrides: tuple[str, ...]
     multirun: bool
+    experiment: str
+    grid: frozenset[str]
     set_by_experiment: frozenset[str]
     spelled: Mapping[str, str]
     spelled_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -235,6 +239,8 @@ def parse_request(
         searched=tuple(searched),
         overrides=(*reference_override, *rewritten),
         multirun=bool(sweep),
+        experiment=experiment_names[-1] if experiment_names else "",
+        grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,
         spelled=spelled,
         spelled_values={

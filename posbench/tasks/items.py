@@ -98,6 +98,29 @@ def index_at_percent(label: str, size: int) -> int:
     return index_at_share(Fraction(label.removesuffix("%")) / 100, size)
 
 
+def positions_in_fewer_items(
+    positions: Sequence[int | str], size: int, new_size: int
+) -> tuple[int | str, ...]:
+    """Gold positions of prompts with fewer items: indices at the same share of the list, shares as they are.
+
+    Args:
+        positions: Indices, or shares such as ``"50%"``.
+        size: Number of items that the indices count.
+        new_size: Number of items of the new prompts, 1 or more.
+
+    Returns:
+        The positions, each once.
+    """
+    last = max(size - 1, 1)
+    moved = [
+        position
+        if isinstance(position, str)
+        else int(Fraction(position * (new_size - 1), last) + Fraction(1, 2))
+        for position in positions
+    ]
+    return tuple(dict.fromkeys(moved))
+
+
 def gold_indices(
     field: str, positions: Sequence[int | str], size_field: str, size: int
 ) -> list[int]:
