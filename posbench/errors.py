@@ -186,10 +186,10 @@ class Faults:
     def raise_any(self) -> None:
         """Raise the UserError that was collected; several make a :class:`SeveralErrors`."""
         if self.found:
-            raise _merge(self.found)
+            raise merge_errors(self.found)
 
 
-def _merge(errors: Sequence[UserError]) -> UserError:
+def merge_errors(errors: Sequence[UserError]) -> UserError:
     """One error with the faults of all."""
     by_value: dict[tuple[str, str], UserError] = {}
     for error in errors:
@@ -212,7 +212,7 @@ def renamed(old: str, new: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        merged = _merge([_rename(fault, old, new) for fault in error.faults])
+        merged = merge_errors([_rename(fault, old, new) for fault in error.faults])
         if merged is error:
             raise
         raise merged from error

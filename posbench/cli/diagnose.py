@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
-from posbench.cli.options import option
+from posbench.cli.options import URL, option
 from posbench.diagnose.course import DEFAULT_BUDGET, Course
 from posbench.diagnose.page import lines, write_diagnosis
 from posbench.files.atomic import short_hash
 from posbench.files.secrets import without_typed_secrets
+from posbench.pipeline.arguments import folder_name, read_flags
 from posbench.report.console import make_console
-from posbench.run.budget import Budget
+from posbench.run.budget import Budget, Stopwatch
 
 
-def diagnose(args: list[str]) -> int:
+def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     """Tell whether a model has a position bias, of what shape, where from, what helps, and what it costs.
 
-    usage: posbench diagnose [model=DIR|ID|NAME] [model.base_url=URL] [budget=10min] [OVERRIDES] [--yes]
-    [--config-dir DIR]
+    usage: posbench diagnose [MODEL|URL] [budget=10min] [OVERRIDES] [--yes] [--config-dir DIR]
 
-      model     a checkpoint's folder, a hub id, or a name of `posbench ls models`
-      model.base_url  the address of a server; with model=DIR its checkpoint, which is looked into
+      MODEL     a checkpoint's folder, a hub id, or a name of `posbench ls models`, as model=MODEL has it
+      URL       the address of a server, as model.base_url=URL has it; with MODEL its checkpoint, which is looked into
       budget    an upper limit: 10min unless said, 500prompts, 3Mtok, or 2usd with model.price=[IN,OUT]
       OVERRIDES as a run has them: task=nq_multidoc task.path=FILE asks about documents
       --yes     asks a server without asking you first
@@ -35,9 +34,11 @@ def diagnose(args: list[str]) -> int:
     example: posbench diagnose model=smollm2 budget=10min
     """
     typed_budget, args = option(args, "budget")
+    positional = read_flags(args).overrides
+    args = [_as_override(arg) if arg in positional else arg for arg in args]
     budget = Budget.parse(typed_budget or DEFAULT_BUDGET)
     console = make_console()
-    course = Course(args, budget, console)
+    course = Course(args, budget, console, watch)
     course.run()
     diagnosis = course.diagnosis
     typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
@@ -52,9 +53,16 @@ def diagnose(args: list[str]) -> int:
     return 0
 
 
+def _as_override(arg: str) -> str:
+    """An argument as typed, or the key that an address or a model without one stands for."""
+    if URL.fullmatch(arg):
+        return f"model.base_url={arg}"
+    return arg if "=" in arg else f"model={arg}"
+
+
 def _folder(course: Course, args: list[str]) -> Path:
     """Where the files of a diagnosis go: one folder for each set of overrides."""
     outputs = Path(course.config.runtime.outputs).expanduser()
-    model = re.sub(r"[^\w.-]", "-", course.diagnosis.model)
+    model = folder_name(course.diagnosis.model) or "model"
     name = f"{model}__{course.diagnosis.task}__{short_hash(sorted(args))}"
     return outputs / "diagnose" / name

@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from posbench import versions
+from posbench.cli.options import URL
 from posbench.errors import (
     TRACEBACK,
     UserError,
@@ -191,6 +192,8 @@ def _dispatch(args: list[str]) -> int:
             _refuse_foreign_flags(name, args[len(name.split()) :])
         if not name:
             return _run(args)
+        if name == "diagnose" and not {"-h", "--help"} & set(args):
+            return _diagnose(args[1:])
         verb = find_verb(name)
         args = args[len(name.split()) :]
         # Behind other arguments these flags are the harness's own.
@@ -198,9 +201,6 @@ def _dispatch(args: list[str]) -> int:
         if "-h" in flags or "--help" in flags:
             print(usage(verb))
             return 0
-        if name == "diagnose":
-            with _signs_of_life():
-                return verb(args)
         if name not in RUN_VERBS:
             return verb(args)
         from posbench.cli.options import option
@@ -304,6 +304,17 @@ def _run(args: list[str]) -> int:
         return _run_jobs(args, watch)
 
 
+def _diagnose(args: list[str]) -> int:
+    """Run the verb diagnose, whose budget counts from before its libraries are imported."""
+    from posbench.run.budget import Stopwatch
+
+    watch = Stopwatch()
+    with _signs_of_life():
+        from posbench.cli.diagnose import diagnose
+
+        return diagnose(args, watch)
+
+
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
     """Say what is being done while the block runs, where nothing else is printed."""
@@ -351,6 +362,8 @@ def _refuse_unknown_verb(args: Sequence[str]) -> None:
     if args and re.fullmatch("[^-+~=][^=]*", args[0]):
         allowed = f"{', '.join(VERBS)}; a run takes no verb: posbench key=value"
         hint = NO_VERBS.get(args[0]) or near(args[0], list(VERBS), "posbench --help")
+        if URL.fullmatch(args[0]):
+            hint = f"posbench diagnose {args[0]}, or posbench model.base_url={args[0]}"
         raise UserError("verb", args[0], allowed, hint)
 
 

@@ -6,9 +6,13 @@ it reads overrides such as ``-m`` and ``~key`` as options of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from posbench.errors import UserError
+
+URL = re.compile(r"https?://\S+")
+"""The address of a server, as it is typed in place of a model."""
 
 
 def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

@@ -22,19 +22,25 @@ class Allowance:
     Args:
         budget: A time, or a number of prompts, of tokens, or money.
         price: Money for a million tokens read and written; None: not known.
+        watch: Measures the time of this session; None: from now on.
 
     Attributes:
-        watch: Measures the time of this session.
+        watch: The watch.
         prompts: Prompts that were read so far.
         read: Their tokens.
         written: Tokens of replies.
         paid: What of these a server was asked, which may cost money.
     """
 
-    def __init__(self, budget: Budget, price: tuple[float, float] | None) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        price: tuple[float, float] | None,
+        watch: Stopwatch | None = None,
+    ) -> None:
         self.budget = budget
         self.price = price
-        self.watch = Stopwatch()
+        self.watch = watch or Stopwatch()
         self.prompts = 0
         self.read = 0
         self.written = 0

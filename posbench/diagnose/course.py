@@ -7,6 +7,7 @@ import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -49,8 +50,9 @@ from posbench.pipeline.served import (
     need_consent,
 )
 from posbench.report.folder import read_csv, study_tables
-from posbench.run.budget import Budget
+from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import PREDICTIONS, open_run_dir
+from posbench.run.heartbeat import doing
 from posbench.run.progress import duration, progress
 from posbench.schema import override_text
 from posbench.search.base import FOUND_FILE
@@ -70,8 +72,10 @@ from posbench.stats.verdict import (
 )
 from posbench.studies.prompts import need_items
 from posbench.studies.yu2025.bias_source import SOURCE_TABLES
-from posbench.tasks import Example, KVRetrieval
+from posbench.tasks import Example, KVRetrieval, Task
+from posbench.tasks.base import num_questions
 from posbench.tasks.items import GoldPositionTask
+from posbench.tasks.own_data import OwnData
 
 DEFAULT_BUDGET = "10min"
 PILOT_QUESTIONS = 20
@@ -130,24 +134,28 @@ class Course:
         args: Overrides as typed, with Hydra's flags, without the budget.
         budget: What it may take.
         console: Where progress goes.
+        watch: Measures the time; None: from now on.
 
     Raises:
         UserError: A key is the diagnosis' own, the task has no gold positions, or a server may not be asked.
     """
 
-    def __init__(self, args: Sequence[str], budget: Budget, console: Console) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        budget: Budget,
+        console: Console,
+        watch: Stopwatch | None = None,
+    ) -> None:
         _refuse_own_keys(read_flags(args).overrides)
         self.args = list(args)
         self.console = console
-        self.allowance = Allowance(budget, None)
+        self.allowance = Allowance(budget, None, watch)
         self.runs = Runs(args, self.allowance, console)
         self.diagnosis = self.runs.diagnosis
         config = self._prepare_first()
         task = config.task
-        if not isinstance(task, GoldPositionTask):
-            allowed = "a task that moves a gold item over positions"
-            hint = "set task=kv_retrieval or task=nq_multidoc"
-            raise UserError("task", task.name, allowed, hint)
+        _need_moving_gold_item(task)
         self._set_first_size(config, task)
         self._use(self._prepare_task())
         positions = list(self.task.gold_positions)
@@ -168,11 +176,9 @@ class Course:
         self.diagnosis.task = task.name
 
     @property
-    def task(self) -> GoldPositionTask:
-        """The task as it is asked now."""
-        task = self.config.task
-        assert isinstance(task, GoldPositionTask), "others were refused"
-        return task
+    def task(self) -> Task:
+        """The task as it is asked now; it moves a gold item."""
+        return self.config.task
 
     def run(self) -> None:
         """Take the parts in turn until the question is answered; what is found stands in :attr:`diagnosis`."""
@@ -200,9 +206,10 @@ class Course:
         if not self.runs.is_served:
             positions = len(self.task.gold_positions)
             most = self._typed_limit(MAX_QUESTIONS)
+            pilot = 3 * self._typed_limit(PILOT_QUESTIONS)
             line = (
-                f"diagnosis: a pilot of {3 * PILOT_QUESTIONS} prompts, then as many as tell the shape, at most "
-                f"{most * positions:,}, and what explains and fixes it; at most {budget}"
+                f"diagnosis: a pilot of {pilot} prompts, then as many as tell the shape, at most {most * positions:,}, "
+                f"and what explains and fixes it; at most {budget}"
             )
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
@@ -246,12 +253,16 @@ class Course:
         """How much likelier the right answer is after its own prompt."""
         examples = spread_over_positions(self.task.evaluation())
         lm = self.runs.lm
-        prompts = 2 * len(examples)
+        text = f"first look: at most {2 * len(examples)} prompts"
         with (
-            self.runs.counted("first look", lm, prompts),
-            self.console.status(f"first look: {prompts} prompts"),
+            self.runs.counted("first look", lm),
+            self.console.status(text),
+            doing(text),
         ):
-            return answer_signal(lm, self.task, examples)
+            gain = answer_signal(lm, self.task, examples)
+        self.allowance.add(2 * gain.n, 0, 0)
+        self.runs.count_prompts("first look", 2 * gain.n)
+        return gain
 
     def _pilot(self) -> bool:
         """Ask a few questions, and once make the task easier, harder or longer where it shows no bias.
@@ -274,12 +285,15 @@ class Course:
                 allowed = f"more: a diagnosis begins with {MIN_PILOT_QUESTIONS} questions at {len(positions)} positions"
                 hint = f"set budget={self.allowance.larger()}, or {prompts}prompts"
                 raise UserError("budget", self.allowance.budget.text, allowed, hint)
+            round_questions = self._round_questions(
+                "first look", len(positions), share=0.5
+            )
             folder = self.runs.execute(
                 "pilot",
                 [
                     f"task.positions={positions}",
                     f"task.limit={questions}",
-                    f"runtime.round_questions={ROUND_QUESTIONS}",
+                    f"runtime.round_questions={round_questions}",
                 ],
                 share=SHARES["pilot"],
             )
@@ -314,12 +328,14 @@ class Course:
         """Ask questions at all positions until the shape is decided or the budget is spent."""
         diagnosis = self.diagnosis
         # Without a shape there is nothing to explain or fix: it may take what these parts would.
-        limit = self._affordable("shape", MAX_QUESTIONS, len(self.task.gold_positions))
+        num_positions = len(self.task.gold_positions)
+        limit = self._affordable("shape", MAX_QUESTIONS, num_positions)
+        round_questions = self._round_questions("pilot", num_positions, share=1.0)
         folder = self.runs.execute(
             "shape",
             [
                 f"task.limit={limit}",
-                f"runtime.round_questions={ROUND_QUESTIONS}",
+                f"runtime.round_questions={round_questions}",
                 "runtime.until=decided",
             ],
             share=LAST_SHARE,
@@ -356,6 +372,8 @@ class Course:
                 diagnosis.reason += (
                     f"; about {shape.missing} more questions, {more}, would tell"
                 )
+                if shape.questions >= self._available_questions:
+                    diagnosis.reason += ", and the data hold no more"
         else:
             diagnosis.verdict = BIAS
             diagnosis.reason = numbers
@@ -522,6 +540,12 @@ class Course:
 
     def _split(self, num_prompts: int, num_held_back: int) -> RaceSplit:
         """Calibration prompts of the task beside so many questions that are held back."""
+        if not isinstance(self.task, GoldPositionTask):
+            allowed = (
+                f"{self.task.name} has no calibration questions to race methods on"
+            )
+            hint = "ask for remedies on task=kv_retrieval"
+            raise UserError("task", self.task.name, allowed, hint)
         task = replace(self.task, limit=num_held_back, calibration_examples=num_prompts)
         return RaceSplit(task.examples("calibration"), num_held_back)
 
@@ -548,8 +572,10 @@ class Course:
             f"runtime.round_questions={ROUND_QUESTIONS}",
             *self._spell_method(choice),
         ]
-        if self.task.path is None and "task.seed" not in self.runs.typed_keys:
-            part_overrides.append(f"task.seed={self.task.seed + 1}")
+        task = self.task
+        assert isinstance(task, GoldPositionTask), "others have no race"
+        if task.path is None and "task.seed" not in self.runs.typed_keys:
+            part_overrides.append(f"task.seed={task.seed + 1}")
         folder = self.runs.execute(
             "held-back", part_overrides, share=LAST_SHARE, method="", in_process=True
         )
@@ -629,9 +655,18 @@ class Course:
 
     # Sizes
 
+    @cached_property
+    def _available_questions(self) -> int:
+        """Questions at each position that the task has, :data:`MAX_QUESTIONS` at most."""
+        task = self.task
+        if not task.files():
+            return MAX_QUESTIONS  # they are made as they are asked
+        return num_questions(replace(task, limit=MAX_QUESTIONS).evaluation())
+
     def _typed_limit(self, most: int) -> int:
-        """So many questions, or as many as the user typed if these are fewer."""
-        return min(most, self.runs.typed_number("task.limit") or most)
+        """So many questions, or as many as the user typed or the task has if these are fewer."""
+        typed = self.runs.typed_number("task.limit") or most
+        return min(most, typed, self._available_questions)
 
     def _affordable(
         self, part: str, most: int, prompts_per_question: int, in_process: bool = False
@@ -646,6 +681,23 @@ class Course:
         left = self.allowance.left(SHARES.get(part, LAST_SHARE))
         per_question = prompts_per_question * self._cost_of_prompt(in_process)
         return min(most, int(left / max(per_question, 1e-12)))
+
+    def _round_questions(
+        self, measured_part: str, prompts_per_question: int, share: float
+    ) -> int:
+        """Questions of a round: fewer than :data:`ROUND_QUESTIONS` where a first one would overrun the time.
+
+        Args:
+            measured_part: The part before, whose seconds and prompts tell what a prompt takes.
+            prompts_per_question: Prompts of a question.
+            share: Share of what is left of the budget that the round may take.
+        """
+        prompts = self.diagnosis.prompts.get(measured_part)
+        if not self.allowance.is_time or not prompts:
+            return ROUND_QUESTIONS
+        cost = self.diagnosis.seconds[measured_part] / prompts * prompts_per_question
+        left = share * self.allowance.left(LAST_SHARE)
+        return min(max(int(left / max(cost, 1e-9)), 1), ROUND_QUESTIONS)
 
     def _measured_cost_of_prompt(self) -> float:
         """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""
@@ -677,13 +729,14 @@ class Course:
             self.runs.settings[size] = FIRST_ITEMS
             return self._prepare_task()
 
-    def _set_first_size(self, config: Config, task: GoldPositionTask) -> None:
-        """Begin with few items where neither the user nor the model's file says how many."""
+    def _set_first_size(self, config: Config, task: Task) -> None:
+        """Begin with few items where neither the user, nor the model's file, nor the task's own file says how many."""
         size = f"task.{task.sizes[0]}"
         named = config.model.blocks.get(task.name, {})
         is_set = size in self.runs.typed_keys or task.sizes[0] in named
-        if is_set or task.path is not None:
+        if is_set or getattr(task, "path", None) is not None:
             return
+        assert task.items is not None, "a gold item is moved among items"
         if task.items > FIRST_ITEMS or size in self.runs.settings:
             self.runs.settings[size] = FIRST_ITEMS
             self.runs.settings[f"task.{task.sizes[1]}"] = FIRST_ITEMS
@@ -723,6 +776,7 @@ class Course:
         task = self.task
         size, calibration_size = (f"task.{name}" for name in task.sizes)
         changes: dict[str, Any] = {}
+        assert task.items is not None, "a gold item is moved among items"
         items = LARGER * task.items
         if level == "floor":
             items = max(task.items // 2, MIN_ITEMS)
@@ -777,7 +831,7 @@ class Course:
             return "posbench diagnose model=DIR_OR_HUB_ID"
         if diagnosis.shape and self._is_undecided():
             return self._command_with_more_questions()
-        if diagnosis.verdict == CANNOT_DO and diagnosis.pilots:
+        if diagnosis.verdict == CANNOT_DO and diagnosis.pilots and self.task.items:
             key = f"task.{self.task.sizes[0]}"
             return f"{self._own_command(but=key)} {key}={max(self.task.items // 4, 3)}"
         return ""
@@ -814,10 +868,26 @@ class Course:
         limit = self._typed_limit(MAX_QUESTIONS)
         if diagnosis.verdict != CANNOT_TELL or diagnosis.shape.questions < limit:
             return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
-        more = min(3 * limit, MAX_QUESTIONS)
+        more = min(3 * limit, self._available_questions)
         if more == limit:
             return ""
         return f"{self._own_command(but='task.limit')} task.limit={more}"
+
+
+def _need_moving_gold_item(task: Task) -> None:
+    """Refuse a task, or prompts of one, that put no gold item at several positions.
+
+    Raises:
+        UserError: The task; of a file of the user's own what it holds.
+    """
+    if task.gold_positions and task.evaluation()[0].gold_position is not None:
+        return
+    value = task.name
+    if isinstance(task, OwnData):
+        value += f", {task.path} with {task.own.kind.kind}"
+    allowed = "a task that moves a gold item over positions"
+    hint = "set task=kv_retrieval or task=nq_multidoc, or give items or documents with gold (docs/own_data.md)"
+    raise UserError("task", value, allowed, hint)
 
 
 def _refuse_own_keys(overrides: Sequence[str]) -> None:

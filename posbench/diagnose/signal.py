@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from posbench.measure.replies import encode_prompt
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Estimate, difference
@@ -14,6 +16,7 @@ QUESTIONS = 12
 NEGLIGIBLE_NATS = 0.1
 """Gain per answer token below which the prompt tells nothing."""
 BATCH = 4
+"""Questions between which the look may end."""
 
 
 def spread_over_positions(examples: Sequence[Example]) -> list[Example]:
@@ -33,7 +36,7 @@ def spread_over_positions(examples: Sequence[Example]) -> list[Example]:
 def answer_signal(lm: LM, task: Task, examples: Sequence[Example]) -> Estimate:
     """Estimate how much likelier an answer is after its own prompt than after that of another question.
 
-    A random model has no difference; one that copies at all has several nats.
+    A random model has no difference; one that copies at all has several nats, so that a few questions tell.
 
     Args:
         lm: The model.
@@ -41,20 +44,30 @@ def answer_signal(lm: LM, task: Task, examples: Sequence[Example]) -> Estimate:
         examples: N examples of different questions, N >= 2.
 
     Returns:
-        Fall of the loss in nats per answer token.
+        Fall of the loss in nats per answer token; of the first questions alone where these surely tell.
     """
     encoded = [encode_prompt(lm, task, example) for example in examples]
-    own = []
-    swapped = []
-    for index, example in enumerate(examples):
-        prompt = encoded[index]
-        other = encoded[index - 1]
-        own.append((prompt.ids, lm.continuation_ids(prompt, example.answers[0])))
-        swapped.append((other.ids, lm.continuation_ids(other, example.answers[0])))
-    after_own = lm.answer_token_loss(own, batch_size=BATCH)
-    after_other = lm.answer_token_loss(swapped, batch_size=BATCH)
-    gains = (after_other - after_own).double().numpy()
-    return difference(gains, [example.question_id for example in examples])
+    gains: list[torch.Tensor] = []
+    estimate: Estimate | None = None
+    for start in range(0, len(examples), BATCH):
+        if estimate and estimate.ci_low > NEGLIGIBLE_NATS:
+            break
+        own = []
+        swapped = []
+        for index, example in enumerate(examples[start : start + BATCH], start):
+            prompt = encoded[index]
+            other = encoded[index - 1]
+            answer = example.answers[0]
+            own.append((prompt.ids, lm.continuation_ids(prompt, answer)))
+            swapped.append((other.ids, lm.continuation_ids(other, answer)))
+        after_own = lm.answer_token_loss(own, batch_size=BATCH)
+        after_other = lm.answer_token_loss(swapped, batch_size=BATCH)
+        gains.append(after_other - after_own)
+        values = torch.cat(gains).double().numpy()
+        names = [example.question_id for example in examples[: len(values)]]
+        estimate = difference(values, names)
+    assert estimate is not None, "there are examples"
+    return estimate
 
 
 def has_no_signal(gain: Estimate) -> bool:

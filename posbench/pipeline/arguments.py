@@ -79,6 +79,8 @@ class Request:
         searched: Folders to search beside posbench's. The first has the primary config, unless posbench's has.
         overrides: The overrides.
         multirun: Whether an experiment asks for a sweep.
+        experiment: Name of the experiment; empty without one.
+        grid: Dotted keys over which the experiment sweeps, without those that the user typed.
         set_by_experiment: Dotted keys that the experiment sets.
         spelled: Keys of the overrides, each as the user typed it.
         spelled_values: What stands for values that the user typed otherwise, by group: checkpoints, lists of methods
@@ -89,6 +91,8 @@ class Request:
     searched: tuple[Path, ...]
     overrides: tuple[str, ...]
     multirun: bool
+    experiment: str
+    grid: frozenset[str]
     set_by_experiment: frozenset[str]
     spelled: Mapping[str, str]
     spelled_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -235,6 +239,8 @@ def parse_request(
         searched=tuple(searched),
         overrides=(*reference_override, *rewritten),
         multirun=bool(sweep),
+        experiment=experiment_names[-1] if experiment_names else "",
+        grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,
         spelled=spelled,
         spelled_values={
@@ -273,6 +279,13 @@ def _with_stages_as_list(override: str) -> str:
 # Models
 
 
+def folder_name(text: str) -> str:
+    """A text in letters, digits and inner ``-._`` of ASCII, for the name of a folder; may be empty."""
+    ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore")
+    safe_text = re.sub(r"[^\w.-]+", "-", ascii_text.decode()).strip("-._")
+    return safe_text[-MAX_NAME_LENGTH:].strip("-._")
+
+
 def model_name(path: str, taken: Iterable[str] = ()) -> str:
     """Return what a run calls the checkpoint of a folder or hub id: the end of its path, safe for a folder.
 
@@ -285,9 +298,7 @@ def model_name(path: str, taken: Iterable[str] = ()) -> str:
         checkpoint = Path(os.path.abspath(checkpoint))
     parts = []
     for part in checkpoint.parts:
-        ascii_part = unicodedata.normalize("NFKD", part).encode("ascii", "ignore")
-        safe_part = re.sub(r"[^\w.-]+", "-", ascii_part.decode()).strip("-._")
-        if safe_part:
+        if safe_part := folder_name(part):
             parts.append(safe_part)
     parts = parts or ["model"]
     names = [

@@ -52,6 +52,7 @@ from posbench.pipeline.multirun import (
 )
 from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import default_values, resolve_target, shortened
+from posbench.tasks.items import positions_in_fewer_items
 
 GROUPS_WITH_BLOCKS = ("method", "task", "search", "study")
 """Groups whose members may have a block in a model's file, which they take constants from."""
@@ -75,6 +76,9 @@ class ComposedConfig:
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
         records: Folder that takes what :func:`posbench.pipeline.multirun.write_record` leaves.
+        notes: What was changed so that an experiment and a model go together, a line each.
+        experiment: Name of the experiment, as it is typed; empty without one.
+        grid: Dotted keys among the typed ones that the experiment's grid sets.
     """
 
     raw: dict[str, Any]
@@ -84,6 +88,20 @@ class ComposedConfig:
     number: int = 0
     multirun: bool = False
     records: Path = field(default=Path(), compare=False)
+    notes: tuple[str, ...] = ()
+    experiment: str = ""
+    grid: frozenset[str] = frozenset()
+
+    @property
+    def typed_by_user(self) -> frozenset[str]:
+        """Dotted keys that the user set, without those of an experiment's grid."""
+        return frozenset(self.typed) - self.grid
+
+    def arguments(self) -> list[str]:
+        """What one types after a verb to ask for this config alone."""
+        experiment = [f"experiment={self.experiment}"] if self.experiment else []
+        own_folder = [f"--config-dir={folder}" for folder in self.folders[1:]]
+        return [*experiment, *self.overrides, *own_folder]
 
 
 def compose(
@@ -329,8 +347,12 @@ def _fill(
     for key, value in _paper_settings(raw).items():
         if f"task.{key}" not in typed:
             raw["task"][key] = value
+    raw = _resolve(raw)
     return ComposedConfig(
-        raw=_resolve(raw),
+        raw=raw,
+        notes=tuple(_fit_positions(raw, typed)),
+        experiment=request.experiment,
+        grid=request.grid,
         typed=typed,
         overrides=spelled(request, overrides),
         folders=tuple(folders),
@@ -383,6 +405,39 @@ def _paper_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     model = str(_mapping(raw, "model").get("name"))
     return _mapping(reference, "settings", model)
+
+
+def _fit_positions(raw: dict[str, Any], typed: Sequence[str]) -> Iterator[str]:
+    """Move gold positions that nobody typed into the items of a prompt, where others set how many these are.
+
+    An experiment's positions count the items of its paper, and a model's file may have fewer.
+
+    Args:
+        raw: The config; the task's node is changed.
+        typed: Dotted keys that the user set.
+
+    Yields:
+        A line for each change.
+    """
+    node = raw.get("task")
+    if not isinstance(node, dict) or "_target_" not in node:
+        return
+    cls, _ = resolve_target(node, object, "task")
+    defaults = default_values(cls)
+    keys = ("positions", "calibration_positions")
+    for key, size_key in zip(keys, getattr(cls, "sizes", ()), strict=False):
+        positions = node.get(key)
+        new_size = node.get(size_key)
+        if f"task.{key}" in typed or not isinstance(positions, list):
+            continue
+        indices = [p for p in positions if isinstance(p, int)]
+        if not isinstance(new_size, int) or max(indices, default=-1) < new_size > 0:
+            continue
+        size = max(defaults.get(size_key) or 0, max(indices) + 1)
+        node[key] = list(positions_in_fewer_items(positions, size, new_size))
+        yield (
+            f"task.{key}: {positions} -> {node[key]}, the same places among task.{size_key}={new_size}"
+        )
 
 
 def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:

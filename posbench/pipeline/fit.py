@@ -1,7 +1,7 @@
 """Defaults that fit the model: prompts within its context window, of text that its tokenizer spells.
 
-What the user typed, and what an experiment asks, is never changed: it is refused with the number that would
-fit. Nothing here reads weights.
+What the user typed is never changed: it is refused with the number that would fit. What an experiment asks is kept
+as long as it fits, however tight. Nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posbench.model.load import CheckpointReader, torch_device
 from posbench.pipeline.config import Config
 from posbench.schema import shortened
 from posbench.tasks import Example, Task
-from posbench.tasks.items import GoldPositionTask
+from posbench.tasks.items import GoldPositionTask, positions_in_fewer_items
 
 NUM_LONGEST = 16
 """Prompts whose tokens are counted: the longest."""
@@ -115,6 +115,21 @@ class FitToModel:
             reason = reasons.get(name, self._window_reason)
             self._change("search", {name: value}, reason)
 
+    def fit_study(self) -> None:
+        """Shorten the texts of a study.
+
+        Raises:
+            UserError: The user typed what does not fit.
+        """
+        study = self.config.study
+        if study is None:
+            return
+        window = self.reader.context_window
+        values = {
+            name: window for name in study.text_lengths if getattr(study, name) > window
+        }
+        self._change("study", values, self._window_reason)
+
     def fit_batches(self) -> None:
         """Make batches so small that a CPU writes rows every minute, whatever its speed.
 
@@ -122,7 +137,7 @@ class FitToModel:
         """
         runtime = self.config.runtime
         on_cpu = torch_device(runtime.device).type == "cpu"
-        if not on_cpu or runtime.batch_tokens is None or self._is_fixed(BATCH_TOKENS):
+        if not on_cpu or runtime.batch_tokens is None or self._is_given(BATCH_TOKENS):
             return
         shape = self.reader.facts.get_text_config()
         weights = WEIGHTS_OF_A_LAYER * shape.num_hidden_layers * shape.hidden_size**2
@@ -192,15 +207,19 @@ class FitToModel:
         reader = self.reader
         return f"the window of {reader.name} is {reader.context_window} tokens"
 
-    def _is_fixed(self, key: str) -> bool:
-        """Whether the user or an experiment set a field."""
-        return key in self.config.typed or self.config.experiment is not None
+    def _is_typed(self, key: str) -> bool:
+        """Whether the user set a field: then it is refused where it does not fit."""
+        return key in self.config.typed
+
+    def _is_given(self, key: str) -> bool:
+        """Whether the user or an experiment may have set a field: then it changes only where it does not fit."""
+        return self._is_typed(key) or self.config.experiment is not None
 
     def _change(self, group: str, values: Mapping[str, Any], reason: str) -> None:
         """Set fields of a group of the config.
 
         Raises:
-            UserError: The user or an experiment set one of them.
+            UserError: The user set one of them.
         """
         faults = Faults()
         section = getattr(self.config, group)
@@ -211,7 +230,7 @@ class FitToModel:
         for name, value in values.items():
             key = f"{group}.{name}"
             old = getattr(section, name)
-            if self._is_fixed(key):
+            if self._is_typed(key):
                 allowed = f"{value}: {reason}"
                 if isinstance(value, int):
                     allowed = f"at most {allowed}"
@@ -232,7 +251,7 @@ class FitToModel:
         window = self.reader.context_window
         max_tokens = window // 2 if task.truncation == "refuse" else window - 1
         new_value = window // 4
-        if self._is_fixed("task.max_new_tokens"):
+        if self._is_given("task.max_new_tokens"):
             longest = max(self._num_tokens(example) for example in examples)
             max_tokens = max(max_tokens, window - longest)
             new_value = max_tokens
@@ -241,7 +260,7 @@ class FitToModel:
 
     def _reply_with_one_word(self) -> None:
         """Shorten replies to the longest answer: of so few words a long reply holds the right one by luck."""
-        if self._is_fixed("task.max_new_tokens"):
+        if self._is_typed("task.max_new_tokens"):
             return
         examples = self.config.task.evaluation()
         encoded = encode_untruncated(self.reader, examples[0])
@@ -271,7 +290,7 @@ class FitToModel:
             if getattr(task, name) != value
         }
         may_simplify = simpler and not any(
-            self._is_fixed(f"task.{name}") for name in simpler
+            self._is_typed(f"task.{name}") for name in simpler
         )
         if may_simplify and (too_few or not spelt):
             reason = self._window_reason
@@ -308,7 +327,8 @@ class FitToModel:
             for name in dict.fromkeys(fields)
             if getattr(task, name) > num_fitting
         }
-        self._change("task", values, self._window_reason)
+        moved = self._positions_in_fewer_items(task, values)
+        self._change("task", values | moved, self._window_reason)
         now: Any = self.config.task
         num_positions = len(now.gold_positions)
         if num_positions < len(now.positions):
@@ -317,6 +337,23 @@ class FitToModel:
                 f"{num_positions} different ones",
                 f"with {now.items} {evaluation_items}",
             )
+
+    def _positions_in_fewer_items(
+        self, task: GoldPositionTask, sizes: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Gold positions, not typed, that lie outside of prompts of these sizes, moved to the same places inside."""
+        moved: dict[str, Any] = {}
+        keys = ("positions", "calibration_positions")
+        for key, size_key in zip(keys, task.sizes, strict=True):
+            positions = getattr(task, key) or ()
+            new_size = sizes.get(size_key)
+            is_outside = any(
+                isinstance(p, int) and p >= (new_size or 0) for p in positions
+            )
+            if new_size and is_outside and not self._is_typed(f"task.{key}"):
+                old_size = getattr(task, size_key)
+                moved[key] = positions_in_fewer_items(positions, old_size, new_size)
+        return moved
 
     def _num_fitting_items(
         self, task: GoldPositionTask, examples: Sequence[Example]
@@ -335,12 +372,12 @@ class FitToModel:
         lengths = [len(prompt.ids) for prompt in prompts]
         mean = statistics.fmean(lengths)
         deviation = statistics.pstdev(lengths)
-        fixed = self._is_fixed(f"task.{task.sizes[0]}")
+        is_given = self._is_given(f"task.{task.sizes[0]}")
         max_items = max(getattr(task, name) for name in task.sizes)
         for count in range(max_items, 0, -1):
-            # Where the size is fixed, what is tight but fits must go on to run.
+            # Where the size is given, what is tight but fits must go on to run.
             slack = 0.0
-            if not fixed:
+            if not is_given:
                 slack = SLACK_DEVIATIONS * deviation * math.sqrt(count / num_items)
             item_tokens = (mean - beside_items) * count / num_items
             if beside_items + item_tokens + slack <= budget:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from posbench import paths
-from posbench.errors import Faults, UserError
+from posbench.errors import Faults, UserError, merge_errors
 from posbench.files.digests import (
     Content,
     hash_paths,
@@ -37,6 +39,9 @@ from posbench.pipeline.identity import (
 from posbench.pipeline.served import probe_server_if_it_answers
 from posbench.run.base import Run
 from posbench.tasks.base import EvaluationOnly
+
+KEY_OF_EXPERIMENT = re.compile(r"(task|method|search|study)(\.(?!path\b)\w+)*")
+"""Keys that an experiment chooses; the files of a task are not there, or wrong, for any model."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,34 @@ def prepare(
     Raises:
         UserError: The obstacles, all of them.
     """
+    try:
+        return _prepare(composed, download, asks_calibration)
+    except UserError as error:
+        faults = [_as_typed(fault, composed) for fault in error.faults]
+        if faults == list(error.faults):
+            raise
+        raise merge_errors(faults) from error
+
+
+def _as_typed(fault: UserError, composed: ComposedConfig) -> UserError:
+    """A fault of a key that the experiment set as one of the model, where the user typed this and not that."""
+    group = fault.field.partition(".")[0]
+    is_typed = bool({fault.field, group} & composed.typed_by_user)
+    model_is_typed = any(
+        key.partition(".")[0] == "model" for key in composed.typed_by_user
+    )
+    is_key = KEY_OF_EXPERIMENT.fullmatch(fault.field) and type(fault) is UserError
+    if not composed.experiment or is_typed or not model_is_typed or not is_key:
+        return fault
+    name = composed.raw["model"]["name"]
+    allowed = f"one that goes with {fault.field}={fault.value} of experiment={composed.experiment} ({fault.allowed})"
+    return UserError("model", name, allowed, f"leave model out, or {fault.hint}")
+
+
+def _prepare(
+    composed: ComposedConfig, download: bool, asks_calibration: bool
+) -> PreparedRun:
+    """See :func:`prepare`."""
     faults = Faults()
     config = None
     with faults.collecting():
@@ -101,6 +134,8 @@ def prepare(
             fit.fit_task()
         with faults.collecting():
             fit.fit_search()
+        with faults.collecting():
+            fit.fit_study()
     else:
         with faults.collecting():
             fit.leave_prompts_uncut()
@@ -114,7 +149,8 @@ def prepare(
     with faults.collecting():
         server_warnings = served.check_server(config.model, fit.config.task, encoder)
     faults.raise_any()
-    warnings = [
+    warnings = list(composed.notes)
+    warnings += [
         f"{key}: {adjustment.old} -> {adjustment.new}, {adjustment.reason}"
         for key, adjustment in fit.adjustments.items()
     ]
@@ -209,7 +245,7 @@ def _need_remote_sources(
             else:
                 about = f" ({source.about})" if source.about else ""
                 allowed = f"files that are on this machine; this one is not{about}"
-                hint = f"posbench fetch {' '.join(composed.overrides)}"
+                hint = shlex.join(["posbench", "fetch", *composed.arguments()])
                 raise UserError(source.field, source.id, allowed, hint)
 
 

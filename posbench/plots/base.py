@@ -246,6 +246,25 @@ def band(
     )
 
 
+def level(
+    axes: Axes, row: Mapping[str, Any], style: Mapping[str, Any], label: str
+) -> None:
+    """Draw a share in % with its 95 % interval as a horizontal line, for what has no position.
+
+    Args:
+        axes: Where it is drawn.
+        row: Has value, ci_low and ci_high in 0..1; nothing is drawn without a value.
+        style: The style of a line, of which the marker is left out.
+        label: Its text in a legend.
+    """
+    value, low, high = (100 * row[column] for column in estimate_columns())
+    if pd.isna(value):
+        return
+    colour = style["color"]
+    axes.axhline(value, color=colour, linestyle=DASHED, linewidth=1, label=label)
+    axes.axhspan(low, high, color=colour, alpha=0.1, linewidth=0)
+
+
 @renamed_parameters(at="positions")
 def percent_bars(
     axes: Axes, positions: Any, rows: pd.DataFrame, upright: bool = True, **style: Any

@@ -28,7 +28,8 @@ MAX_NAMED_SHAPES = 2
 def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
     """The task's score over the gold position, a line with its 95 % band per method.
 
-    Where model, task or seed vary, each combination is its own line. Else the title names the shape of each line.
+    Where model, task or seed vary, each combination is its own line. Else the title names the shape of each line. What
+    was asked without positions (a closed book, the gold document alone) is a horizontal line.
 
     Args:
         metrics: Rows of metrics.csv.
@@ -57,6 +58,16 @@ def accuracy_by_position(metrics: pd.DataFrame) -> Figure:
         style = plot.line_style(num_lines[unmodified], unmodified)
         plot.band(axes, line, style, label=label)
         num_lines[unmodified] += 1
+    keys = ["method", *varied]
+    levels = frames.rows_over_all_positions(metrics).drop_duplicates(keys)
+    has_positions = pd.MultiIndex.from_frame(levels[keys]).isin(
+        pd.MultiIndex.from_frame(rows[keys])
+    )
+    for level in levels[~has_positions].to_dict("records"):
+        names = [f"{key} {level[key]}" for key in varied]
+        label = ", ".join([frames.display_name(level["method"]), *names])
+        plot.level(axes, level, plot.line_style(num_lines[False]), label=label)
+        num_lines[False] += 1
     plot.percent_axes(axes, f"{frames.metric_name(metrics)} (%)")
     plot.add_legend_below(figure)
     return figure

@@ -148,8 +148,9 @@ def _draw_setting_lines(
     styles = _setting_styles(settings)
     for setting, style in zip(settings, styles, strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
-        axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
-        if not is_common:
+        if len(line):
+            axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
+        if len(points) and not is_common:
             line = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (its colour, open)" if setting == settings[-1] else None
             axes.plot(
@@ -164,11 +165,34 @@ def _draw_setting_lines(
         axes.plot(100 * points["depth"], scale * points[y], label="unmodified", **style)
 
 
+def _draw_levels(
+    axes: Axes, rows: pd.DataFrame, at_positions: pd.DataFrame, settings: list[str]
+) -> None:
+    """Draw a horizontal line for each setting that was asked without gold positions, where others have them.
+
+    Args:
+        axes: Where they are drawn.
+        rows: Rows with setting, of the task's own metric.
+        at_positions: Those at a gold position.
+        settings: The settings in drawing order.
+    """
+    if at_positions.empty:
+        return
+    placed = set(at_positions["setting"])
+    overall = frames.rows_over_all_positions(modified_of(rows)).set_index("setting")
+    styles = _setting_styles(settings)
+    for setting, style in zip(settings, styles, strict=True):
+        if setting not in placed and setting in overall.index:
+            plot.level(axes, overall.loc[setting], style, label=setting)
+
+
 @plot.styled
 def factor_sweep(
     summary: pd.DataFrame, axis: str | Sequence[str] = "method.factor"
 ) -> Figure:
     """Score over the swept values: overall with intervals (left), and per gold position (right).
+
+    A setting without positions (a closed book, the gold document alone) is a horizontal line on the right.
 
     Args:
         summary: Rows of summary.csv: run, the swept columns, then those of metrics.csv.
@@ -194,6 +218,7 @@ def factor_sweep(
     figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=counts)
     _draw_overall(left, rows, settings, label)
     _draw_setting_lines(right, at_positions, settings, "value", 100)
+    _draw_levels(right, rows, at_positions, settings)
     handles, legend_labels = right.get_legend_handles_labels()
     x_label = label
     numbers = _as_numbers(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ from posbench.stats.frames import (
     metric_of_task,
     rows_at_positions,
     rows_of_metric,
+    rows_over_all_positions,
 )
 from posbench.stats.position_bias import STATISTICS
+from posbench.tasks.nq_multidoc import WHOLE_REPLY
 
 LATEX_PARAGRAPH_CHARACTERS = 24
 """Length from which on a LaTeX column breaks its lines."""
@@ -32,6 +35,10 @@ BIAS_LABELS = {
     "recency": "recency (last - inner)",
     "middle_drop": "middle drop (ends - lowest inner)",
 }
+
+SHARE_COLUMNS = {WHOLE_REPLY: "whole reply", **outcomes.METRICS}
+"""Columns of the table by position: the score of the whole reply where the task's own reads its first line, and the
+shares of what is no answer."""
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
@@ -91,8 +98,8 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pct(share: float) -> str:
-    """A share in %."""
-    return f"{100 * share:.1f} %"
+    """A share in %, or a dash where it is not known."""
+    return "-" if math.isnan(share) else f"{100 * share:.1f} %"
 
 
 def points(share: float) -> str:
@@ -186,8 +193,8 @@ def position_table(metrics: pd.DataFrame) -> Table:
     """One row per gold position, then `all`, from metrics.csv rows of one run.
 
     Columns: depth of the gold position, score of each method in %, difference of each
-    modified method in points (both with 95 % intervals), n, and where answers are missing
-    the share of each kind of these for each method.
+    modified method in points (both with 95 % intervals), n, and those of
+    :data:`SHARE_COLUMNS` that the run has, for each method.
     """
     scores = rows_of_metric(metrics).assign(metric="score")
     differences = rows_of_metric(metrics, "difference").assign(
@@ -207,17 +214,17 @@ def position_table(metrics: pd.DataFrame) -> Table:
         n = "/".join(dict.fromkeys(map(str, at_position["n"])))
         table.append([label, *columns.cells(at_position, "score"), n])
     header = ["gold position", *columns.header, "n"]
-    for metric, title in outcomes.METRICS.items():
-        shares = rows_of_metric(metrics, metric)
-        if not len(shares):
+    for metric, title in SHARE_COLUMNS.items():
+        share_rows = rows_of_metric(metrics, metric)
+        if not len(share_rows):
             continue
         header.append(title)
         for line, position in zip(table, labels, strict=True):
-            at_position = shares[shares["gold_position"].astype(str) == position]
-            share_of = dict(
-                zip(at_position["method"], at_position["value"], strict=True)
-            )
-            line.append("/".join(pct(share_of[m]) for m in columns.methods))
+            at_position = share_rows[
+                share_rows["gold_position"].astype(str) == position
+            ]
+            shares = dict(zip(at_position["method"], at_position["value"], strict=True))
+            line.append("/".join(pct(shares.get(m, math.nan)) for m in columns.methods))
     return header, table
 
 
@@ -270,6 +277,18 @@ def missing_notes(metrics: pd.DataFrame) -> dict[str, str]:
     return dict(zip(rows["method"], rows["note"], strict=True))
 
 
+def first_line_notes(metrics: pd.DataFrame) -> dict[str, str]:
+    """Where the score of the first line hides what the whole reply holds, by method, from metrics.csv of a run."""
+    if "note" not in metrics:
+        return {}
+    rows = rows_over_all_positions(metrics, WHOLE_REPLY)
+    return {
+        row.method: row.note
+        for row in rows.itertuples()
+        if isinstance(row.note, str) and row.note
+    }
+
+
 def has_missing_note(metrics: pd.DataFrame) -> pd.Series:
     """Which rows of metrics.csv mean nothing as answers are missing."""
     if "note" not in metrics:
@@ -291,7 +310,7 @@ def without_missing_scores(metrics: pd.DataFrame) -> pd.DataFrame:
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    shown_elsewhere = [*STATISTICS, *outcomes.METRICS]
+    shown_elsewhere = [*STATISTICS, *SHARE_COLUMNS]
     is_other = (metric != metric_of_task(metrics)) & ~metric.isin(shown_elsewhere)
     is_overall = metrics["gold_position"].astype(str) == "all"
     return metrics[is_other & is_overall].assign(subset="all", kind="average")

@@ -15,6 +15,7 @@ from posbench.report.tables import (
     bias_table,
     finding_value,
     findings_table,
+    first_line_notes,
     has_missing_note,
     missing_notes,
     papers_first,
@@ -195,6 +196,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     texts = [f"{sentence}." for sentence in sentences if sentence]
     if verdict:
         texts.append(f"Verdict: {verdict.name}.")
+    texts += [
+        f"{display_name(name).capitalize()}: {note}."
+        for name, note in first_line_notes(metrics).items()
+    ]
     return " ".join(texts)
 
 

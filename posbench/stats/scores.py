@@ -22,7 +22,9 @@ from posbench.stats.bootstrap import (
     percentile,
     resampled_means,
 )
+from posbench.stats.first_line import first_line_note
 from posbench.tasks.base import Task
+from posbench.tasks.nq_multidoc import WHOLE_REPLY
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
 METRIC_COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE, "note")
@@ -120,9 +122,9 @@ class Tabulator:
         notes = self._missing_notes(frame)
         lines = []
         for group in self._groups(frame, metrics):
-            if group.metric == task_metric:
+            if group.metric in (task_metric, *self.task.metrics_by_position):
                 asked = group.rows
-                if group.label == group.metric:
+                if group.label == task_metric:
                     # A position of which no answer came has its line, too.
                     has_line = frame[task_metric].notna() | (frame[outcomes.KIND] != "")
                     asked = frame[has_line & (frame["method"] == group.method)]
@@ -144,6 +146,10 @@ class Tabulator:
                     note = notes[group.method]
                     if group.label != group.metric:
                         note = note or notes[self.unmodified]
+                elif group.label == WHOLE_REPLY:
+                    note = first_line_note(
+                        group.rows, task_metric, self.resamples, self.seed
+                    )
                 line = self._line(group.method, group.label, total)
                 lines.append({**line, **OVER_ALL, "note": note})
         lines += self._outcome_lines(frame)

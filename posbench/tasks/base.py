@@ -96,10 +96,14 @@ class Task(ABC):
     items: ClassVar[int | None] = None
     # those per calibration prompt
     calibration_items: ClassVar[int | None] = None
+    # fields with the items per prompt, and per calibration prompt, where gold positions count them
+    sizes: ClassVar[tuple[str, ...]] = ()
     # whether the benchmark prescribes the length of a reply, and scores one that reaches it as it stands
     prescribes_length: ClassVar[bool] = False
     # keys of earlier releases, with their names of today
     renamed: ClassVar[Mapping[str, str]] = {}
+    # further metrics that tables show at every gold position, beside the task's own
+    metrics_by_position: ClassVar[tuple[str, ...]] = ()
     # score of a guess, where that means something
     chance: ClassVar[float | None] = None
 
@@ -117,6 +121,19 @@ class Task(ABC):
     limit: Count | None = None
     # divisor of the positive logits of tokens that occurred before; 1: greedy decoding
     repetition_penalty: Positive = 1.0
+
+    @property
+    def gold_positions(self) -> list[int]:
+        """The 0-based indices over which the gold item is moved, by the field ``positions``; empty where none is.
+
+        Raises UserError where a position is outside the items, or a file that holds them is wrong.
+        """
+        return []
+
+    @property
+    def simpler(self) -> Mapping[str, Any]:
+        """Fields that make a prompt shorter and easier to spell; empty where nothing does."""
+        return {}
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le, MinLen
 
@@ -23,9 +23,6 @@ class GoldPositionTask(Task):
     """A task whose gold item is moved over positions among others."""
 
     renamed: ClassVar[Mapping[str, str]] = {"examples_per_position": "limit"}
-    # fields with the items per prompt, and per calibration prompt
-    sizes: ClassVar[tuple[str, str]]
-
     # file of the benchmark; see the task
     path: str | None = None
     # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
@@ -39,11 +36,6 @@ class GoldPositionTask(Task):
     calibration_positions: Positions | None = None
     # seed of what is drawn
     seed: Seed = 0
-
-    @property
-    def simpler(self) -> Mapping[str, Any]:
-        """Fields that make a prompt shorter and easier to spell; empty where nothing does."""
-        return {}
 
     @property
     def items(self) -> int:  # type: ignore[override]
@@ -104,6 +96,29 @@ def index_at_share(share: Fraction, size: int) -> int:
 def index_at_percent(label: str, size: int) -> int:
     """The index of a label as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
     return index_at_share(Fraction(label.removesuffix("%")) / 100, size)
+
+
+def positions_in_fewer_items(
+    positions: Sequence[int | str], size: int, new_size: int
+) -> tuple[int | str, ...]:
+    """Gold positions of prompts with fewer items: indices at the same share of the list, shares as they are.
+
+    Args:
+        positions: Indices, or shares such as ``"50%"``.
+        size: Number of items that the indices count.
+        new_size: Number of items of the new prompts, 1 or more.
+
+    Returns:
+        The positions, each once.
+    """
+    last = max(size - 1, 1)
+    moved = [
+        position
+        if isinstance(position, str)
+        else int(Fraction(position * (new_size - 1), last) + Fraction(1, 2))
+        for position in positions
+    ]
+    return tuple(dict.fromkeys(moved))
 
 
 def gold_indices(

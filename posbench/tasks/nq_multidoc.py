@@ -25,6 +25,8 @@ INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
     "(some of which might be irrelevant)."
 )
+WHOLE_REPLY = "whole_reply"
+"""The metric that reads all of a reply, where the benchmark reads its first line."""
 Prompt = Literal["official", "query_aware", "random_order", "closed_book", "oracle"]
 
 
@@ -93,9 +95,15 @@ class NQMultiDoc(GoldPositionTask):
             ``liu`` after.
         calibration_examples: Calibration questions: those of the file that come after the evaluation's.
         calibration_positions: None: ``positions``.
+
+    Score: 1 if a gold answer, normalised, occurs in the first line of the reply. ``whole_reply`` is the same of all of
+    it: a model that begins with a heading loses the first and not the second.
     """
 
     metric: ClassVar[str] = "accuracy"
+    metrics_by_position: ClassVar[tuple[str, ...]] = (WHOLE_REPLY,)
+    # 2: whole_reply; an answer that normalisation would empty keeps its articles or signs
+    version: ClassVar[str] = "2"
     source: ClassVar[str] = (
         "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, qa_data/"
     )
@@ -173,10 +181,14 @@ class NQMultiDoc(GoldPositionTask):
         return self._calibration(lines, self.calibration_examples, count)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`)."""
+        """1 if a gold answer, normalised, occurs in the first line of the reply, and in all of it.
+
+        See :func:`best_subspan_em`.
+        """
         strip_first = self.reading == "yu"
         accuracy = best_subspan_em(text, example.answers, strip_first=strip_first)
-        return {"accuracy": accuracy}
+        whole_reply = best_subspan_em(text, example.answers, whole_reply=True)
+        return {"accuracy": accuracy, WHOLE_REPLY: whole_reply}
 
     def has_answer(self, example: Example, text: str) -> bool:
         """Whether the line that is scored is complete, or right already."""
@@ -220,8 +232,8 @@ class NQMultiDoc(GoldPositionTask):
         """The question of a line, with as many documents as the prompt shows."""
         text = line.take("question")
         answers = tuple(line.take("answers", list))
-        if not all(isinstance(answer, str) and answer for answer in answers):
-            line.refuse('a field "answers" (list of str, none empty)')
+        if not all(isinstance(answer, str) and answer.strip() for answer in answers):
+            line.refuse('a field "answers" (list of str, none blank)')
         if self.prompt == "closed_book":
             return Question(text, answers, None, [])
         gold: list[Document] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 from annotated_types import Ge, MaxLen, MinLen
 from pydantic import BaseModel, Field, Strict, StringConstraints, ValidationError
@@ -36,6 +36,11 @@ Answers = Annotated[tuple[Answer, ...], MinLen(1)]
 DEFAULT_TEMPLATE = "{context}\n\nQuestion: {question}\nAnswer:"
 TASK_BY_FIELD = {"ordered_kv_records": "kv_retrieval", "ctxs": "nq_multidoc"}
 """A field of a benchmark's own files, and the task that reads them."""
+SHORT_ANSWER = 3
+"""Characters of an answer up to which a wrong reply may well hold it."""
+MAX_LISTED = 5
+Match = Literal["words", "text"]
+"""Whether an answer must stand in a reply as whole words, or may be part of one."""
 RESERVED_SUBSETS = ("all", "nan")
 """Names that no subset may have: that of the average over subsets, and what tables read as no name."""
 
@@ -82,20 +87,25 @@ class RecordWithGold(Record):
         description="accepted answers; one of them must occur in the reply"
     )
 
-    def gold_has_answer(self) -> bool:
+    def gold_has_answer(self, match: Match) -> bool:
         """Whether an answer occurs in a gold item."""
-        return self._has_answer([self.gold, *self.other_gold])
+        return self._has_answer([self.gold, *self.other_gold], match)
 
-    def another_has_answer(self) -> bool:
+    def another_has_answer(self, match: Match) -> bool:
         """Whether an answer occurs in an item that is not gold."""
         gold = {self.gold, *self.other_gold}
-        return self._has_answer(i for i in range(len(self.parts())) if i not in gold)
+        others = (i for i in range(len(self.parts())) if i not in gold)
+        return self._has_answer(others, match)
 
-    def _has_answer(self, indices: Iterable[int]) -> bool:
+    def _has_answer(self, indices: Iterable[int], match: Match) -> bool:
         """Whether an answer occurs in some of the items."""
         parts = self.parts()
+        whole_words = match == "words"
         return any(
-            contains_answer(self.text(0, parts[i]), self.answers) for i in indices
+            contains_answer(
+                self.text(0, parts[i]), self.answers, whole_words=whole_words
+            )
+            for i in indices
         )
 
 
@@ -328,18 +338,20 @@ class OwnData(EvaluationOnly):
         template: The prompt, with ``{context}`` (what stands beside the question) and ``{question}``; None:
             that of the kind.
         separator: What stands between items, documents or choices.
+        match: ``words``: an answer must stand in the reply as whole words, so that "no" is not found in "know", nor
+            "42" in "1429"; ``text``: it may be part of a word. In scripts without spaces both are the same.
 
-    Score: 1 if an accepted answer occurs in the reply, letter case ignored; of choices, if the likeliest
-    letter is the right one.
+    Score: 1 if an accepted answer occurs in the reply, letter case ignored, also where the reply denies it ("not Mark
+    Twain"); of choices, if the likeliest letter is the right one.
     """
 
     metric: ClassVar[str] = "accuracy"
     source: ClassVar[str] = "your file"
     licence: ClassVar[str] = "yours"
     size: ClassVar[str] = "what the file holds"
-    version: ClassVar[str] = (
-        "3"  # 3: lines that repeat each other count as one question
-    )
+    version: ClassVar[str] = "4"  # 4: an answer stands in a reply as whole words
+
+    sizes: ClassVar[tuple[str, ...]] = ("items_per_prompt", "items_per_prompt")
 
     name: str = "own_data"
     max_new_tokens: Count = 100
@@ -348,6 +360,7 @@ class OwnData(EvaluationOnly):
     items_per_prompt: Several | None = None
     template: str | None = None
     separator: str = "\n"
+    match: Match = "words"
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -396,6 +409,14 @@ class OwnData(EvaluationOnly):
             )
         return count
 
+    @property
+    def gold_positions(self) -> list[int]:
+        """See :meth:`Task.gold_positions`; empty for a file of choices or long texts."""
+        items = self.items
+        if items is None:
+            return []
+        return gold_indices("positions", self.positions, "items_per_prompt", items)
+
     @cached_property
     def _question_ids(self) -> dict[str, str]:
         """By the id of a record, that of the first one with the same contents."""
@@ -414,15 +435,16 @@ class OwnData(EvaluationOnly):
             notes.append(
                 f"{num_repeated} of {len(records)} lines repeat an earlier one: intervals count them as one question"
             )
+        notes += self._short_answer_notes()
         if not self.own.moves:
             return notes
         items = self.own.kind.holds
-        num_wrong = sum(not record.gold_has_answer() for record in records)
+        num_wrong = sum(not record.gold_has_answer(self.match) for record in records)
         if num_wrong:
             notes.append(
                 f"{num_wrong} of {len(records)} gold {items} hold none of their answers: is gold counted from 0?"
             )
-        num_doubled = sum(record.another_has_answer() for record in records)
+        num_doubled = sum(record.another_has_answer(self.match) for record in records)
         if num_doubled:
             notes.append(
                 f"in {num_doubled} of {len(records)} lines {items} that are not gold hold an answer, too: it has more "
@@ -430,17 +452,36 @@ class OwnData(EvaluationOnly):
             )
         return notes
 
+    def _short_answer_notes(self) -> list[str]:
+        """How many lines have an answer that many a wrong reply holds as well; empty where none has."""
+        short_answers: dict[str, None] = {}
+        num_lines = 0
+        for record in self.own.records:
+            short = [
+                answer
+                for answer in getattr(record, "answers", ())
+                if len(answer) <= SHORT_ANSWER
+            ]
+            num_lines += bool(short)
+            short_answers |= dict.fromkeys(short)
+        if not num_lines:
+            return []
+        listed = ", ".join(map(repr, list(short_answers)[:MAX_LISTED]))
+        if len(short_answers) > MAX_LISTED:
+            listed += ", ..."
+        unit = "a whole word" if self.match == "words" else "part of any word"
+        return [
+            f"{num_lines} of {len(self.own.records)} lines have an answer of one to {SHORT_ANSWER} characters "
+            f"({listed}): a wrong reply may hold it, too, as {unit}; read some with posbench show"
+        ]
+
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
         items = self.items
         subsets = list(dict.fromkeys(record.subset for record in self.own.records))
         if self.subsets is not None:
             check_names("subsets", self.subsets, subsets)
-        positions: list[int] = []
-        if items is not None:
-            positions = gold_indices(
-                "positions", self.positions, "items_per_prompt", items
-            )
+        positions = self.gold_positions
         for record in self.own.records:
             if record.subset not in (self.subsets or subsets):
                 continue
@@ -456,7 +497,9 @@ class OwnData(EvaluationOnly):
         """1 if an answer occurs in the reply, or is the letter chosen."""
         if example.choices:
             return {"accuracy": float(text.strip() in example.answers)}
-        return {"accuracy": float(contains_answer(text, example.answers))}
+        whole_words = self.match == "words"
+        is_right = contains_answer(text, example.answers, whole_words=whole_words)
+        return {"accuracy": float(is_right)}
 
     def _example(
         self,

@@ -12,23 +12,61 @@ import sys
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
     "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
 )
+_SCRIPTS_WITHOUT_BOUNDARIES = (
+    *("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH"),
+    *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "HANGUL"),
+)
+"""Beginnings of Unicode names of letters without a space between words, or (Korean) with endings written to them."""
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _WITHOUT_CHINESE_PUNCTUATION = str.maketrans(
     "", "", string.punctuation + _CHINESE_PUNCTUATION
 )
 
 
-def contains_answer(reply: str, answers: Iterable[str]) -> bool:
-    """Whether one of the answers occurs in a reply; letter case, and how accents are encoded, do not count."""
+def contains_answer(
+    reply: str, answers: Iterable[str], *, whole_words: bool = False
+) -> bool:
+    """Whether one of the answers occurs in a reply; letter case, and how accents are encoded, do not count.
+
+    Args:
+        reply: The reply.
+        answers: The answers, none of them empty.
+        whole_words: Whether ``no`` is not part of ``know``, nor ``42`` of ``1429``: no letter or digit may stand
+            beside one that an answer begins or ends with. In Chinese, Japanese, Thai and other scripts without spaces,
+            and in Korean, an answer may stand anywhere.
+    """
     plain_reply = _comparable(reply)
-    return any(_comparable(answer) in plain_reply for answer in answers)
+    occurs = _occurs_as_word if whole_words else str.__contains__
+    return any(occurs(plain_reply, _comparable(answer)) for answer in answers)
+
+
+def _occurs_as_word(text: str, answer: str) -> bool:
+    """Whether an answer occurs in a text with no letter or digit beside one that it begins or ends with."""
+    start = text.find(answer)
+    while start >= 0:
+        end = start + len(answer)
+        joined_before = _has_boundary(answer[0]) and _has_boundary(
+            text[start - 1 : start]
+        )
+        joined_after = _has_boundary(answer[-1]) and _has_boundary(text[end : end + 1])
+        if not joined_before and not joined_after:
+            return True
+        start = text.find(answer, start + 1)
+    return False
+
+
+def _has_boundary(character: str) -> bool:
+    """Whether a character is a letter, mark or digit of a script that ends its words; False for an empty text."""
+    if not character or unicodedata.category(character)[0] not in "LMN":
+        return False
+    return not unicodedata.name(character, "").startswith(_SCRIPTS_WITHOUT_BOUNDARIES)
 
 
 def _comparable(text: str) -> str:
@@ -43,16 +81,59 @@ def normalize_answer(text: str) -> str:
     return " ".join(without_articles.split())
 
 
+def _without_punctuation(text: str) -> str:
+    """:func:`normalize_answer` with its articles."""
+    return " ".join(text.lower().translate(_WITHOUT_PUNCTUATION).split())
+
+
+def _with_punctuation(text: str) -> str:
+    """:func:`normalize_answer` with its articles and punctuation."""
+    return " ".join(text.lower().split())
+
+
+def normalizer_of(answer: str) -> Callable[[str], str]:
+    """The normalisation of an answer and of the replies that it is compared with.
+
+    That is :func:`normalize_answer` unless nothing of the answer is left by it ("A", "The The", "?"): then articles are
+    kept, or these and punctuation.
+    """
+    for normalize in (normalize_answer, _without_punctuation):
+        if normalize(answer):
+            return normalize
+    return _with_punctuation
+
+
 def best_subspan_em(
-    reply: str, answers: Sequence[str], *, strip_first: bool = True
+    reply: str,
+    answers: Sequence[str],
+    *,
+    strip_first: bool = True,
+    whole_reply: bool = False,
 ) -> float:
     """1 where a normalised answer is part of the reply's first line, else 0 (Liu et al. 2023): 13 is in 1300.
 
-    ``strip_first``: white space goes before the reply is cut at its first line break, as in the script of Yu
-    et al. (arXiv:2406.02536), not after, as in that of Liu et al.: there a leading line break scores 0.
+    An answer of which normalisation leaves nothing is in every reply by the released scripts; here it must stand in it
+    as a word, see :func:`normalizer_of`.
+
+    Args:
+        reply: The reply.
+        answers: The accepted answers, none of them blank.
+        strip_first: White space goes before the reply is cut at its first line break, as in the script of Yu et al.
+            (arXiv:2406.02536), not after, as in that of Liu et al.: there a leading line break scores 0.
+        whole_reply: Look at the whole reply.
     """
-    line = normalize_answer(first_line(reply, strip_first=strip_first))
-    return float(any(normalize_answer(answer) in line for answer in answers))
+    text = reply if whole_reply else first_line(reply, strip_first=strip_first)
+    return float(any(_has_normalized(text, answer) for answer in answers))
+
+
+def _has_normalized(text: str, answer: str) -> bool:
+    """Whether a normalised answer is part of the normalised text."""
+    normalize = normalizer_of(answer)
+    if normalize is normalize_answer:
+        return normalize(answer) in normalize(text)
+    # "a" is in nearly every reply, though not as a word.
+    word = re.escape(normalize(answer))
+    return bool(word) and bool(re.search(rf"(?<!\w){word}(?!\w)", normalize(text)))
 
 
 def first_line(reply: str, *, strip_first: bool) -> str:
@@ -63,24 +144,32 @@ def first_line(reply: str, *, strip_first: bool) -> str:
 
 
 def qa_f1(reply: str, gold: str) -> float:
-    """F1 of the two bags of words after :func:`normalize_answer` (LongBench; SQuAD's token F1)."""
-    return _f1(normalize_answer(reply).split(), normalize_answer(gold).split())
+    """F1 of the two bags of words after :func:`normalize_answer` (LongBench; SQuAD's token F1).
+
+    Where it leaves nothing of the gold text every reply scores 0 in the benchmark; here see :func:`normalizer_of`.
+    """
+    normalize = normalizer_of(gold)
+    return _f1(normalize(reply).split(), normalize(gold).split())
 
 
 def qa_f1_zh(reply: str, gold: str) -> float:
     """F1 of the two bags of words that jieba cuts Chinese text into (LongBench).
 
     The raw text is cut first; then each word is put in lower case and loses punctuation and white space. The
-    benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word.
+    benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word. A gold text of nothing but
+    punctuation keeps it, and so do the replies; in the benchmark every reply scores 0 then.
     """
-    return _f1(_chinese_words(reply), _chinese_words(gold))
+    keeps_signs = not _chinese_words(gold)
+    return _f1(_chinese_words(reply, keeps_signs), _chinese_words(gold, keeps_signs))
 
 
-def _chinese_words(text: str) -> list[str]:
-    """The words of :func:`qa_f1_zh`."""
+def _chinese_words(text: str, keeps_signs: bool = False) -> list[str]:
+    """The words of :func:`qa_f1_zh`, with or without punctuation."""
     words = []
     for word in _cut(text):
-        plain = word.lower().translate(_WITHOUT_CHINESE_PUNCTUATION)
+        plain = word.lower()
+        if not keeps_signs:
+            plain = plain.translate(_WITHOUT_CHINESE_PUNCTUATION)
         words.append("".join(plain.split()))
     return [word for word in words if word]
 
@@ -192,10 +281,14 @@ def ascii_f1(reply: str, gold: str) -> float:
 
     The benchmark does so with Unidecode (GPL), this with anyascii (ISC). They agree on accented letters,
     quotes and dashes, not on rare characters nor on Chinese, where Unidecode puts a space after a syllable.
+    A gold text that has no transliteration is compared as it is.
     """
     from anyascii import anyascii
 
-    return qa_f1(anyascii(reply), anyascii(gold))
+    ascii_gold = anyascii(gold)
+    if not ascii_gold.strip():
+        return qa_f1(reply, gold)
+    return qa_f1(anyascii(reply), ascii_gold)
 
 
 def letter(text: str) -> str:

@@ -26,7 +26,7 @@ from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
-from posbench.run.budget import Budget
+from posbench.run.budget import Budget, Stopwatch
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.shape import Shape
 from posbench.tasks import KVRetrieval
@@ -34,6 +34,7 @@ from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result
 from tests.messages import assert_line_names, assert_refused
 
+ROOT = Path(__file__).parents[2]
 FEW = ("task.positions=[0%,50%,100%]", "task.limit=40", "runtime.resamples=200")
 
 
@@ -258,6 +259,52 @@ def test_a_random_model_ends_at_the_floor(
     assert set(found["runs"]) <= {"pilot"} and sum(found["prompts"].values()) <= 150
 
 
+def test_own_items_are_moved_and_no_more_asked_than_the_file_has(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]],
+) -> None:
+    file = ROOT / "tests/data/own/words.jsonl"
+    result, found = diagnose(
+        "tiny", "task=own_data", f"task.path={file}", "runtime.resamples=100"
+    )
+    assert result.status == 0, result.err
+    # tiny loses the middle of its prompt; twenty lines at five positions.
+    assert_line_names(result.out, "at most 100,")
+    assert found["task"] == "own_data" and found["prompts"]["shape"] == 100
+    rows = pd.read_json(Path(found["runs"]["shape"]) / "predictions.jsonl", lines=True)
+    by_position = rows["scores"].map(lambda row: row["accuracy"])
+    means = by_position.groupby(rows["gold_position"]).mean()
+    assert len(means) == 5 and means.iloc[2] < min(means.iloc[0], means.iloc[-1])
+    assert "hold no more" in found["reason"] and not found["next"]
+
+
+def test_a_trained_model_tells_after_a_few_questions(tiny: Any) -> None:
+    task = KVRetrieval(
+        prompt="compact", records="words", pairs=8, limit=12, max_new_tokens=1
+    )
+    examples = spread_over_positions(task.evaluation())
+    gain = answer_signal(tiny, task, examples)
+    assert gain.n < len(examples) and gain.ci_low > 0.1
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_prompt", "share", "questions"),
+    [(0.1, 1.0, 5), (2.0, 1.0, 4), (2.0, 0.5, 2), (60.0, 1.0, 1)],
+)
+def test_a_round_is_as_large_as_the_time_that_is_left(
+    seconds_per_prompt: float, share: float, questions: int
+) -> None:
+    """Of 60 seconds 57 may go; a question of the shape is five prompts, one of the pilot three."""
+    course = Course(["model=tiny"], Budget.parse("60s"), Console(quiet=True))
+    course.allowance.watch = Stopwatch()
+    course.diagnosis.prompts["pilot"] = 15
+    course.diagnosis.seconds["pilot"] = 15 * seconds_per_prompt
+    assert course._round_questions("pilot", 6, share) == questions
+    # Without a measured part, and under a budget that is no time, rounds are whole.
+    assert course._round_questions("first look", 6, share) == 5
+    course.allowance.budget = Budget.parse("500prompts")
+    assert course._round_questions("pilot", 6, share) == 5
+
+
 def test_a_prompt_tells_a_trained_model_its_answer_and_a_blind_one_nothing(
     tiny: Any, checkpoint: Path
 ) -> None:
@@ -291,6 +338,8 @@ def test_a_prompt_tells_a_trained_model_its_answer_and_a_blind_one_nothing(
         (("stages=[search]",), "stages"),
         (("study=crop_mask",), "study"),
         (("task=mmlu",), "task"),
+        (("task=own_data", "task.path=tests/data/own/choices.jsonl"), "task"),
+        (("task=own_data", "task.path=tests/data/own/long_text.jsonl"), "task"),
         (("-m", "task.pairs=8,16"), "diagnose"),
         (("budget=soon",), "budget"),
         (("task.positions=[0,5]",), "task.positions"),

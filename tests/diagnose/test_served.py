@@ -194,3 +194,59 @@ def test_a_server_that_reads_no_prompt_is_no_traceback(
     assert_line_names(result.out, "next", "window")
     (pilot,) = found["pilots"]
     assert pilot["average"]["value"] is None and pilot["missing"] == 18
+
+
+def test_a_url_alone_is_the_address_of_a_server(
+    posbench: Callable[..., Result], outputs: Path, server: Server
+) -> None:
+    server.listed = [{"id": "../whl/x.gguf", "object": "model"}]
+    file = Path(__file__).parents[1] / "data/own/items.jsonl"
+    server.answer = lambda prompt: "I do not know."
+    result = posbench(
+        "diagnose",
+        server.url,
+        "task=own_data",
+        f"task.path={file}",
+        "budget=300prompts",
+    )
+    assert result.status == 0, result.err
+    (folder,) = (outputs / "diagnose").iterdir()
+    found = json.loads((folder / "diagnosis.json").read_text())
+    assert found["model"] == "../whl/x.gguf"
+    # No folder is hidden, or outside of the outputs.
+    assert folder.name.startswith("whl-x.gguf__own_data__")
+    runs = [Path(run).relative_to(outputs) for run in found["runs"].values()]
+    assert runs and not any(name.startswith(".") for run in runs for name in run.parts)
+    assert f"model.base_url={server.url}" in found["command"]
+
+
+def test_a_server_reads_documents_of_ones_own_at_every_position(
+    posbench: Callable[..., Result], outputs: Path, server: Server, tmp_path: Path
+) -> None:
+    """The reader sees the second half of its prompt alone."""
+    rows = [
+        {
+            "question": f"What is the mark of town {i}?",
+            "documents": [
+                {"text": f"Town {i + k} has mark X{i + k}Y."} for k in range(6)
+            ],
+            "gold": 0,
+            "answers": [f"X{i}Y"],
+        }
+        for i in range(40)
+    ]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server.answer = lambda prompt: prompt[len(prompt) // 2 :]
+    result = posbench(
+        "diagnose",
+        server.url,
+        "task=own_data",
+        f"task.path={file}",
+        "task.positions=[0,2,5]",
+        "runtime.resamples=100",
+    )
+    assert result.status == 0, result.err
+    (saved,) = outputs.glob("diagnose/*/diagnosis.json")
+    found = json.loads(saved.read_text())
+    assert (found["verdict"], found["shape"]["name"]) == ("bias", "recency")

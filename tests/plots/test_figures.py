@@ -161,6 +161,35 @@ def test_only_positive_settings_of_many_magnitudes_have_a_logarithmic_axis(
     assert left.get_xscale() == scale
 
 
+def test_what_was_asked_without_positions_is_a_horizontal_line():
+    """A closed book has one score, beside which those by position are read."""
+    closed = metrics("none")
+    closed = closed[closed["gold_position"] == "all"].assign(
+        value=0.2, ci_low=0.1, ci_high=0.35
+    )
+    runs = pd.concat([metrics("none").assign(method="a"), closed.assign(method="b")])
+    by_position = accuracy_by_position(runs).axes[0]
+    settings = pd.concat(
+        [
+            metrics("none").assign(**{"run": "1", "task.prompt": "official"}),
+            closed.assign(**{"run": "2", "task.prompt": "closed_book"}),
+        ]
+    )
+    swept = factor_sweep(settings, "task.prompt").axes[1]
+    for axes, label, other in (
+        (by_position, "b", "a"),
+        (swept, "closed_book", "official"),
+    ):
+        level = line(axes, label)
+        assert list(level.get_xdata()) == [0, 1]  # the width of the axes
+        np.testing.assert_allclose(level.get_ydata(), 20)
+        assert len(line(axes, other).get_xdata()) == 3
+        shade = axes.patches[-1].get_extents().transformed(axes.transData.inverted())
+        np.testing.assert_allclose([shade.y0, shade.y1], [10, 35])
+    # With positions alone there is no such line.
+    assert len(accuracy_by_position(metrics("none")).axes[0].lines) == 1
+
+
 def test_a_block_of_keys_is_told_without_braces():
     blocks = {1.0: "{points:1}", 0.5: "{curve:free,step:2}"}
     both = sweep([1.0, 0.5])

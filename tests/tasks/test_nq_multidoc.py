@@ -238,6 +238,7 @@ def test_calibration_passes_over_questions_that_the_evaluation_asks(
         ({"question": None}, ("question",)),
         ({"answers": []}, ("answers",)),
         ({"answers": ["yes", ""]}, ("answers",)),
+        ({"answers": ["yes", " \t"]}, ("answers", "blank")),
         ({"answers": "yes"}, ("answers",)),
         ({"ctxs": []}, ("ctxs",)),
         ({"ctxs": ["text"]}, ("ctxs",)),
@@ -377,16 +378,18 @@ def _same_scores(rows: list[dict[str, Any]]) -> None:
     task = NQMultiDoc(reading="liu")
     for row in rows:
         example = Example(id="x", prompt="", answers=tuple(row["answers"]))
-        assert task.score(example, row["model_answer"]) == {
-            "accuracy": row["metric_best_subspan_em"]
-        }
+        scores = task.score(example, row["model_answer"])
+        assert scores["accuracy"] == row["metric_best_subspan_em"]
+        assert scores["whole_reply"] >= scores["accuracy"]
 
 
 def test_the_two_scripts_differ_on_a_leading_line_break() -> None:
     example = Example(id="x", prompt="", answers=("Paris",))
-    assert NQMultiDoc(reading="yu").score(example, "\nParis") == {"accuracy": 1.0}
-    assert NQMultiDoc(reading="liu").score(example, "\nParis") == {"accuracy": 0.0}
-    assert NQMultiDoc().score(example, "London\nParis") == {"accuracy": 0.0}
+    whole = {"whole_reply": 1.0}
+    yu, liu = NQMultiDoc(reading="yu"), NQMultiDoc(reading="liu")
+    assert yu.score(example, "\nParis") == {"accuracy": 1.0, **whole}
+    assert liu.score(example, "\nParis") == {"accuracy": 0.0, **whole}
+    assert yu.score(example, "London\nParis") == {"accuracy": 0.0, **whole}
 
 
 def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:

@@ -270,10 +270,33 @@ def test_answers_outside_the_gold_item_are_told(tmp_path: Path) -> None:
         {**ITEMS, "items": ["Two more", "two", "three"], "other_gold": [0]},
         {**ITEMS, "gold": 0},
     ]
-    doubled, wrong = task(write(tmp_path / "a.jsonl", *rows)).notes()[::-1]
+    doubled, wrong, _ = task(write(tmp_path / "a.jsonl", *rows)).notes()[::-1]
     assert_names(doubled, "2 of 4", "items", "not gold")
     assert_names(wrong, "1 of 4", "gold", "answers")
-    assert task(write(tmp_path / "b.jsonl", ITEMS)).notes() == []
+    long_answers = {**ITEMS, "items": ["a", "twenty", "c"], "answers": ["twenty"]}
+    assert task(write(tmp_path / "b.jsonl", long_answers)).notes() == []
+
+
+def test_answers_are_whole_words_unless_the_text_is_to_match(tmp_path: Path) -> None:
+    row = {**ITEMS, "items": ["one knows", "no two", "three"], "answers": ["no"]}
+    file = write(tmp_path / "a.jsonl", row)
+    for match, score in (("words", 0.0), ("text", 1.0)):
+        own = task(file, match=match)
+        example = own.evaluation()[0]
+        assert own.score(example, "I do not know.") == {"accuracy": score}
+        assert own.score(example, "No!") == {"accuracy": 1.0}
+        short, *others = own.notes()
+        # "knows" of the first item holds "no" as text alone.
+        assert len(others) == score
+        assert_names(short, "1 of 1", "'no'", "word")
+
+
+def test_a_denied_answer_is_right_under_either_rule(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {**ITEMS, "answers": ["Mark Twain"]})
+    for match in ("words", "text"):
+        own = task(file, match=match)
+        scores = own.score(own.evaluation()[0], "It was not Mark Twain.")
+        assert scores == {"accuracy": 1.0}
 
 
 def test_a_document_without_text_is_named(tmp_path: Path) -> None:

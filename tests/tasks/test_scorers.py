@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import permutations
 from pathlib import Path
 
@@ -54,6 +55,83 @@ def test_the_two_readings_of_sub_span_match(
     assert s.best_subspan_em(reply, answers, strip_first=False) == liu
 
 
+@pytest.mark.parametrize("answer", ["A", "The The", "an", "?", "%", "The ..."])
+def test_an_answer_of_articles_or_signs_alone_is_not_in_every_reply(
+    answer: str,
+) -> None:
+    """SQuAD's normalisation leaves nothing of them, and nothing is part of every reply."""
+    wrong_reply = "I do not know that or what has any"
+    right_replies = [
+        answer,
+        f"{answer}\nI know",
+        f"It is: {answer}",
+        f"“{answer}” it is",
+    ]
+    for whole in (False, True):
+        assert s.best_subspan_em(wrong_reply, [answer], whole_reply=whole) == 0
+        for reply in right_replies:
+            assert s.best_subspan_em(reply, [answer], whole_reply=whole) == 1
+    for f1 in (s.qa_f1, s.ascii_f1):
+        assert f1(wrong_reply, answer) == 0 and f1(answer, answer) == 1
+    assert s.best_subspan_em(f"Paris is {answer}", ["Rome", answer]) == 1
+
+
+def test_a_gold_text_of_chinese_signs_alone_can_be_right() -> None:
+    assert s.qa_f1_zh("？", "？") == 1 and s.qa_f1_zh("北京", "？") == 0
+    assert s.ascii_f1("\ue000", "\ue000") == 1 and s.ascii_f1("x", "\ue000") == 0
+
+
+def test_the_whole_reply_is_read_beside_its_first_line() -> None:
+    reply = "## Answer\nIt is Paris."
+    assert s.best_subspan_em(reply, ["Paris"]) == 0
+    assert s.best_subspan_em(reply, ["Paris"], whole_reply=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "is_word"),
+    [
+        ("I do not know.", "no", False),
+        ("No, they are not.", "no", True),
+        ("no-one", "no", True),
+        ("In 1429.", "42", False),
+        ("in 42 of them", "42", True),
+        ("It is 42m high", "42", False),
+        ("Catherine's cat", "cat", True),
+        ("Catherine", "cat", False),
+        ("It costs 5%.", "5%", True),
+        ("It costs 15%.", "5%", False),
+        ("in C++.", "C++", True),
+        ("cafés", "café", False),
+        ("cafe\u0301!", "café", True),
+        ("Öl", "l", False),
+        ("東京駅で", "京", True),
+        ("อยู่ที่กรุงเทพมหานคร", "กรุงเทพ", True),
+        ("서울은 크다", "서울", True),
+        ("我用iPhone手机", "iphone", True),
+        ("他在１４２９年", "４２", False),
+        ("not Mark Twain", "Mark Twain", True),
+        ("Mark Twainish; by Mark Twain", "mark twain", True),
+    ],
+)
+def test_whole_words_in_scripts_with_and_without_spaces(
+    reply: str, answer: str, is_word: bool
+) -> None:
+    assert s.contains_answer(reply, [answer], whole_words=True) is is_word
+    assert s.contains_answer(reply, [answer])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whole_words_are_the_boundaries_of_a_regular_expression(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        reply = "".join(rng.choices("ab1 .-", k=12))
+        answer = "".join(rng.choices("ab1.", k=rng.randint(1, 3)))
+        before = r"(?<![ab1])" if answer[0] != "." else ""
+        after = r"(?![ab1])" if answer[-1] != "." else ""
+        expected = bool(re.search(before + re.escape(answer) + after, reply))
+        assert s.contains_answer(reply, [answer], whole_words=True) == expected
+
+
 def test_real_answers_score_as_the_released_script_said() -> None:
     rows = [json.loads(line) for line in SCORED.read_text().splitlines()]
     official = [row["metric_best_subspan_em"] for row in rows]
@@ -70,7 +148,7 @@ def test_token_f1_by_hand() -> None:
         0.4
     )  # 1/2 and 1/3
     assert s.qa_f1("x x y", "x x x") == pytest.approx(2 / 3)  # a bag, not a set
-    assert s.qa_f1("", "") == s.qa_f1("the", "the") == s.qa_f1("x", "y") == 0.0
+    assert s.qa_f1("", "") == s.qa_f1("the", "x") == s.qa_f1("x", "y") == 0.0
 
 
 def test_chinese_f1_and_its_punctuation() -> None:
@@ -80,7 +158,7 @@ def test_chinese_f1_and_its_punctuation() -> None:
         2 / 3
     )  # the benchmark's set lacks this one: a word of its own
     assert s.qa_f1_zh("GPT", "gpt") == 1.0
-    assert s.qa_f1_zh("上海", "北京") == s.qa_f1_zh("。", "。") == 0.0
+    assert s.qa_f1_zh("上海", "北京") == s.qa_f1_zh("。", "") == 0.0
 
 
 def test_chinese_rouge_counts_words() -> None:

@@ -55,6 +55,7 @@ class Sampled(Study):
         cells: Side of the written maps; larger ones: means of blocks, no diagonal.
     """
 
+    text_lengths: ClassVar[tuple[str, ...]] = ("tokens",)
     smallest: ClassVar[Mapping[str, int]] = {"samples": 16}
     samples: Several = 1000
     tokens: Annotated[int, Ge(8)] = 50

@@ -67,6 +67,7 @@ class HiddenPerturbation(Study):
         seed: Seed of the texts and of the random channels.
     """
 
+    text_lengths: ClassVar[tuple[str, ...]] = ("length",)
     smallest: ClassVar[Mapping[str, int]] = {"texts": 8}
     channel: int | None = None
     texts: Count = 100

@@ -82,6 +82,7 @@ class PositionalChannels(Study):
         seed: Seed of the strings, the random channels and the shuffles.
     """
 
+    text_lengths: ClassVar[tuple[str, ...]] = ("length",)
     smallest: ClassVar[Mapping[str, int]] = {"strings": GROUPS}
     channels: tuple[int, ...] | None = None
     top: Count = 2
