@@ -17,11 +17,11 @@ from posbench.model.answers import Reply, RequestError
 
 Part = Literal["", "the front", "the middle", "the end", "a part"]
 Ask = Callable[[str, int], Reply]
-"""Sends a text as the task's prompts are sent, and asks for a reply of at most so many tokens beside thinking."""
+"""Sends a text as the task's prompts are sent, and asks for an answer of at most so many tokens beside thinking; 0: the
+reply does not matter."""
 
-COUNT_TOKENS = 16
 VALUE_TOKENS = 32
-"""Tokens of the replies to a text that is counted, and to one that a value is looked for in."""
+"""Tokens of an answer that is a value."""
 SLACK_TOKENS = 8
 """How far the counts of two parts may be from that of the whole: where a text is cut, a token may become two."""
 NOISE_FACTOR = 3
@@ -173,7 +173,7 @@ class _Counts:
 
     def _count(self, text: str, again: bool = False) -> int:
         if again or text not in self._known:
-            reply = self._ask(cold(text), COUNT_TOKENS)
+            reply = self._ask(cold(text), 0)
             if reply.note:
                 raise _Rejected(reply.note)
             if not reply.prompt_tokens:
@@ -211,7 +211,7 @@ class _Counts:
         return missing <= SLACK_TOKENS + NOISE_FACTOR * self._noise
 
     def _longest_whole(self, text: str) -> int:
-        """Characters of the longest beginning of a text that arrives whole, about; 0 where even a short one does not."""
+        """Characters of the longest beginning of a text that arrives whole; 0 where not even a short one does."""
         low, high = len(text) // 2, len(text)
         while not self._is_whole(text[:low], low // 2):
             low, high = low // 2, low
@@ -274,7 +274,7 @@ class _Values:
         )
 
     def dropped_part(self, limit: int) -> Part:
-        """Which part of a text is dropped that is longer than ``limit`` characters; "a part" where values do not tell."""
+        """What is dropped of texts of more than ``limit`` characters; "a part" where values do not tell."""
         below, above = (int(share * limit) for share in NAMING_LENGTHS)
         try:
             if not all(self._finds(below, depth) for depth in DEPTHS):
@@ -345,7 +345,7 @@ def text_with_value(
     pair = f'"{key}": "{value}",\n '
     size = max(characters - len(head) - len(tail) - len(pair), NOTE_CHARACTERS)
     words = filler * (size // max(len(filler), 1) + 1)
-    lines = []
+    lines = list[str]()
     while size > 0:
         label = f'"note {1000 + len(lines)}": "'
         length = max(min(NOTE_CHARACTERS, size - len(label) - 4), 1)
@@ -427,8 +427,8 @@ class RowCheck:
                 return True
             # What a cache holds may not be counted: then a text that is sent again has fewer tokens.
             new = cold(text)
-            self._ask(new, COUNT_TOKENS)
-            again = self._ask(new, COUNT_TOKENS).prompt_tokens or 0
+            self._ask(new, 0)
+            again = self._ask(new, 0).prompt_tokens or 0
             return again < ROW_SHARE * whole
         except (_NotCounted, _Rejected):
             return False

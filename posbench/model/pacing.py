@@ -1,4 +1,4 @@
-"""How many requests go to a server at a time, and when: as many as it answers, none while it asks to wait."""
+"""How many requests go to a server at a time, and when: as many as it answers, none while it asks to wait; how fast."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from statistics import median
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,12 @@ NOTICE_SECONDS = 10.0
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
+TIMED_REPLY_TOKENS = 16
+"""Tokens of a reply while a server is timed; a shorter one tells the time of a token no better."""
+FULLY_PARALLEL = 0.75
+"""Share of the requests that were sent at once, above which a server is taken to answer all of them at once."""
+SAME_LENGTH = 1.1
+"""Texts whose lengths differ by less are timed as one."""
 
 
 class ServerBusy(RuntimeError):
@@ -204,3 +213,80 @@ def parse_seconds(text: str) -> float | None:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return max((moment - datetime.now(UTC)).total_seconds(), 0.0)
+
+
+# Speed
+
+
+class Timing(NamedTuple):
+    """A request that was sent alone, its text new to every cache: characters, tokens of the reply, seconds."""
+
+    characters: int
+    reply_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServerSpeed:
+    """How fast a server answers texts that are new to it.
+
+    Attributes:
+        short: Characters of a short text, and the seconds until it was read.
+        long: The same of the longest text that was timed.
+        token_seconds: Seconds of a token of a reply.
+        parallel: Requests that are answered in the time of one; None: not measured.
+        sent: Requests that were sent at once to measure that.
+    """
+
+    short: tuple[float, float]
+    long: tuple[float, float]
+    token_seconds: float
+    parallel: float | None = None
+    sent: int = 1
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing]) -> ServerSpeed:
+        """Return the speed that requests show.
+
+        Args:
+            timings: One or more.
+        """
+        token_seconds = min(
+            t.seconds / max(t.reply_tokens, TIMED_REPLY_TOKENS) for t in timings
+        )
+        shortest = min(t.characters for t in timings)
+        longest = max(t.characters for t in timings)
+
+        def reading_seconds(group: list[Timing]) -> float:
+            return median(
+                max(t.seconds - token_seconds * t.reply_tokens, 0.0) for t in group
+            )
+
+        short = [t for t in timings if t.characters <= SAME_LENGTH * shortest]
+        long = [t for t in timings if t.characters >= longest / SAME_LENGTH]
+        return cls(
+            (shortest, reading_seconds(short)),
+            (longest, reading_seconds(long)),
+            token_seconds,
+        )
+
+    def seconds_of_request(self, characters: float, reply_tokens: float) -> float:
+        """Return what one request takes that is sent alone: the time to read it grows with its length."""
+        (short, short_seconds), (long, long_seconds) = self.short, self.long
+        reading = long_seconds * characters / max(long, 1)
+        if long > SAME_LENGTH * short and long_seconds > short_seconds:
+            slope = (long_seconds - short_seconds) / (long - short)
+            reading = max(short_seconds + slope * (characters - short), 0.0)
+        return reading + self.token_seconds * reply_tokens
+
+    def at_once(self, concurrency: int) -> float:
+        """Return how many requests are answered in the time of one, where so many are sent at a time.
+
+        A server that answers as many at once as were sent is taken to answer more; where nothing was measured, all.
+        """
+        if self.parallel is None:
+            return float(concurrency)
+        parallel = self.parallel
+        if parallel > FULLY_PARALLEL * self.sent:
+            parallel *= concurrency / self.sent
+        return min(max(parallel, 1.0), float(concurrency))

@@ -12,9 +12,7 @@ import pytest
 from posbench.model.answers import OVERFLOW, Reply
 from posbench.model.delivery import Delivery, RowCheck, check_delivery, rounded_down
 
-WORDS = "the of river harbour stone, because. winter (letters) 1984 and\n railway seven".split(
-    " "
-)
+WORDS = ["the", "of", "river", "harbour", "stone,", "because.", "winter", "(letters)", "1984", "and\n", "railway", "seven"]
 
 
 def prose(rng: random.Random, characters: int) -> str:
