@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from posbench.late import pd
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
@@ -100,7 +100,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
     gain = _score(metrics, method, "difference")
     assert before is not None
     obstacle = _note(_score(metrics, method)) or _note(after)
-    if obstacle.startswith(cut_replies.PROBLEM):
+    if obstacle.startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {obstacle}")
     if gain is not None and gain.ci_high < 0:
         return Verdict(
@@ -128,7 +128,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
 def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
     """What a method is worth that lifts a model off the floor; None where it stays there."""
     average = _score(metrics, method)
-    if _note(average).startswith(cut_replies.PROBLEM):
+    if _note(average).startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {_note(average)}")
     note = _note(_row(metrics, method, "position_bias"))
     if average is None or note.startswith("at the floor"):

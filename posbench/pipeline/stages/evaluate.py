@@ -17,9 +17,9 @@ from posbench.run.batch_plan import subjects
 from posbench.run.folder import PREDICTIONS, RESCORED, RunDir, was_rescored
 from posbench.run.replies import (
     STAGE,
-    is_cut,
     plan_replies,
     prompt_digest,
+    rescored_row,
     scored_replies,
 )
 from posbench.run.sequential import ShapeRule
@@ -27,6 +27,7 @@ from posbench.search.base import note_verdict
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import estimate_row
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.outcomes import is_scorable
 from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
@@ -81,10 +82,7 @@ def run(config: Config, run: Run) -> None:
     all_rows = [row for rows in rows_by_method.values() for row in rows]
     resamples = run.runtime.resamples
     if not write_metrics(task, run.model.name, resamples, run.out, all_rows):
-        notes = dict.fromkeys(row["note"] for row in all_rows if "note" in row)
         reason = f"{task.name} publishes no answers for them"
-        if notes:
-            reason = f"the model read none of them: {', '.join(notes)}"
         run.console.print(f"evaluate: nothing is scored, {reason}")
 
 
@@ -163,11 +161,11 @@ def write_metrics(
         rows: Rows of all methods.
 
     Returns:
-        Whether any row has a score; else no file is written.
+        Whether any row has a score, or would have one if it had been answered; else no file is written.
     """
     methods = list(dict.fromkeys(row["method"] for row in rows))
     ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
-    if not any(row["scores"] for row in ordered):
+    if not any(map(is_scorable, ordered)):
         return False
     served = out.config().get("model") or {}
     tabulator = Tabulator(
@@ -223,17 +221,13 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     rows: list[Row] = []
     num_changed = 0
     for row in saved_rows:
-        if "error" not in row and not row.get("note"):
-            example = examples[row["id"]]
-            rescored = {name: value for name, value in row.items() if name != "cut"}
-            rescored["scores"] = task.checked_score(example, row["output"])
-            if is_cut(task, example, row):
-                rescored["cut"] = True
+        if "error" not in row:
+            rescored = rescored_row(task, examples[row["id"]], row)
             num_changed += rescored != row
             row = rescored
         rows.append(row)
     valid_rows = [row for row in rows if "error" not in row]
-    if not any(row["scores"] for row in valid_rows):
+    if not any(map(is_scorable, valid_rows)):
         allowed = "a task that scores the replies of the run"
         raise UserError("task", task.name, allowed, "give its score() a value again")
     if num_changed:
