@@ -140,11 +140,20 @@ def is_question(prompt: str) -> bool:
     return "\n" not in prompt
 
 
+def forget_servers() -> None:
+    """Forget what this process learned of servers: another one may have the port of an earlier one."""
+    served = sys.modules.get("posbench.pipeline.served")
+    if served:
+        served._PROFILES.clear()
+        served._DELIVERIES.clear()
+
+
 @contextmanager
 def serving(
     fault: Fault = lambda prompt, n: "", ways: tuple[str, ...] = (), port: int = 0
 ) -> Iterator[Server]:
     """A server that runs inside the block; ``ways`` are those of telling choices that it has."""
+    forget_servers()
     server = Server(fault, ways, port)
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:

@@ -174,8 +174,8 @@ class _Counts:
     def _count(self, text: str, again: bool = False) -> int:
         if again or text not in self._known:
             reply = self._ask(cold(text), 0)
-            if reply.note:
-                raise _Rejected(reply.note)
+            if reply.rejection:
+                raise _Rejected(reply.rejection)
             if not reply.prompt_tokens:
                 raise _NotCounted
             self._known[text] = reply.prompt_tokens
@@ -322,8 +322,8 @@ class _Values:
             key, value = secrets.token_hex(4), secrets.token_hex(4)
             text = cold(text_with_value(self._filler, characters, depth, key, value))
             reply = self._ask(text, VALUE_TOKENS)
-            if reply.note:
-                raise _Rejected(reply.note)
+            if reply.rejection:
+                raise _Rejected(reply.rejection)
             if value in reply.text:
                 return True
         return False

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -214,6 +214,15 @@ class ServerProfile:
         return (*fields, *settings)
 
     @property
+    def delivery_facts(self) -> dict[str, Any]:
+        """What a run records of whether prompts arrive whole, and of the line on which the counts of its rows lie."""
+        facts: dict[str, Any] = asdict(self.delivery) if self.delivery else {}
+        facts["text"] = str(self.delivery or "")
+        facts["tokens_per_character"] = self.tokens_per_character
+        facts["overhead_tokens"] = self.overhead_tokens
+        return facts
+
+    @property
     def is_sampled(self) -> bool:
         """Whether replies are drawn at random, so that the same prompt may get another one."""
         return self.temperature != 0
@@ -264,6 +273,11 @@ def text_encoder(config: ModelConfig) -> Encoder:
     reader = read_checkpoint(config)
     window = max(reader.context_window - thinking_tokens, 1)
     return replace(reader, context_window=window)
+
+
+def untruncated(encoder: Encoder) -> Encoder:
+    """The same encoder for prompts of any length."""
+    return replace(encoder, context_window=NO_WINDOW)  # type: ignore[type-var]
 
 
 class Endpoint:
@@ -699,7 +713,9 @@ class Endpoint:
 
     def deliver(self, make_prompt: MakePrompt, text: str, answer_tokens: int) -> Reply:
         """The same, with a note where the server rejects the text."""
-        return _reply_or_note(lambda: self.ask_timed(make_prompt, text, answer_tokens))
+        return _reply_or_rejection(
+            lambda: self.ask_timed(make_prompt, text, answer_tokens)
+        )
 
     def _need_time(self) -> float:
         """Seconds that a request may take: those of the config, or what is left of the probe's.

@@ -36,6 +36,7 @@ from posbench.model.endpoint import (
     ServerProfile,
     is_on_this_machine,
     text_encoder,
+    untruncated,
 )
 from posbench.model.pacing import ServerSpeed
 from posbench.pipeline.arguments import ENDPOINT, model_name
@@ -250,13 +251,12 @@ def check_prompts_arrive(
         delivery = _deliver(probe, longest)
         endpoint = probe.endpoint
         speed = profile.speed
-        if speed and endpoint.timings:
+        if endpoint.timings:
             measured = ServerSpeed.of(endpoint.timings)
             speed = replace(
-                speed,
-                short=measured.short,
-                long=measured.long,
-                token_seconds=min(measured.token_seconds, speed.token_seconds),
+                measured,
+                parallel=speed.parallel if speed else None,
+                sent=speed.sent if speed else 1,
             )
         profile = replace(
             profile,
@@ -279,7 +279,7 @@ def _deliver(probe: _Probe, longest: Example) -> Delivery:
     endpoint = probe.endpoint
     profile = endpoint.profile
     length = len(longest.prompt)
-    encoder = replace(text_encoder(probe.config.model), context_window=NO_WINDOW)  # type: ignore[type-var]
+    encoder = untruncated(text_encoder(probe.config.model))
     make_prompt = _prompt_maker(endpoint, encoder, longest)
     tokens = DELIVERY_LENGTHS * length * _density(profile)
     seconds = 0.0
@@ -321,8 +321,8 @@ def _with_limit(config: Config, delivery: Delivery, longest: Example) -> Config:
     if encoder.tokenizer:
         # In tokens of the tokenizer that prompts are fitted with, which may not be the server's.
         beginning = longest.prompt[: delivery.characters]
-        whole = replace(encoder, context_window=NO_WINDOW)  # type: ignore[type-var]
-        window = rounded_down(len(whole.encode(beginning, chat=longest.chat).ids))
+        encoded = untruncated(encoder).encode(beginning, chat=longest.chat)
+        window = rounded_down(len(encoded.ids))
     elif not delivery.is_counted:
         window = round(window * ASSUMED_TOKENS_PER_CHARACTER)
     typed = config.model.context_window

@@ -9,10 +9,21 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from posbench.model.answers import OVERFLOW, Reply
+from posbench.model.answers import Reply
 from posbench.model.delivery import Delivery, RowCheck, check_delivery, rounded_down
+from posbench.stats.outcomes import OVERFLOW
 
-WORDS = ["the", "of", "river", "harbour", "stone,", "because.", "winter", "(letters)", "1984", "and\n", "railway", "seven"]
+WORDS = [
+    "the",
+    "of",
+    "river",
+    "harbour",
+    "stone,",
+    "because.",
+    "(letters)",
+    "1984",
+    "and\n",
+]
 
 
 def prose(rng: random.Random, characters: int) -> str:
@@ -91,7 +102,7 @@ class SimulatedServer:
         self.characters += len(text)
         tokens = self.read(text)
         if self.limit and len(tokens) > self.limit:
-            return Reply(note=OVERFLOW)
+            return Reply(rejection=OVERFLOW)
         kept = "".join(tokens)
         count = len(tokens) + self.template
         count = round(count * (1 + self.rng.uniform(-self.noise, self.noise)))
