@@ -40,6 +40,7 @@ from posbench.model.lm import LENGTH
 from posbench.model.load import ModelConfig, read_checkpoint
 from posbench.model.pacing import (
     MAX_WAIT_SECONDS,
+    SAME_LENGTH,
     Pacer,
     ServerBusy,
     ServerSpeed,
@@ -661,7 +662,7 @@ class Endpoint:
 
         Args:
             make_prompt: Gives a text the form of the task's prompts.
-            sample: What was sent alone before.
+            sample: The text; its first words are made new each time.
             count: Requests to send at once.
 
         Raises:
@@ -679,6 +680,10 @@ class Endpoint:
                 self._ask_reply(make_prompt(text), PROBE_TOKENS)
 
         texts = [cold(sample) for _ in range(count)]
+        if len(texts[0]) * SAME_LENGTH < speed.long[0]:
+            with self._reporting_probe_failures(), suppress(_PromptRejected):
+                self.ask_timed(make_prompt, cold(sample))
+                speed = ServerSpeed.of(self.timings)
         began = time.monotonic()
         with self._reporting_probe_failures(), ThreadPool(count) as pool:
             pool.map(ask, texts)

@@ -178,7 +178,8 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
             examples, min(*own_windows, listed_window or NO_WINDOW)
         )
         make_prompt = _prompt_maker(endpoint, encoders[profile.api], examples[0])
-        _measure(probe, make_prompt, sample)
+        longest = max(len(example.prompt) for example in examples)
+        _measure(probe, make_prompt, sample, sample[:longest])
     profile = endpoint.profile
     _PROFILES[key] = profile
     profile = replace(
@@ -197,8 +198,15 @@ def _kind_of_text(task: Task) -> str:
     return repr(sorted(values.items()))
 
 
-def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
-    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once."""
+def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str, prompt: str) -> None:
+    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once.
+
+    Args:
+        probe: The probe.
+        make_prompt: Gives a text the form of the task's prompts.
+        sample: The sample.
+        prompt: As much of it as the longest prompt has.
+    """
     endpoint = probe.endpoint
     concurrency = probe.config.model.concurrency
     with probe.in_time("tokens and time of a piece of the prompts"):
@@ -206,14 +214,14 @@ def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
     speed = endpoint.profile.speed
     if speed is None:
         return
-    seconds = speed.seconds_of_request(len(sample), PROBE_TOKENS)
+    seconds = speed.seconds_of_request(len(prompt), PROBE_TOKENS)
     count = concurrency
     if count * seconds > PARALLEL_SECONDS:
         count = min(count, 2)
-    tokens = count * len(sample) * _density(endpoint.profile)
+    tokens = count * len(prompt) * _density(endpoint.profile)
     if probe.affords(count * seconds, tokens, PARALLEL_SHARE):
         with probe.in_time("how many requests it answers at a time"):
-            endpoint.measure_parallel(make_prompt, sample, count)
+            endpoint.measure_parallel(make_prompt, prompt, count)
 
 
 def _density(profile: ServerProfile) -> float:
