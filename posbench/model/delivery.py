@@ -31,8 +31,8 @@ MIN_TOKENS_PER_CHARACTER = 0.02
 SMALL_CHARACTERS = 400
 SHORT_CHARACTERS = 1500
 """Characters of texts that every server reads whole: two that are counted, and one that a value is looked for in."""
-BRACKET = 64
-"""The limit is found to one part in so many."""
+BRACKETS = ((100_000, 64), (float("inf"), 16))
+"""The limit is found to one part in so many, by the characters of the longest prompt: of long ones each step costs."""
 NOTE_CHARACTERS = 120
 """Characters of the notes among which a value stands."""
 FRONT, MIDDLE, END = DEPTHS = (0.0, 0.5, 1.0)
@@ -118,7 +118,7 @@ def check_delivery(ask: Ask, text: str) -> Delivery:
         return _Counts(ask).check(text)
     except _Rejected as rejection:
         # Prompts that are refused have no score; none is shortened in silence.
-        return Delivery(unchecked=f"the server refused a long text ({rejection})")
+        return Delivery(unchecked=f"the server refuses the longest one ({rejection})")
     except _NotCounted:
         pass
     try:
@@ -126,8 +126,13 @@ def check_delivery(ask: Ask, text: str) -> Delivery:
     except _Rejected as rejection:
         return Delivery(
             is_counted=False,
-            unchecked=f"the server refused a long text ({rejection})",
+            unchecked=f"the server refuses the longest one ({rejection})",
         )
+
+
+def bracket(characters: int) -> int:
+    """Return to one part in how many the limit of texts of so many characters is found."""
+    return next(parts for most, parts in BRACKETS if characters <= most)
 
 
 def rounded_down(limit: int) -> int:
@@ -218,7 +223,7 @@ class _Counts:
             if low < SMALL_CHARACTERS // 4:
                 return 0
         known = low
-        while high - low > low // BRACKET + 1:
+        while high - low > low // bracket(len(text)) + 1:
             middle = (low + high) // 2
             if self._is_whole(text[:middle], known):
                 low = middle
@@ -261,7 +266,7 @@ class _Values:
             return Delivery(is_counted=False, unchecked=reason)
         depth = {"the front": FRONT, "the middle": MIDDLE, "the end": END}[part]
         low, high = short, characters
-        while high - low > low // BRACKET + 1:
+        while high - low > low // bracket(characters) + 1:
             middle = (low + high) // 2
             if self._finds(middle, depth, attempts=2):
                 low = middle

@@ -107,6 +107,7 @@ def prepare(
         else:
             # The server reads less than it says.
             fit, long_prompts = _fit(checked, composed, asks_calibration, faults)
+            _blame_server(faults, checked)
     encoder = fit.reader
     if not is_served:
         with faults.collecting():
@@ -164,6 +165,23 @@ def _fit(
         with faults.collecting():
             long_prompts = _fit_to_server(fit, encoder)
     return fit, long_prompts
+
+
+def _blame_server(faults: Faults, config: Config) -> None:
+    """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
+    delivery = str(config.server.delivery) if config.server else ""
+    faults.found = [
+        fault
+        if delivery in fault.allowed
+        else UserError(
+            fault.field,
+            fault.value,
+            f"{fault.allowed}; {delivery}",
+            f"{fault.hint}; or {LARGER_WINDOW}",
+        )
+        for error in faults.found
+        for fault in error.faults
+    ]
 
 
 def _check_constants(config: Config) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from posbench.errors import MachineError, UserError
 from posbench.measure.replies import encode_untruncated
-from posbench.model.answers import RequestError
+from posbench.model.answers import Reply, RequestError
 from posbench.model.delivery import (
     Delivery,
     check_delivery,
@@ -110,6 +110,20 @@ class _Probe:
             cost = price_of(tokens, 0, self.config.model.price) or 0.0
             return cost <= PROBE_SHARE * budget.usd
         return budget.tokens is None or tokens <= PROBE_SHARE * budget.tokens
+
+    def need_room(self) -> None:
+        """Raise UserError where the probe has taken too much of a budget of tokens or money."""
+        budget = self._budget
+        if budget is None or not (budget.tokens or budget.usd):
+            return
+        read, written = self.endpoint.tokens_read, self.endpoint.tokens_written
+        spent: float = read + written
+        if budget.usd:
+            spent = price_of(read, written, self.config.model.price) or 0.0
+        if spent > DELIVERY_SHARE * budget.size:
+            allowed = "more: the server shortens prompts in silence, and how much it reads takes more to find out"
+            hint = f"set a budget ten times as large, or {LARGER_WINDOW}"
+            raise UserError("budget", budget.text, allowed, hint)
 
     @contextmanager
     def in_time(self, what: str) -> Any:
@@ -299,14 +313,14 @@ def _deliver(probe: _Probe, longest: Example) -> Delivery:
         return Delivery(
             unchecked=f"it takes about {tokens:,.0f} tokens, which --yes agrees to"
         )
+
+    def ask(text: str, answer_tokens: int) -> Reply:
+        probe.need_room()
+        return endpoint.deliver(make_prompt, text, answer_tokens)
+
     try:
         with probe.in_time("whether long prompts arrive whole"):
-            return check_delivery(
-                lambda text, answer_tokens: endpoint.deliver(
-                    make_prompt, text, answer_tokens
-                ),
-                longest.prompt,
-            )
+            return check_delivery(ask, longest.prompt)
     except RequestError as error:
         return Delivery(unchecked=f"the server failed ({error})")
 
@@ -504,7 +518,8 @@ def describe_endpoint(endpoint: Endpoint) -> list[str]:
     if not profile.sends_stop:
         lines.append("server: it refuses stop: replies are cut here")
     if profile.delivery and str(profile.delivery):
-        lines.append(f"server: {profile.delivery}")
+        text = str(profile.delivery).replace("the server reads", "it reads", 1)
+        lines.append(f"server: {text}")
     return lines
 
 
