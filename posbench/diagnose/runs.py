@@ -126,9 +126,8 @@ class Runs:
                 allowed = "one model, task and method at a time"
                 hint = "posbench diagnose model=NAME for each"
                 raise UserError("diagnose", names, allowed, hint)
-            config = self._count_probe(
-                prepare(configs[0], budget=self.allowance.rest(1.0)).config
-            )
+            rest = replace(self.allowance.rest(1.0), text=self.allowance.budget.text)
+            config = self._count_probe(prepare(configs[0], budget=rest).config)
             self._configs[tuple(overrides)] = config
         return config
 

@@ -40,7 +40,6 @@ from posbench.model.lm import LENGTH
 from posbench.model.load import ModelConfig, read_checkpoint
 from posbench.model.pacing import (
     MAX_WAIT_SECONDS,
-    SAME_LENGTH,
     Pacer,
     ServerBusy,
     ServerSpeed,
@@ -645,7 +644,7 @@ class Endpoint:
             except _PromptRejected as rejection:
                 self._change(window=self.profile.window or rejection.window)
                 return
-        self._change(speed=ServerSpeed.of(self.timings))
+        self._change(speed=ServerSpeed(tuple(self.timings)))
         short_tokens = self.profile.overhead_tokens
         if long.prompt_tokens is None or long.prompt_tokens <= short_tokens:
             return
@@ -680,10 +679,10 @@ class Endpoint:
                 self._ask_reply(make_prompt(text), PROBE_TOKENS)
 
         texts = [cold(sample) for _ in range(count)]
-        if len(texts[0]) * SAME_LENGTH < speed.long[0]:
+        if not speed.was_timed_at(len(texts[0])):
             with self._reporting_probe_failures(), suppress(_PromptRejected):
                 self.ask_timed(make_prompt, cold(sample))
-                speed = ServerSpeed.of(self.timings)
+                speed = ServerSpeed(tuple(self.timings))
         began = time.monotonic()
         with self._reporting_probe_failures(), ThreadPool(count) as pool:
             pool.map(ask, texts)

@@ -6,13 +6,15 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ FULLY_PARALLEL = 0.75
 """Share of the requests that were sent at once, above which a server is taken to answer all of them at once."""
 SAME_LENGTH = 1.1
 """Texts whose lengths differ by less are timed as one."""
+NEAR_LENGTH = 1.5
+"""A text whose length differs by less from one that was timed takes about as long."""
 
 
 class ServerBusy(RuntimeError):
@@ -231,52 +235,57 @@ class ServerSpeed:
     """How fast a server answers texts that are new to it.
 
     Attributes:
-        short: Characters of a short text, and the seconds until it was read.
-        long: The same of the longest text that was timed.
-        token_seconds: Seconds of a token of a reply.
+        timings: Requests that were timed, one or more.
         parallel: Requests that are answered in the time of one; None: not measured.
         sent: Requests that were sent at once to measure that.
     """
 
-    short: tuple[float, float]
-    long: tuple[float, float]
-    token_seconds: float
+    timings: tuple[Timing, ...]
     parallel: float | None = None
     sent: int = 1
 
-    @classmethod
-    def of(cls, timings: Sequence[Timing]) -> ServerSpeed:
-        """Return the speed that requests show.
-
-        Args:
-            timings: One or more.
-        """
-        token_seconds = min(
-            t.seconds / max(t.reply_tokens, TIMED_REPLY_TOKENS) for t in timings
+    @property
+    def token_seconds(self) -> float:
+        """Seconds of a token of a reply, at most."""
+        return min(
+            t.seconds / max(t.reply_tokens, TIMED_REPLY_TOKENS) for t in self.timings
         )
-        shortest = min(t.characters for t in timings)
-        longest = max(t.characters for t in timings)
 
-        def reading_seconds(group: list[Timing]) -> float:
-            return median(
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Lengths of texts in characters, and the seconds until one of that length was read, the shortest first."""
+        token_seconds = self.token_seconds
+        points = []
+        rest = sorted(self.timings)
+        while rest:
+            shortest = rest[0].characters
+            group = [t for t in rest if t.characters <= SAME_LENGTH * shortest]
+            rest = rest[len(group) :]
+            seconds = median(
                 max(t.seconds - token_seconds * t.reply_tokens, 0.0) for t in group
             )
+            points.append((median(t.characters for t in group), seconds))
+        return points
 
-        short = [t for t in timings if t.characters <= SAME_LENGTH * shortest]
-        long = [t for t in timings if t.characters >= longest / SAME_LENGTH]
-        return cls(
-            (shortest, reading_seconds(short)),
-            (longest, reading_seconds(long)),
-            token_seconds,
+    def was_timed_at(self, characters: float) -> bool:
+        """Return whether a text was timed that is about as long as this."""
+        lengths = [length for length, _ in self.points]
+        return any(
+            length / NEAR_LENGTH <= characters <= NEAR_LENGTH * length
+            for length in lengths
         )
 
     def seconds_of_request(self, characters: float, reply_tokens: float) -> float:
-        """Return what one request takes that is sent alone: the time to read it grows with its length."""
-        (short, short_seconds), (long, long_seconds) = self.short, self.long
-        reading = long_seconds * characters / max(long, 1)
-        if long > SAME_LENGTH * short and long_seconds > short_seconds:
-            slope = (long_seconds - short_seconds) / (long - short)
-            reading = max(short_seconds + slope * (characters - short), 0.0)
+        """Return what one request takes that is sent alone: between lengths that were timed, evenly more."""
+        points = self.points
+        lengths, seconds = zip(*points, strict=True)
+        reading = float(np.interp(characters, lengths, seconds))
+        longest, longest_seconds = points[-1]
+        if characters > longest:
+            slope = longest_seconds / max(longest, 1)
+            reading = longest_seconds + slope * (characters - longest)
+        elif characters < lengths[0]:
+            reading = seconds[0] * characters / max(lengths[0], 1)
         return reading + self.token_seconds * reply_tokens
 
     def at_once(self, concurrency: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from posbench.model.answers import Reply, RequestError
 from posbench.model.delivery import (
     Delivery,
     check_delivery,
+    cold,
     rounded_down,
 )
 from posbench.model.encode import Encoder
@@ -38,7 +39,7 @@ from posbench.model.endpoint import (
     text_encoder,
     untruncated,
 )
-from posbench.model.pacing import ServerSpeed
+from posbench.model.pacing import ServerSpeed, Timing
 from posbench.pipeline.arguments import ENDPOINT, model_name
 from posbench.pipeline.config import Config
 from posbench.run.budget import Budget, money, price_of
@@ -57,8 +58,8 @@ _PROFILES: dict[str, ServerProfile] = {}
 SAMPLE_CHARACTERS = 4000
 PIECE_CHARACTERS = 1000
 """Characters of the task's prompts whose tokens a server counts before the run, and those of one prompt."""
-_DELIVERIES: dict[tuple[str, str], tuple[int, Delivery, ServerSpeed | None]] = {}
-"""Of each server and kind of text the longest prompt that was checked, in characters, what that told, and the speed."""
+_DELIVERIES: dict[tuple[str, str], tuple[int, Delivery, tuple[Timing, ...]]] = {}
+"""Of each server and kind of text the longest prompt that was checked, in characters, what that told, and the times."""
 LARGER_WINDOW = "give the server a larger window (Ollama: num_ctx; a router: turn its compression off)"
 COUNTED_PROMPTS = 16
 """Prompts whose tokens are counted where the tokenizer is known."""
@@ -265,35 +266,50 @@ def check_prompts_arrive(
         return config
     examples = config.task.evaluation()
     longest = max(examples, key=lambda example: len(example.prompt.encode()))
-    key = repr((config.model.base_url, config.model.server_name, profile.form))
-    known = _DELIVERIES.get((key, _kind_of_text(config.task)))
+    key = (
+        repr((config.model.base_url, config.model.server_name, profile.form)),
+        _kind_of_text(config.task),
+    )
     length = len(longest.prompt)
+    probe = _Probe(config, budget)
+    known = _DELIVERIES.get(key)
     if known is None or (known[1].limit is None and length > SAME_LENGTH * known[0]):
-        probe = _Probe(config, budget)
-        delivery = _deliver(probe, longest)
-        endpoint = probe.endpoint
-        speed = profile.speed
-        if endpoint.timings:
-            measured = ServerSpeed.of(endpoint.timings)
-            speed = replace(
-                measured,
-                parallel=speed.parallel if speed else None,
-                sent=speed.sent if speed else 1,
-            )
-        profile = replace(
-            profile,
-            speed=speed,
-            tokens_read=profile.tokens_read + endpoint.tokens_read,
-            tokens_written=profile.tokens_written + endpoint.tokens_written,
-        )
-        _DELIVERIES[key, _kind_of_text(config.task)] = (length, delivery, speed)
-    else:
-        _, delivery, speed = known
-        profile = replace(profile, speed=speed)
-    profile = replace(profile, delivery=delivery)
+        known = (length, _deliver(probe, longest), ())
+    _, delivery, timings = known
+    speed = profile.speed
+    earlier = speed.timings if speed else ()
+    timings = tuple(dict.fromkeys((*earlier, *timings, *probe.endpoint.timings)))
+    if timings:
+        speed = replace(speed or ServerSpeed(timings), timings=timings)
+        if not speed.was_timed_at(length):
+            _time_prompt(probe, longest, speed)
+            timings = tuple(dict.fromkeys((*timings, *probe.endpoint.timings)))
+            speed = replace(speed, timings=timings)
+    _DELIVERIES[key] = (known[0], delivery, timings)
+    profile = replace(
+        profile,
+        speed=speed,
+        delivery=delivery,
+        tokens_read=profile.tokens_read + probe.endpoint.tokens_read,
+        tokens_written=profile.tokens_written + probe.endpoint.tokens_written,
+    )
     if delivery.limit is None:
         return replace(config, server=profile)
     return replace(_with_limit(unfitted, delivery, longest), server=profile)
+
+
+def _time_prompt(probe: _Probe, longest: Example, speed: ServerSpeed) -> None:
+    """Time the longest prompt of a run where no text of about its length was timed, if the budget has room for it."""
+    endpoint = probe.endpoint
+    length = len(longest.prompt)
+    tokens = length * _density(endpoint.profile)
+    seconds = speed.seconds_of_request(length, 0)
+    if not probe.affords(seconds, tokens, DELIVERY_SHARE):
+        return
+    encoder = untruncated(text_encoder(probe.config.model))
+    make_prompt = _prompt_maker(endpoint, encoder, longest)
+    with suppress(RequestError), probe.in_time("how long a prompt takes"):
+        endpoint.deliver(make_prompt, cold(longest.prompt), 0)
 
 
 def _deliver(probe: _Probe, longest: Example) -> Delivery:
