@@ -26,9 +26,9 @@ SLACK_TOKENS = 8
 """How far the counts of two parts may be from that of the whole: where a text is cut, a token may become two."""
 NOISE_FACTOR = 3
 """How many times as far as two counts of one text are apart, for servers that count about."""
-MIN_TOKENS_PER_CHARACTER = 0.02
+MIN_TOKENS_PER_CHARACTER = 0.03
 """A server whose counts grow less than that counts nothing."""
-SMALL_CHARACTERS = 400
+SMALL_CHARACTERS = 200
 SHORT_CHARACTERS = 1500
 """Characters of texts that every server reads whole: two that are counted, and one that a value is looked for in."""
 BRACKETS = ((100_000, 64), (float("inf"), 16))
@@ -67,6 +67,8 @@ class Delivery:
         is_counted: Whether ``limit`` is one of tokens.
         drops: What is missing of longer prompts.
         unchecked: Why delivery could not be checked; empty: it was.
+        tokens_per_character: Of texts that arrive whole, where a limit of tokens was met; None elsewhere.
+        overhead_tokens: Tokens of a prompt beside its text, as those of a character.
     """
 
     characters: int = 0
@@ -74,6 +76,8 @@ class Delivery:
     is_counted: bool = True
     drops: Part = ""
     unchecked: str = ""
+    tokens_per_character: float | None = None
+    overhead_tokens: int = 0
 
     @property
     def unit(self) -> str:
@@ -119,10 +123,10 @@ def check_delivery(ask: Ask, text: str) -> Delivery:
     except _Rejected as rejection:
         # Prompts that are refused have no score; none is shortened in silence.
         return Delivery(unchecked=f"the server refuses the longest one ({rejection})")
-    except _NotCounted:
-        pass
+    except _NotCounted as error:
+        reason = str(error)
     try:
-        return _Values(ask, text).check(len(text))
+        return _Values(ask, text).check(len(text), reason)
     except _Rejected as rejection:
         return Delivery(
             is_counted=False,
@@ -165,10 +169,15 @@ class _Counts:
         if not characters:
             return Delivery(unchecked="its counts of tokens do not add up")
         values = _Values(self._ask, text)
+        tokens = self._count(text[:characters])
+        # A text of no characters has all that stands beside a text.
+        per_character = (tokens - self._beside_text) / characters
         return Delivery(
             characters=characters,
-            limit=rounded_down(self._count(text[:characters])),
+            limit=rounded_down(tokens),
             drops=values.dropped_part(characters),
+            tokens_per_character=per_character,
+            overhead_tokens=self._beside_text,
         )
 
     def tokens_if_whole(self, text: str) -> int | None:
@@ -182,7 +191,7 @@ class _Counts:
             if reply.rejection:
                 raise _Rejected(reply.rejection)
             if not reply.prompt_tokens:
-                raise _NotCounted
+                raise _NotCounted("it counts no tokens")
             self._known[text] = reply.prompt_tokens
         return self._known[text]
 
@@ -197,7 +206,7 @@ class _Counts:
         both = self._count(first + second)
         growth = both - self._count(first)
         if growth < MIN_TOKENS_PER_CHARACTER * len(second):
-            raise _NotCounted
+            raise _NotCounted("its counts of tokens do not grow with the text")
         self._beside_text = self._count(first) + self._count(second) - both
 
     def _is_whole(self, text: str, at: int) -> bool:
@@ -247,11 +256,16 @@ class _Values:
         self._ask = ask
         self._filler = " ".join(prompt.translate(str.maketrans('"{}', "'()")).split())
 
-    def check(self, characters: int) -> Delivery:
-        """See :func:`check_delivery`."""
+    def check(self, characters: int, why: str) -> Delivery:
+        """See :func:`check_delivery`.
+
+        Args:
+            characters: Length of the longest prompt.
+            why: Why no counts are compared, in words.
+        """
         short = min(SHORT_CHARACTERS, characters // 2)
         if not all(self._finds(short, depth) for depth in DEPTHS):
-            reason = "it counts no tokens, and the model does not find values in a short text"
+            reason = f"{why}, and the model does not find values in a short text"
             return Delivery(is_counted=False, unchecked=reason)
         lost = [depth for depth in DEPTHS if not self._finds(characters, depth)]
         if not lost:
@@ -259,7 +273,7 @@ class _Values:
         part = _part_without(lost)
         where = part or "all"
         reason = (
-            f"it counts no tokens, and the model finds no value at {where} of a text of {characters:,} characters, "
+            f"{why}, and the model finds no value at {where} of a text of {characters:,} characters, "
             "which may be its own bias or the server's doing"
         )
         if not part:
@@ -349,16 +363,22 @@ def text_with_value(
     tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
     pair = f'"{key}": "{value}",\n '
     size = max(characters - len(head) - len(tail) - len(pair), NOTE_CHARACTERS)
-    words = filler * (size // max(len(filler), 1) + 1)
+    before = round(depth * size)
+    notes = _notes(filler, before) + pair + _notes(filler, size - before)
+    return head + notes.removesuffix(",\n ") + tail
+
+
+def _notes(filler: str, characters: int) -> str:
+    """Lines of a JSON object, of so many characters in all, that hold pieces of a text."""
+    words = filler * (characters // max(len(filler), 1) + 1)
     lines = list[str]()
-    while size > 0:
+    while characters > 0:
         label = f'"note {1000 + len(lines)}": "'
-        length = max(min(NOTE_CHARACTERS, size - len(label) - 4), 1)
+        length = max(min(NOTE_CHARACTERS, characters - len(label) - 4), 1)
         begin = len(lines) * NOTE_CHARACTERS
         lines.append(f'{label}{words[begin : begin + length]}",\n ')
-        size -= len(lines[-1])
-    lines.insert(round(depth * len(lines)), pair)
-    return head + "".join(lines).removesuffix(",\n ") + tail
+        characters -= len(lines[-1])
+    return "".join(lines)
 
 
 def _part_without(lost: list[float]) -> Part:

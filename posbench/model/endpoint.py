@@ -661,7 +661,7 @@ class Endpoint:
 
         Args:
             make_prompt: Gives a text the form of the task's prompts.
-            sample: The text; its first words are made new each time.
+            sample: The text that :meth:`measure_sample` sent.
             count: Requests to send at once.
 
         Raises:
@@ -679,10 +679,6 @@ class Endpoint:
                 self._ask_reply(make_prompt(text), PROBE_TOKENS)
 
         texts = [cold(sample) for _ in range(count)]
-        if not speed.was_timed_at(len(texts[0])):
-            with self._reporting_probe_failures(), suppress(_PromptRejected):
-                self.ask_timed(make_prompt, cold(sample))
-                speed = ServerSpeed(tuple(self.timings))
         began = time.monotonic()
         with self._reporting_probe_failures(), ThreadPool(count) as pool:
             pool.map(ask, texts)

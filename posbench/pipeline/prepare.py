@@ -170,18 +170,16 @@ def _fit(
 def _blame_server(faults: Faults, config: Config) -> None:
     """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
     delivery = str(config.server.delivery) if config.server else ""
-    faults.found = [
-        fault
-        if delivery in fault.allowed
-        else UserError(
-            fault.field,
-            fault.value,
-            f"{fault.allowed}; {delivery}",
-            f"{fault.hint}; or {LARGER_WINDOW}",
-        )
-        for error in faults.found
-        for fault in error.faults
-    ]
+    blamed = []
+    for error in faults.found:
+        for fault in error.faults:
+            allowed, hint = fault.allowed, fault.hint
+            if delivery not in allowed:
+                allowed += f"; {delivery}"
+            if LARGER_WINDOW not in hint:
+                hint += f"; or {LARGER_WINDOW}"
+            blamed.append(UserError(fault.field, fault.value, allowed, hint))
+    faults.found = blamed
 
 
 def _check_constants(config: Config) -> None:

@@ -56,8 +56,10 @@ UNPRICED_TOKENS = 200_000
 _PROFILES: dict[str, ServerProfile] = {}
 """What this process learned of servers, by the kind of requests: several runs of one command ask the same one."""
 SAMPLE_CHARACTERS = 4000
+MIN_SAMPLE_CHARACTERS = 400
 PIECE_CHARACTERS = 1000
-"""Characters of the task's prompts whose tokens a server counts before the run, and those of one prompt."""
+"""Characters of the task's prompts whose tokens a server counts before the run, at most and at least, and those of one
+prompt."""
 _DELIVERIES: dict[tuple[str, str], tuple[int, Delivery, tuple[Timing, ...]]] = {}
 """Of each server and kind of text the longest prompt that was checked, in characters, what that told, and the times."""
 LARGER_WINDOW = "give the server a larger window (Ollama: num_ctx; a router: turn its compression off)"
@@ -193,8 +195,7 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
             examples, min(*own_windows, listed_window or NO_WINDOW)
         )
         make_prompt = _prompt_maker(endpoint, encoders[profile.api], examples[0])
-        longest = max(len(example.prompt) for example in examples)
-        _measure(probe, make_prompt, sample, sample[:longest])
+        _measure(probe, make_prompt, sample)
     profile = endpoint.profile
     _PROFILES[key] = profile
     profile = replace(
@@ -213,15 +214,8 @@ def _kind_of_text(task: Task) -> str:
     return repr(sorted(values.items()))
 
 
-def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str, prompt: str) -> None:
-    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once.
-
-    Args:
-        probe: The probe.
-        make_prompt: Gives a text the form of the task's prompts.
-        sample: The sample.
-        prompt: As much of it as the longest prompt has.
-    """
+def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
+    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once."""
     endpoint = probe.endpoint
     concurrency = probe.config.model.concurrency
     with probe.in_time("tokens and time of a piece of the prompts"):
@@ -229,14 +223,14 @@ def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str, prompt: str) -
     speed = endpoint.profile.speed
     if speed is None:
         return
-    seconds = speed.seconds_of_request(len(prompt), PROBE_TOKENS)
+    seconds = speed.seconds_of_request(len(sample), PROBE_TOKENS)
     count = concurrency
     if count * seconds > PARALLEL_SECONDS:
         count = min(count, 2)
-    tokens = count * len(prompt) * _density(endpoint.profile)
+    tokens = count * len(sample) * _density(endpoint.profile)
     if probe.affords(count * seconds, tokens, PARALLEL_SHARE):
         with probe.in_time("how many requests it answers at a time"):
-            endpoint.measure_parallel(make_prompt, prompt, count)
+            endpoint.measure_parallel(make_prompt, sample, count)
 
 
 def _density(profile: ServerProfile) -> float:
@@ -295,6 +289,13 @@ def check_prompts_arrive(
     )
     if delivery.limit is None:
         return replace(config, server=profile)
+    if delivery.tokens_per_character is not None:
+        # The sample may have been shortened, too.
+        profile = replace(
+            profile,
+            tokens_per_character=delivery.tokens_per_character,
+            overhead_tokens=delivery.overhead_tokens,
+        )
     return replace(_with_limit(unfitted, delivery, longest), server=profile)
 
 
@@ -452,11 +453,18 @@ def _prompt_maker(
 def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> str:
     """Pieces of a few prompts, spread over them and joined: their tokens stand for those of all.
 
+    They are no longer than the longest prompt, so that a server reads all of them that reads that.
+
     Args:
         examples: The prompts.
         window: Tokens that the sample must not be over, at a token a character.
     """
-    characters = min(SAMPLE_CHARACTERS, max(window - 4 * PROBE_TOKENS, window // 2))
+    longest = max(len(example.prompt) for example in examples)
+    characters = min(
+        SAMPLE_CHARACTERS,
+        max(longest, MIN_SAMPLE_CHARACTERS),
+        max(window - 4 * PROBE_TOKENS, window // 2),
+    )
     # Short pieces have more beginnings and ends than prompts.
     count = min(len(examples), max(characters // PIECE_CHARACTERS, 1))
     size = characters // count
@@ -561,6 +569,7 @@ class ServedEstimate:
         written_at_most: The most that these may be.
         counting: How tokens are counted, in words.
         seconds: Time of the run; None: not known.
+        at_once: Requests that the server answers in the time of one; None: not measured.
         cost: Money for what is read and written; None: the price is not known.
         cost_at_most: The most that it may be.
     """
@@ -573,6 +582,7 @@ class ServedEstimate:
     seconds: float | None
     cost: float | None
     cost_at_most: float | None
+    at_once: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -608,9 +618,10 @@ class ServedEstimate:
             f"{self.written_at_most:,}",
         ]
         if self.seconds is not None:
-            parts.append(
-                f"about {duration(self.seconds)} at {concurrency} requests at a time"
-            )
+            text = f"about {duration(self.seconds)} at {concurrency} requests at a time"
+            if self.at_once and self.at_once < concurrency / 2 and self.seconds > 60:
+                text += f", of which the server answers about {self.at_once:.0f}"
+            parts.append(text)
         if self.cost is None or self.cost_at_most is None:
             parts.append("price unknown (model.price=[IN,OUT] of a million tokens)")
         else:
@@ -667,6 +678,7 @@ def estimate_served(
         seconds=_seconds(config, profile, requests, all_characters, written),
         cost=price_of(read, written, price),
         cost_at_most=price_of(read, written_at_most, price),
+        at_once=profile.speed.parallel if profile.speed else None,
     )
 
 
