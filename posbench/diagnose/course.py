@@ -34,6 +34,7 @@ from posbench.diagnose.signal import (
 )
 from posbench.errors import UserError
 from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.files.secrets import without_typed_secrets
 from posbench.measure.replies import encode_prompt
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.methods.composed import Composed
@@ -313,10 +314,8 @@ class Course:
         score = f"{points(pilot.average)} % of the pilot's answers are right"
         self.diagnosis.reason = score
         if pilot.level == "missing answers":
-            reason = (
-                f"{pilot.missing} replies of the pilot are no answers: {pilot.kinds}"
-            )
-            self.diagnosis.reason = reason
+            text = f"{pilot.missing} prompts of the pilot got no answer: {pilot.kinds}"
+            self.diagnosis.reason = text
         return False
 
     def _shape(self) -> None:
@@ -793,8 +792,11 @@ class Course:
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
         if self._lacks_answers():
-            if not diagnosis.pilots[-1].is_cut and diagnosis.pilots[-1].missing:
-                return ""
+            step = diagnosis.pilots[-1].step
+            if not step and outcomes.PROBLEM in diagnosis.reason:
+                _, _, step = diagnosis.reason.rpartition("; ")
+            if step and "_tokens=" not in step:
+                return step
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
             return f"{self._own_command(but=key)} {key}={tokens}"
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
@@ -811,7 +813,8 @@ class Course:
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
         if but != "budget":
             typed.append(f"budget={self.allowance.budget.text}")
-        return shlex.join(["posbench", "diagnose", *typed])
+        shown = map(without_typed_secrets, typed)
+        return shlex.join(["posbench", "diagnose", *shown])
 
     def _lacks_answers(self) -> bool:
         """Whether answers are missing in the last pilot, or of so many questions that nothing can be told."""
