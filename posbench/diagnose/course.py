@@ -182,6 +182,7 @@ class Course:
         self._announce()
         if self._has_signal() and self._pilot():
             self._shape()
+            self._name_server()
             if diagnosis.verdict == BIAS and self.runs.has_checkpoint:
                 self._attention()
                 self._source()
@@ -367,6 +368,15 @@ class Course:
         else:
             diagnosis.verdict = BIAS
             diagnosis.reason = numbers
+
+    def _name_server(self) -> None:
+        """Say that a bias may be the server's, where it could not be checked whether prompts arrive whole."""
+        server = self.config.server
+        delivery = server.delivery if server else None
+        if delivery and delivery.unchecked and self.diagnosis.verdict == BIAS:
+            self.diagnosis.reason += (
+                f"; of this server, if not of its model: {delivery}"
+            )
 
     def _attention(self) -> None:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""

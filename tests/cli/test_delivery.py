@@ -7,13 +7,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posbench.model.endpoint import text_encoder
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
-from posbench.pipeline.served import probe_server
+from posbench.pipeline.served import estimate_served, probe_server
 from posbench.run.budget import Budget
 from tests.cli.test_probing import only_run, rows_of
 from tests.conftest import Result, config_of, run_folders
@@ -162,6 +165,7 @@ def test_what_cannot_be_checked_is_said(
     assert result.status == 0, result.err
     assert_names(result.out, "server:", "not be checked", "counts no tokens")
     assert "could not be checked" in facts_of(only_run(outputs))["text"]
+    assert_names(result.out, "this server's")
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -221,3 +225,59 @@ def test_jobs_of_one_process_ask_the_server_once(server: Server) -> None:
         if limit == 5:
             first = len(server.bodies)
     assert len(server.bodies) == first + 1
+
+
+class SlowServer:
+    """Gives a server one slot, a time for long prompts that it has not read before, and a clock that this moves."""
+
+    def __init__(
+        self, server: Server, seconds: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.now = 0.0
+        self._seconds = seconds
+        self._cached = set[str]()
+        self._slot = Lock()
+        server.reads = self.read
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
+        monkeypatch.setattr("posbench.model.endpoint.time", clock)
+        monkeypatch.setattr("posbench.pipeline.served.time", clock)
+
+    def read(self, prompt: str) -> str:
+        with self._slot:
+            if len(prompt) > 900:
+                self.now += self._seconds / (50 if prompt in self._cached else 1)
+                self._cached.add(prompt)
+        return prompt
+
+
+@pytest.mark.parametrize("pairs", [20, 60])
+def test_the_time_of_a_server_with_one_slot_and_a_cache(
+    server: Server, monkeypatch: pytest.MonkeyPatch, pairs: int
+) -> None:
+    """Two seconds a prompt, whatever the number of requests at a time."""
+    SlowServer(server, 2.0, monkeypatch)
+    call = (f"model.base_url={server.url}", *TASK, f"task.pairs={pairs}")
+    config = prepare(compose_one(*call)).config
+    assert config.server is not None
+    estimate = estimate_served(config, config.server, text_encoder(config.model))
+    truth = 2.0 * estimate.requests
+    assert estimate.seconds is not None
+    assert truth / 2 < estimate.seconds < 2 * truth
+    assert_names(estimate.line(8), "8 requests", "answers about 1")
+
+
+@pytest.mark.parametrize("verb", ["", "diagnose"])
+def test_a_minute_is_over_after_two_on_a_server_that_takes_one_for_a_prompt(
+    posbench: Call, server: Server, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    slow = SlowServer(server, 60.0, monkeypatch)
+    args = (f"model.base_url={server.url}", "task.pairs=60", "budget=1min")
+    result = posbench(*filter(None, [verb]), *args)
+    assert_refused(
+        result.err,
+        "budget",
+        "1min",
+        hint="budget=",
+        allowed="for" if not verb else "more",
+    )
+    assert slow.now <= 120 and not server.questions
