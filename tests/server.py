@@ -23,14 +23,20 @@ Fault = Callable[[str, int], str]
 
 
 def right_value(prompt: str) -> str:
-    """The value that a compact prompt of kv_retrieval asks for; a letter for any other prompt."""
+    """The value that a compact prompt of kv_retrieval, or a text of the probe, asks for; a letter for any other."""
+    asked = re.search(r'\nKey: "(\w+)"\nCorresponding value:$', prompt)
+    if asked:
+        found = re.search(rf'"{asked[1]}": "(\w+)"', prompt)
+        return found[1] if found else "unknown"
     pairs = dict(re.findall(r'"(\w+)": "(\w+)"', prompt))
     asked = re.search(r'key "(\w+)" is "$', prompt)
     return pairs.get(asked[1], "") if asked else " B"
 
 
 def value(prompt: str) -> str:
-    """The same; of every fourth prompt a wrong one."""
+    """The same; of every fourth question a wrong one."""
+    if not is_question(prompt):
+        return right_value(prompt)
     return "bal" if sum(map(ord, prompt)) % 4 == 0 else right_value(prompt)
 
 
@@ -112,6 +118,8 @@ class Server(ThreadingHTTPServer):
         self.thinking_form = "reasoning_content"
         # tokens of a prompt of so many characters; None: not told
         self.count_tokens: Callable[[int], int] | None = lambda characters: characters
+        # what it lets its model read of a prompt
+        self.reads: Callable[[str], str] = lambda prompt: prompt
         # requests that it takes in a span of seconds, and what it tells of that: "retry-after", "headers" or ""
         self.rate: tuple[int, float] | None = None
         self.rate_told = "retry-after"
@@ -145,11 +153,20 @@ def is_question(prompt: str) -> bool:
     return "\n" not in prompt
 
 
+def forget_servers() -> None:
+    """Forget what this process learned of servers: another one may have the port of an earlier one."""
+    served = sys.modules.get("posbench.pipeline.served")
+    if served:
+        served._PROFILES.clear()
+        served._DELIVERIES.clear()
+
+
 @contextmanager
 def serving(
     fault: Fault = lambda prompt, n: "", ways: tuple[str, ...] = (), port: int = 0
 ) -> Iterator[Server]:
     """A server that runs inside the block; ``ways`` are those of telling choices that it has."""
+    forget_servers()
     server = Server(fault, ways, port)
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
@@ -185,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             is_piece = not is_question(prompt) and prompt != PROBE
             fault = "" if is_piece else self.server.fault(prompt, count)
-            self.answer(body, prompt, fault)
+            self.answer(body, self.server.reads(prompt), fault)
         finally:
             self.leave()
 

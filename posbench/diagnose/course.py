@@ -43,8 +43,10 @@ from posbench.model.encode import Encoder
 from posbench.model.endpoint import text_encoder
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import read_flags
+from posbench.pipeline.budget import suggested_budget
 from posbench.pipeline.config import Config
 from posbench.pipeline.served import (
+    ANSWER_TOKENS,
     ASSUMED_TOKENS_PER_CHARACTER,
     estimate_served,
     need_consent,
@@ -186,6 +188,7 @@ class Course:
         self._announce()
         if self._has_signal() and self._pilot():
             self._shape()
+            self._name_server()
             if diagnosis.verdict == BIAS and self.runs.has_checkpoint:
                 self._attention()
                 self._source()
@@ -276,6 +279,7 @@ class Course:
         while True:
             positions = _ends_and_middle(self.task.gold_positions)
             questions = self._affordable("pilot", PILOT_QUESTIONS, len(positions))
+            questions = min(questions, self._questions_in_time(len(positions)))
             if questions < min(MIN_PILOT_QUESTIONS, self._typed_limit(PILOT_QUESTIONS)):
                 if diagnosis.pilots:
                     return self._end_at(diagnosis.pilots[-1])
@@ -284,6 +288,11 @@ class Course:
                 prompts = math.ceil((spent + needed) / SHARES["pilot"])
                 allowed = f"more: a diagnosis begins with {MIN_PILOT_QUESTIONS} questions at {len(positions)} positions"
                 hint = f"set budget={self.allowance.larger()}, or {prompts}prompts"
+                if self.allowance.is_time:
+                    seconds = needed * self._seconds_of_prompt()
+                    allowed += f", which take this server about {duration(seconds)}"
+                    whole = (self.allowance.spent + seconds) / SHARES["pilot"]
+                    hint = f"set budget={suggested_budget(whole)}, or smaller prompts"
                 raise UserError("budget", self.allowance.budget.text, allowed, hint)
             round_questions = self._round_questions(
                 "first look", len(positions), share=0.5
@@ -377,6 +386,15 @@ class Course:
         else:
             diagnosis.verdict = BIAS
             diagnosis.reason = numbers
+
+    def _name_server(self) -> None:
+        """Say that a bias may be the server's, where it could not be checked whether prompts arrive whole."""
+        server = self.config.server
+        delivery = server.delivery if server else None
+        if delivery and delivery.unchecked and self.diagnosis.verdict == BIAS:
+            self.diagnosis.reason += (
+                f"; of this server, if not of its model: {delivery}"
+            )
 
     def _attention(self) -> None:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""
@@ -699,6 +717,22 @@ class Course:
         left = share * self.allowance.left(LAST_SHARE)
         return min(max(int(left / max(cost, 1e-9)), 1), ROUND_QUESTIONS)
 
+    def _questions_in_time(self, positions: int) -> int:
+        """Questions that a server can answer in all the time that is left, by its probe."""
+        seconds = self._seconds_of_prompt()
+        if not self.allowance.is_time or not seconds:
+            return MAX_QUESTIONS
+        return int(self.allowance.left(1.0) / (positions * seconds))
+
+    def _seconds_of_prompt(self) -> float:
+        """Seconds that a prompt takes a server, by its probe; 0 for a model in process."""
+        server = self.config.server
+        if server is None or server.speed is None:
+            return 0.0
+        length = max(len(example.prompt) for example in self.task.evaluation())
+        each = server.speed.seconds_of_request(length, ANSWER_TOKENS)
+        return each / server.speed.at_once(self.config.model.concurrency)
+
     def _measured_cost_of_prompt(self) -> float:
         """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""
         if not self.allowance.is_time:
@@ -798,7 +832,9 @@ class Course:
         self.runs.settings |= changes
         try:
             self._prepare_task()
-        except UserError:
+        except UserError as error:
+            line = f"{error.field} stays as it is: {error.allowed}"
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
             return {}
         finally:
             self.runs.settings = settings_before

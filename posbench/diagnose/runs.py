@@ -127,9 +127,18 @@ class Runs:
                 allowed = "one model, task and method at a time"
                 hint = "posbench diagnose model=NAME for each"
                 raise UserError("diagnose", names, allowed, hint)
-            config = prepare(configs[0]).config
+            rest = replace(self.allowance.rest(1.0), text=self.allowance.budget.text)
+            config = self._count_probe(prepare(configs[0], budget=rest).config)
             self._configs[tuple(overrides)] = config
         return config
+
+    def _count_probe(self, config: Config) -> Config:
+        """Count what asking the server beforehand took; return the config without that, so that no run counts it."""
+        server = config.server
+        if server is None:
+            return config
+        self.allowance.add(0, server.tokens_read, server.tokens_written, is_paid=True)
+        return replace(config, server=replace(server, tokens_read=0, tokens_written=0))
 
     # The model
 

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.pool import ThreadPool
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -41,10 +42,17 @@ from posbench.model.answers import (
     reported_model,
     without_surrogates,
 )
+from posbench.model.delivery import Delivery, cold
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LENGTH
 from posbench.model.load import ModelConfig, read_checkpoint
-from posbench.model.pacing import MAX_WAIT_SECONDS, Pacer, ServerBusy
+from posbench.model.pacing import (
+    MAX_WAIT_SECONDS,
+    Pacer,
+    ServerBusy,
+    ServerSpeed,
+    Timing,
+)
 from posbench.model.refusals import Refusal, read_refusal
 from posbench.model.thinking import Form, opens_thinking
 from posbench.stats.outcomes import CONTENT_FILTER, OVERFLOW
@@ -125,6 +133,8 @@ LLAMA_CPP = "llamacpp"
 
 Prompt = str | list[dict[str, str]]
 """What is sent: the text that the model reads, or messages."""
+MakePrompt = Callable[[str], Prompt]
+"""Gives a text the form of the task's prompts."""
 Api = Literal["completions", "chat"]
 LikelihoodForm = Literal["", "echo", "echo with a token", "prompt_logprobs"]
 """How a server gives the log-likelihoods of a prompt: not at all; of an echoed prompt without a reply, or with one of a
@@ -133,6 +143,10 @@ token; by a field of vLLM's."""
 
 class ServerFailed(RequestError):
     """The server failed or was not reached: nothing is said about the request."""
+
+
+class ProbeTimeOver(Exception):
+    """The time that a probe may take is over."""
 
 
 class _RequestRefused(RequestError):
@@ -176,10 +190,12 @@ class ServerProfile:
         counts_tokens: Whether it tells the tokens of a request.
         overhead_tokens: Tokens of a prompt beside its text: the server's chat template.
         tokens_per_character: Tokens of a character of the task's prompts, as the server counts; None: not measured.
-        seconds: What the longest request of the probe took.
-        seconds_tokens: Tokens of that request's prompt.
         reply_tokens: Tokens of the longest reply to the probe, thinking among them.
         model: The model that it reports; empty where it reports none.
+        speed: How fast it answers; None: not measured.
+        delivery: Whether prompts arrive whole; None: not checked yet.
+        tokens_read: Tokens of the requests of the probe itself.
+        tokens_written: Tokens of the replies to them.
     """
 
     api: Api
@@ -196,10 +212,12 @@ class ServerProfile:
     counts_tokens: bool = False
     overhead_tokens: int = 0
     tokens_per_character: float | None = None
-    seconds: float = 0.0
-    seconds_tokens: int = 0
     reply_tokens: int = 0
     model: str = ""
+    speed: ServerSpeed | None = None
+    delivery: Delivery | None = None
+    tokens_read: int = 0
+    tokens_written: int = 0
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -207,6 +225,15 @@ class ServerProfile:
         settings = sorted(self.settings.items())
         fields = (self.api, self.length_field, self.temperature, self.sends_stop)
         return (*fields, *settings)
+
+    @property
+    def delivery_facts(self) -> dict[str, Any]:
+        """What a run records of whether prompts arrive whole, and of the line on which the counts of its rows lie."""
+        facts: dict[str, Any] = asdict(self.delivery) if self.delivery else {}
+        facts["text"] = str(self.delivery or "")
+        facts["tokens_per_character"] = self.tokens_per_character
+        facts["overhead_tokens"] = self.overhead_tokens
+        return facts
 
     @property
     def is_sampled(self) -> bool:
@@ -261,6 +288,11 @@ def text_encoder(config: ModelConfig) -> Encoder:
     return replace(reader, context_window=window)
 
 
+def untruncated(encoder: Encoder) -> Encoder:
+    """The same encoder for prompts of any length."""
+    return replace(encoder, context_window=NO_WINDOW)  # type: ignore[type-var]
+
+
 class Endpoint:
     """A served model. Its calls may come from several threads.
 
@@ -271,6 +303,8 @@ class Endpoint:
     Attributes:
         tokens_read: Tokens of all prompts so far, as the server counts.
         tokens_written: Tokens of all replies so far.
+        give_up_at: When the probe ends at the latest, on the clock of :func:`time.monotonic`; None: whenever it does.
+        timings: Requests that were sent alone, with texts that no cache has seen.
     """
 
     def __init__(
@@ -281,6 +315,8 @@ class Endpoint:
         self._lock = threading.RLock()
         self.tokens_read = 0
         self.tokens_written = 0
+        self.give_up_at: float | None = None
+        self.timings: list[Timing] = []
         self._key = os.environ.get(config.key_env, "")
         if not self._key and config.key_env != "OPENAI_API_KEY":
             allowed = "an environment variable that is set"
@@ -404,8 +440,6 @@ class Endpoint:
         answer_tokens: int = CHOICE_TOKENS,
         stops: bool = True,
         choosing: bool = False,
-        sample: Mapping[Api, Prompt] | None = None,
-        sample_characters: int = 0,
         known: ServerProfile | None = None,
     ) -> ServerProfile:
         """Find out what a server takes and gives, by a few short requests.
@@ -416,30 +450,29 @@ class Endpoint:
             answer_tokens: Tokens of a reply without thinking, in the run.
             stops: Whether stop texts will be sent.
             choosing: Whether choices will be asked for.
-            sample: A piece of the task's prompts in the form of each API, whose tokens are counted; None: none is.
-            sample_characters: Characters of it.
-            known: What an earlier probe told, of the same kind of requests: if the server takes the same form, thinking
-                and choices are not looked for again.
+            known: What an earlier probe told, of the same kind of requests: if the server takes the same form, nothing
+                else is looked for again.
 
         Raises:
             UserError: It does not know the model, or refuses what cannot be left out.
             MachineError: It does not answer.
+            ProbeTimeOver: :attr:`give_up_at` is over.
         """
         self.pacer.max_wait = PROBE_WAIT_SECONDS
         with self._lock, self._reporting_probe_failures():
             reply = self._choose_api(apis, prompts, stops)
             prompt = prompts[self.profile.api]
-            if known and known.form == self.profile.form:
+            counts_tokens = reply.prompt_tokens is not None
+            if (
+                known
+                and known.form == self.profile.form
+                and known.counts_tokens == counts_tokens
+            ):
                 self._profile = replace(known, model=reply.model)
-                self._count_probe(reply)
             else:
                 self._find_thinking(prompt, reply, answer_tokens)
                 if choosing:
                     self._find_choice_method(prompt)
-            if sample:
-                self._measure_sample(
-                    prompt, sample[self.profile.api], sample_characters
-                )
         self.pacer.max_wait = MAX_WAIT_SECONDS
         return self.profile
 
@@ -610,26 +643,109 @@ class Endpoint:
             )
         self._change(max_thinking_tokens=tokens)
 
-    def _measure_sample(
-        self, prompt: Prompt, sample: Prompt, sample_characters: int
-    ) -> None:
-        """Count the tokens of a piece of the task's prompts, and time it."""
-        began = time.monotonic()
-        try:
-            long = self._ask_reply(sample, PROBE_TOKENS)
-        except _PromptRejected as rejection:
-            self._change(window=self.profile.window or rejection.window)
-            return
-        seconds = time.monotonic() - began
-        self._change(seconds=seconds, seconds_tokens=long.prompt_tokens or 0)
+    def measure_sample(self, make_prompt: MakePrompt, sample: str) -> None:
+        """Count the tokens of a piece of the task's prompts, and time it.
+
+        Args:
+            make_prompt: Gives a text the form of the task's prompts.
+            sample: The piece.
+
+        Raises:
+            UserError, MachineError, ProbeTimeOver: As :meth:`probe`.
+        """
+        text = cold(sample)
+        with self._reporting_probe_failures():
+            try:
+                long = self.ask_timed(make_prompt, text)
+            except _PromptRejected as rejection:
+                self._change(window=self.profile.window or rejection.window)
+                return
+        self._change(speed=ServerSpeed(tuple(self.timings)))
         short_tokens = self.profile.overhead_tokens
         if long.prompt_tokens is None or long.prompt_tokens <= short_tokens:
             return
         # Both prompts stand in the same template.
-        extra_characters = sample_characters - len(PROBE)
+        extra_characters = len(text) - len(PROBE)
         per_character = (long.prompt_tokens - short_tokens) / max(extra_characters, 1)
         overhead = max(short_tokens - round(per_character * len(PROBE)), 0)
         self._change(tokens_per_character=per_character, overhead_tokens=overhead)
+
+    def measure_parallel(
+        self, make_prompt: MakePrompt, sample: str, count: int
+    ) -> None:
+        """Find out how many requests a server answers in the time of one.
+
+        Args:
+            make_prompt: Gives a text the form of the task's prompts.
+            sample: The text that :meth:`measure_sample` sent.
+            count: Requests to send at once.
+
+        Raises:
+            UserError, MachineError, ProbeTimeOver: As :meth:`probe`.
+        """
+        speed = self.profile.speed
+        if speed is None:
+            return
+        if count < 2:
+            self._change(speed=replace(speed, parallel=1.0))
+            return
+
+        def ask(text: str) -> None:
+            with suppress(_PromptRejected):
+                self._ask_reply(make_prompt(text), PROBE_TOKENS)
+
+        texts = [cold(sample) for _ in range(count)]
+        began = time.monotonic()
+        with self._reporting_probe_failures(), ThreadPool(count) as pool:
+            pool.map(ask, texts)
+        seconds = max(time.monotonic() - began, 1e-9)
+        alone = speed.seconds_of_request(len(texts[0]), PROBE_TOKENS)
+        parallel = min(max(count * alone / seconds, 1.0), float(count))
+        self._change(speed=replace(speed, parallel=parallel, sent=count))
+
+    def ask_timed(
+        self, make_prompt: MakePrompt, text: str, answer_tokens: int = 0
+    ) -> Reply:
+        """The reply to a text of the probe; how long that took stands in :attr:`timings`.
+
+        Args:
+            make_prompt: Gives a text the form of the task's prompts.
+            text: The text.
+            answer_tokens: Tokens of an answer, those for thinking come on top; 0: the reply does not matter.
+
+        Raises:
+            RequestError: No answer came.
+            ProbeTimeOver: :attr:`give_up_at` is over.
+        """
+        tokens = PROBE_TOKENS
+        if answer_tokens:
+            tokens = answer_tokens + self.thinking_tokens
+        prompt = make_prompt(text)
+        began = time.monotonic()
+        reply = self._ask_reply(prompt, tokens)
+        seconds = time.monotonic() - began
+        self.timings.append(Timing(len(text), reply.reply_tokens or 0, seconds))
+        return reply
+
+    def deliver(self, make_prompt: MakePrompt, text: str, answer_tokens: int) -> Reply:
+        """The same, with a note where the server rejects the text."""
+        return _reply_or_rejection(
+            lambda: self.ask_timed(make_prompt, text, answer_tokens)
+        )
+
+    def _need_time(self) -> float:
+        """Seconds that a request may take: those of the config, or what is left of the probe's.
+
+        Raises:
+            ProbeTimeOver: Nothing is left.
+        """
+        timeout = float(self._config.timeout)
+        if self.give_up_at is None:
+            return timeout
+        left = self.give_up_at - time.monotonic()
+        if left <= 0:
+            raise ProbeTimeOver
+        return min(timeout, left)
 
     @property
     def decoding(self) -> dict[str, Any]:
@@ -807,9 +923,10 @@ class Endpoint:
 
         failures = 0
         while True:
+            timeout = self._need_time()
             with self.pacer.turn() as began:
                 try:
-                    response = self._post(prompt, body)
+                    response = self._post(prompt, body, timeout)
                     answer = self._readable(response.json())
                     self.pacer.answered(response.headers, self._last_tokens(answer))
                     return answer
@@ -828,20 +945,24 @@ class Endpoint:
             is_final = not isinstance(failure, ServerFailed | MachineError)
             if is_final or failures > self._config.retries:
                 raise failure
+            self._need_time()
             _sleep_before_retry(failures)
 
-    def _post(self, prompt: Prompt, body: Mapping[str, Any]) -> Any:
+    def _post(self, prompt: Prompt, body: Mapping[str, Any], timeout: float) -> Any:
         """The response to a request."""
         name = self._config.server_name
         extra = dict(body)
+        client = self._client
+        if timeout != self._config.timeout:
+            client = client.with_options(timeout=timeout)
         if isinstance(prompt, str):
-            completions = self._client.completions.with_raw_response
+            completions = client.completions.with_raw_response
             response: Any = completions.create(
                 model=name, prompt=prompt, extra_body=extra
             )
         else:
             messages: Any = prompt
-            chat = self._client.chat.completions.with_raw_response
+            chat = client.chat.completions.with_raw_response
             response = chat.create(model=name, messages=messages, extra_body=extra)
         return response.http_response
 

@@ -1,4 +1,4 @@
-"""How many requests go to a server at a time, and when: as many as it answers, none while it asks to wait."""
+"""How many requests go to a server at a time, and when: as many as it answers, none while it asks to wait; how fast."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +28,14 @@ NOTICE_SECONDS = 10.0
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 PREFIXES = ("x-ratelimit", "anthropic-ratelimit", "ratelimit")
+TIMED_REPLY_TOKENS = 16
+"""Tokens of a reply while a server is timed; a shorter one tells the time of a token no better."""
+FULLY_PARALLEL = 0.75
+"""Share of the requests that were sent at once, above which a server is taken to answer all of them at once."""
+SAME_LENGTH = 1.1
+"""Texts whose lengths differ by less are timed as one."""
+NEAR_LENGTH = 1.5
+"""A text whose length differs by less from one that was timed takes about as long."""
 
 
 class ServerBusy(RuntimeError):
@@ -204,3 +217,85 @@ def parse_seconds(text: str) -> float | None:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return max((moment - datetime.now(UTC)).total_seconds(), 0.0)
+
+
+# Speed
+
+
+class Timing(NamedTuple):
+    """A request that was sent alone, its text new to every cache: characters, tokens of the reply, seconds."""
+
+    characters: int
+    reply_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServerSpeed:
+    """How fast a server answers texts that are new to it.
+
+    Attributes:
+        timings: Requests that were timed, one or more.
+        parallel: Requests that are answered in the time of one; None: not measured.
+        sent: Requests that were sent at once to measure that.
+    """
+
+    timings: tuple[Timing, ...]
+    parallel: float | None = None
+    sent: int = 1
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds of a token of a reply, at most."""
+        return min(
+            t.seconds / max(t.reply_tokens, TIMED_REPLY_TOKENS) for t in self.timings
+        )
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Lengths of texts in characters, and the seconds until one of that length was read, the shortest first."""
+        token_seconds = self.token_seconds
+        points = []
+        rest = sorted(self.timings)
+        while rest:
+            shortest = rest[0].characters
+            group = [t for t in rest if t.characters <= SAME_LENGTH * shortest]
+            rest = rest[len(group) :]
+            seconds = median(
+                max(t.seconds - token_seconds * t.reply_tokens, 0.0) for t in group
+            )
+            points.append((median(t.characters for t in group), seconds))
+        return points
+
+    def was_timed_at(self, characters: float) -> bool:
+        """Return whether a text was timed that is about as long as this."""
+        lengths = [length for length, _ in self.points]
+        return any(
+            length / NEAR_LENGTH <= characters <= NEAR_LENGTH * length
+            for length in lengths
+        )
+
+    def seconds_of_request(self, characters: float, reply_tokens: float) -> float:
+        """Return what one request takes that is sent alone: between lengths that were timed, evenly more."""
+        points = self.points
+        lengths, seconds = zip(*points, strict=True)
+        reading = float(np.interp(characters, lengths, seconds))
+        longest, longest_seconds = points[-1]
+        if characters > longest:
+            slope = longest_seconds / max(longest, 1)
+            reading = longest_seconds + slope * (characters - longest)
+        elif characters < lengths[0]:
+            reading = seconds[0] * characters / max(lengths[0], 1)
+        return reading + self.token_seconds * reply_tokens
+
+    def at_once(self, concurrency: int) -> float:
+        """Return how many requests are answered in the time of one, where so many are sent at a time.
+
+        A server that answers as many at once as were sent is taken to answer more; where nothing was measured, all.
+        """
+        if self.parallel is None:
+            return float(concurrency)
+        parallel = self.parallel
+        if parallel > FULLY_PARALLEL * self.sent:
+            parallel *= concurrency / self.sent
+        return min(max(parallel, 1.0), float(concurrency))

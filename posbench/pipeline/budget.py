@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 
 from posbench import paths
-from posbench.errors import MachineError, UserError
+from posbench.errors import UserError
 from posbench.files.atomic import write_json
 from posbench.files.parse import read_json
-from posbench.measure.served import ask_server
-from posbench.model.answers import RequestError
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import text_encoder
 from posbench.model.load import (
@@ -32,13 +28,12 @@ from posbench.model.precision import bfloat16_speedup, has_bfloat16
 from posbench.pipeline.config import Config, Stage
 from posbench.pipeline.estimate import estimate_run, measure_speed
 from posbench.pipeline.prepare import build_run
-from posbench.pipeline.served import estimate_served, need_consent
+from posbench.pipeline.served import ASSUMED_TOKENS_PER_CHARACTER, estimate_served
 from posbench.run.base import Run
 from posbench.run.budget import Budget, Stopwatch, half_width, money, price_of
 from posbench.run.cost import Costs, Speed, WorkEstimate
 from posbench.run.progress import SECONDS_PER_UNIT, duration
 from posbench.schema import no_other_keys
-from posbench.tasks import Example
 from posbench.tasks.base import num_questions
 from posbench.tasks.items import GoldPositionTask
 
@@ -63,8 +58,6 @@ SPARE_QUESTIONS = 3
 """How many times the expected questions may be asked where it is not known how long the replies are."""
 LONG_REPLIES = 1.5
 """Replies count as long where a question with full ones takes so many times as long as with replies of one token."""
-MAX_TIMED_REQUESTS = 8
-"""Requests that time a server, at once."""
 ROUND_SECONDS = 45.0
 ROUND_SHARE = 0.05
 """A round of questions takes at most so many seconds, and this share of the budget."""
@@ -608,7 +601,7 @@ def plan_run(
         chooser = Chooser(config, reader, counted_price(config), budget.size)
         return _make_plan(chooser, budget, budget.size), None
     if config.model.base_url:
-        price = time_server(config, console)
+        price = served_seconds(config)
         spent = watch.seconds + watch.report_seconds(budget.seconds)
         total = max(budget.seconds - spent, 0.0)
         chooser = Chooser(config, None, price, total)
@@ -675,47 +668,20 @@ def served_work(config: Config, encoder: Encoder) -> WorkEstimate:
     )
 
 
-def time_server(config: Config, console: Console) -> Price:
-    """Ask a server a few of the run's prompts at once; return what work takes it, in seconds.
-
-    Half of the time of a request is taken to grow with the tokens of its prompt, and half to be that of its reply.
-    """
-    run = build_run(config, Console(quiet=True))
-    count = min(config.model.concurrency, MAX_TIMED_REQUESTS, len(run.evaluation))
-    examples = run.evaluation[:count]
-    few = with_settings(config, {"task.limit": 1})
-    assert config.server is not None, "a budget asks the server first"
-    each = estimate_served(few, config.server, run.encoder)
-    share = count / len(few.task.evaluation())
-    line = each.times(share).line(count).removeprefix("server: ")
-    console.print(
-        f"server: timing {line}", soft_wrap=True, markup=False, highlight=False
-    )
-    need_consent(config, each.times(share), console)
-    encoded = run.prompts.encode(examples)
-
-    def ask(example: Example) -> dict[str, Any]:
-        return ask_server(
-            run.endpoint, run.encoder, run.task, example, encoded[example.id]
-        )
-
-    began = time.monotonic()
-    with ThreadPool(count) as pool:
-        try:
-            pool.map(ask, examples)
-        except RequestError as error:
-            allowed = f"a server that answers the first prompts ({error})"
-            hint = "read the log of the server, then repeat the command"
-            raise MachineError(
-                "model.base_url", config.model.base_url, allowed, hint
-            ) from error
-    per_example = (time.monotonic() - began) / count
-    # An example with choices is a request for each of them.
-    tokens_of_example = max(each.read / len(few.task.evaluation()), 1.0)
+def served_seconds(config: Config) -> Price:
+    """Return what work takes a server, in seconds, by the speed that its probe measured; nothing where it did not."""
+    server = config.server
+    assert server is not None, "a budget asks the server first"
+    density = server.tokens_per_character or ASSUMED_TOKENS_PER_CHARACTER
 
     def price(work: WorkEstimate) -> float:
-        by_tokens = work.tokens / tokens_of_example
-        return per_example * (by_tokens + work.prompts) / 2
+        if server.speed is None or not work.prompts:
+            return 0.0
+        characters = (work.tokens / work.prompts - server.overhead_tokens) / density
+        each = server.speed.seconds_of_request(
+            max(characters, 0.0), work.decode_steps / work.prompts
+        )
+        return each * work.prompts / server.speed.at_once(config.model.concurrency)
 
     return price
 

@@ -109,6 +109,8 @@ BUDGETS = ".budgets"
 LARGER_BUDGET = 1.5
 """A run that stopped at its budget goes on with one that is so many times as large; a part of a diagnosis has what the
 parts before it left, which differs a little when it is repeated."""
+PROBE = "probe"
+"""What was asked of a server before the questions, in the record of what a run spent."""
 USED_TIME = ".seconds_used.json"
 """File of a run folder with a budget: seconds that its sessions took. Hidden, so no part of its results."""
 RECORD_SECONDS = 2.0
@@ -392,12 +394,29 @@ def _spending(config: Config, run: Run) -> Spending:
     usd = max(price_of(read, written, price) or 0.0, recorded_usd)
     if usd > recorded_usd:
         run.out.spend(evaluate.STAGE, {"usd": usd - recorded_usd}, {})
+    probe = _record_probe(config, run)
+    tokens += probe.get("prompt_tokens", 0) + probe.get("reply_tokens", 0)
+    usd += probe.get("usd", 0.0)
     expected = 0.0
     if budget and (budget.tokens or budget.usd):
         estimate = estimate_served(config, run.endpoint.profile, run.encoder)
         amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
         expected = amount / max(len(run.evaluation), 1)
     return Spending(budget, price, tokens, usd, expected)
+
+
+def _record_probe(config: Config, run: Run) -> Mapping[str, Any]:
+    """Record what asking the server before this session took; return that of all sessions."""
+    server = config.server
+    if server and server.tokens_read:
+        read, written = server.tokens_read, server.tokens_written
+        amounts: dict[str, float] = {"prompt_tokens": read, "reply_tokens": written}
+        cost = price_of(read, written, run.model.price)
+        if cost is not None:
+            amounts["usd"] = cost
+        run.out.spend(PROBE, amounts, {})
+    spent: Mapping[str, Any] = run.out.status().get("spent", {}).get(PROBE, {})
+    return spent
 
 
 def _seconds_used(out: RunDir) -> float:
@@ -720,7 +739,11 @@ def _probe_server(config: Config, run: Run) -> dict[str, Any]:
         run.endpoint, run.encoder, config.model, config.task
     )
     run.console.print(comparison, soft_wrap=True, markup=False)
-    return {"decoding": decoding, "served_replies": comparison}
+    return {
+        "decoding": decoding,
+        "served_replies": comparison,
+        "delivery": run.endpoint.profile.delivery_facts,
+    }
 
 
 def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:

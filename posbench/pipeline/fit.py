@@ -205,6 +205,9 @@ class FitToModel:
     @property
     def _window_reason(self) -> str:
         reader = self.reader
+        server = self.config.server
+        if server and server.delivery and server.delivery.limit is not None:
+            return str(server.delivery)
         return f"the window of {reader.name} is {reader.context_window} tokens"
 
     def _is_typed(self, key: str) -> bool:

@@ -36,8 +36,14 @@ from posbench.pipeline.identity import (
     model_identity,
     need_constants_of_weights,
 )
-from posbench.pipeline.served import probe_server_if_it_answers
+from posbench.pipeline.served import (
+    ASSUMED_TOKENS_PER_CHARACTER,
+    LARGER_WINDOW,
+    check_prompts_arrive,
+    probe_server_if_it_answers,
+)
 from posbench.run.base import Run
+from posbench.run.budget import Budget
 from posbench.tasks.base import EvaluationOnly
 
 KEY_OF_EXPERIMENT = re.compile(r"(task|method|search|study)(\.(?!path\b)\w+)*")
@@ -60,7 +66,10 @@ class PreparedRun:
 
 
 def prepare(
-    composed: ComposedConfig, download: bool = True, asks_calibration: bool = False
+    composed: ComposedConfig,
+    download: bool = True,
+    asks_calibration: bool = False,
+    budget: Budget | None = None,
 ) -> PreparedRun:
     """Check a composed config, look for all that it reads, and fit its defaults to the model.
 
@@ -68,12 +77,13 @@ def prepare(
         composed: The config as composed.
         download: Whether what is not on this machine may be downloaded; else it is an obstacle.
         asks_calibration: Whether calibration prompts are asked beside those of the stages.
+        budget: What asking a server beforehand may take; None: the budget of the config, if it has one.
 
     Raises:
         UserError: The obstacles, all of them.
     """
     try:
-        return _prepare(composed, download, asks_calibration)
+        return _prepare(composed, download, asks_calibration, budget)
     except UserError as error:
         faults = [_as_typed(fault, composed) for fault in error.faults]
         if faults == list(error.faults):
@@ -97,7 +107,10 @@ def _as_typed(fault: UserError, composed: ComposedConfig) -> UserError:
 
 
 def _prepare(
-    composed: ComposedConfig, download: bool, asks_calibration: bool
+    composed: ComposedConfig,
+    download: bool,
+    asks_calibration: bool,
+    budget: Budget | None,
 ) -> PreparedRun:
     """See :func:`prepare`."""
     faults = Faults()
@@ -121,26 +134,17 @@ def _prepare(
     silence_transformers()
     is_served = bool(config.model.base_url)
     if is_served:
-        config = probe_server_if_it_answers(config)
-    # A served model's tokenizer stands in for a checkpoint.
-    encoder: Any = (
-        text_encoder(config.model) if is_served else read_checkpoint(config.model)
-    )
-    fit = FitToModel(config, encoder, asks_calibration)
-    long_prompts: list[str] = []
-    _note_method_left_out(fit, composed.raw["method"]["name"])
-    if encoder.tokenizer:
-        with faults.collecting():
-            fit.fit_task()
-        with faults.collecting():
-            fit.fit_search()
-        with faults.collecting():
-            fit.fit_study()
-    else:
-        with faults.collecting():
-            fit.leave_prompts_uncut()
-        with faults.collecting():
-            long_prompts = _fit_to_server(fit, encoder)
+        config = probe_server_if_it_answers(config, budget)
+    fit, long_prompts = _fit(config, composed, asks_calibration, faults)
+    if is_served and not faults.found:
+        checked = check_prompts_arrive(fit.config, config, budget)
+        if checked.model == fit.config.model:
+            fit.config = checked
+        else:
+            # The server reads less than it says.
+            fit, long_prompts = _fit(checked, composed, asks_calibration, faults)
+            _blame_server(faults, checked)
+    encoder = fit.reader
     if not is_served:
         with faults.collecting():
             fit.fit_batches()
@@ -168,6 +172,55 @@ def _prepare(
     return PreparedRun(fit.config, tuple(warnings), checkpoint)
 
 
+def _fit(
+    config: Config, composed: ComposedConfig, asks_calibration: bool, faults: Faults
+) -> tuple[FitToModel, list[str]]:
+    """Fit the defaults of a run to its model; also return which prompts do not fit a server, in words.
+
+    Args:
+        config: The run.
+        composed: Its config as composed.
+        asks_calibration: Whether calibration prompts are asked beside those of the stages.
+        faults: Where what the user has to change is collected.
+    """
+    # A served model's tokenizer stands in for a checkpoint.
+    is_served = bool(config.model.base_url)
+    encoder: Any = (
+        text_encoder(config.model) if is_served else read_checkpoint(config.model)
+    )
+    fit = FitToModel(config, encoder, asks_calibration)
+    long_prompts: list[str] = []
+    _note_method_left_out(fit, composed.raw["method"]["name"])
+    if encoder.tokenizer:
+        with faults.collecting():
+            fit.fit_task()
+        with faults.collecting():
+            fit.fit_search()
+        with faults.collecting():
+            fit.fit_study()
+    else:
+        with faults.collecting():
+            fit.leave_prompts_uncut()
+        with faults.collecting():
+            long_prompts = _fit_to_server(fit, encoder)
+    return fit, long_prompts
+
+
+def _blame_server(faults: Faults, config: Config) -> None:
+    """Say in each fault that a server reads only the beginning, or another part, of long prompts."""
+    delivery = str(config.server.delivery) if config.server else ""
+    blamed = []
+    for error in faults.found:
+        for fault in error.faults:
+            allowed, hint = fault.allowed, fault.hint
+            if delivery not in allowed:
+                allowed += f"; {delivery}"
+            if LARGER_WINDOW not in hint:
+                hint += f"; or {LARGER_WINDOW}"
+            blamed.append(UserError(fault.field, fault.value, allowed, hint))
+    faults.found = blamed
+
+
 def _check_constants(config: Config) -> None:
     """Refuse constants that a run found for other weights, if these are on this machine; else the run does.
 
@@ -188,10 +241,21 @@ def _fit_to_server(fit: FitToModel, encoder: Encoder) -> list[str]:
     server = fit.config.server
     if server is None or encoder.context_window >= NO_WINDOW:
         return []
-    if server.tokens_per_character is None:
-        return []
+    delivery = server.delivery
+    is_cut = delivery is not None and delivery.limit is not None
+    per_character = server.tokens_per_character
     overhead = server.overhead_tokens
-    return fit.fit_by_characters(server.tokens_per_character, overhead)
+    if is_cut and per_character is None:
+        per_character = ASSUMED_TOKENS_PER_CHARACTER
+    if per_character is None:
+        return []
+    long_prompts = fit.fit_by_characters(per_character, overhead)
+    if is_cut and long_prompts:
+        # They would be answered all the same.
+        allowed = f"shorter prompts: {delivery}"
+        hint = f"{LARGER_WINDOW}, or leave out what is longer"
+        raise UserError("task", fit.config.task.name, allowed, hint)
+    return long_prompts
 
 
 def _dequantised(needed: Sequence[Source]) -> list[str]:

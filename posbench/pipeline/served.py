@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,13 @@ from rich.console import Console
 
 from posbench.errors import MachineError, UserError
 from posbench.measure.replies import encode_untruncated
+from posbench.model.answers import Reply, RequestError
+from posbench.model.delivery import (
+    Delivery,
+    check_delivery,
+    cold,
+    rounded_down,
+)
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import (
     BY_LOG_LIKELIHOODS,
@@ -22,14 +31,19 @@ from posbench.model.endpoint import (
     Api,
     Endpoint,
     ListedModel,
+    MakePrompt,
+    ProbeTimeOver,
     Prompt,
     ServerProfile,
     is_on_this_machine,
     text_encoder,
+    untruncated,
 )
+from posbench.model.pacing import ServerSpeed, Timing
 from posbench.pipeline.arguments import ENDPOINT, model_name
 from posbench.pipeline.config import Config
-from posbench.run.budget import money, price_of
+from posbench.run.budget import Budget, money, price_of
+from posbench.run.heartbeat import doing
 from posbench.run.progress import duration
 from posbench.tasks import Example, Task
 
@@ -42,29 +56,115 @@ UNPRICED_TOKENS = 200_000
 _PROFILES: dict[str, ServerProfile] = {}
 """What this process learned of servers, by the kind of requests: several runs of one command ask the same one."""
 SAMPLE_CHARACTERS = 4000
+MIN_SAMPLE_CHARACTERS = 400
 PIECE_CHARACTERS = 1000
-"""Characters of the task's prompts whose tokens a server counts before the run, and those of one prompt."""
+"""Characters of the task's prompts whose tokens a server counts before the run, at most and at least, and those of one
+prompt."""
+_DELIVERIES: dict[tuple[str, str], tuple[int, Delivery, tuple[Timing, ...]]] = {}
+"""Of each server and kind of text the longest prompt that was checked, in characters, what that told, and the times."""
+LARGER_WINDOW = "give the server a larger window (Ollama: num_ctx; a router: turn its compression off)"
 COUNTED_PROMPTS = 16
 """Prompts whose tokens are counted where the tokenizer is known."""
+PARALLEL_SECONDS = 20.0
+"""Time that requests sent at once may take if they are answered one by one; else two are sent."""
+PARALLEL_SHARE = 0.5
+DELIVERY_SHARE = 0.5
+"""Shares of the time left that these requests may take, and the check that prompts arrive whole."""
+PROBE_SHARE = 0.2
+"""Share of a budget of tokens or money that each of them may take."""
+DELIVERY_LENGTHS = 2.2
+"""What that check asks, in lengths of the longest prompt: it as a whole, its halves, and short pieces."""
+SAME_LENGTH = 1.02
+"""A prompt that is longer by less than this than one that arrived whole is not checked again."""
+SIZES = ("limit", "positions", "seed", "max_new_tokens", "calibration_examples")
+"""Fields of a task that do not change what kind of text its prompts are."""
 
 
-def probe_server(config: Config) -> Config:
+class _Probe:
+    """What a probe may take, and what it sends.
+
+    Args:
+        config: The run of a served model.
+        budget: What the run, or the diagnosis that it is part of, may take; None: anything.
+    """
+
+    def __init__(self, config: Config, budget: Budget | None) -> None:
+        self.config = config
+        self.endpoint = Endpoint(config.model, config.server)
+        self._budget = budget or config.budget
+        seconds = self._budget.seconds if self._budget else None
+        if seconds is not None:
+            self.endpoint.give_up_at = time.monotonic() + seconds
+
+    def affords(self, seconds: float, tokens: float, share: float) -> bool:
+        """Return whether requests fit: into a share of the time that is left, or of the tokens or the money.
+
+        Args:
+            seconds: Time that they take, about.
+            tokens: Their tokens.
+            share: The share of the time.
+        """
+        budget = self._budget
+        if budget is None:
+            return True
+        if self.endpoint.give_up_at is not None:
+            return seconds <= share * (self.endpoint.give_up_at - time.monotonic())
+        if budget.usd is not None:
+            cost = price_of(tokens, 0, self.config.model.price) or 0.0
+            return cost <= PROBE_SHARE * budget.usd
+        return budget.tokens is None or tokens <= PROBE_SHARE * budget.tokens
+
+    def need_room(self) -> None:
+        """Raise UserError where the probe has taken too much of a budget of tokens or money."""
+        budget = self._budget
+        if budget is None or not (budget.tokens or budget.usd):
+            return
+        read, written = self.endpoint.tokens_read, self.endpoint.tokens_written
+        spent: float = read + written
+        if budget.usd:
+            spent = price_of(read, written, self.config.model.price) or 0.0
+        if spent > DELIVERY_SHARE * budget.size:
+            allowed = "more: the server shortens prompts in silence, and how much it reads takes more to find out"
+            hint = f"set a budget ten times as large, or {LARGER_WINDOW}"
+            raise UserError("budget", budget.text, allowed, hint)
+
+    @contextmanager
+    def in_time(self, what: str) -> Any:
+        """Raise UserError where the time is over in the block.
+
+        Args:
+            what: What was asked in it.
+        """
+        with doing(f"asking the server {self.config.model.base_url}: {what}"):
+            try:
+                yield
+            except ProbeTimeOver as error:
+                assert self._budget is not None, "without a budget there is time"
+                allowed = f"more time: the server had not answered the first requests by then ({what})"
+                seconds = 10 * (self._budget.seconds or 0.0)
+                hint = f"set budget={-(-seconds // 60):.0f}min, or smaller prompts"
+                raise UserError("budget", self._budget.text, allowed, hint) from error
+
+
+def probe_server(config: Config, budget: Budget | None = None) -> Config:
     """Ask a server what its model is called and what it takes, and fill in what the user left to that.
 
     Args:
         config: The run of a served model.
+        budget: What the probe may take; None: as the config says.
 
     Returns:
         The config with name, API, thinking tokens and window of the model, and with the profile of its server.
 
     Raises:
-        UserError: The server lists several models and the user named none, or refuses what the user set.
+        UserError: The server lists several models and the user named none, refuses what the user set, or does not
+            answer within the budget.
         MachineError: It does not answer.
     """
-    endpoint = Endpoint(config.model)
-    listed = endpoint.models()
+    listed = Endpoint(config.model).models()
     config = _with_name(config, listed)
-    endpoint = Endpoint(config.model)
+    probe = _Probe(config, budget)
+    endpoint = probe.endpoint
     task = config.task
     examples = task.evaluation()
     apis = _apis(config, examples)
@@ -75,27 +175,205 @@ def probe_server(config: Config) -> Config:
     name = config.model.server_name
     windows = [m.window for m in listed if m.id == name or len(listed) == 1]
     listed_window = next(filter(None, windows), None)
-    own_windows = [encoder.context_window for encoder in encoders.values()]
-    sample_text = sample_of_prompts(
-        examples, min(*own_windows, listed_window or NO_WINDOW)
-    )
     answer_tokens = _answer_tokens(task, examples)
     stops = any(example.stop for example in examples)
     choosing = any(example.choices for example in examples)
-    key = repr((config.model, apis, answer_tokens, stops, choosing))
-    profile = endpoint.probe(
-        apis,
-        _prompts(endpoint, encoders, examples[0], PROBE),
-        answer_tokens=answer_tokens,
-        stops=stops,
-        choosing=choosing,
-        sample=_prompts(endpoint, encoders, examples[0], sample_text),
-        sample_characters=len(sample_text),
-        known=_PROFILES.get(key),
-    )
+    kind = (_kind_of_text(task), answer_tokens, stops, choosing)
+    key = repr((config.model, apis, kind))
+    with probe.in_time("what it takes"):
+        profile = endpoint.probe(
+            apis,
+            _prompts(endpoint, encoders, examples[0]),
+            answer_tokens=answer_tokens,
+            stops=stops,
+            choosing=choosing,
+            known=_PROFILES.get(key),
+        )
+    if profile.speed is None:
+        own_windows = [encoder.context_window for encoder in encoders.values()]
+        sample = sample_of_prompts(
+            examples, min(*own_windows, listed_window or NO_WINDOW)
+        )
+        make_prompt = _prompt_maker(endpoint, encoders[profile.api], examples[0])
+        _measure(probe, make_prompt, sample)
+    profile = endpoint.profile
     _PROFILES[key] = profile
-    profile = replace(profile, window=profile.window or listed_window)
+    profile = replace(
+        profile,
+        window=profile.window or listed_window,
+        tokens_read=endpoint.tokens_read,
+        tokens_written=endpoint.tokens_written,
+    )
     return replace(_with_profile(config, endpoint, profile, encoders), server=profile)
+
+
+def _kind_of_text(task: Task) -> str:
+    """What tells the texts of a task from those of another one, whatever their number and length."""
+    left_out = (*SIZES, *getattr(task, "sizes", ()), "calibration_positions")
+    values = {k: v for k, v in vars(task).items() if k not in left_out}
+    return repr(sorted(values.items()))
+
+
+def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
+    """Count the tokens of a sample of the prompts, time it, and find out how many requests are answered at once."""
+    endpoint = probe.endpoint
+    concurrency = probe.config.model.concurrency
+    with probe.in_time("tokens and time of a piece of the prompts"):
+        endpoint.measure_sample(make_prompt, sample)
+    speed = endpoint.profile.speed
+    if speed is None:
+        return
+    seconds = speed.seconds_of_request(len(sample), PROBE_TOKENS)
+    count = concurrency
+    if count * seconds > PARALLEL_SECONDS:
+        count = min(count, 2)
+    tokens = count * len(sample) * _density(endpoint.profile)
+    if probe.affords(count * seconds, tokens, PARALLEL_SHARE):
+        with probe.in_time("how many requests it answers at a time"):
+            endpoint.measure_parallel(make_prompt, sample, count)
+
+
+def _density(profile: ServerProfile) -> float:
+    """Tokens of a character of the prompts, as far as that is known."""
+    return profile.tokens_per_character or ASSUMED_TOKENS_PER_CHARACTER
+
+
+def check_prompts_arrive(
+    config: Config, unfitted: Config, budget: Budget | None = None
+) -> Config:
+    """Find out whether the longest prompt of a run arrives whole.
+
+    Args:
+        config: The run, its prompts fitted to the window that is known.
+        unfitted: The same run before that.
+        budget: What the check may take; None: as the config says.
+
+    Returns:
+        ``config`` where prompts arrive whole or that cannot be told, as its server's profile says; else ``unfitted``
+        with the window that the server really has.
+
+    Raises:
+        UserError: The user typed a window that the server does not have.
+    """
+    profile = config.server
+    if profile is None:
+        return config
+    examples = config.task.evaluation()
+    longest = max(examples, key=lambda example: len(example.prompt.encode()))
+    key = (
+        repr((config.model.base_url, config.model.server_name, profile.form)),
+        _kind_of_text(config.task),
+    )
+    length = len(longest.prompt)
+    probe = _Probe(config, budget)
+    known = _DELIVERIES.get(key)
+    if known is None or (known[1].limit is None and length > SAME_LENGTH * known[0]):
+        known = (length, _deliver(probe, longest), ())
+    _, delivery, timings = known
+    speed = profile.speed
+    earlier = speed.timings if speed else ()
+    timings = tuple(dict.fromkeys((*earlier, *timings, *probe.endpoint.timings)))
+    if timings:
+        speed = replace(speed or ServerSpeed(timings), timings=timings)
+        if not speed.was_timed_at(length):
+            _time_prompt(probe, longest, speed)
+            timings = tuple(dict.fromkeys((*timings, *probe.endpoint.timings)))
+            speed = replace(speed, timings=timings)
+    _DELIVERIES[key] = (known[0], delivery, timings)
+    profile = replace(
+        profile,
+        speed=speed,
+        delivery=delivery,
+        tokens_read=profile.tokens_read + probe.endpoint.tokens_read,
+        tokens_written=profile.tokens_written + probe.endpoint.tokens_written,
+    )
+    if delivery.limit is None:
+        return replace(config, server=profile)
+    if delivery.tokens_per_character is not None:
+        # The sample may have been shortened, too.
+        profile = replace(
+            profile,
+            tokens_per_character=delivery.tokens_per_character,
+            overhead_tokens=delivery.overhead_tokens,
+        )
+    return replace(_with_limit(unfitted, delivery, longest), server=profile)
+
+
+def _time_prompt(probe: _Probe, longest: Example, speed: ServerSpeed) -> None:
+    """Time the longest prompt of a run where no text of about its length was timed, if the budget has room for it."""
+    endpoint = probe.endpoint
+    length = len(longest.prompt)
+    tokens = length * _density(endpoint.profile)
+    seconds = speed.seconds_of_request(length, 0)
+    if not probe.affords(seconds, tokens, DELIVERY_SHARE):
+        return
+    encoder = untruncated(text_encoder(probe.config.model))
+    make_prompt = _prompt_maker(endpoint, encoder, longest)
+    with suppress(RequestError), probe.in_time("how long a prompt takes"):
+        endpoint.deliver(make_prompt, cold(longest.prompt), 0)
+
+
+def _deliver(probe: _Probe, longest: Example) -> Delivery:
+    """Whether the longest prompt arrives whole, where the budget and what was agreed to leave room for asking."""
+    endpoint = probe.endpoint
+    profile = endpoint.profile
+    length = len(longest.prompt)
+    encoder = untruncated(text_encoder(probe.config.model))
+    make_prompt = _prompt_maker(endpoint, encoder, longest)
+    tokens = DELIVERY_LENGTHS * length * _density(profile)
+    seconds = 0.0
+    if profile.speed:
+        seconds = DELIVERY_LENGTHS * profile.speed.seconds_of_request(length, 0)
+    if not probe.affords(seconds, tokens, DELIVERY_SHARE):
+        return Delivery(unchecked="the budget has no room for it")
+    if not _may_be_asked(probe.config, tokens):
+        return Delivery(
+            unchecked=f"it takes about {tokens:,.0f} tokens, which --yes agrees to"
+        )
+
+    def ask(text: str, answer_tokens: int) -> Reply:
+        probe.need_room()
+        return endpoint.deliver(make_prompt, text, answer_tokens)
+
+    try:
+        with probe.in_time("whether long prompts arrive whole"):
+            return check_delivery(ask, longest.prompt)
+    except RequestError as error:
+        return Delivery(unchecked=f"the server failed ({error})")
+
+
+def _may_be_asked(config: Config, tokens: float) -> bool:
+    """Whether a server may be asked so much before the user agreed to the run."""
+    is_local = is_on_this_machine(str(config.model.base_url))
+    return is_local or config.runtime.yes or tokens <= UNPRICED_TOKENS
+
+
+def _with_limit(config: Config, delivery: Delivery, longest: Example) -> Config:
+    """The config with the window that a server has who drops what is over it.
+
+    Raises:
+        UserError: The user typed a larger one.
+    """
+    assert delivery.limit is not None, "a limit was met"
+    window = delivery.limit
+    encoder = text_encoder(replace(config.model, thinking_tokens=0))
+    if encoder.tokenizer:
+        # In tokens of the tokenizer that prompts are fitted with, which may not be the server's.
+        beginning = longest.prompt[: delivery.characters]
+        encoded = untruncated(encoder).encode(beginning, chat=longest.chat)
+        window = rounded_down(len(encoded.ids))
+    elif not delivery.is_counted:
+        window = round(window * ASSUMED_TOKENS_PER_CHARACTER)
+    typed = config.model.context_window
+    if typed is not None and "model.context_window" in config.typed and typed > window:
+        allowed = f"at most {window}: {delivery}"
+        hint = f"{LARGER_WINDOW}, or set model.context_window={window}"
+        raise UserError("model.context_window", typed, allowed, hint)
+    values: dict[str, Any] = {"context_window": min(window, typed or window)}
+    thinking_tokens = config.model.thinking_tokens
+    if thinking_tokens and "model.thinking_tokens" not in config.typed:
+        values["thinking_tokens"] = min(thinking_tokens, window // 2)
+    return config.with_fields("model", values)
 
 
 def _with_name(config: Config, listed: Sequence[ListedModel]) -> Config:
@@ -144,25 +422,49 @@ def _apis(config: Config, examples: Sequence[Example]) -> list[Api]:
 
 
 def _prompts(
-    endpoint: Endpoint, encoders: Mapping[Api, Encoder], example: Example, text: str
+    endpoint: Endpoint, encoders: Mapping[Api, Encoder], example: Example
 ) -> dict[Api, Prompt]:
-    """A text in the form of a task's prompts, for each API."""
+    """The short question in the form of a task's prompts, for each API."""
     return {
-        api: endpoint.prompt_for(
-            api, encoder, encoder.encode(text, chat=example.chat), ""
-        )
+        api: _prompt_maker(endpoint, encoder, example, api)(PROBE)
         for api, encoder in encoders.items()
     }
+
+
+def _prompt_maker(
+    endpoint: Endpoint, encoder: Encoder, example: Example, api: Api | None = None
+) -> MakePrompt:
+    """What gives a text the form of a task's prompts.
+
+    Args:
+        endpoint: The server.
+        encoder: Makes prompts.
+        example: One of the task's.
+        api: The API; None: the one that was found.
+    """
+
+    def make_prompt(text: str) -> Prompt:
+        encoded = encoder.encode(text, chat=example.chat)
+        return endpoint.prompt_for(api or endpoint.profile.api, encoder, encoded, "")
+
+    return make_prompt
 
 
 def sample_of_prompts(examples: Sequence[Example], window: int = NO_WINDOW) -> str:
     """Pieces of a few prompts, spread over them and joined: their tokens stand for those of all.
 
+    They are no longer than the longest prompt, so that a server reads all of them that reads that.
+
     Args:
         examples: The prompts.
         window: Tokens that the sample must not be over, at a token a character.
     """
-    characters = min(SAMPLE_CHARACTERS, max(window - 4 * PROBE_TOKENS, window // 2))
+    longest = max(len(example.prompt) for example in examples)
+    characters = min(
+        SAMPLE_CHARACTERS,
+        max(longest, MIN_SAMPLE_CHARACTERS),
+        max(window - 4 * PROBE_TOKENS, window // 2),
+    )
     # Short pieces have more beginnings and ends than prompts.
     count = min(len(examples), max(characters // PIECE_CHARACTERS, 1))
     size = characters // count
@@ -239,6 +541,9 @@ def describe_endpoint(endpoint: Endpoint) -> list[str]:
         lines.append(message)
     if not profile.sends_stop:
         lines.append("server: it refuses stop: replies are cut here")
+    if profile.delivery and str(profile.delivery):
+        text = str(profile.delivery).replace("the server reads", "it reads", 1)
+        lines.append(f"server: {text}")
     return lines
 
 
@@ -264,6 +569,7 @@ class ServedEstimate:
         written_at_most: The most that these may be.
         counting: How tokens are counted, in words.
         seconds: Time of the run; None: not known.
+        at_once: Requests that the server answers in the time of one; None: not measured.
         cost: Money for what is read and written; None: the price is not known.
         cost_at_most: The most that it may be.
     """
@@ -276,6 +582,7 @@ class ServedEstimate:
     seconds: float | None
     cost: float | None
     cost_at_most: float | None
+    at_once: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -311,9 +618,10 @@ class ServedEstimate:
             f"{self.written_at_most:,}",
         ]
         if self.seconds is not None:
-            parts.append(
-                f"about {duration(self.seconds)} at {concurrency} requests at a time"
-            )
+            text = f"about {duration(self.seconds)} at {concurrency} requests at a time"
+            if self.at_once and self.at_once < concurrency / 2 and self.seconds > 60:
+                text += f", of which the server answers about {self.at_once:.0f}"
+            parts.append(text)
         if self.cost is None or self.cost_at_most is None:
             parts.append("price unknown (model.price=[IN,OUT] of a million tokens)")
         else:
@@ -339,6 +647,7 @@ def estimate_served(
     per_character, overhead, counting = _token_count(profile, encoder, examples)
     by_likelihoods = profile.choice_method == BY_LOG_LIKELIHOODS
     requests = 0
+    all_characters = 0
     read = 0.0
     written = 0.0
     written_at_most = 0
@@ -347,6 +656,7 @@ def estimate_served(
     for example, size in zip(examples, characters, strict=True):
         repeats = len(example.choices) if by_likelihoods and example.choices else 1
         requests += repeats
+        all_characters += repeats * size
         read += repeats * (size * per_character + overhead)
         if by_likelihoods and example.choices:
             written_at_most += repeats
@@ -365,9 +675,10 @@ def estimate_served(
         written=round(written),
         written_at_most=written_at_most,
         counting=counting,
-        seconds=_seconds(config, profile, requests, read, written),
+        seconds=_seconds(config, profile, requests, all_characters, written),
         cost=price_of(read, written, price),
         cost_at_most=price_of(read, written_at_most, price),
+        at_once=profile.speed.parallel if profile.speed else None,
     )
 
 
@@ -398,16 +709,15 @@ def _seconds(
     config: Config,
     profile: ServerProfile,
     requests: int,
-    read: float,
+    characters: float,
     written: float,
 ) -> float | None:
-    """The time of a run, from the longest request of the probe; None where that is not known."""
-    if not (profile.seconds and profile.seconds_tokens and requests):
+    """The time of a run, from the requests of the probe; None where that is not known."""
+    if not (profile.speed and requests):
         return None
-    longer_prompts = read / requests / profile.seconds_tokens
-    longer_replies = written / requests / PROBE_TOKENS
-    each = profile.seconds * max(longer_prompts, longer_replies, 1.0)
-    return each * requests / min(config.model.concurrency, requests)
+    each = profile.speed.seconds_of_request(characters / requests, written / requests)
+    concurrency = min(config.model.concurrency, requests)
+    return each * requests / profile.speed.at_once(concurrency)
 
 
 def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> None:
@@ -440,7 +750,7 @@ def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> 
         raise UserError("--yes", answer, "y: nothing was asked", hint)
 
 
-def probe_server_if_it_answers(config: Config) -> Config:
+def probe_server_if_it_answers(config: Config, budget: Budget | None = None) -> Config:
     """The same as :func:`probe_server`; where a server does not answer, a run that is made may still be shown.
 
     Raises:
@@ -448,7 +758,7 @@ def probe_server_if_it_answers(config: Config) -> Config:
         MachineError: The server does not answer, and the user left to it what the run is called.
     """
     try:
-        return probe_server(config)
+        return probe_server(config, budget)
     except MachineError:
         is_complete = config.model.api != "auto" and (
             config.model.served or "model.name" in config.typed

@@ -33,6 +33,7 @@ from posbench.report.text import (
     MAX_LISTED,
     describe_costs,
     describe_cut_prompts,
+    describe_delivery,
     describe_method,
     describe_missing_answers,
     describe_server,
@@ -224,9 +225,12 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 def describe_prompts(folder: Path) -> str:
     """How many prompts were cut, and what a server did with them; often empty."""
-    rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
+    out = open_run_dir(folder)
+    rows = out.rows_without_error(PREDICTIONS)
     descriptions = (describe_cut_prompts, describe_missing_answers, describe_server)
-    return " ".join(filter(None, (describe(rows) for describe in descriptions)))
+    texts = [describe(rows) for describe in descriptions]
+    texts.append(describe_delivery(out.facts(PROVENANCE).get("delivery", {})))
+    return " ".join(filter(None, texts))
 
 
 def describe_audit(folder: Path) -> str:

@@ -299,6 +299,21 @@ def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{text}: {describe_kinds(rows)}."
 
 
+def describe_delivery(facts: Mapping[str, Any]) -> str:
+    """What is known of whether prompts arrived whole; empty where they did, and of a model in process.
+
+    Args:
+        facts: ``delivery`` of the provenance.
+    """
+    text = str(facts.get("text", ""))
+    if not text:
+        return ""
+    text = text[0].upper() + text[1:]
+    if facts.get("unchecked"):
+        return f"{text}. A position bias may be this server's, and not its model's."
+    return f"{text}; the prompts of this run are fitted to that."
+
+
 def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     """What a server did with the prompts; empty for a model in this process."""
     rows = list(rows)

@@ -15,7 +15,10 @@ from posbench.measure import served
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
+from posbench.model.answers import Reply
+from posbench.model.delivery import RowCheck
 from posbench.model.encode import Encoded
+from posbench.model.endpoint import BY_LOG_LIKELIHOODS, Prompt, untruncated
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
 from posbench.run.budget import Deadline, price_of
@@ -123,6 +126,7 @@ def _served_replies(
         raise _other_decoding(run, first_decoding)
     reported_model = str((first_decoding or {}).get("model", ""))
     questions = ServedQuestions(run, subjects)
+    row_check = _row_check(run)
 
     def compute(request: Request) -> Row:
         endpoint.check(has_choices)
@@ -130,8 +134,16 @@ def _served_replies(
             raise _other_decoding(run, first_decoding)
         example = request.example
         prompt = encoded[example.id]
+        text = prompt.prompt or example.prompt
+
+        def arrived(reply: Reply) -> bool:
+            requests = len(example.choices) if reply.by == BY_LOG_LIKELIHOODS else 1
+            return row_check.arrived(text, (reply.prompt_tokens or 0) // requests)
+
         try:
-            reply = served.ask_server(endpoint, encoder, run.task, example, prompt)
+            reply = served.ask_server(
+                endpoint, encoder, run.task, example, prompt, arrived
+            )
         except Exception:
             questions.count(0, 0)
             raise
@@ -172,6 +184,29 @@ def _served_replies(
         may_start=questions.may_start,
     )
     return questions.keep_whole(rows, file)
+
+
+def _row_check(run: Run) -> RowCheck:
+    """What tells from a row's count of tokens whether its prompt arrived whole."""
+    endpoint = run.endpoint
+    example = run.evaluation[0]
+    encoder = untruncated(run.encoder)
+
+    def make_prompt(text: str) -> Prompt:
+        encoded = encoder.encode(text, chat=example.chat)
+        return endpoint.prompt(encoder, encoded, "")
+
+    def ask(text: str, answer_tokens: int) -> Reply:
+        return endpoint.deliver(make_prompt, text, answer_tokens)
+
+    # A run that goes on may not have measured it: then as it was when the run began.
+    facts = run.out.facts(PROVENANCE).get("delivery", {})
+    profile = endpoint.profile
+    if profile.tokens_per_character is not None:
+        facts = vars(profile)
+    return RowCheck(
+        ask, facts.get("tokens_per_character"), facts.get("overhead_tokens", 0)
+    )
 
 
 class ServedQuestions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -12,6 +13,8 @@ from posbench.model.pacing import (
     MAX_WAIT_SECONDS,
     Pacer,
     ServerBusy,
+    ServerSpeed,
+    Timing,
     parse_seconds,
     pause_until_refilled,
     retry_after,
@@ -135,3 +138,58 @@ def test_patience_has_an_end_where_nothing_is_answered() -> None:
     clock.now += MAX_WAIT_SECONDS + 1
     with pytest.raises(ServerBusy, match="15 minutes"):
         pacer.refused(clock(), {})
+
+
+# Speed
+
+
+def timings(seconds: Callable[[int], float], *lengths: int) -> tuple[Timing, ...]:
+    """Requests of texts of these lengths, each with a reply of 16 tokens, by what a server takes to read them."""
+    return tuple(Timing(n, 16, seconds(n) + 16 * 0.02) for n in lengths)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        lambda n: 0.001 * n,  # as a processor reads
+        lambda n: 2.0 if n > 900 else 0.0,  # as scripted servers do
+        lambda n: 0.5 + 0.0002 * n,  # far away
+    ],
+)
+def test_the_time_of_a_request_is_that_of_one_of_its_length(
+    seconds: Callable[[int], float],
+) -> None:
+    speed = ServerSpeed(timings(seconds, 200, 400, 4000, 12_000))
+    for characters, written in ((4000, 16), (12_000, 100), (8000, 60)):
+        truth = seconds(characters) + 0.02 * written
+        estimate = speed.seconds_of_request(characters, written)
+        assert truth / 2 < estimate < 2 * truth
+    # Beyond what was timed it grows with the length.
+    assert speed.seconds_of_request(24_000, 0) == pytest.approx(
+        2 * speed.seconds_of_request(12_000, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sent", "concurrency", "at_once"),
+    [
+        (1.05, 8, 8, 1.05),  # one slot
+        (3.9, 8, 8, 3.9),  # four slots
+        (7.5, 8, 8, 7.5),
+        (1.0, 2, 8, 1.0),  # one slot, slow: two were sent
+        (2.0, 2, 8, 8.0),  # as many as were sent
+        (None, 1, 8, 8.0),  # not measured
+        (1.0, 1, 1, 1.0),
+    ],
+)
+def test_requests_at_once_are_those_that_a_server_answered(
+    parallel: float | None, sent: int, concurrency: int, at_once: float
+) -> None:
+    speed = ServerSpeed(timings(lambda n: 0.1, 400), parallel, sent)
+    assert speed.at_once(concurrency) == pytest.approx(at_once)
+
+
+def test_a_length_was_timed_where_one_is_near() -> None:
+    speed = ServerSpeed(timings(lambda n: 0.1, 400, 4000))
+    assert speed.was_timed_at(500) and speed.was_timed_at(5000)
+    assert not speed.was_timed_at(1500) and not speed.was_timed_at(9000)

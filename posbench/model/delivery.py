@@ -1,0 +1,461 @@
+"""Whether a server lets its model read prompts whole: some shorten long ones, answer all the same, and say nothing.
+
+Where a server counts the tokens of prompts, its own counts are compared with each other: those of the parts of a text
+must add up to that of the whole. No tokenizer is assumed. Where it counts none, the model is asked for values at the
+beginning, in the middle and at the end of texts of growing length.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from posbench.model.answers import Reply, RequestError
+
+Part = Literal["", "the front", "the middle", "the end", "a part"]
+Ask = Callable[[str, int], Reply]
+"""Sends a text as the task's prompts are sent, and asks for an answer of at most so many tokens beside thinking; 0: the
+reply does not matter."""
+
+VALUE_TOKENS = 32
+"""Tokens of an answer that is a value."""
+SLACK_TOKENS = 8
+"""How far the counts of two parts may be from that of the whole: where a text is cut, a token may become two."""
+NOISE_FACTOR = 3
+"""How many times as far as two counts of one text are apart, for servers that count about."""
+MIN_TOKENS_PER_CHARACTER = 0.03
+"""A server whose counts grow less than that counts nothing."""
+SMALL_CHARACTERS = 200
+SHORT_CHARACTERS = 1500
+"""Characters of texts that every server reads whole: two that are counted, and one that a value is looked for in."""
+BRACKETS = ((100_000, 64), (float("inf"), 16))
+"""The limit is found to one part in so many, by the characters of the longest prompt: of long ones each step costs."""
+NOTE_CHARACTERS = 120
+"""Characters of the notes among which a value stands."""
+FRONT, MIDDLE, END = DEPTHS = (0.0, 0.5, 1.0)
+ATTEMPTS = 3
+"""Values that are looked for at a depth before it counts as not read."""
+ABOVE = (1.04, 1.1, 1.2, 1.3, 1.4, 1.5)
+BELOW = (0.97, 0.93, 0.88, 0.83, 0.78, 0.7)
+"""Lengths, as shares of the limit, at which a value is never found, and found but for once, if that is a server's."""
+KEPT_SHARE = 0.4
+"""Share of the limit that every server keeps of a longer text at one of its ends: Ollama keeps the last half, routers
+half at each end."""
+FAR = 3
+FAR_SHARES = (1.1, 1.6, 2.2)
+"""Length, as a multiple of the limit, at which what is kept must lie as far from the end as at the limit, and where
+nothing may be found then."""
+NAMING_LENGTHS = (0.8, 1.5)
+"""Lengths, as shares of the limit, of a text that arrives whole and of one that does not."""
+ROW_SHARE = 0.9
+"""Share of the tokens that a prompt of its length has, below which a row is looked into."""
+SURE_ROWS = 3
+"""Rows in which a prompt was shortened, after which others are no longer looked into."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What is known of the prompts that a server lets its model read.
+
+    Attributes:
+        characters: Length of the longest text that is known to arrive whole.
+        limit: Tokens, as the server counts, up to which prompts arrive whole; without counts characters. None: none
+            was met.
+        is_counted: Whether ``limit`` is one of tokens.
+        drops: What is missing of longer prompts.
+        unchecked: Why delivery could not be checked; empty: it was.
+        tokens_per_character: Of texts that arrive whole, where a limit of tokens was met; None elsewhere.
+        overhead_tokens: Tokens of a prompt beside its text, as those of a character.
+    """
+
+    characters: int = 0
+    limit: int | None = None
+    is_counted: bool = True
+    drops: Part = ""
+    unchecked: str = ""
+    tokens_per_character: float | None = None
+    overhead_tokens: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What ``limit`` counts."""
+        return "tokens" if self.is_counted else "characters"
+
+    def __str__(self) -> str:
+        """The finding in words; empty where there is nothing to say."""
+        if self.limit is not None:
+            return f"the server reads {self.limit:,} {self.unit} of a prompt, and drops {self.drops} of a longer one"
+        if self.unchecked:
+            return (
+                f"whether prompts arrive whole could not be checked: {self.unchecked}"
+            )
+        return ""
+
+
+class _NotCounted(Exception):
+    """The server does not count the tokens of prompts."""
+
+
+class _Rejected(Exception):
+    """The server refused a text, so that nothing is silent."""
+
+
+def cold(text: str) -> str:
+    """Return a text that no cache has seen: its first words are new."""
+    return f"Check {secrets.token_hex(4)}.\n\n{text}"
+
+
+def check_delivery(ask: Ask, text: str) -> Delivery:
+    """Find out whether a text as long as the longest prompt arrives whole, and if not, how much does.
+
+    Args:
+        ask: Sends texts.
+        text: The longest prompt.
+
+    Raises:
+        RequestError: A request failed.
+    """
+    try:
+        return _Counts(ask).check(text)
+    except _Rejected as rejection:
+        # Prompts that are refused have no score; none is shortened in silence.
+        return Delivery(unchecked=f"the server refuses the longest one ({rejection})")
+    except _NotCounted as error:
+        reason = str(error)
+    try:
+        return _Values(ask, text).check(len(text), reason)
+    except _Rejected as rejection:
+        return Delivery(
+            is_counted=False,
+            unchecked=f"the server refuses the longest one ({rejection})",
+        )
+
+
+def bracket(characters: int) -> int:
+    """Return to one part in how many the limit of texts of so many characters is found."""
+    return next(parts for most, parts in BRACKETS if characters <= most)
+
+
+def rounded_down(limit: int) -> int:
+    """Return a limit without its last digits, so that it is the same when it is measured again."""
+    step = 2 ** max(limit.bit_length() - 6, 0)
+    return limit // step * step
+
+
+# With the counts of the server
+
+
+class _Counts:
+    """Compares the tokens that a server counts in a text with those in its parts.
+
+    Args:
+        ask: Sends texts.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._known = dict[str, int]()
+        self._beside_text = 0
+        self._noise: int | None = None
+
+    def check(self, text: str) -> Delivery:
+        """See :func:`check_delivery`."""
+        if self.tokens_if_whole(text) is not None:
+            return Delivery(characters=len(text))
+        characters = self._longest_whole(text)
+        if not characters:
+            return Delivery(unchecked="its counts of tokens do not add up")
+        values = _Values(self._ask, text)
+        tokens = self._count(text[:characters])
+        # A text of no characters has all that stands beside a text.
+        per_character = (tokens - self._beside_text) / characters
+        return Delivery(
+            characters=characters,
+            limit=rounded_down(tokens),
+            drops=values.dropped_part(characters),
+            tokens_per_character=per_character,
+            overhead_tokens=self._beside_text,
+        )
+
+    def tokens_if_whole(self, text: str) -> int | None:
+        """Tokens of a text, the template's among them; None where the text does not arrive whole."""
+        self._measure_beside_text(text)
+        return self._count(text) if self._is_whole(text, len(text) // 2) else None
+
+    def _count(self, text: str, again: bool = False) -> int:
+        if again or text not in self._known:
+            reply = self._ask(cold(text), 0)
+            if reply.rejection:
+                raise _Rejected(reply.rejection)
+            if not reply.prompt_tokens:
+                raise _NotCounted("it counts no tokens")
+            self._known[text] = reply.prompt_tokens
+        return self._known[text]
+
+    def _measure_beside_text(self, text: str) -> None:
+        """Count the tokens of a prompt beside its text: of the chat template, and of what makes a text new."""
+        size = min(SMALL_CHARACTERS, len(text) // 4)
+        start = (len(text) - 2 * size) // 2
+        first, second = (
+            text[start : start + size],
+            text[start + size : start + 2 * size],
+        )
+        both = self._count(first + second)
+        growth = both - self._count(first)
+        if growth < MIN_TOKENS_PER_CHARACTER * len(second):
+            raise _NotCounted("its counts of tokens do not grow with the text")
+        self._beside_text = self._count(first) + self._count(second) - both
+
+    def _is_whole(self, text: str, at: int) -> bool:
+        """Whether a text arrives whole: it has the tokens of its two parts."""
+        parts = (text, text[:at], text[at:])
+        whole, first, second = map(self._count, parts)
+        missing = first + second - whole - self._beside_text
+        if missing <= SLACK_TOKENS:
+            return True
+        if self._noise is None:
+            counts = (whole, first, second)
+            self._noise = max(
+                abs(self._count(part, again=True) - count)
+                for part, count in zip(parts, counts, strict=True)
+            )
+        return missing <= SLACK_TOKENS + NOISE_FACTOR * self._noise
+
+    def _longest_whole(self, text: str) -> int:
+        """Characters of the longest beginning of a text that arrives whole; 0 where not even a short one does."""
+        low, high = len(text) // 2, len(text)
+        while not self._is_whole(text[:low], low // 2):
+            low, high = low // 2, low
+            if low < SMALL_CHARACTERS // 4:
+                return 0
+        known = low
+        while high - low > low // bracket(len(text)) + 1:
+            middle = (low + high) // 2
+            if self._is_whole(text[:middle], known):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+# With values that the model finds
+
+
+class _Values:
+    """Asks a model for values that stand at several depths of texts.
+
+    Args:
+        ask: Sends texts.
+        prompt: Makes the notes around a value, so that they have as many tokens a character as the run's prompts.
+    """
+
+    def __init__(self, ask: Ask, prompt: str) -> None:
+        self._ask = ask
+        self._filler = " ".join(prompt.translate(str.maketrans('"{}', "'()")).split())
+
+    def check(self, characters: int, why: str) -> Delivery:
+        """See :func:`check_delivery`.
+
+        Args:
+            characters: Length of the longest prompt.
+            why: Why no counts are compared, in words.
+        """
+        short = min(SHORT_CHARACTERS, characters // 2)
+        if not all(self._finds(short, depth) for depth in DEPTHS):
+            reason = f"{why}, and the model does not find values in a short text"
+            return Delivery(is_counted=False, unchecked=reason)
+        lost = [depth for depth in DEPTHS if not self._finds(characters, depth)]
+        if not lost:
+            return Delivery(characters=characters, is_counted=False)
+        part = _part_without(lost)
+        where = part or "all"
+        reason = (
+            f"{why}, and the model finds no value at {where} of a text of {characters:,} characters, "
+            "which may be its own bias or the server's doing"
+        )
+        if not part:
+            return Delivery(is_counted=False, unchecked=reason)
+        depth = {"the front": FRONT, "the middle": MIDDLE, "the end": END}[part]
+        low, high = short, characters
+        while high - low > low // bracket(characters) + 1:
+            middle = (low + high) // 2
+            if self._finds(middle, depth, attempts=2):
+                low = middle
+            else:
+                high = middle
+        if not self._is_cliff(low, high, depth):
+            return Delivery(is_counted=False, unchecked=reason)
+        return Delivery(
+            characters=low, limit=rounded_down(low), is_counted=False, drops=part
+        )
+
+    def dropped_part(self, limit: int) -> Part:
+        """What is dropped of texts of more than ``limit`` characters; "a part" where values do not tell."""
+        below, above = (int(share * limit) for share in NAMING_LENGTHS)
+        try:
+            if not all(self._finds(below, depth) for depth in DEPTHS):
+                return "a part"
+            lost = [depth for depth in DEPTHS if not self._finds(above, depth)]
+        except _Rejected:
+            return "a part"
+        if len(lost) == len(DEPTHS):
+            return "the end"  # with which the question went
+        return _part_without(lost) or "a part"
+
+    def _is_cliff(self, low: int, high: int, depth: float) -> bool:
+        """Whether a server drops text: sharply from one length on, and all but so many characters at one end.
+
+        A bias of a model changes gradually, or lies at shares of a text and not at numbers of characters.
+
+        Args:
+            low: The longest text in which the value at ``depth`` was found.
+            high: The shortest in which it was not.
+            depth: Where values are lost.
+        """
+
+        def at(distance: float, length: int) -> float:
+            """The depth so many characters from the end that is kept."""
+            share = distance / length
+            return 1 - share if depth == FRONT else share
+
+        for share in ABOVE:
+            length = int(share * high)
+            if self._finds(length, depth, attempts=2):
+                return False
+            if not self._finds(length, at(KEPT_SHARE * low, length)):
+                return False
+        far = FAR * high
+        if not self._finds(far, at(KEPT_SHARE * low, far)):
+            return False
+        if any(self._finds(far, at(share * high, far)) for share in FAR_SHARES):
+            return False
+        found = [self._finds(int(share * low), depth, attempts=2) for share in BELOW]
+        return sum(found) >= len(BELOW) - 1
+
+    def _finds(self, characters: int, depth: float, attempts: int = ATTEMPTS) -> bool:
+        """Whether the model finds a value, each time another one."""
+        for _ in range(attempts):
+            key, value = secrets.token_hex(4), secrets.token_hex(4)
+            text = cold(text_with_value(self._filler, characters, depth, key, value))
+            reply = self._ask(text, VALUE_TOKENS)
+            if reply.rejection:
+                raise _Rejected(reply.rejection)
+            if value in reply.text:
+                return True
+        return False
+
+
+def text_with_value(
+    filler: str, characters: int, depth: float, key: str, value: str
+) -> str:
+    """Return a text that asks, at its beginning and at its end, for the value of a key.
+
+    Args:
+        filler: Text of the notes around the pair.
+        characters: Length of the text, about.
+        depth: Where the pair stands: 0 the front, 1 the end.
+        key, value: The pair.
+    """
+    head = f'Extract the value of the key "{key}" from the JSON object below.\n\nJSON data:\n{{'
+    tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
+    pair = f'"{key}": "{value}",\n '
+    size = max(characters - len(head) - len(tail) - len(pair), NOTE_CHARACTERS)
+    before = round(depth * size)
+    notes = _notes(filler, before) + pair + _notes(filler, size - before)
+    return head + notes.removesuffix(",\n ") + tail
+
+
+def _notes(filler: str, characters: int) -> str:
+    """Lines of a JSON object, of so many characters in all, that hold pieces of a text."""
+    words = filler * (characters // max(len(filler), 1) + 1)
+    lines = list[str]()
+    while characters > 0:
+        label = f'"note {1000 + len(lines)}": "'
+        length = max(min(NOTE_CHARACTERS, characters - len(label) - 4), 1)
+        begin = len(lines) * NOTE_CHARACTERS
+        lines.append(f'{label}{words[begin : begin + length]}",\n ')
+        characters -= len(lines[-1])
+    return "".join(lines)
+
+
+def _part_without(lost: list[float]) -> Part:
+    """The part that is dropped where values at these depths are not found and others are; empty: not one part."""
+    parts: dict[tuple[float, ...], Part] = {
+        (FRONT,): "the front",
+        (FRONT, MIDDLE): "the front",
+        (MIDDLE,): "the middle",
+        (MIDDLE, END): "the end",
+        (END,): "the end",
+    }
+    return parts.get(tuple(lost), "")
+
+
+# Row by row
+
+
+class RowCheck:
+    """Judges by the tokens that a server counts in a row's prompt whether that arrived whole.
+
+    A prompt of far fewer tokens than others of its length is asked again, new to every cache and in halves: it may be
+    other text, or a server may leave tokens out of its count that it has in a cache. Its methods may be called from
+    several threads.
+
+    Args:
+        ask: Sends texts.
+        tokens_per_character: Of the task's prompts, as the server counts.
+        overhead: Tokens of a prompt beside its text.
+    """
+
+    def __init__(
+        self, ask: Ask, tokens_per_character: float | None, overhead: int
+    ) -> None:
+        self._ask = ask
+        self._per_character = tokens_per_character
+        self._overhead = overhead
+        self._share = ROW_SHARE
+        self._num_shortened = 0
+        self._lock = threading.Lock()
+
+    def arrived(self, text: str, tokens: int | None) -> bool:
+        """Return whether a prompt arrived whole, as far as its count tells.
+
+        Args:
+            text: The prompt.
+            tokens: Its tokens as the server counts; None: not told.
+        """
+        if not tokens or self._per_character is None:
+            return True
+        expected = self._overhead + self._per_character * len(text)
+        with self._lock:
+            if tokens >= self._share * expected:
+                return True
+            if self._num_shortened >= SURE_ROWS:
+                return False
+            is_whole = self._is_whole_all_the_same(text, tokens)
+            if is_whole:
+                # Other prompts of this kind are no sign, either.
+                self._share = min(self._share, ROW_SHARE * tokens / expected)
+            else:
+                self._num_shortened += 1
+            return is_whole
+
+    def _is_whole_all_the_same(self, text: str, tokens: int) -> bool:
+        """Whether a prompt of few tokens is whole."""
+        try:
+            whole = _Counts(self._ask).tokens_if_whole(text)
+            if whole is None:
+                return False
+            if tokens >= ROW_SHARE * whole:
+                return True
+            # What a cache holds may not be counted: then a text that is sent again has fewer tokens.
+            new = cold(text)
+            self._ask(new, 0)
+            again = self._ask(new, 0).prompt_tokens or 0
+            return again < ROW_SHARE * whole
+        except (_NotCounted, _Rejected):
+            return False
+        except RequestError:
+            return False
