@@ -22,6 +22,7 @@ from posbench.stats.bootstrap import (
     percentile,
     resampled_means,
 )
+from posbench.stats.position_bias import CurveIntervals
 from posbench.tasks.base import Task
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
@@ -101,11 +102,16 @@ class Tabulator:
         """Whether the task makes its metric from the means of several metrics."""
         return type(self.task).total is not Task.total
 
-    def metrics(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    def metrics(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        anytime: Mapping[str, CurveIntervals] | None = None,
+    ) -> pd.DataFrame:
         """Tabulate the scores at every gold position and over all prompts.
 
         Args:
             rows: Prediction rows, see :func:`score_frame`.
+            anytime: See :func:`posbench.stats.position_bias.statistic_rows`.
 
         Returns:
             ``metrics.csv`` with :data:`METRIC_COLUMNS`.
@@ -147,10 +153,14 @@ class Tabulator:
             self.seed,
             self.task.chance or 0.0,
             notes,
+            anytime,
         )
-        for method, statistic, estimate, note in statistics:
-            line = self._line(method, statistic, estimate)
-            lines.append({**line, **OVER_ALL, "note": note})
+        for row in statistics:
+            line = self._line(row.method, row.statistic, row.estimate)
+            cells = OVER_ALL
+            if row.position is not None:
+                cells = self._position_cells(row.position)
+            lines.append({**line, **cells, "note": row.note})
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def _cut_notes(self, frame: pd.DataFrame) -> dict[str, str]:
