@@ -49,13 +49,13 @@ def metrics(
     return pd.DataFrame(rows, columns=list(METRIC_COLUMNS))
 
 
-def with_cut_replies(
+def with_missing_answers(
     table: pd.DataFrame, method: str = "scale_channel"
 ) -> pd.DataFrame:
-    """A metrics.csv whose scores of a method mean nothing, as too many of its replies were cut."""
+    """A metrics.csv whose scores of a method mean nothing, as too many of its answers are missing."""
     table = table.assign(note="")
     is_total = (table["method"] == method) & (table["gold_position"] == "all")
-    table.loc[is_total, "note"] = "cut replies: 40.0% ended; set more"
+    table.loc[is_total, "note"] = "missing answers: 40.0% of 100 replies; set more"
     return table
 
 

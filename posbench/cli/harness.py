@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -28,16 +29,24 @@ from posbench.errors import UserError, choices, renamed
 from posbench.files.atomic import short_hash
 from posbench.files.digests import content_keys
 from posbench.late import torch
+from posbench.measure.outcomes import decide_outcome
 from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.guard import guarded
-from posbench.model.lm import LM, finite_logits_processor, length_batches
+from posbench.model.lm import (
+    END,
+    LENGTH,
+    LM,
+    STOP,
+    finite_logits_processor,
+    length_batches,
+)
 from posbench.model.load import load
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import identity, run_contents, threads
 from posbench.schema import Count, build
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 
 if TYPE_CHECKING:
     from lm_eval.api.model import CacheHook
@@ -297,16 +306,17 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[str]:
-        """Generate as the harness does, under the method, and warn of replies that were cut off."""
-        self._num_cut = 0
+        """Generate as the harness does, under the method, and warn of replies that are no answers."""
+        self._missing = Counter[str]()
         with self.method.applied(self.lm):
             replies = super().generate_until(requests, disable_tqdm=disable_tqdm)
-        if self._num_cut > cut_replies.MAX_SHARE * len(requests):
+        if self._missing.total() > outcomes.MAX_SHARE * len(requests):
             log.warning(
-                "%d of %d replies ended at max_gen_toks without an end of their own: a score may call right "
-                "answers wrong that had no room; raise max_gen_toks of the task",
-                self._num_cut,
+                "%d of %d replies are no answers (%s): a score may call right answers wrong that had no room; raise "
+                "max_gen_toks of the task",
+                self._missing.total(),
                 len(requests),
+                ", ".join(f"{n} {name}" for name, n in self._missing.items()),
             )
         return replies
 
@@ -327,8 +337,12 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             texts = self.tokenizer.batch_decode(reply_ids)
             end_id = self.tokenizer.eos_token_id
             for ids, text in zip(reply_ids.tolist(), texts, strict=True):
-                has_ended = end_id in ids or any(word in text for word in stop)
-                self._num_cut += not has_ended
+                finish = END if end_id in ids else LENGTH
+                if any(word in text for word in stop):
+                    finish = STOP
+                decision = decide_outcome(text, finish, ended_itself=True)
+                if decision.outcome != outcomes.ANSWERED:
+                    self._missing[f"{decision.outcome}: {decision.reason}"] += 1
         return tokens
 
     def loglikelihood_rolling(

@@ -53,7 +53,7 @@ from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.progress import duration, progress
 from posbench.schema import override_text
 from posbench.search.base import FOUND_FILE
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import estimate
 from posbench.stats.shape import FLAT, UNCLEAR, name_shape
@@ -283,20 +283,14 @@ class Course:
                 share=SHARES["pilot"],
             )
             rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
-            if not any(row.get("scores") for row in rows):
-                notes = sorted({str(row.get("note")) for row in rows})
-                diagnosis.verdict = CANNOT_TELL
-                diagnosis.reason = (
-                    f"none of the pilot's {len(rows)} prompts was answered: {notes[0]}"
-                )
-                return False
             pilot = judge_pilot(
                 rows, self.task.metric, self.task.chance or 0.0, changes
             )
             diagnosis.pilots.append(pilot)
             if pilot.level == "in between":
                 return True
-            kind = "cut" if pilot.level == "cut" else "difficulty"
+            is_missing = pilot.level == "missing answers"
+            kind = "cut" if is_missing else "difficulty"
             changes = {} if kind in tried else self._other_settings(pilot)
             if not changes:
                 return self._end_at(pilot)
@@ -310,12 +304,11 @@ class Course:
         self.diagnosis.verdict = CANNOT_DO if pilot.level == "floor" else CANNOT_TELL
         score = f"{points(pilot.average)} % of the pilot's answers are right"
         self.diagnosis.reason = score
-        if pilot.level == "cut":
-            where = "their thinking, before an answer" if pilot.thinks else "an answer"
-            text = f"{pilot.cut} replies end before {where}"
-            if pilot.thinks:
-                text = f"{pilot.cut} replies end in {where}"
-            self.diagnosis.reason = text
+        if pilot.level == "missing answers":
+            reason = (
+                f"{pilot.missing} replies of the pilot are no answers: {pilot.kinds}"
+            )
+            self.diagnosis.reason = reason
         return False
 
     def _shape(self) -> None:
@@ -347,10 +340,10 @@ class Course:
             f"first minus inner positions {points(contrasts['primacy'])} points, "
             f"last minus inner {points(contrasts['recency'])}, n = {shape.questions}"
         )
-        is_cut = bool(
-            run and run.name == CANNOT_TELL and cut_replies.PROBLEM in run.reason
+        lacks_answers = bool(
+            run and run.name == CANNOT_TELL and outcomes.PROBLEM in run.reason
         )
-        if run and (run.name in (CANNOT_DO, NO_BIAS) or is_cut):
+        if run and (run.name in (CANNOT_DO, NO_BIAS) or lacks_answers):
             diagnosis.verdict, diagnosis.reason = run
         elif shape.name == FLAT:
             diagnosis.verdict = NO_BIAS
@@ -712,8 +705,10 @@ class Course:
 
     def _other_settings(self, pilot: Pilot) -> dict[str, Any]:
         """What to change after a pilot: longer replies or more thinking where they are cut, else another task."""
-        if pilot.level != "cut":
+        if pilot.level != "missing answers":
             return self._other_task(pilot.level)
+        if not pilot.is_cut:
+            return {}
         key, tokens = self._longer_replies(pilot)
         return self._if_possible({key: tokens})
 
@@ -771,7 +766,9 @@ class Course:
         diagnosis = self.diagnosis
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
-        if self._ends_with_cut_replies():
+        if self._lacks_answers():
+            if not diagnosis.pilots[-1].is_cut and diagnosis.pilots[-1].missing:
+                return ""
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
             return f"{self._own_command(but=key)} {key}={tokens}"
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:
@@ -790,14 +787,14 @@ class Course:
             typed.append(f"budget={self.allowance.budget.text}")
         return shlex.join(["posbench", "diagnose", *typed])
 
-    def _ends_with_cut_replies(self) -> bool:
-        """Whether replies were cut in the last pilot, or in so many questions that nothing can be told."""
+    def _lacks_answers(self) -> bool:
+        """Whether answers are missing in the last pilot, or of so many questions that nothing can be told."""
         diagnosis = self.diagnosis
         if not diagnosis.pilots:
             return False
         cannot_tell = diagnosis.verdict == CANNOT_TELL
-        is_cut_later = cannot_tell and cut_replies.PROBLEM in diagnosis.reason
-        return diagnosis.pilots[-1].level == "cut" or is_cut_later
+        are_missing_later = cannot_tell and outcomes.PROBLEM in diagnosis.reason
+        return diagnosis.pilots[-1].level == "missing answers" or are_missing_later
 
     def _is_undecided(self) -> bool:
         """Whether more questions may tell the bias, or whether a method helps."""
@@ -840,5 +837,5 @@ def _level_text(level: str) -> str:
     return {
         "floor": "the model is at the floor",
         "ceiling": "the model is at the ceiling",
-        "cut": "replies are cut before an answer",
+        "missing answers": "replies are no answers",
     }[level]

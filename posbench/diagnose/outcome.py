@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from posbench.late import pd
 from posbench.stats.bootstrap import Estimate, mean, with_interval
-from posbench.stats.cut_replies import MAX_SHARE
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.outcomes import (
+    CUT_METRIC,
+    MAX_SHARE,
+    THINKING_METRIC,
+    describe_kinds,
+    kind_of_row,
+)
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
+from posbench.stats.scores import NO_ESTIMATE
 from posbench.stats.shape import SHAPES, WITHOUT_SIDE, Shape
 from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
 from posbench.studies.base import Tables
@@ -21,7 +29,7 @@ from posbench.studies.yu2025.bias_source import (
     read_effects,
 )
 
-Level = Literal["in between", "floor", "ceiling", "cut"]
+Level = Literal["in between", "floor", "ceiling", "missing answers"]
 """Where a model stands on a task: whether its replies can show a position bias."""
 
 FLOOR_MARGIN = 0.2
@@ -30,8 +38,8 @@ BEST_POSITION_MARGIN = 0.3
 above a guess. Of 20 questions that are all wrong the interval ends at 0.16."""
 CEILING_MARGIN = 0.2
 """A model is at the ceiling where its average is surely less than this below 1."""
-MIN_CUT = 2
-"""Cut replies from which a pilot asks again with more tokens."""
+MIN_MISSING = 2
+"""Missing answers from which a pilot shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,19 @@ class Pilot:
 
     Attributes:
         level: Where the model stands.
-        average: Score over all of them, 0..1, with its interval.
-        cut: Replies that were cut before an answer.
-        thinks: Whether most of these ended in the model's thinking.
+        average: Score over all answers, 0..1, with its interval; NaN where there is none.
+        missing: Replies that are no answers.
+        kinds: How many of each kind these are, in words, with the most frequent reason.
+        is_cut: Whether most of these were cut, so that longer replies help.
+        thinks: Whether most of the cut ones ended in the model's thinking.
         settings: Settings of the task that the diagnosis changed, by key.
     """
 
     level: Level
     average: Estimate
-    cut: int
+    missing: int
+    kinds: str = ""
+    is_cut: bool = False
     thinks: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,23 +82,34 @@ def judge_pilot(
     scored = [row for row in rows if row.get("scores")]
     scores = [float(row["scores"][metric]) for row in scored]
     clusters = [row["cluster"] or row["id"] for row in scored]
-    average = mean(scores, clusters)
-    cut = sum(bool(row.get("cut")) for row in rows)
+    average = mean(scores, clusters) if scores else NO_ESTIMATE
+    kinds = Counter(kind for row in rows if (kind := kind_of_row(row)))
+    missing = kinds.total()
     by_position: dict[Any, list[float]] = {}
     for row, score in zip(scored, scores, strict=True):
         by_position.setdefault(row["gold_position"], []).append(score)
-    best = max(sum(values) / len(values) for values in by_position.values())
+    best = max(
+        (sum(values) / len(values) for values in by_position.values()), default=0.0
+    )
     level: Level = "in between"
-    if cut >= MIN_CUT and cut > MAX_SHARE * len(rows):
-        level = "cut"
+    if missing >= MIN_MISSING and missing > MAX_SHARE * len(rows):
+        level = "missing answers"
     elif (
         average.ci_high < chance + FLOOR_MARGIN and best < chance + BEST_POSITION_MARGIN
     ):
         level = "floor"
     elif average.ci_low > 1 - CEILING_MARGIN and average.value >= 1 - NEGLIGIBLE_SHARE:
         level = "ceiling"
-    cut_thinking = sum(bool(row.get("is_thinking")) for row in rows)
-    return Pilot(level, average, cut, 2 * cut_thinking > cut, dict(settings))
+    num_cut = kinds[CUT_METRIC] + kinds[THINKING_METRIC]
+    return Pilot(
+        level,
+        average,
+        missing,
+        kinds=describe_kinds(rows),
+        is_cut=2 * num_cut > missing,
+        thinks=2 * kinds[THINKING_METRIC] > num_cut,
+        settings=dict(settings),
+    )
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ PILOT_LEVELS = {
     "in between": "its replies can show a position bias",
     "floor": "the model is at the floor",
     "ceiling": "the model is at the ceiling",
-    "cut": "replies are cut before an answer",
+    "missing answers": "replies are no answers",
 }
 
 
@@ -243,7 +243,7 @@ def _held_back_section(diagnosis: Diagnosis) -> Section | None:
 def _pilot_section(diagnosis: Diagnosis) -> Section:
     """What the pilots saw, and what they changed."""
     text = "A few questions at the first, a middle and the last position: whether the task can show a bias at all."
-    header = ["settings", "score in %", "cut replies", "so"]
+    header = ["settings", "score in %", "missing answers", "so"]
     rows = [_pilot_row(pilot) for pilot in diagnosis.pilots]
     return Section("Pilot", text, header, rows)
 
@@ -252,8 +252,8 @@ def _pilot_row(pilot: Pilot) -> list[str]:
     settings = " ".join(f"{key}={value}" for key, value in pilot.settings.items())
     return [
         settings or "as given",
-        points(pilot.average),
-        str(pilot.cut),
+        points(pilot.average) if pilot.average.n else "",
+        pilot.kinds or "0",
         PILOT_LEVELS[pilot.level],
     ]
 

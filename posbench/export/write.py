@@ -26,12 +26,12 @@ from posbench.measure.replies import encode_with_answer
 from posbench.methods.base import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.report.folder import need_destination, read_csv, read_json
-from posbench.report.tables import cut_notes
+from posbench.report.tables import missing_notes
 from posbench.run.base import Run
 from posbench.run.folder import PROVENANCE, runs_in
 from posbench.run.method import METHOD_FILE
 from posbench.schema import no_other_keys
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 from posbench.stats.bootstrap import paired, with_interval
 from posbench.stats.frames import rows_over_all_positions
 from posbench.tasks import Example
@@ -197,13 +197,13 @@ def side_effects(
         if identity.get("weights") != weights:
             continue
         other_tasks = metrics[metrics["task"] != task]
-        cut = cut_notes(other_tasks)
+        lacks_answers = bool(missing_notes(other_tasks))
         for row in rows_over_all_positions(other_tasks, "difference").itertuples():
             points = with_interval(
                 100 * row.value, 100 * row.ci_low, 100 * row.ci_high, "+z.1f"
             )
-            if cut:
-                points = f"cannot tell ({cut_replies.PROBLEM})"
+            if lacks_answers:
+                points = f"cannot tell ({outcomes.PROBLEM})"
             rows.append([str(row.task), points, str(row.n)])
     return rows
 

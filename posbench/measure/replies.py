@@ -8,10 +8,12 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.files.atomic import round_values
+from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM, GeneratedReply, length_batches
 from posbench.model.prefix import Prefix
 from posbench.model.thinking import opens_thinking, split_thinking
+from posbench.stats.outcomes import ANSWERED
 from posbench.tasks import Example, Task
 
 
@@ -153,9 +155,10 @@ def reply_to_batch(
         prefix: Cache with all tokens of these prompts but the last.
 
     Returns:
-        For each example its ``output``, and why that ended (``finish``, see
-        :class:`posbench.model.lm.GeneratedReply`), with the ``thinking`` before it, and whether it ended in that
-        (``is_thinking``); or, where it has choices, their ``loglikelihoods`` (nats).
+        For each example its ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason``
+        where it is no answer; why it ended (``finish``, see :class:`posbench.model.lm.GeneratedReply`), with the
+        ``thinking`` before it, and whether it ended in that (``is_thinking``); or, where it has choices, their
+        ``loglikelihoods`` (nats).
     """
     prompts = [encoded[example.id].ids for example in batch]
     first = batch[0]
@@ -171,12 +174,14 @@ def reply_to_batch(
         prefix=prefix,
     )
     return [
-        _without_thinking(reply, encoded[example.id])
+        _row_of_reply(task, example, reply, encoded[example.id])
         for reply, example in zip(replies, batch, strict=True)
     ]
 
 
-def _without_thinking(reply: GeneratedReply, prompt: Encoded) -> dict[str, Any]:
+def _row_of_reply(
+    task: Task, example: Example, reply: GeneratedReply, prompt: Encoded
+) -> dict[str, Any]:
     """What a row says of a reply: thinking stands apart, and is not scored."""
     split = split_thinking(reply.text, opens_thinking(prompt.text))
     row: dict[str, Any] = {"output": split.answer, "finish": reply.finish}
@@ -184,7 +189,14 @@ def _without_thinking(reply: GeneratedReply, prompt: Encoded) -> dict[str, Any]:
         row["thinking"] = split.thinking
     if split.is_open:
         row["is_thinking"] = True
-    return row
+    decision = decide_outcome(
+        split.answer,
+        reply.finish,
+        holds_answer=holds_answer(task, example, row),
+        is_thinking=split.is_open,
+        ended_itself=True,
+    )
+    return {**row, **decision.fields}
 
 
 def _choices(
@@ -206,5 +218,6 @@ def _choices(
     for example, choices in zip(batch, scored, strict=True):
         nats = [total for total, _ in choices]
         best = example.choices[nats.index(max(nats))]
-        result.append({"output": best.strip(), "loglikelihoods": round_values(nats, 8)})
+        row = {"output": best.strip(), "loglikelihoods": round_values(nats, 8)}
+        result.append({**row, "outcome": ANSWERED})
     return result

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from posbench.errors import UserError
 from posbench.files.sources import cached_path, weight_files
+from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.measure.replies import encode_longest
+from posbench.model.answers import Reply
 from posbench.model.encode import Encoded, Encoder, cut_at_stop
 from posbench.model.endpoint import Endpoint, RequestError
 from posbench.model.lm import LM
@@ -144,7 +146,7 @@ def _reply_to_beginning(
     )
     prompt = endpoint.prompt(encoder, encoder.encode(beginning, **form), example.system)
     reply = endpoint.generate(prompt, PROBE_TOKENS)
-    return (reply.note or reply.text).strip(), in_process.strip()
+    return (reply.rejection or reply.text).strip(), in_process.strip()
 
 
 def _load_reference(model: ModelConfig) -> LM:
@@ -171,7 +173,12 @@ def _load_reference(model: ModelConfig) -> LM:
 
 
 def ask_server(
-    endpoint: Endpoint, encoder: Encoder, task: Task, example: Example, encoded: Encoded
+    endpoint: Endpoint,
+    encoder: Encoder,
+    task: Task,
+    example: Example,
+    encoded: Encoded,
+    prompt_arrived: Callable[[Reply], bool] = lambda reply: True,
 ) -> dict[str, Any]:
     """Ask a server for the reply to an example.
 
@@ -181,13 +188,14 @@ def ask_server(
         task: The example's task.
         example: What to reply to.
         encoded: Its prompt as tokens.
+        prompt_arrived: Whether the model read the whole prompt, by what the server says with the reply.
 
     Returns:
-        ``output``, and what the server says of it, where it does: tokens as it counts (``prompt_tokens``,
-        ``reply_tokens``), why the reply ended (``finish``), the thinking before it (``thinking``, of so many
-        ``thinking_tokens``) and whether it ended in that (``is_thinking``), its model (``server``); of a choice
-        which way it was read (``by``), with ``loglikelihoods`` (nats); and a ``note`` where the model did not get to
-        read the prompt.
+        ``output`` and ``outcome`` (:data:`posbench.stats.outcomes.Outcome`), with the ``reason`` where it is no answer;
+        and what the server says of it, where it does: tokens as it counts (``prompt_tokens``, ``reply_tokens``), why
+        the reply ended (``finish``), the thinking before it (``thinking``, of so many ``thinking_tokens``) and whether
+        it ended in that (``is_thinking``), its model (``server``); of a choice which way it was read (``by``), with
+        ``loglikelihoods`` (nats).
     """
     prompt = endpoint.prompt(encoder, encoded, example.system)
     if example.choices:
@@ -207,8 +215,18 @@ def ask_server(
         "prompt_tokens": response.prompt_tokens,
         "reply_tokens": response.reply_tokens,
         "server": response.server,
-        "note": response.note,
     }
     unsaid: tuple[Any, ...] = ("", [], None, False)
     stated = {name: value for name, value in facts.items() if value not in unsaid}
-    return {"output": output, **stated}
+    reply = {"output": output, **stated}
+    decision = decide_outcome(
+        response.text,
+        response.finish,
+        holds_answer=holds_answer(task, example, reply),
+        is_thinking=response.is_thinking,
+        ended_itself=response.ended_itself,
+        rejection=response.rejection,
+        obstacle=response.obstacle,
+        prompt_arrived=prompt_arrived(response),
+    )
+    return {**reply, **decision.fields}

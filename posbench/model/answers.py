@@ -15,10 +15,8 @@ from posbench.errors import UserError
 from posbench.model.lm import LENGTH
 from posbench.model.thinking import Form, split_thinking
 from posbench.schema import check_shape
+from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH
 
-OVERFLOW = "context overflow"
-REFUSED = "refused"
-"""Notes of a reply that has no text: the prompt is over the server's window; its content filter took it."""
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which servers give the thinking apart from the answer."""
 ROUNDING_NATS = 1e-3
@@ -38,14 +36,18 @@ class Reply:
 
     Attributes:
         text: The answer, without the thinking before it; or the choice.
-        finish: Why the reply ended, in the server's word: stop, length ...
+        finish: Why the reply ended, in the server's word in small letters: ``stop``, ``length`` ...; ``length`` also
+            where it has as many tokens as it may, whatever the server says. Empty where the server says nothing.
         thinking: The thinking before the answer, where the server shows it.
         thinking_tokens: Tokens of it as the server counts, None where it does not tell them.
         thinking_form: How the server gives it.
         is_thinking: Whether the reply ended in the thinking, before an answer.
         prompt_tokens: Tokens of the prompt as the server counts, None where it does not tell them.
         reply_tokens: Tokens of the reply, thinking among them, as those of the prompt.
-        note: :data:`OVERFLOW` or :data:`REFUSED`, where there is no text.
+        rejection: Why the model did not read the prompt: :data:`posbench.stats.outcomes.OVERFLOW` or
+            :data:`posbench.stats.outcomes.CONTENT_FILTER`; empty where it did.
+        obstacle: What keeps the text from being known as an answer, in words; often empty.
+        ended_itself: Whether the model is known to have ended it, so that it may be empty.
         nats: Log-likelihood of each choice; None: not among the likeliest.
         by: How the choice was read; empty where there was none to make.
         server: The model and the fingerprint that the server reports.
@@ -59,7 +61,9 @@ class Reply:
     is_thinking: bool = False
     prompt_tokens: int | None = None
     reply_tokens: int | None = None
-    note: str = ""
+    rejection: str = ""
+    obstacle: str = ""
+    ended_itself: bool = False
     nats: tuple[float | None, ...] = ()
     by: str = ""
     server: str = ""
@@ -94,14 +98,90 @@ class _Usage:
         return max(self.completion_tokens, total - (self.prompt_tokens or 0))
 
 
-CUT = ("length", "max_tokens", "max_length", "model_length")
-"""Why a reply ended, in the words of servers, where it had no more tokens."""
-FAILED = ("error", "abort", "aborted", "cancelled")
-"""The same where the server gave up."""
+CUT_REASONS = (
+    "length",  # OpenAI, and most servers
+    "max_tokens",  # Anthropic, Gemini, Cohere
+    "max_length",
+    "model_length",  # Mistral
+    "max_new_tokens",
+    "max_output_tokens",
+    "max_completion_tokens",
+    "token_limit",  # watsonx
+    "limit",  # llama.cpp
+    "model_context_window_exceeded",  # Anthropic
+)
+"""Why a reply ended, in the words of servers in small letters, where it had no more tokens."""
+GOOD_REASONS = (
+    "stop",  # OpenAI, Gemini, and most servers
+    "stop_sequence",  # Anthropic, Cohere, text-generation-inference
+    "stop_token",
+    "stop_word",
+    "eos",  # Together
+    "eos_token",  # text-generation-inference, watsonx
+    "end",
+    "end_turn",  # Anthropic, Bedrock
+    "complete",  # Cohere
+    "completed",
+    "done",
+    "finished",
+    "normal",  # ERNIE
+)
+"""The same where the model, or a stop text, ended it. A word that is not known is none of them."""
+REFUSAL_REASONS = (
+    "content_filter",  # OpenAI
+    "content_filtered",  # Bedrock
+    "contentfilter",
+    "safety",  # Gemini, as the next ones
+    "image_safety",
+    "recitation",
+    "prohibited_content",
+    "blocklist",
+    "spii",
+    "language",
+    "blocked",
+    "refusal",  # Anthropic
+    "refused",
+    "guardrail_intervened",  # Bedrock
+    "error_toxic",  # Cohere
+    "sensitive",  # Zhipu
+    "moderation",
+)
+"""The same where a filter, or the model, refused."""
+TOOL_REASONS = (
+    "tool_calls",  # OpenAI
+    "tool_call",  # Cohere
+    "tool_use",  # Anthropic
+    "function_call",  # OpenAI
+    "malformed_function_call",  # Gemini, as the next ones
+    "unexpected_tool_call",
+    "too_many_tool_calls",
+)
+"""The same where the reply is a call of a tool."""
+FAILED_REASONS = (
+    "error",
+    "abort",
+    "aborted",
+    "cancelled",
+    "canceled",
+    "user_cancel",  # Cohere
+    "timeout",
+    "network_error",  # Zhipu
+    "insufficient_system_resource",  # DeepSeek
+)
+"""The same where the server gave up: asked again, it may answer."""
+
+
+def reason_in_small_letters(reason: object) -> str:
+    """A server's word for why a reply ended, in one spelling: ``FINISH_REASON_MAX-TOKENS`` is ``max_tokens``."""
+    text = "" if reason is None else str(reason).strip().lower()
+    return text.replace("-", "_").replace(" ", "_").removeprefix("finish_reason_")
 
 
 def read_reply(
-    answer: Mapping[str, Any], opened: bool = False, hidden: bool = False
+    answer: Mapping[str, Any],
+    opened: bool = False,
+    hidden: bool = False,
+    max_tokens: int | None = None,
 ) -> Reply:
     """Read the reply in an answer of either API.
 
@@ -109,6 +189,7 @@ def read_reply(
         answer: The answer, with a choice 0.
         opened: Whether the chat template wrote the mark that begins thinking.
         hidden: Whether the model thinks, and the server neither shows nor counts that.
+        max_tokens: Tokens that the reply may have, thinking among them; None: its length is not judged.
 
     Raises:
         RequestError: The reply is not finished, or its usage has another form.
@@ -119,38 +200,71 @@ def read_reply(
     message = choice.get("message") or {}
     if choice.get("finish_reason", "") is None:
         raise RequestError("the reply is not finished (finish_reason is null)")
-    finish = str(choice.get("finish_reason", ""))
-    if finish.lower() in FAILED or choice.get("error"):
+    finish = reason_in_small_letters(choice.get("finish_reason", ""))
+    if finish in FAILED_REASONS or choice.get("error"):
         raise RequestError(f"the reply ended with {choice.get('error') or finish}")
-    if finish.lower() in CUT:
+    content, field_thinking = _texts(choice, message)
+    obstacle = ""
+    if finish in CUT_REASONS:
         finish = LENGTH
-    text, field_thinking = _texts(choice, message)
-    split = split_thinking(text, opened and not field_thinking)
+    elif max_tokens is not None and finish in ("", *GOOD_REASONS):
+        finish, obstacle = _judge_length(finish, content, usage, max_tokens)
+    split = split_thinking(content, opened and not field_thinking)
     text = split.answer
     thinking = "\n".join(filter(None, (field_thinking, split.thinking)))
-    note = ""
-    if finish == "content_filter" or message.get("refusal"):
-        text = ""
-        note = REFUSED
+    if message.get("refusal"):
+        finish = "refusal"
     form = split.form
     if field_thinking:
         form = "field"
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
     is_cut = finish == LENGTH and bool(form) and not text.strip()
+    if not text.strip():
+        obstacle = obstacle or _other_field(choice, message)
     server = (answer.get("model"), answer.get("system_fingerprint"))
     return Reply(
         text=text,
-        note=note,
         finish=finish,
         thinking=thinking,
         thinking_tokens=usage.thinking_tokens,
         thinking_form=form,
-        is_thinking=not note and (split.is_open or is_cut),
+        is_thinking=finish not in REFUSAL_REASONS and (split.is_open or is_cut),
         prompt_tokens=usage.prompt_tokens,
         reply_tokens=usage.reply_tokens,
+        obstacle=obstacle,
+        # Of plain completions no parser takes anything away.
+        ended_itself="text" in choice and not form and bool(usage.reply_tokens),
         server=" ".join(str(name) for name in server if name),
     )
+
+
+def _judge_length(
+    finish: str, content: str, usage: _Usage, max_tokens: int
+) -> tuple[str, str]:
+    """Why a reply ended that a server says was not cut, or of which it does not say; and what is not known then.
+
+    A server that cuts may call that ``stop``. Where it does not count tokens, a reply with as many words has at least
+    as many tokens; and one of fewer bytes has fewer tokens.
+    """
+    tokens = usage.reply_tokens
+    if tokens is None:
+        at_limit = len(content.split()) >= max_tokens
+    else:
+        at_limit = tokens >= max_tokens
+    if at_limit:
+        return LENGTH, ""
+    if finish or tokens is not None or len(content.encode()) < max_tokens:
+        return finish, ""
+    return "", f"{UNKNOWN_LENGTH} why the reply ended nor how many tokens it has"
+
+
+def _other_field(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+    """Where the reply stands that has no text; empty where there is none."""
+    for field in (*THINKING_FIELDS, "tool_calls", "function_call"):
+        if message.get(field) or choice.get(field):
+            return f"{OTHER_FIELD} {field}"
+    return ""
 
 
 def _texts(choice: Mapping[str, Any], message: Mapping[str, Any]) -> tuple[str, str]:
@@ -168,19 +282,40 @@ def _texts(choice: Mapping[str, Any], message: Mapping[str, Any]) -> tuple[str, 
     return content or "", thinking
 
 
+TEXT_PARTS = ("text", "output_text")
+THINKING_PARTS = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
+"""Types of the parts of a content that is a list: of the answer, and of the thinking."""
+
+
 def _joined_parts(parts: Sequence[Any]) -> tuple[str, str]:
-    """Text and thinking of a content that is a list of parts."""
+    """Text and thinking of a content that is a list of parts; RequestError where a part is of an unknown type."""
     texts = []
     thinking = []
     for part in parts:
-        if part["type"] == "text":
+        kind = part["type"]
+        if kind in TEXT_PARTS:
             texts.append(part["text"])
-        elif part["type"] == "thinking":
-            inner = part["thinking"]
-            if isinstance(inner, list):
-                inner = "".join(entry["text"] for entry in inner)
-            thinking.append(inner)
+        elif kind in THINKING_PARTS:
+            thinking.append(_thinking_of_part(part))
+        else:
+            raise RequestError(
+                f"an answer of another form (a part of the type {kind!r})"
+            )
     return "".join(texts), "".join(thinking)
+
+
+def _thinking_of_part(part: Mapping[str, Any]) -> str:
+    """The text of a part that holds thinking; empty where it is not shown."""
+    for field in (part["type"], "text", "thinking", "reasoning", "summary"):
+        inner = part.get(field)
+        if isinstance(inner, list):
+            return "".join(
+                entry["text"] if isinstance(entry, Mapping) else str(entry)
+                for entry in inner
+            )
+        if isinstance(inner, str):
+            return inner
+    return ""
 
 
 def read_usage(answer: Mapping[str, Any]) -> _Usage:

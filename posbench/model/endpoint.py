@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 from posbench.errors import MachineError, UserError
 from posbench.model.answers import (
-    OVERFLOW,
-    REFUSED,
+    GOOD_REASONS,
     Reply,
     RequestError,
     choice_in_reply,
@@ -40,6 +39,7 @@ from posbench.model.load import ModelConfig, read_checkpoint
 from posbench.model.pacing import MAX_WAIT_SECONDS, Pacer, ServerBusy
 from posbench.model.refusals import Refusal, read_refusal
 from posbench.model.thinking import Form, opens_thinking
+from posbench.stats.outcomes import CONTENT_FILTER, OVERFLOW
 
 BY_LOG_LIKELIHOODS = "log-likelihoods"
 BY_FIRST_TOKEN = "first token"
@@ -136,13 +136,13 @@ class _PromptRejected(Exception):
     """The server did not let the model read a prompt.
 
     Attributes:
-        note: :data:`OVERFLOW` or :data:`REFUSED`.
+        reason: :data:`posbench.stats.outcomes.OVERFLOW` or :data:`posbench.stats.outcomes.CONTENT_FILTER`.
         window: Tokens that the model reads, where the server told them.
     """
 
-    def __init__(self, note: str, window: int | None = None) -> None:
-        super().__init__(note)
-        self.note = note
+    def __init__(self, reason: str, window: int | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
         self.window = window
 
 
@@ -695,20 +695,22 @@ class Endpoint:
         def request() -> Reply:
             return self._ask_reply(prompt, max_tokens + self.thinking_tokens, stop)
 
-        return _reply_or_note(request)
+        return _reply_or_rejection(request)
 
     def choose(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
         """The choice that follows a prompt, by the best way that the server allows; for errors see
         :meth:`generate`."""
         method = self.profile.choice_method
         if method == BY_LOG_LIKELIHOODS:
-            return _reply_or_note(lambda: self._by_likelihoods(str(prompt), choices))
+            return _reply_or_rejection(
+                lambda: self._by_likelihoods(str(prompt), choices)
+            )
         if method == BY_FIRST_TOKEN:
-            reply = _reply_or_note(lambda: self._by_first_token(prompt, choices))
-            if reply.note or any(nats is not None for nats in reply.nats):
+            reply = _reply_or_rejection(lambda: self._by_first_token(prompt, choices))
+            if reply.rejection or any(nats is not None for nats in reply.nats):
                 return reply
         reply = self.generate(prompt, CHOICE_TOKENS)
-        if reply.note or reply.is_thinking:
+        if reply.rejection or reply.is_thinking or reply.obstacle:
             return reply
         choice = choice_in_reply(reply.text, choices)
         if not choice:
@@ -730,20 +732,22 @@ class Endpoint:
             if error.refusal.kind != "cut":
                 raise
             return Reply(finish=LENGTH, is_thinking=True, thinking_form="hidden")
-        reply = self._read(answer, prompt)
-        if not reply.finish and (reply.reply_tokens or 0) >= max_tokens:
-            # The server does not say why a reply ended, and it has as many tokens as it may.
-            return replace(reply, finish=LENGTH)
-        return reply
+        return self._read(answer, prompt, max_tokens)
 
-    def _read(self, answer: Mapping[str, Any], prompt: Prompt) -> Reply:
+    def _read(
+        self,
+        answer: Mapping[str, Any],
+        prompt: Prompt,
+        max_tokens: int | None = None,
+    ) -> Reply:
         thinking = self.profile.thinking
         if isinstance(prompt, str):
             opened = opens_thinking(prompt)
         else:
             opened = thinking == "opened"
         with failing_on_other_forms():
-            return read_reply(answer, opened, hidden=thinking == "hidden")
+            hidden = thinking == "hidden"
+            return read_reply(answer, opened, hidden, max_tokens)
 
     def _ask(self, prompt: Prompt, max_tokens: int, **settings: Any) -> dict[str, Any]:
         """The answer to one request as plain data; ``settings`` are the API's."""
@@ -842,7 +846,7 @@ class Endpoint:
         if refusal.kind == "server":
             return ServerFailed(message)
         if refusal.kind == "filter":
-            return _PromptRejected(REFUSED)
+            return _PromptRejected(CONTENT_FILTER)
         if refusal.kind == "overflow":
             return _PromptRejected(OVERFLOW, refusal.limit)
         if refusal.kind == "key":
@@ -1002,7 +1006,8 @@ class Endpoint:
             text=choices[nats.index(max(nats))].strip(),
             nats=nats,
             by=BY_LOG_LIKELIHOODS,
-            finish="",
+            finish=_unusual_finish(replies),
+            obstacle="",
             thinking="",
             is_thinking=False,
             prompt_tokens=_total(reply.prompt_tokens for reply in replies),
@@ -1027,6 +1032,12 @@ class Endpoint:
         )
 
 
+def _unusual_finish(replies: Sequence[Reply]) -> str:
+    """Why one of several requests ended that did not end well; empty where all did, or at their limit."""
+    usual = ("", LENGTH, *GOOD_REASONS)
+    return next((reply.finish for reply in replies if reply.finish not in usual), "")
+
+
 def _total(counts: Any) -> int | None:
     """The sum of numbers of tokens; None where one is not known."""
     counts = list(counts)
@@ -1039,7 +1050,7 @@ def _sleep_before_retry(failures: int) -> None:
     time.sleep(min(seconds, LONGEST_RETRY_SECONDS) * random.uniform(0.75, 1.25))
 
 
-def _reply_or_note(request: Callable[[], Reply]) -> Reply:
+def _reply_or_rejection(request: Callable[[], Reply]) -> Reply:
     """The reply to a request, also to one that the server rejected.
 
     Raises:
@@ -1049,7 +1060,7 @@ def _reply_or_note(request: Callable[[], Reply]) -> Reply:
         with failing_on_other_forms():
             return request()
     except _PromptRejected as rejection:
-        return Reply(note=rejection.note)
+        return Reply(rejection=rejection.reason)
 
 
 def probe_prompts() -> dict[Api, Prompt]:

@@ -189,7 +189,8 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         "is_thinking",
         "finish",
         "scores",
-        "cut",
+        "outcome",
+        "reason",
         "loglikelihoods",
     }
     request = {name: plain[name] for name in plain.keys() - reply_fields}

@@ -26,10 +26,15 @@ from posbench.report.index import (
     differing_settings,
     estimate_cell,
 )
-from posbench.report.tables import cut_notes, has_cut_note, without_cut_scores
+from posbench.report.tables import (
+    has_missing_note,
+    missing_notes,
+    without_missing_scores,
+)
 from posbench.run.folder import PREDICTIONS, PROVENANCE, RunDir, open_undamaged
 from posbench.run.own_code import make_importable
 from posbench.schema import instantiate, override_text
+from posbench.stats import outcomes
 from posbench.stats.bootstrap import Estimate, combined
 from posbench.stats.findings import estimate_columns, estimate_row
 from posbench.stats.frames import (
@@ -127,15 +132,15 @@ class ComparedRun:
 
     @cached_property
     def prompts(self) -> dict[tuple[Any, ...], Row]:
-        """Scored rows of its method, by example, gold position and short_hash of the prompt."""
+        """Rows of its method, missing answers among them, by example, gold position and short_hash of the prompt."""
         # Rows of an older version hold no short_hash of their prompt: that of all prompts
         # of the run stands in.
         all_prompts = self.run.read_json("prompts.json").get("questions")
         if not all_prompts:
             all_prompts = str(self.run.path)
         rows = {}
-        for row in self.run.rows(PREDICTIONS):
-            if row["method"] == self.method and row.get("scores"):
+        for row in self.run.rows_without_error(PREDICTIONS):
+            if row["method"] == self.method and outcomes.is_scorable(row):
                 prompt = row.get("prompt") or all_prompts
                 rows[row["id"], row["gold_position"], prompt] = row
         return rows
@@ -171,7 +176,7 @@ def write_comparison(
     notes = [
         f"{run.label}: no score, {note}."
         for run in runs
-        for note in cut_notes(run.metrics).values()
+        for note in missing_notes(run.metrics).values()
     ]
     for run in runs[1:]:
         difference = differences(first, run)
@@ -238,9 +243,9 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _estimate(metrics: pd.DataFrame, metric: str) -> Estimate | None:
-    """A metric over all gold positions; None where there is none, or where it means nothing as replies were cut."""
+    """A metric over all gold positions; None where there is none, or where it means nothing as answers are missing."""
     rows = rows_over_all_positions(metrics, metric).dropna(subset="value")
-    for row in rows[~has_cut_note(rows)].itertuples():
+    for row in rows[~has_missing_note(rows)].itertuples():
         return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
     return None
 
@@ -375,7 +380,7 @@ def _score_figure(runs: Sequence[ComparedRun]) -> Figure | None:
     for run in runs:
         # The name of the unmodified model gives it its line style.
         name = UNMODIFIED if run.label == display_name(UNMODIFIED) else run.label
-        scores = without_cut_scores(run.metrics)
+        scores = without_missing_scores(run.metrics)
         frames.append(scores.assign(method=name, model="", seed=0))
     has_unmodified = any(run.label == display_name(UNMODIFIED) for run in runs)
     baselines = [_curve(run.unmodified) for run in runs]

@@ -10,10 +10,10 @@ from typing import Any
 
 from posbench.late import pd
 from posbench.report.folder import read_csv
-from posbench.report.tables import cut_notes
+from posbench.report.tables import missing_notes
 from posbench.run.folder import PREDICTIONS, open_run_dir, open_undamaged
 from posbench.schema import build
-from posbench.stats import bootstrap, cut_replies
+from posbench.stats import bootstrap, outcomes
 from posbench.stats.findings import (
     SMALLEST_POINTS,
     Finding,
@@ -72,7 +72,7 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
         pairs.append((setting, contrast.than))
     names = sorted({name for pair in pairs for name in pair})
     scores: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
-    cut = set[str]()
+    lacking = set[str]()
     key = _key_of_settings(names, runs)
     if key is None:
         return None
@@ -87,8 +87,8 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
             scores[name].append(
                 table.assign(group=index).set_index("group", append=True)
             )
-            if _was_cut(name, folder_of[name]):
-                cut.add(name)
+            if _lacks_answers(name, folder_of[name]):
+                lacking.add(name)
     if not all(scores.values()):
         return None
     tables = {name: pd.concat(of_name) for name, of_name in scores.items()}
@@ -99,9 +99,9 @@ def _judge(contrast: Contrast, runs: Runs) -> Finding | None:
         part = _bounded(contrast, statistic, points)
         if not points.n:
             part = part.not_testable(NO_COMMON_PROMPTS)
-        elif first in cut or second in cut:
+        elif first in lacking or second in lacking:
             part = part.not_testable(
-                f"{cut_replies.PROBLEM} under {', '.join(sorted(cut))}"
+                f"{outcomes.PROBLEM} under {', '.join(sorted(lacking))}"
             )
         parts.append(part)
     if not parts:
@@ -141,12 +141,13 @@ def _runs_by_other_keys(key: str, runs: Runs) -> list[dict[str, Path]]:
     return list(groups.values())
 
 
-def _was_cut(name: str, folder: Path) -> bool:
-    """Whether too many replies of a run were cut under a setting for its scores to mean anything."""
+def _lacks_answers(name: str, folder: Path) -> bool:
+    """Whether too many answers of a run are missing under a setting for its scores to mean anything."""
     metrics = read_csv(folder / "metrics.csv")
     assert metrics is not None, "a run with scores has it"
     return any(
-        (method == UNMODIFIED) == (name == UNMODIFIED) for method in cut_notes(metrics)
+        (method == UNMODIFIED) == (name == UNMODIFIED)
+        for method in missing_notes(metrics)
     )
 
 

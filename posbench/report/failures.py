@@ -13,6 +13,7 @@ from posbench.run.folder import PREDICTIONS, RunDir
 from posbench.run.own_code import make_importable
 from posbench.run.replies import prompt_digest
 from posbench.stats.frames import display_name
+from posbench.stats.outcomes import describe_kind, kind_of_row
 from posbench.tasks import Example, Task
 from posbench.tasks.base import read_recorded_task
 
@@ -70,15 +71,17 @@ class RunExamples:
             if any(self._score(row) < 1 for row in self.rows[name])
         ]
 
+    def missing(self) -> list[str]:
+        """Ids of examples without an answer under some method, in task order."""
+        return [name for name in self.ids() if any(map(kind_of_row, self.rows[name]))]
+
     def ids(self) -> list[str]:
         """All ids, in task order if the prompts can be built, else in file order."""
         return [name for name in self.prompts if name in self.rows] or list(self.rows)
 
     def _score(self, row: Row) -> float:
-        """The score by the task's own metric; 1 for a row without scores, and for one that ended in its thinking."""
+        """The score by the task's own metric; 1 for a row without scores: it is no wrong answer."""
         scores = row.get("scores") or {}
-        if row.get("is_thinking"):
-            return 1.0
         return float(scores.get(self.task.metric, min(scores.values(), default=1.0)))
 
     def text(self, name: str, whole: bool = False) -> str:
@@ -129,9 +132,10 @@ class RunExamples:
         if "error" in row:
             return f"{method}: failed ({row['error']})"
         scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
-        if row.get("is_thinking"):
-            scores = "ended in the thinking, before an answer"
-        lines = [f"{method}: {scores or row.get('note') or 'not scored'}"]
+        kind = kind_of_row(row)
+        if kind:
+            scores = describe_kind(row)
+        lines = [f"{method}: {scores or 'not scored'}"]
         rewritten = row.get("rewritten_prompt")
         if rewritten:
             text = rewritten if in_full else shorten(rewritten)
@@ -227,6 +231,10 @@ def wrong_answers(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
         summary += (
             f"; {len(names)} of them, and all with: posbench show DIR --wrong --all"
         )
+    missing = examples.missing()
+    if missing:
+        summary += f". Of {len(missing)} there is no answer under some method, which is no wrong one"
+        names += [name for name in spread_sample(missing) if name not in names]
     texts = []
     for name in names:
         head, _, text = examples.text(name).partition("\n")

@@ -33,7 +33,7 @@ from posbench.run.method import METHOD_FILE
 from posbench.run.progress import duration
 from posbench.run.shards import is_running
 from posbench.schema import override_text
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 from posbench.stats.findings import estimate_columns
 from posbench.stats.frames import UNMODIFIED, display_name, rows_over_all_positions
 
@@ -392,8 +392,8 @@ def _terminal_row(record: Record) -> dict[str, str]:
     verdicts = record["verdicts"].replace(", ", "\n")
     score = estimate_cell(record, "score")
     difference = estimate_cell(record, "difference", signed=True)
-    if str(record.get("note", "")).startswith(cut_replies.PROBLEM):
-        score = cut_replies.PROBLEM
+    if str(record.get("note", "")).startswith(outcomes.PROBLEM):
+        score = outcomes.PROBLEM
         difference = ""
     return {
         "run": record["run"],

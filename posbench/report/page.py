@@ -34,6 +34,7 @@ from posbench.report.text import (
     describe_costs,
     describe_cut_prompts,
     describe_method,
+    describe_missing_answers,
     describe_server,
     describe_stop,
     headline,
@@ -224,7 +225,8 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 def describe_prompts(folder: Path) -> str:
     """How many prompts were cut, and what a server did with them; often empty."""
     rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
-    return " ".join(filter(None, [describe_cut_prompts(rows), describe_server(rows)]))
+    descriptions = (describe_cut_prompts, describe_missing_answers, describe_server)
+    return " ".join(filter(None, (describe(rows) for describe in descriptions)))
 
 
 def describe_audit(folder: Path) -> str:

@@ -14,7 +14,7 @@ from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
 from posbench.report.folder import read_json, unreadable_file_error
-from posbench.report.tables import Table, cell, has_cut_note, points
+from posbench.report.tables import Table, cell, has_missing_note, points
 from posbench.report.text import tally_verdicts
 from posbench.stats.bootstrap import Estimate, wilson
 from posbench.stats.findings import estimate_columns
@@ -22,20 +22,20 @@ from posbench.stats.reference import SHARE_MARGIN, agreement
 
 OTHER_MODEL = "other model, not comparable"
 MIXED = "different in different settings"
-CUT_REPLIES = "cut replies, not comparable"
+MISSING_ANSWERS = "missing answers, not comparable"
 AGREEMENT = (
     "agrees",
     "differs",
     "inconclusive",
     "no interval",
     "not measured",
-    CUT_REPLIES,
+    MISSING_ANSWERS,
     MIXED,
 )
 CELL = ["model", "method", "task", "gold_position", "metric"]
 """Columns that name a cell of a paper."""
 RUN_OF_METHOD = ["model", "method", "task", "setting"]
-"""Columns that name what was asked together, and is judged by its cut replies."""
+"""Columns that name what was asked together, and is judged by its missing answers."""
 DEPTH_TOLERANCE = 0.025
 """How far (0..1) a paper's depth label may lie from the nearest depth we measured."""
 
@@ -275,14 +275,14 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
         A row for each match: the columns of :data:`CELL`, setting, paper, ours, ci_low,
         ci_high, difference (ours - paper), near_zero (the paper's number lies within
         the margin of 0), and the verdict of :func:`agreement`. A paper's row without a
-        match says in `verdict` why there is none, and so does one whose replies were cut.
+        match says in `verdict` why there is none, and so does one whose answers are missing.
     """
     models = set(metrics["model"].astype(str))
     if "setting" not in metrics:
         metrics = metrics.assign(setting="")
-    is_cut = has_cut_note(metrics)
-    cut_methods = set(
-        metrics.loc[is_cut, RUN_OF_METHOD].itertuples(index=False, name=None)
+    is_missing = has_missing_note(metrics)
+    methods_without_answers = set(
+        metrics.loc[is_missing, RUN_OF_METHOD].itertuples(index=False, name=None)
     )
     rows = []
     for row in reference:
@@ -302,8 +302,8 @@ def compare_cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFra
                 match["value"], match["ci_low"], match["ci_high"], match["n"]
             )
             verdict = agreement(ours, paper, margin)
-            if tuple(match[name] for name in RUN_OF_METHOD) in cut_methods:
-                verdict = CUT_REPLIES
+            if tuple(match[name] for name in RUN_OF_METHOD) in methods_without_answers:
+                verdict = MISSING_ANSWERS
             rows.append(
                 {
                     **names,

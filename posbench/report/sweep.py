@@ -388,15 +388,15 @@ def _score_figure(
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
         return accuracy_by_model(summary), caption
     rows = summary[summary["run"].isin(drawn_runs)]
-    scores = tables.without_cut_scores(rows)
+    scores = tables.without_missing_scores(rows)
     figure = plots.factor_sweep(scores, axes)
     left = "score over all positions with 95 % intervals"
     right = "score over the position of the answer"
     caption = f"Left: {left}. Right: {right}.{drawn_note}"
-    is_cut = scores["value"].isna() & rows["value"].notna()
-    if is_cut.any():
-        num_cut = rows.loc[is_cut, "run"].nunique()
-        caption += f" Replies of {num_cut} of {rows['run'].nunique()} runs were cut off: not drawn."
+    is_missing = tables.has_missing_note(rows)
+    if is_missing.any():
+        num_missing = rows.loc[is_missing, "run"].nunique()
+        caption += f" Answers are missing in {num_missing} of {rows['run'].nunique()} runs: not drawn."
     return figure, caption
 
 
@@ -514,8 +514,8 @@ class _Setting(NamedTuple):
     base_shape: str
 
     @property
-    def is_cut(self) -> bool:
-        """Whether it has no score as its replies were cut off before an answer."""
+    def lacks_answers(self) -> bool:
+        """Whether it has no score as too many answers are missing."""
         return self.average is not None and bool(pd.isna(self.average.value))
 
 
@@ -566,8 +566,8 @@ def _read_settings(
         axes: The columns that tell settings apart.
     """
     rows, names, label = plots.with_setting(summary, axes)
-    # Of replies that were cut off before an answer nothing is said but that.
-    rows.loc[tables.has_cut_note(rows), ["value", "ci_low", "ci_high"]] = math.nan
+    # Where answers are missing nothing is said but that.
+    rows.loc[tables.has_missing_note(rows), ["value", "ci_low", "ci_high"]] = math.nan
     run_column = "run" if "run" in rows else "setting"
     is_unmodified = rows["method"] == UNMODIFIED
     settings_with_method = rows.loc[~is_unmodified, "setting"]
@@ -614,19 +614,19 @@ def _sweep_sentence(settings: Sequence[_Setting], label: str) -> str:
     averages = [
         (setting.average.value, setting.name)
         for setting in settings
-        if setting.average and not setting.is_cut
+        if setting.average and not setting.lacks_answers
     ]
     if averages:
         average = f"the average {_range(averages, ' %', ' %')}"
         if len(averages) > 1:
             average = f"Over {len(averages)} settings of {label}, {average}"
         parts.append(average)
-    cut = [setting.name for setting in settings if setting.is_cut]
-    if cut:
-        names = ", ".join(cut[:MAX_LISTED])
-        count = "1 setting" if len(cut) == 1 else f"{len(cut)} settings"
+    without = [setting.name for setting in settings if setting.lacks_answers]
+    if without:
+        names = ", ".join(without[:MAX_LISTED])
+        count = "1 setting" if len(without) == 1 else f"{len(without)} settings"
         parts.append(
-            f"replies were cut off before an answer, and say nothing, in {count} ({names})"
+            f"too many answers are missing to say anything in {count} ({names})"
         )
     counts = Counter(
         _direction(setting.difference) for setting in settings if setting.difference

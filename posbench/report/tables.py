@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posbench.late import pd
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 from posbench.stats.bootstrap import with_interval
 from posbench.stats.frames import (
     UNMODIFIED,
@@ -15,7 +15,7 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_of_metric,
 )
-from posbench.stats.position_bias import STATISTICS
+from posbench.stats.position_bias import MINUS_HALF, STATISTICS
 
 LATEX_PARAGRAPH_CHARACTERS = 24
 """Length from which on a LaTeX column breaks its lines."""
@@ -32,12 +32,6 @@ BIAS_LABELS = {
     "recency": "recency (last - inner)",
     "middle_drop": "middle drop (ends - lowest inner)",
 }
-
-CUT_COLUMNS = {
-    cut_replies.METRIC: "cut off",
-    cut_replies.THINKING_METRIC: "cut thinking",
-}
-"""Columns of the table by position with the shares of replies that ended before an answer."""
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
@@ -191,8 +185,8 @@ def position_table(metrics: pd.DataFrame) -> Table:
     """One row per gold position, then `all`, from metrics.csv rows of one run.
 
     Columns: depth of the gold position, score of each method in %, difference of each
-    modified method in points (both with 95 % intervals), n, and where replies were cut
-    off before an answer the share of these for each method.
+    modified method in points (both with 95 % intervals), n, and where answers are missing
+    the share of each kind of these for each method.
     """
     scores = rows_of_metric(metrics).assign(metric="score")
     differences = rows_of_metric(metrics, "difference").assign(
@@ -212,15 +206,17 @@ def position_table(metrics: pd.DataFrame) -> Table:
         n = "/".join(dict.fromkeys(map(str, at_position["n"])))
         table.append([label, *columns.cells(at_position, "score"), n])
     header = ["gold position", *columns.header, "n"]
-    for metric, title in CUT_COLUMNS.items():
-        cut = rows_of_metric(metrics, metric)
-        if not len(cut):
+    for metric, title in outcomes.METRICS.items():
+        shares = rows_of_metric(metrics, metric)
+        if not len(shares):
             continue
         header.append(title)
         for line, position in zip(table, labels, strict=True):
-            at_position = cut[cut["gold_position"].astype(str) == position]
-            shares = dict(zip(at_position["method"], at_position["value"], strict=True))
-            line.append("/".join(pct(shares[m]) for m in columns.methods))
+            at_position = shares[shares["gold_position"].astype(str) == position]
+            share_of = dict(
+                zip(at_position["method"], at_position["value"], strict=True)
+            )
+            line.append("/".join(pct(share_of[m]) for m in columns.methods))
     return header, table
 
 
@@ -255,46 +251,46 @@ def unmeasurable_bias(metrics: pd.DataFrame) -> dict[str, str]:
     """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
     if "note" not in metrics:
         return {}
-    cut = cut_notes(metrics)
+    missing = missing_notes(metrics)
     is_missing = (metrics["metric"] == "position_bias") & metrics["value"].isna()
-    return cut | {
+    return missing | {
         row.method: row.note
         for row in metrics[is_missing].itertuples()
         if cell(row, "")
     }
 
 
-def cut_notes(metrics: pd.DataFrame) -> dict[str, str]:
-    """Why the scores of a method mean nothing as its replies were cut, by method, from metrics.csv rows of a run."""
+def missing_notes(metrics: pd.DataFrame) -> dict[str, str]:
+    """Why the scores of a method mean nothing as answers are missing, by method, from metrics.csv rows of a run."""
     if "note" not in metrics:
         return {}
     rows = rows_of_metric(metrics)
-    rows = rows[has_cut_note(rows)]
+    rows = rows[has_missing_note(rows)]
     return dict(zip(rows["method"], rows["note"], strict=True))
 
 
-def has_cut_note(metrics: pd.DataFrame) -> pd.Series:
-    """Which rows of metrics.csv mean nothing as replies were cut."""
+def has_missing_note(metrics: pd.DataFrame) -> pd.Series:
+    """Which rows of metrics.csv mean nothing as answers are missing."""
     if "note" not in metrics:
         return pd.Series(False, index=metrics.index)
-    return metrics["note"].astype(str).str.startswith(cut_replies.PROBLEM)
+    return metrics["note"].astype(str).str.startswith(outcomes.PROBLEM)
 
 
-def without_cut_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """Rows of metrics.csv, or of several runs, with NaN for the scores of a method whose replies were cut."""
+def without_missing_scores(metrics: pd.DataFrame) -> pd.DataFrame:
+    """Rows of metrics.csv, or of several runs, with NaN for the scores of a method whose answers are missing."""
     own_rows = rows_of_metric(metrics)
     keys = [column for column in ("run", "method") if column in metrics]
-    cut = pd.MultiIndex.from_frame(own_rows.loc[has_cut_note(own_rows), keys])
-    is_cut = pd.MultiIndex.from_frame(metrics[keys]).isin(cut)
+    lacking = pd.MultiIndex.from_frame(own_rows.loc[has_missing_note(own_rows), keys])
+    is_lacking = pd.MultiIndex.from_frame(metrics[keys]).isin(lacking)
     scores = metrics.copy()
-    scores.loc[is_cut, ["value", "ci_low", "ci_high"]] = float("nan")
+    scores.loc[is_lacking, ["value", "ci_low", "ci_high"]] = float("nan")
     return scores
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    shown_elsewhere = [*STATISTICS, *CUT_COLUMNS]
+    shown_elsewhere = [*STATISTICS, MINUS_HALF, *outcomes.METRICS]
     is_other = (metric != metric_of_task(metrics)) & ~metric.isin(shown_elsewhere)
     is_overall = metrics["gold_position"].astype(str) == "all"
     return metrics[is_other & is_overall].assign(subset="all", kind="average")

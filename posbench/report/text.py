@@ -13,10 +13,10 @@ from posbench.late import pd
 from posbench.report.tables import (
     Table,
     bias_table,
-    cut_notes,
     finding_value,
     findings_table,
-    has_cut_note,
+    has_missing_note,
+    missing_notes,
     papers_first,
     pct,
     points,
@@ -34,6 +34,7 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
+from posbench.stats.outcomes import describe_kinds, kind_of_row
 from posbench.stats.shape import SHAPES, shape_in_metrics
 from posbench.stats.verdict import run_verdict
 
@@ -167,10 +168,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     warnings = [
         _bias_warning(note, reasons) for note in dict.fromkeys(reasons.values())
     ]
-    # Where replies were cut off before an answer, a score says nothing about the model.
-    cut_methods = list(cut_notes(metrics))
-    averages = averages.drop(index=cut_methods)
-    metrics = metrics[~metrics["method"].isin(cut_methods) & ~has_cut_note(metrics)]
+    # Where answers are missing, a score says nothing about the model.
+    lacking = list(missing_notes(metrics))
+    averages = averages.drop(index=lacking)
+    metrics = metrics[~metrics["method"].isin(lacking) & ~has_missing_note(metrics)]
     results = list[str]()
     base = SERVED if SERVED in averages.index else UNMODIFIED
     if base in averages.index and (len(averages) == 1 or base not in reasons):
@@ -279,6 +280,20 @@ def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{len(lengths)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 
+def describe_missing_answers(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many rows are no answers, of which kind and why; empty where all are.
+
+    Args:
+        rows: Predictions with ``outcome``, and where it is no answer with ``reason``.
+    """
+    rows = list(rows)
+    missing = sum(bool(kind_of_row(row)) for row in rows)
+    if not missing:
+        return ""
+    text = f"{missing} of {len(rows)} replies are no answers, and have no score"
+    return f"{text}: {describe_kinds(rows)}."
+
+
 def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     """What a server did with the prompts; empty for a model in this process."""
     rows = list(rows)
@@ -295,27 +310,6 @@ def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
         if thoughts:
             text += f", in {np.mean(thoughts):,.0f} tokens on average"
         sentences.append(f"{text}; that is not scored.")
-    cut_thinking = sum(bool(row.get("is_thinking")) for row in rows)
-    if cut_thinking:
-        sentences.append(
-            f"{cut_thinking} of {len(rows)} replies ended in the thinking, before an answer: they score 0 and are "
-            "counted apart from wrong answers (cut thinking)."
-        )
-    empty = sum(
-        "finish" in row
-        and not row["output"]
-        and "note" not in row
-        and not row.get("is_thinking")
-        for row in rows
-    )
-    if empty:
-        sentences.append(f"{empty} of {len(rows)} replies are empty.")
-    notes = _count(rows, "note")
-    if notes:
-        count = f"{notes.total()} of {len(rows)} prompts"
-        sentences.append(
-            f"{count} have no score because the model did not read them: {_list_counts(notes)}."
-        )
     readers = _count(rows, "by")
     if readers:
         sentences.append(f"Choices were read by: {_list_counts(readers)}.")

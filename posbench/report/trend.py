@@ -14,10 +14,10 @@ from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
-from posbench.report.tables import cut_notes
+from posbench.report.tables import missing_notes
 from posbench.run.folder import PREDICTIONS, RunDir, open_undamaged
 from posbench.schema import resolve_target
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import (
@@ -165,9 +165,9 @@ class _Trend:
             return
         num_before = len(self.findings)
         self._measure_scores(scores)
-        num_cut = sum(map(_has_cut_replies, self.folders.values()))
-        if num_cut:
-            note = f"{cut_replies.PROBLEM} in {num_cut} of {len(self.folders)} runs"
+        num_missing = sum(map(_lacks_answers, self.folders.values()))
+        if num_missing:
+            note = f"{outcomes.PROBLEM} in {num_missing} of {len(self.folders)} runs"
             of_scores = [f.not_testable(note) for f in self.findings[num_before:]]
             self.findings[num_before:] = of_scores
 
@@ -447,10 +447,10 @@ class _Trend:
         return table
 
 
-def _has_cut_replies(folder: Path) -> bool:
-    """Whether too many replies of a run were cut for its scores to mean anything."""
+def _lacks_answers(folder: Path) -> bool:
+    """Whether too many answers of a run are missing for its scores to mean anything."""
     metrics = read_csv(folder / "metrics.csv")
-    return metrics is not None and bool(cut_notes(metrics))
+    return metrics is not None and bool(missing_notes(metrics))
 
 
 def _chance(folder: Path) -> float:

@@ -11,10 +11,10 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
 from posbench.measure import served
+from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
-from posbench.model.lm import LENGTH
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
 from posbench.run.budget import Deadline, price_of
@@ -27,6 +27,7 @@ from posbench.run.proofs import (
     request_digest,
 )
 from posbench.run.sequential import ShapeRule
+from posbench.stats.outcomes import ANSWERED, CUT
 from posbench.tasks import Example, Task
 from posbench.tasks.base import num_questions, split_into_rounds
 
@@ -135,7 +136,7 @@ def _served_replies(
         row = _row(run, example, prompt, reply)
         cost = price_of(read, written, run.model.price)
         is_told = bool(reply.get("prompt_tokens"))
-        if cost is not None and is_told and not reply.get("note"):
+        if cost is not None and is_told:
             row["cost"] = round(cost, COST_DIGITS)
         return row
 
@@ -302,9 +303,8 @@ def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:
 
 def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
     """The row of a reply: where its example comes from, the reply, its scores, and what was asked."""
-    # What the model did not get to read has no score: it is no wrong answer.
     scores = {}
-    if not reply.get("note"):
+    if reply["outcome"] == ANSWERED:
         scores = run.task.checked_score(example, str(reply["output"]))
     # A server that applies the chat template itself counts the tokens.
     tokens = 0 if run.model.api == "chat" else len(encoded.ids)
@@ -321,30 +321,28 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
     }
     if example.other_gold:
         row["other_gold"] = list(example.other_gold)
-    if is_cut(run.task, example, reply):
-        row["cut"] = True
     return row
 
 
-def is_cut(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
-    """Whether a reply was cut off before it came to an answer.
+def rescored_row(task: Task, example: Example, row: Row) -> Row:
+    """A row of predictions.jsonl with the outcome and the scores that a task gives now.
 
-    One that ended in its thinking was. A reply of one token at most has no room for anything before its answer. A
-    benchmark that prescribes the length scores a reply as it stands.
-
-    Args:
-        task: The task.
-        example: What was asked.
-        reply: Has ``output`` and, where that is known, ``finish`` and ``is_thinking``.
+    Only whether a reply holds an answer depends on the task: what was refused, say, stays so.
     """
-    if reply.get("is_thinking"):
-        return True
-    if example.choices or reply.get("finish") != LENGTH or reply.get("note"):
-        return False
-    max_new_tokens = example.max_new_tokens or task.max_new_tokens
-    if max_new_tokens == 1 or task.prescribes_length:
-        return False
-    return not task.has_answer(example, str(reply["output"]))
+    if row.get("outcome") not in (ANSWERED, CUT):
+        return row
+    kept = {k: v for k, v in row.items() if k not in ("outcome", "reason", "scores")}
+    decision = decide_outcome(
+        str(row["output"]),
+        str(row.get("finish", "")),
+        holds_answer=holds_answer(task, example, row),
+        is_thinking=bool(row.get("is_thinking")),
+        ended_itself=True,
+    )
+    scores = {}
+    if decision.outcome == ANSWERED:
+        scores = task.checked_score(example, str(row["output"]))
+    return {**kept, **decision.fields, "scores": scores}
 
 
 def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from posbench.late import torch
 from posbench.renamed import renamed_parameters
 from posbench.run.folder import RowKey, RunDir
 from posbench.run.progress import Progress
+from posbench.stats.outcomes import FAILED
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class ResumableRows:
                         new_rows = _compute_rows(part, key, compute, proof)
                     except RuntimeError as error:
                         log.error("%s: %s", file, error)
-                        new_rows = [{**key(item), "error": str(error)} for item in part]
+                        new_rows = [_failed_row(key(item), error) for item in part]
                         num_failed += num_missing
                     if new_rows is None:
                         message = "%s: out of memory with %d prompts: smaller batches"
@@ -209,7 +210,7 @@ class ResumableRows:
                 return {**key(item), **compute(item), **proof(item)}
             except RuntimeError as error:
                 log.error("%s: %s", file, error)
-                return {**key(item), "error": str(error)}
+                return _failed_row(key(item), error)
             except UserError as error:
                 obstacles.append(error)
                 stopping.set()
@@ -295,6 +296,11 @@ class ResumableRows:
             ),
         )
         return [rows[row_key] for row_key in row_keys]
+
+
+def _failed_row(key_fields: Mapping[str, Any], error: RuntimeError) -> Row:
+    """The row of an item that could not be computed: the next run of the same command tries it again."""
+    return {**key_fields, "outcome": FAILED, "error": str(error)}
 
 
 def _row_key(row: Row, fields: Sequence[str]) -> RowKey:

@@ -26,18 +26,9 @@ CONTRAST = "position_contrast"
 """Score at a gold position minus the mean of the other positions, a row at each of them."""
 MINUS_HALF = "position_bias_minus_half"
 """Position bias under a method minus half of the unmodified model's: below zero where more than half is removed."""
-STATISTICS = (
-    "position_bias",
-    "gap",
-    "gap_null",
-    "primacy",
-    "recency",
-    "middle_drop",
-    CONTRAST,
-    MINUS_HALF,
-)
+STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
 """Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
-what that is where positions do not matter, the others of :func:`curve_statistics`, and the two above."""
+what that is where positions do not matter, and the others of :func:`curve_statistics`."""
 
 SMALLEST_BIAS = 0.02
 """Position bias (standard deviation over gold positions) worth naming.
@@ -74,7 +65,7 @@ class StatisticRow(NamedTuple):
 
     Attributes:
         method: The method.
-        statistic: One of :data:`STATISTICS`, or ``<statistic>_difference``.
+        statistic: One of :data:`STATISTICS`, ``<statistic>_difference``, :data:`CONTRAST` or :data:`MINUS_HALF`.
         estimate: The estimate; NaN with a note.
         note: Why it says nothing: that of the method or, of a comparison, of the unmodified model.
         position: Gold position of a contrast; None: over all positions.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from posbench.late import DataFrame, pd
-from posbench.stats import cut_replies, position_bias
+from posbench.stats import outcomes, position_bias
 from posbench.stats.bootstrap import (
     Array,
     Estimate,
@@ -22,7 +22,7 @@ from posbench.stats.bootstrap import (
     percentile,
     resampled_means,
 )
-from posbench.stats.position_bias import CurveIntervals
+from posbench.stats.position_bias import CurveIntervals, StatisticRow
 from posbench.tasks.base import Task
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
@@ -34,6 +34,7 @@ the curve over gold positions; their note says why no bias can be seen, where th
 
 OVER_ALL = {"gold_position": "all", "depth": np.nan}
 """Cells of a row over all gold positions."""
+NO_ESTIMATE = Estimate(np.nan, np.nan, np.nan, 0)
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""
 
@@ -63,9 +64,12 @@ class ScoreGroup(NamedTuple):
             rows: The rows.
             weights: What each of them counts; None: all count the same.
         """
+        rows = rows.dropna(subset=[self.metric])
+        if rows.empty:
+            return NO_ESTIMATE
         values = rows[self.metric].to_numpy()
         clusters = list(rows["cluster"])
-        row_weights = None if weights is None else weights.to_numpy()
+        row_weights = None if weights is None else weights[rows.index].to_numpy()
         if self.label == self.metric:
             return mean(values, clusters, row_weights)
         base = rows[f"{self.metric}_base"].to_numpy()
@@ -119,21 +123,26 @@ class Tabulator:
         frame, metrics = score_frame(rows, self.task)
         task_metric = self.task.metric
         totals = self._totals(frame, metrics)
-        notes = self._cut_notes(frame)
+        notes = self._missing_notes(frame)
         lines = []
         for group in self._groups(frame, metrics):
             if group.metric == task_metric:
-                for position, part in group.rows.groupby("gold_position", sort=True):
-                    estimate = group.mean(part)
+                asked = group.rows
+                if group.label == group.metric:
+                    # A position of which no answer came has its line, too.
+                    has_line = frame[task_metric].notna() | (frame[outcomes.KIND] != "")
+                    asked = frame[has_line & (frame["method"] == group.method)]
+                for position, part in asked.groupby("gold_position", sort=True):
                     lines.append(
                         {
-                            **self._line(group.method, group.label, estimate),
+                            **self._line(group.method, group.label, group.mean(part)),
                             **self._position_cells(position),
                             "note": "",
                         }
                     )
             total = totals.get((group.method, group.label))
-            if total is None and len(group.rows):
+            is_missing = group.label == task_metric and bool(notes[group.method])
+            if total is None and (len(group.rows) or is_missing):
                 total = group.mean(group.rows)
             if total is not None:
                 note = ""
@@ -143,30 +152,33 @@ class Tabulator:
                         note = note or notes[self.unmodified]
                 line = self._line(group.method, group.label, total)
                 lines.append({**line, **OVER_ALL, "note": note})
-        lines += self._cut_lines(frame)
+        lines += self._outcome_lines(frame)
 
-        statistics = position_bias.statistic_rows(
-            frame,
-            task_metric,
-            self.unmodified,
-            self.resamples,
-            self.seed,
-            self.task.chance or 0.0,
-            notes,
-            anytime,
+        statistics = list(
+            position_bias.statistic_rows(
+                frame,
+                task_metric,
+                self.unmodified,
+                self.resamples,
+                self.seed,
+                self.task.chance or 0.0,
+                notes,
+                anytime,
+            )
         )
+        statistics += self._missing_statistics(frame, notes, statistics)
         for row in statistics:
             line = self._line(row.method, row.statistic, row.estimate)
-            cells = OVER_ALL
+            cells: Mapping[str, Any] = OVER_ALL
             if row.position is not None:
                 cells = self._position_cells(row.position)
             lines.append({**line, **cells, "note": row.note})
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
-    def _cut_notes(self, frame: pd.DataFrame) -> dict[str, str]:
-        """For each method why its scores mean nothing as its replies were cut; empty where they stand."""
+    def _missing_notes(self, frame: pd.DataFrame) -> dict[str, str]:
+        """For each method why its scores mean nothing as answers are missing; empty where they stand."""
         return {
-            str(method): cut_replies.cut_note(
+            str(method): outcomes.missing_note(
                 rows,
                 self.task.max_new_tokens,
                 self.resamples,
@@ -176,11 +188,28 @@ class Tabulator:
             for method, rows in frame.groupby("method", sort=False)
         }
 
-    def _cut_lines(self, frame: pd.DataFrame) -> list[dict[str, Any]]:
-        """The shares of cut replies of each method, at each gold position and over all; none where none was cut."""
+    @staticmethod
+    def _missing_statistics(
+        frame: pd.DataFrame,
+        notes: Mapping[str, str],
+        statistics: Sequence[StatisticRow],
+    ) -> list[StatisticRow]:
+        """Empty statistics of methods whose answers are missing altogether at some gold position."""
+        measured = {row.method for row in statistics}
+        positions = frame.groupby("method")["gold_position"].nunique()
+        return [
+            StatisticRow(method, statistic, NO_ESTIMATE, note)
+            for method, note in notes.items()
+            if note and method not in measured and positions[method] > 2
+            for statistic in position_bias.STATISTICS
+        ]
+
+    def _outcome_lines(self, frame: pd.DataFrame) -> list[dict[str, Any]]:
+        """The shares of each kind of missing answers of each method, at each gold position and over all; none where no
+        row is of that kind."""
         lines = []
-        for column, metric in cut_replies.METRICS.items():
-            if not frame[column].any():
+        for metric in outcomes.METRICS:
+            if not (frame[outcomes.KIND] == metric).any():
                 continue
             for method, rows in frame.groupby("method", sort=False):
                 parts = [
@@ -188,7 +217,7 @@ class Tabulator:
                     for position, part in rows.groupby("gold_position")
                 ]
                 for cells, part in [*parts, (OVER_ALL, rows)]:
-                    estimate = cut_replies.cut_share(part, column)
+                    estimate = outcomes.share_of_kind(part, metric)
                     line = self._line(str(method), metric, estimate)
                     lines.append({**line, **cells, "note": ""})
         return lines
@@ -237,8 +266,11 @@ class Tabulator:
     ) -> Iterator[ScoreGroup]:
         """For each metric the scores of every method, then their pairs with the unmodified model's."""
         for metric in metrics:
-            with_score = frame.dropna(subset=[metric])
-            rows_by_method = dict(iter(with_score.groupby("method", sort=False)))
+            # A method without any answer has no rows here, and still its line in the tables.
+            rows_by_method = {
+                method: rows.dropna(subset=[metric])
+                for method, rows in frame.groupby("method", sort=False)
+            }
             for method, rows in rows_by_method.items():
                 yield ScoreGroup(str(method), metric, metric, rows)
             unmodified = rows_by_method.pop(self.unmodified, frame.iloc[:0])
@@ -415,40 +447,38 @@ class Tabulator:
 def score_frame(
     rows: Sequence[Mapping[str, Any]], task: Task
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Put the scored replies of a run into a frame.
+    """Put the replies of a run into a frame.
 
     Args:
-        rows: Prediction rows; those without scores (no gold answer is known) are left out.
+        rows: Prediction rows; answers without scores (no gold answer is known) are left out.
         task: The task that scored them.
 
     Returns:
-        A row per reply with method, id, gold_position, cluster, subset, cut and cut_thinking (1 for a reply that was
-        cut off before an answer: in it, or in the thinking) and each metric (NaN where a reply lacks it), and the
+        A row per reply with method, id, gold_position, cluster, subset, the columns of
+        :mod:`posbench.stats.outcomes` and each metric (NaN where a reply lacks it, as what is no answer does), and the
         names of the metrics, the task's own first.
 
     Raises:
-        ValueError: No row has scores.
+        ValueError: There is no such row.
     """
-    scored_rows = [row for row in rows if row["scores"]]
-    if not scored_rows:
+    scorable_rows = [row for row in rows if outcomes.is_scorable(row)]
+    if not scorable_rows:
         raise ValueError("no scored rows to tabulate")
     metrics = [task.metric]
-    for row in scored_rows:
-        metrics += [name for name in row["scores"] if name not in metrics]
+    for row in scorable_rows:
+        metrics += [name for name in row.get("scores", ()) if name not in metrics]
     lines = []
-    for row in scored_rows:
-        is_cut = bool(row.get("cut"))
-        is_thinking = bool(row.get("is_thinking"))
+    for row in scorable_rows:
         line = {
             "method": row["method"],
             "id": row["id"],
-            "gold_position": row["gold_position"],
-            "cluster": row["cluster"] or row["id"],
+            "gold_position": row.get("gold_position"),
+            "cluster": row.get("cluster") or row["id"],
             "subset": row.get("subset", ""),
-            cut_replies.COLUMN: int(is_cut and not is_thinking),
-            cut_replies.THINKING_COLUMN: int(is_cut and is_thinking),
+            outcomes.KIND: outcomes.kind_of_row(row),
+            outcomes.REASON: row.get("reason", ""),
         }
         for name in metrics:
-            line[name] = row["scores"].get(name, np.nan)
+            line[name] = row.get("scores", {}).get(name, np.nan)
         lines.append(line)
     return pd.DataFrame(lines), metrics

@@ -199,8 +199,12 @@ def curve_in_metrics(metrics: pd.DataFrame, method: str) -> CurveIntervals | Non
     rows = metrics[metrics["method"] == method]
     placed = rows[rows["metric"] == CONTRAST].drop_duplicates("gold_position")
     positions = pd.to_numeric(placed["gold_position"])
-    contrasts = [_estimate(row) for row in placed.loc[positions.sort_values().index].itertuples()]
-    over_all = rows[rows["gold_position"].astype(str) == "all"].drop_duplicates("metric")
+    contrasts = [
+        _estimate(row) for row in placed.loc[positions.sort_values().index].itertuples()
+    ]
+    over_all = rows[rows["gold_position"].astype(str) == "all"].drop_duplicates(
+        "metric"
+    )
     by_metric: dict[str, Any] = {row.metric: row for row in over_all.itertuples()}
     keys = ("position_bias", "primacy", "recency")
     if not contrasts or not all(key in by_metric for key in keys):

@@ -6,7 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from posbench.late import pd
-from posbench.stats import cut_replies
+from posbench.stats import outcomes
+from posbench.stats.findings import SMALLEST_POINTS
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
@@ -14,7 +15,6 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.findings import SMALLEST_POINTS
 from posbench.stats.position_bias import MINUS_HALF, CurveIntervals
 from posbench.stats.shape import (
     NEGLIGIBLE_CONTRAST,
@@ -107,9 +107,7 @@ def _reach(curve: CurveIntervals | None) -> str:
     """The largest difference of a position from the mean of the others that an interval holds, with their number."""
     if curve is None:
         return ""
-    reach = max(
-        (max(abs(c.ci_low), abs(c.ci_high)), c.n) for c in curve.contrasts
-    )
+    reach = max((max(abs(c.ci_low), abs(c.ci_high)), c.n) for c in curve.contrasts)
     return f"{_points(reach[0])} points by the 95 % intervals, n = {reach[1]} at each position"
 
 
@@ -126,7 +124,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
     gain = _score(metrics, method, "difference")
     assert before is not None
     obstacle = _note(_score(metrics, method)) or _note(after)
-    if obstacle.startswith(cut_replies.PROBLEM):
+    if obstacle.startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {obstacle}")
     if gain is not None and gain.ci_high < -SMALLEST_POINTS / 100:
         return Verdict(
@@ -157,7 +155,7 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
 def _verdict_above_floor(metrics: pd.DataFrame, method: str) -> Verdict | None:
     """What a method is worth that lifts a model off the floor; None where it stays there."""
     average = _score(metrics, method)
-    if _note(average).startswith(cut_replies.PROBLEM):
+    if _note(average).startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {_note(average)}")
     note = _note(_row(metrics, method, "position_bias"))
     if average is None or note.startswith("at the floor"):

@@ -181,7 +181,9 @@ def test_prompts_that_were_not_read_have_no_score(
     with serving(lambda prompt, n: bad.get(prompt, "")) as server:
         result = posbench(*served(server.url))
         assert result.status == 0, result.err
-        assert_names(result.out, "2 of 18", "1 context overflow", "1 refused")
+        assert_names(
+            result.out, "2 of 18", "context overflow", "1 not read", "1 refused"
+        )
         again = posbench(*served(server.url))
         assert (
             "finished before" in again.out and server.asked.total() == PROMPTS
@@ -191,8 +193,10 @@ def test_prompts_that_were_not_read_have_no_score(
         examples[3].id,
         examples[13].id,
     ]
+    outcomes = {row["outcome"] for row in rows if row["scores"]}
+    assert outcomes == {"answered"}
     on_page = describe_prompts(folder)
-    assert_names(on_page, "2 of 18", "1 context overflow", "1 refused")
+    assert_names(on_page, "2 of 18", "context overflow", "1 not read", "1 refused")
     metrics = pd.read_csv(folder / "metrics.csv").query(
         "gold_position == 'all' and metric == 'accuracy'"
     )
@@ -239,8 +243,12 @@ def test_a_reply_of_as_many_tokens_as_it_may_have_is_cut_where_no_reason_is_told
 def test_a_run_of_which_nothing_was_read_says_so(posbench: Call, outputs: Path) -> None:
     with serving(lambda prompt, n: "overflow" if "key" in prompt else "") as server:
         result = posbench(*served(server.url, "task.limit=1"))
-    assert result.status == 0 and not list(outputs.rglob("metrics.csv"))
-    assert_names(result.out, "none of them", "context overflow")
+    assert result.status == 0, result.err
+    assert_names(result.out, "3 not read", "context overflow", "cannot tell", "window")
+    (folder,) = run_folders(outputs)
+    table = pd.read_csv(folder / "metrics.csv")
+    assert table.loc[table["metric"] == "not_read", "value"].eq(1).all()
+    assert table.loc[table["metric"] == "accuracy", "value"].isna().all()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
 from posbench.stats.verdict import FIXED, Verdict
 from tests.conftest import Result, run_folders
-from tests.frames import with_cut_replies
+from tests.frames import with_missing_answers
 from tests.messages import assert_names, assert_refused
 
 SMALL = ["task.limit=4", "task.calibration_examples=12"]
@@ -280,7 +280,7 @@ def test_a_card_lists_the_side_effects_of_the_same_method_on_the_same_weights(
     assert effects_on_card(out) == ["folded", "side (before folding)"]
     assert "cut replies" not in (out / "README.md").read_text()
     (table,) = outputs.glob("folded/v*/*/metrics.csv")
-    with_cut_replies(pd.read_csv(table, dtype=str)).to_csv(table, index=False)
+    with_missing_answers(pd.read_csv(table, dtype=str)).to_csv(table, index=False)
     shutil.rmtree(out)
     written = posbench(*call, "--to", "checkpoint", *end, verb=True)
     assert written.status == 0, written.err

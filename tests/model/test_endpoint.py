@@ -217,7 +217,7 @@ def test_what_is_no_reply_is_a_failure() -> None:
         made = endpoint(server.url)
         with pytest.raises(RequestError, match="no JSON"):
             made.generate("x", 1)
-        assert made.generate("long", 1) == Reply(note="context overflow")
+        assert made.generate("long", 1) == Reply(rejection="context overflow")
         assert (made.tokens_read, made.tokens_written) == (
             sum(len(b["prompt"]) for b in server.bodies[:-2]),
             len(server.bodies) - 2,
@@ -316,7 +316,7 @@ def test_requests_follow_the_limits_of_the_server(
         server.rate = (12, 0.5)
         server.rate_told = told
         with ThreadPool(8) as pool:
-            replies = pool.map(lambda n: made.generate(f"{n}?", 1), range(60))
+            replies = pool.map(lambda n: made.generate(f"{n}?", 2), range(60))
     assert {reply.finish for reply in replies} == {"stop"}
     # They take five spans; without pacing, the other threads are refused all the time.
     assert 0 < server.num_busy < 60

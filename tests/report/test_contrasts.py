@@ -14,7 +14,7 @@ import yaml
 from posbench.report.contrasts import judge_contrasts
 from posbench.run.folder import RunDir
 from posbench.studies.cost.latency import _ratio_finding
-from tests.frames import metrics, with_cut_replies
+from tests.frames import metrics, with_missing_answers
 
 PROMPTS = 400
 
@@ -114,16 +114,16 @@ def test_settings_are_compared_under_every_value_of_the_other_keys(
 
 
 @pytest.mark.parametrize("cut", ["layer_scaling", "none"])
-def test_cut_replies_decide_nothing(cut: str, tmp_path: Path) -> None:
+def test_missing_answers_decide_nothing(cut: str, tmp_path: Path) -> None:
     contrasts = [{"claim": "c", "better": ["b"]}]
     both = {"none": 0.5, "layer_scaling": 0.9}
     folder = run(tmp_path / "t/v001/tiny__b", both, contrasts)
     (finding,) = judge_contrasts([({"x": "b"}, folder)], ["x"]).itertuples()
     assert finding.verdict == "holds"
-    table = with_cut_replies(metrics("layer_scaling"), cut)
+    table = with_missing_answers(metrics("layer_scaling"), cut)
     table.to_csv(folder / "metrics.csv", index=False)
     (finding,) = judge_contrasts([({"x": "b"}, folder)], ["x"]).itertuples()
-    assert finding.verdict == "not testable" and "cut replies" in finding.note
+    assert finding.verdict == "not testable" and "missing answers" in finding.note
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from posbench.run.lease import owning
 from posbench.schema import override_text
 from posbench.stats.findings import FINDING_COLUMNS
 from tests.conftest import Result
-from tests.frames import metrics, with_cut_replies
+from tests.frames import metrics, with_missing_answers
 from tests.messages import assert_names, refused
 
 
@@ -260,14 +260,14 @@ def test_on_a_terminal(outputs: Path) -> None:
     }
 
 
-def test_cut_replies_have_no_score_in_the_list(outputs: Path) -> None:
+def test_missing_answers_have_no_score_in_the_list(outputs: Path) -> None:
     folder = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001"
-    table = with_cut_replies(metrics())
+    table = with_missing_answers(metrics())
     bias = table[table["note"] != ""].assign(metric="position_bias", value=None)
     pd.concat([table, bias]).to_csv(folder / "metrics.csv", index=False)
     RunDir(folder, "aaaa0001").seal("posbench")
     (row,) = terminal_rows(records(outputs, ["run=aaaa0001"]))
-    assert row["score"] == "cut replies" and row["difference"] == ""
+    assert row["score"] == "missing answers" and row["difference"] == ""
 
 
 def test_age() -> None:

@@ -13,7 +13,14 @@ from posbench.files.digests import Content
 from posbench.files.sources import Source
 from posbench.report.page import breakable, read_run, render_run
 from posbench.report.sweep import render_sweep, sweep_table, swept_columns
-from tests.frames import attention, channels, metrics, search, sweep, with_cut_replies
+from tests.frames import (
+    attention,
+    channels,
+    metrics,
+    search,
+    sweep,
+    with_missing_answers,
+)
 from tests.messages import assert_names, refused
 
 SEARCHED = (
@@ -227,13 +234,13 @@ def test_a_sweep_names_the_settings_whose_bias_cannot_be_measured():
     assert_names(sentence, "20.0 (0)", "30.0 points (1)", "the ceiling")
 
 
-def test_a_sweep_says_nothing_of_scores_whose_replies_were_cut():
-    cut = with_cut_replies(metrics(after=[0.3, 0.2, 0.3]))
+def test_a_sweep_says_nothing_of_scores_whose_answers_are_missing():
+    cut = with_missing_answers(metrics(after=[0.3, 0.2, 0.3]))
     frame = pd.concat([metrics().assign(run="a", x=1), cut.assign(run="b", x=2)])
     frame = frame[["run", "x", *metrics().columns]]
     _, rows, sentence = sweep_table(frame, swept_columns(frame))
     assert rows[0][1] == "92.7 [89.7, 95.7]" and rows[0][3] == "+8.7 [4.7, 12.7]"
-    assert rows[1][1] == "cut replies" and rows[1][3] == ""
+    assert rows[1][1] == "missing answers" and rows[1][3] == ""
     assert "1 raise it" in sentence and "lower it" not in sentence
     assert "26.7" not in sentence and "in 1 setting (2)" in sentence
     assert sentence.startswith("The average is 92.7 % (1);")

@@ -18,7 +18,7 @@ from posbench.report.paper import (
 )
 from posbench.stats.bootstrap import Z95, Estimate, wilson
 from posbench.stats.reference import agreement
-from tests.frames import metrics, sweep, with_cut_replies
+from tests.frames import metrics, sweep, with_missing_answers
 from tests.messages import assert_names
 
 
@@ -33,12 +33,12 @@ def row(value: float, place: str = "50%", **more: Any) -> dict[str, Any]:
     return {**same, "value": value, **more}
 
 
-def test_a_number_of_cut_replies_is_not_compared() -> None:
+def test_a_number_of_missing_answers_is_not_compared() -> None:
     printed = [row(0.6), row(0.98, "0")]
-    cut = with_cut_replies(metrics(), "none")
+    cut = with_missing_answers(metrics(), "none")
     found = compare_cells(cut, printed)
-    assert set(found["verdict"]) == {"cut replies, not comparable"}
-    assert set(compare_cells(with_cut_replies(metrics()), printed)["verdict"]) == {
+    assert set(found["verdict"]) == {"missing answers, not comparable"}
+    assert set(compare_cells(with_missing_answers(metrics()), printed)["verdict"]) == {
         "agrees"
     }
 

@@ -15,7 +15,7 @@ import pytest
 from posbench.report import sweep
 from posbench.run.folder import JOBS, RunDir
 from tests.conftest import Result
-from tests.frames import metrics, with_cut_replies
+from tests.frames import metrics, with_missing_answers
 from tests.frames import sweep as summary
 
 
@@ -83,12 +83,12 @@ def test_a_sweep_is_reproduced_by_its_own_command(
         assert_reproducible()
 
 
-def test_a_setting_whose_replies_were_cut_is_not_drawn() -> None:
+def test_a_setting_whose_answers_are_missing_is_not_drawn() -> None:
     tables = [
         metrics(after=after).assign(run=run, **{"method.factor": factor})
         for run, factor, after in (("a", 0.5, [0.6, 0.5, 0.4]), ("b", 0.1, [0.9] * 3))
     ]
-    rows = pd.concat([tables[0], with_cut_replies(tables[1])], ignore_index=True)
+    rows = pd.concat([tables[0], with_missing_answers(tables[1])], ignore_index=True)
     first = ["run", "method.factor"]
     rows = rows[[*first, *rows.columns.drop(first)]]
     figure, caption = sweep._score_figure(
@@ -97,4 +97,4 @@ def test_a_setting_whose_replies_were_cut_is_not_drawn() -> None:
     lines = {line.get_label(): line.get_ydata() for line in figure.axes[1].lines}
     np.testing.assert_allclose(lines["0.5"], [60, 50, 40])
     assert np.isnan(lines["0.1"]).all()
-    assert "1 of 2 runs were cut off: not drawn" in caption
+    assert "1 of 2 runs: not drawn" in caption

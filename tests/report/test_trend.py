@@ -15,7 +15,7 @@ from posbench.plots.sweep import CENTRE, HALVES, SPREAD, trend
 from posbench.report.sweep import render_sweep
 from posbench.report.trend import trends
 from posbench.run.folder import RunDir
-from tests.frames import attention, metrics, sweep, with_cut_replies
+from tests.frames import attention, metrics, sweep, with_missing_answers
 
 NUMBERS = [-2.0, -1.0, 0.0, 1.0, 2.0]
 POSITIONS = 4
@@ -138,15 +138,17 @@ def test_equal_averages_in_and_out_of_the_claimed_range_decide_no_peak(
     assert peak.verdict == "inconclusive" and "equal" in peak.note
 
 
-def test_cut_replies_of_one_setting_decide_nothing_of_scores(tmp_path: Path) -> None:
+def test_missing_answers_of_one_setting_decide_nothing_of_scores(
+    tmp_path: Path,
+) -> None:
     runs = _runs(tmp_path, 1.0)
-    write_csv(runs[1][1] / "metrics.csv", with_cut_replies(metrics()))
+    write_csv(runs[1][1] / "metrics.csv", with_missing_answers(metrics()))
     _, findings = trends(runs, ["method.factor"])
     attention_claim, *of_scores = findings.itertuples()
     assert attention_claim.verdict == "holds" and len(of_scores) == 3
     for finding in of_scores:
         assert finding.verdict == "not testable"
-        assert "cut replies in 1 of 5" in finding.note
+        assert "missing answers in 1 of 5" in finding.note
 
 
 def _rewrite(path: Path, file: str, keep: Any, **changes: Any) -> None:

@@ -49,14 +49,15 @@ def verdict_of(
     for method, curve in shares.items():
         for question, position in np.ndindex(luck.shape):
             right = luck[question, position] < curve[position]
+            is_cut = method == cut and not right
             rows.append(
                 {
                     "method": method,
                     "id": f"{question}-{position}",
                     "gold_position": position,
                     "cluster": str(question),
-                    "scores": {"accuracy": float(right)},
-                    "cut": method == cut and not right,
+                    "scores": {} if is_cut else {"accuracy": float(right)},
+                    "outcome": "cut" if is_cut else "answered",
                 }
             )
     tabulator = Tabulator(
@@ -105,7 +106,7 @@ def test_the_verdict_follows_what_was_planted(
 @pytest.mark.parametrize("base", [MIDDLE_LOST, NOTHING])
 def test_a_method_whose_replies_are_cut_has_no_verdict(base: tuple[float, ...]) -> None:
     verdict = verdict_of(100, cut="x", none=base, x=(0.3,) * 5)
-    assert verdict.name == CANNOT_TELL and "cut replies" in verdict.reason
+    assert verdict.name == CANNOT_TELL and "missing answers" in verdict.reason
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6, 0.95])

@@ -1,7 +1,8 @@
-"""Replies that end before an answer: counted at each position, and no bias is read out of them."""
+"""Rows without an answer: counted at each position, and no bias is read out of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.answers import read_reply
 from posbench.report.tables import bias_table, position_table
 from posbench.report.text import headline
-from posbench.run.replies import is_cut
+from posbench.stats.outcomes import METRICS
 from posbench.stats.scores import Tabulator
+from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.base import Task
 from posbench.tasks.nq_multidoc import NQMultiDoc
@@ -75,16 +78,25 @@ def rows_of(task: Task, reader: Reader, seed: int = 0) -> list[dict[str, Any]]:
     rows = []
     for example in task.evaluation():
         reply = reader(example, rng)
+        decision = decide_outcome(
+            reply["output"],
+            reply["finish"],
+            holds_answer=holds_answer(task, example, reply),
+            is_thinking=reply.get("is_thinking", False),
+            obstacle=reply.get("obstacle", ""),
+        )
+        scores = {}
+        if decision.outcome == "answered":
+            scores = task.score(example, reply["output"])
         row = {
             "method": "none",
             "id": example.id,
             "gold_position": example.gold_position,
             "cluster": example.cluster,
-            "scores": task.score(example, reply["output"]),
+            "scores": scores,
             **reply,
+            **decision.fields,
         }
-        if is_cut(task, example, reply):
-            row["cut"] = True
         rows.append(row)
     return rows
 
@@ -144,13 +156,14 @@ def test_replies_cut_at_one_position_alone_are_enough() -> None:
 
     wide = KVRetrieval(pairs=PAIRS, limit=200, positions=POSITIONS)
     rows = rows_of(wide, reader)
-    assert 0 < np.mean(["cut" in row for row in rows]) <= 0.02
+    assert 0 < np.mean([row["outcome"] == "cut" for row in rows]) <= 0.02
     assert "max_new_tokens" in headline(metrics_of(wide, ("none", reader)))
 
 
 @pytest.mark.parametrize("reader", [perfect, noisy, refusing, biased])
 def test_replies_that_came_to_an_answer_are_not_cut(reader: Reader) -> None:
-    assert not any("cut" in row for row in rows_of(task(positions=POSITIONS), reader))
+    rows = rows_of(task(positions=POSITIONS), reader)
+    assert {row["outcome"] for row in rows} == {"answered"}
 
 
 def test_a_bias_is_still_found() -> None:
@@ -190,7 +203,7 @@ def thinker(
             answer = value if is_right else value[:-3] + "000"
             reply = read_reply(served_answer(form, value, answer, is_cut), *FLAGS[form])
             row = {"output": reply.text, "finish": reply.finish}
-            return row | ({"is_thinking": True} if reply.is_thinking else {})
+            return row | {"is_thinking": reply.is_thinking, "obstacle": reply.obstacle}
 
         return reader
 
@@ -259,7 +272,7 @@ def test_what_a_thinker_only_thinks_is_not_right() -> None:
         wrong = thinker(lambda position: 0.0, lambda position: 0.0)(form)
         metrics = metrics_of(task(positions=POSITIONS), ("none", wrong))
         average = metrics[metrics["gold_position"] == "all"].iloc[0]
-        assert average["value"] == 0
+        assert average["value"] == 0 and average["n"] == 300
 
 
 def test_replies_cut_in_the_thinking_are_counted_apart() -> None:
@@ -323,14 +336,93 @@ def test_a_first_line_or_a_right_reply_holds_an_answer(tmp_path: Any) -> None:
     assert not own.has_answer(example, "The documents say that")
 
 
-def test_what_did_not_end_by_length_or_is_chosen_is_not_cut() -> None:
-    kv = task(positions=(3,))
-    example = kv.evaluation()[0]
-    assert is_cut(kv, example, {"output": "Well", "finish": "length"})
-    for reply in (
-        {"output": "Well", "finish": "end"},
-        {"output": "Well", "finish": "stop"},
-        {"output": "Well"},
-        {"output": "", "finish": "length", "note": "refused"},
-    ):
-        assert not is_cut(kv, example, reply)
+SERVER_FAULTS = {
+    "refused": {"output": "", "finish": "safety"},
+    "no_answer": {"output": "", "finish": "tool_calls"},
+    "cut_replies": {"output": "Let me look", "finish": "length"},
+}
+
+
+def failing_in_the_middle(fault: dict[str, Any]) -> Reader:
+    """Perfect, but for half of the prompts whose gold pair stands in the middle a server gives no answer."""
+
+    def reader(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+        in_middle = 4 < (example.gold_position or 0) < 15
+        return (
+            dict(fault) if in_middle and rng.random() < 0.5 else perfect(example, rng)
+        )
+
+    return reader
+
+
+@pytest.mark.parametrize("kind", SERVER_FAULTS)
+def test_a_server_that_fails_in_the_middle_is_no_middle_drop(kind: str) -> None:
+    reader = failing_in_the_middle(SERVER_FAULTS[kind])
+    metrics = metrics_of(task(positions=POSITIONS), ("none", reader))
+    verdict = run_verdict(metrics)
+    assert verdict and verdict.name == "cannot tell"
+    shares = metrics[metrics["metric"] == kind].set_index("gold_position")["value"]
+    assert shares["0"] == shares["19"] == 0 and shares["10"] == pytest.approx(
+        0.5, abs=0.2
+    )
+    scores = metrics[metrics["metric"] == "accuracy"].set_index("gold_position")
+    assert (scores["value"] == 1).all(), "what was answered is right"
+    assert scores.loc["10", "n"] == round(60 * (1 - shares["10"]))
+    assert METRICS[kind] in headline(metrics) and "-" not in headline(metrics)[:20]
+    assert METRICS[kind] in position_table(metrics)[0]
+
+
+def test_a_run_without_any_answer_has_tables_and_no_verdict_but_cannot_tell() -> None:
+    metrics = metrics_of(
+        task(positions=POSITIONS),
+        ("none", lambda e, rng: {"output": "", "finish": "safety"}),
+    )
+    verdict = run_verdict(metrics)
+    assert verdict and verdict.name == "cannot tell" and "300 refused" in verdict.reason
+    assert "content filter" in verdict.reason
+    scores = metrics[metrics["metric"] == "accuracy"]
+    assert (
+        scores["value"].isna().all() and (scores["n"] == 0).all() and len(scores) == 6
+    )
+    header, rows = position_table(metrics)
+    assert header[-1] == "refused" and [row[-1] for row in rows] == ["100.0 %"] * 6
+
+
+def test_one_position_without_any_answer_keeps_its_line() -> None:
+    def reader(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+        if example.gold_position == 10:
+            return {"output": "", "finish": "stop"}
+        return perfect(example, rng)
+
+    metrics = metrics_of(task(positions=POSITIONS), ("none", reader))
+    verdict = run_verdict(metrics)
+    assert verdict and verdict.name == "cannot tell"
+    assert [row[0] for row in position_table(metrics)[1]][2] == "52.6 %"
+
+
+def test_few_missing_answers_of_all_kinds_together_forbid_a_verdict() -> None:
+    """No kind alone is above 2 %, all together are."""
+
+    def reader(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+        if rng.random() < 0.045:
+            return dict(SERVER_FAULTS[list(SERVER_FAULTS)[rng.integers(3)]])
+        return biased(example, rng)
+
+    many = KVRetrieval(pairs=PAIRS, limit=200, positions=POSITIONS)
+    metrics = metrics_of(many, ("none", reader))
+    totals = metrics[metrics["gold_position"] == "all"].set_index("metric")["value"]
+    shares = [totals[kind] for kind in SERVER_FAULTS]
+    assert max(shares) <= 0.02 < sum(shares)
+    assert np.isnan(bias_of(metrics)["value"])
+    named = re.findall(r"\d+ (cut off|refused|no answer)", bias_of(metrics)["note"])
+    assert sorted(named) == ["cut off", "no answer", "refused"]
+
+
+def test_of_few_missing_answers_a_bias_is_still_told() -> None:
+    def reader(example: Example, rng: np.random.Generator) -> dict[str, Any]:
+        if rng.random() < 0.01:
+            return {"output": "", "finish": "safety"}
+        return biased(example, rng)
+
+    many = KVRetrieval(pairs=PAIRS, limit=200, positions=POSITIONS)
+    assert bias_of(metrics_of(many, ("none", reader)))["ci_low"] > 0

@@ -1,0 +1,106 @@
+"""The outcome of a reply: whether it is known to be an answer to the whole prompt, and else what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from posbench.model.answers import GOOD_REASONS, REFUSAL_REASONS, TOOL_REASONS
+from posbench.model.endpoint import NO_CHOICE
+from posbench.model.lm import LENGTH
+from posbench.stats.outcomes import (
+    ANSWERED,
+    CONTENT_FILTER,
+    CUT,
+    EMPTY,
+    IN_THINKING,
+    NO_ANSWER,
+    NOT_READ,
+    OVERFLOW,
+    REFUSED,
+    TOOL_CALL,
+    UNKNOWN_REASON,
+    Outcome,
+)
+from posbench.tasks import Example, Task
+
+
+class Decision(NamedTuple):
+    """The outcome of a reply and, where it is no answer, why."""
+
+    outcome: Outcome
+    reason: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a row says of it."""
+        return {"outcome": self.outcome} | (
+            {"reason": self.reason} if self.reason else {}
+        )
+
+
+def decide_outcome(
+    text: str,
+    finish: str,
+    *,
+    holds_answer: bool = False,
+    is_thinking: bool = False,
+    ended_itself: bool = False,
+    rejection: str = "",
+    obstacle: str = "",
+    prompt_arrived: bool = True,
+) -> Decision:
+    """Decide what a reply is; what is not known to be an answer is none.
+
+    Args:
+        text: The reply without its thinking, before it is cut at stop texts.
+        finish: Why it ended: a word of this library (:data:`posbench.model.lm.LENGTH` among them) or of a server, in
+            small letters; empty where a server says nothing.
+        holds_answer: Whether it is an answer although it may have ended at its limit, see :func:`holds_answer`.
+        is_thinking: Whether it ended in the thinking.
+        ended_itself: Whether the model is known to have ended it, so that it may be empty.
+        rejection: Why the server did not let the model read the prompt: :data:`posbench.stats.outcomes.OVERFLOW` or
+            :data:`posbench.stats.outcomes.CONTENT_FILTER`.
+        obstacle: What else keeps the text from being known as an answer, in words.
+        prompt_arrived: Whether the model read the whole prompt.
+
+    Returns:
+        One of the outcomes, but never ``failed``: of a request that failed there is no reply.
+    """
+    if rejection == OVERFLOW or not prompt_arrived:
+        return Decision(NOT_READ, rejection or "the prompt did not arrive whole")
+    if rejection == CONTENT_FILTER:
+        return Decision(REFUSED, CONTENT_FILTER)
+    if finish in REFUSAL_REASONS:
+        return Decision(REFUSED, f"{CONTENT_FILTER} ({UNKNOWN_REASON} {finish!r})")
+    if finish in TOOL_REASONS:
+        return Decision(NO_ANSWER, f"{TOOL_CALL} ({UNKNOWN_REASON} {finish!r})")
+    if is_thinking:
+        return Decision(CUT, IN_THINKING)
+    if obstacle:
+        return Decision(NO_ANSWER, obstacle)
+    if finish == LENGTH and not holds_answer:
+        return Decision(CUT, "ended at the limit, before an answer")
+    if finish and finish != LENGTH and finish not in GOOD_REASONS:
+        return Decision(NO_ANSWER, f"{UNKNOWN_REASON} {finish!r}")
+    if not text.strip() and not ended_itself:
+        return Decision(NO_ANSWER, EMPTY)
+    return Decision(ANSWERED)
+
+
+def holds_answer(task: Task, example: Example, reply: Mapping[str, Any]) -> bool:
+    """Return whether a reply is an answer although it may have ended at its limit.
+
+    A choice that was read is one. A reply of one token at most has no room for anything before its answer. A benchmark
+    that prescribes the length scores a reply as it stands.
+
+    Args:
+        task: The task.
+        example: What was asked.
+        reply: Has ``output`` and, of a served choice, how it was read (``by``).
+    """
+    if example.choices:
+        return reply.get("by") != NO_CHOICE
+    if (example.max_new_tokens or task.max_new_tokens) == 1 or task.prescribes_length:
+        return True
+    return task.has_answer(example, str(reply["output"]))

@@ -1,0 +1,188 @@
+"""Outcomes of rows: which ones count, how many do not and where, and what that forbids to say.
+
+A row has a score only if its reply is known to be an answer; :func:`posbench.measure.outcomes.decide_outcome` decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from posbench.late import pd
+from posbench.stats.bootstrap import Estimate, mean
+from posbench.stats.position_bias import shuffled_gaps
+
+Outcome = Literal["answered", "cut", "refused", "no answer", "not read", "failed"]
+"""What became of a row.
+
+``cut``: the reply ended at its limit before an answer. ``refused``: by a content filter, or by the model in a field of
+its own. ``no answer``: what came is not known to be an answer. ``not read``: the prompt did not arrive whole.
+``failed``: no reply came.
+"""
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+ANSWERED: Outcome = "answered"
+CUT: Outcome = "cut"
+REFUSED: Outcome = "refused"
+NO_ANSWER: Outcome = "no answer"
+NOT_READ: Outcome = "not read"
+FAILED: Outcome = "failed"
+
+# Reasons of outcomes, in full or how they begin
+OVERFLOW = "context overflow"
+CONTENT_FILTER = "content filter"
+IN_THINKING = "ended in the thinking"
+TOOL_CALL = "a tool call"
+OTHER_FIELD = "no text but in the field"
+EMPTY = "no text"
+UNKNOWN_MARKS = "thinking cannot be told from the answer"
+UNKNOWN_REASON = "finish_reason"
+UNKNOWN_LENGTH = "the server tells neither"
+ADVICE = {
+    TOOL_CALL: "switch tools off at the server",
+    OTHER_FIELD: "switch off the parser of the server that puts the reply there (reasoning or tools)",
+    EMPTY: "read the log of the server: a parser (reasoning, tools) or a proxy may take the text away",
+    UNKNOWN_MARKS: "switch thinking off (model.extra_body), or have the server give it in a field of its own",
+    UNKNOWN_REASON: "look that word up in the manual of the server",
+    UNKNOWN_LENGTH: "ask a server that says why a reply ended, or set a larger task.max_new_tokens",
+    OVERFLOW: "ask with fewer or shorter items, or raise the window of the server",
+}
+"""What to change, by how a reason begins."""
+ADVICE_OF_OUTCOME: Mapping[str, str] = {
+    REFUSED: "switch off the content filter of the server, or ask another task or server",
+    NO_ANSWER: "read the log of the server",
+    NOT_READ: "set model.context_window to what the server reads",
+    FAILED: "run the same command again",
+}
+"""The same where the reason says no more."""
+
+KIND = "kind"
+REASON = "reason"
+"""Columns of a score frame: the metric that counts a row without an answer (empty for an answer); why it is none."""
+CUT_METRIC = "cut_replies"
+THINKING_METRIC = "cut_thinking"
+METRICS: Mapping[str, str] = {
+    CUT_METRIC: "cut off",
+    THINKING_METRIC: "cut thinking",
+    "refused": "refused",
+    "no_answer": "no answer",
+    "not_read": "not read",
+    "failed": "failed",
+}
+"""Rows of metrics.csv with the share of each kind, at each gold position and over all; and their names in words."""
+MAX_SHARE = 0.02
+"""Share of rows without an answer above which nothing is said about a score."""
+ALPHA = 0.01
+"""Level of the test of whether that share varies with the gold position."""
+MORE_TOKENS = 4
+"""How many times as many tokens are recommended."""
+PROBLEM = "missing answers"
+"""How the note of a method begins about whose scores nothing can be said."""
+
+
+def is_scorable(row: Mapping[str, Any]) -> bool:
+    """Return whether a row takes part in tables: it has scores, or would have some if it had been answered."""
+    is_missing = outcome_of_row(row) != ANSWERED
+    return bool(row.get("scores")) or (is_missing and row.get("answers") != [])
+
+
+def outcome_of_row(row: Mapping[str, Any]) -> str:
+    """The outcome of a row of predictions.jsonl."""
+    return str(row.get("outcome", FAILED if "error" in row else ANSWERED))
+
+
+def kind_of_row(row: Mapping[str, Any]) -> str:
+    """The metric of :data:`METRICS` that counts a row; empty for an answer."""
+    outcome = outcome_of_row(row)
+    if outcome == ANSWERED:
+        return ""
+    if outcome == CUT:
+        return THINKING_METRIC if row.get("is_thinking") else CUT_METRIC
+    return outcome.replace(" ", "_")
+
+
+def describe_kind(row: Mapping[str, Any]) -> str:
+    """Of which kind a row without an answer is and why, in words."""
+    name = METRICS[kind_of_row(row)]
+    return f"{name} ({row['reason']})" if row.get("reason") else name
+
+
+def describe_kinds(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many rows of predictions.jsonl of each kind have no answer and why, in words; empty where all have one."""
+    counts = Counter(describe_kind(row) for row in rows if kind_of_row(row))
+    return ", ".join(f"{count} {text}" for text, count in counts.most_common())
+
+
+def count_kinds(rows: pd.DataFrame) -> str:
+    """How many rows of each kind have no answer, in words, the most frequent first."""
+    counts = Counter(kind for kind in rows[KIND] if kind)
+    return ", ".join(f"{count} {METRICS[kind]}" for kind, count in counts.most_common())
+
+
+def share_of_kind(rows: pd.DataFrame, kind: str) -> Estimate:
+    """Share of rows of one kind of :data:`METRICS`, with its interval over questions."""
+    is_kind = (rows[KIND] == kind).to_numpy(dtype=float)
+    return mean(is_kind, list(rows["cluster"]))
+
+
+def missing_note(
+    rows: pd.DataFrame,
+    max_new_tokens: int,
+    resamples: int,
+    seed: int,
+    thinking_tokens: int | None = None,
+) -> str:
+    """Say why the scores of a method mean nothing, where too many of its rows have no answer.
+
+    That is where more than :data:`MAX_SHARE` of them have none, of whatever kind, or where their share varies with the
+    gold position (permutation test of the largest difference between two positions, at :data:`ALPHA`).
+
+    Args:
+        rows: Rows of one method, with gold_position, cluster, :data:`KIND` and :data:`REASON`.
+        max_new_tokens: Tokens that an answer may have.
+        resamples: Shuffles of the test.
+        seed: Of its random generator.
+        thinking_tokens: Tokens that a reply may have for thinking, beside those; None: there are no such tokens.
+
+    Returns:
+        ``missing answers: how many of each kind, and the next step``; empty where the scores stand.
+    """
+    rows = rows.assign(is_missing=(rows[KIND] != "").astype(float))
+    share = float(rows["is_missing"].mean())
+    placed = rows.dropna(subset=["gold_position"])
+    by_position = placed.groupby("gold_position")["is_missing"].mean()
+    varies = False
+    if share > 0 and len(by_position) > 1:
+        gap = np.ptp(by_position.to_numpy())
+        null = shuffled_gaps(placed, "is_missing", resamples, seed)
+        p = (1 + (null >= gap - 1e-12).sum()) / (1 + len(null))
+        varies = bool(p <= ALPHA)
+    if share <= MAX_SHARE and not varies:
+        return ""
+    facts = f"{share:.1%} of {len(rows)} replies are no answers: {count_kinds(rows)}"
+    if len(by_position) > 1:
+        facts += f" ({by_position.min():.1%} to {by_position.max():.1%} by position)"
+    advice = _advice(rows, max_new_tokens, thinking_tokens)
+    return f"{PROBLEM}: {facts}; {advice}"
+
+
+def _advice(
+    rows: pd.DataFrame, max_new_tokens: int, thinking_tokens: int | None
+) -> str:
+    """What to change so that the most frequent kind of missing answers gets fewer."""
+    missing = rows[rows[KIND] != ""]
+    kind = missing[KIND].mode().iloc[0]
+    if kind == THINKING_METRIC and thinking_tokens is not None:
+        tokens = MORE_TOKENS * max(thinking_tokens, max_new_tokens)
+        return f"set model.thinking_tokens={tokens}"
+    if kind in (CUT_METRIC, THINKING_METRIC):
+        return f"set task.max_new_tokens={MORE_TOKENS * max_new_tokens}"
+    reason = str(missing.loc[missing[KIND] == kind, REASON].mode().iloc[0])
+    advice = ADVICE_OF_OUTCOME[kind.replace("_", " ")]
+    for beginning, step in ADVICE.items():
+        if reason.startswith(beginning):
+            advice = step
+            break
+    return f"{reason}: {advice}" if reason else advice
