@@ -7,6 +7,7 @@ import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from posbench.diagnose.outcome import (
     judge_pilot,
     judge_source,
     points,
+    shape_of_run,
 )
 from posbench.diagnose.race import (
     FIRST_ROUND,
@@ -51,18 +53,22 @@ from posbench.report.folder import read_csv, study_tables
 from posbench.run.budget import Budget
 from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.progress import duration, progress
+from posbench.run.sequential import ShapeRule
 from posbench.schema import override_text
 from posbench.search.base import FOUND_FILE
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import estimate
-from posbench.stats.shape import FLAT, UNCLEAR, name_shape
+from posbench.stats.sequential import (
+    FARTHEST_FORECAST,
+    FIRST_FORECAST,
+    forecast_questions,
+)
+from posbench.stats.shape import NEGLIGIBLE_CONTRAST
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
     CANNOT_TELL,
     FIXED,
-    NO_BIAS,
     NOT_FIXED,
     Verdict,
     run_verdict,
@@ -76,9 +82,11 @@ DEFAULT_BUDGET = "10min"
 PILOT_QUESTIONS = 20
 MIN_PILOT_QUESTIONS = 5
 ROUND_QUESTIONS = 5
-MAX_QUESTIONS = 300
+MAX_QUESTIONS = 1000
 """Questions at each position of the pilot, the least of them that say anything, those of a round, and of the shape at
-most."""
+most: a model without a bias needs fewer (docs/metrics.md)."""
+SPARE = 1.2
+"""Share of the budget of a next command over what the forecast asks."""
 MORE_TOKENS = 4
 """How many times as many tokens a reply gets where the pilot's were cut."""
 LARGER = 3
@@ -198,14 +206,14 @@ class Course:
         budget = self.allowance.budget.text
         if not self.runs.is_served:
             positions = len(self.task.gold_positions)
-            most = self._typed_limit(MAX_QUESTIONS)
+            most = self._shape_limit()
             line = (
                 f"diagnosis: a pilot of {3 * PILOT_QUESTIONS} prompts, then as many as tell the shape, at most "
                 f"{most * positions:,}, and what explains and fixes it; at most {budget}"
             )
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
-        config = self.runs.prepare([f"task.limit={self._typed_limit(MAX_QUESTIONS)}"])
+        config = self.runs.prepare([f"task.limit={self._shape_limit()}"])
         profile = config.server
         assert profile is not None, "a server that does not answer was refused"
         estimate = estimate_served(config, profile, text_encoder(config.model))
@@ -263,7 +271,8 @@ class Course:
         tried = set[str]()
         while True:
             positions = _ends_and_middle(self.task.gold_positions)
-            questions = self._affordable("pilot", PILOT_QUESTIONS, len(positions))
+            most = self._typed_limit(PILOT_QUESTIONS)
+            questions = self._affordable("pilot", most, len(positions))
             if questions < min(MIN_PILOT_QUESTIONS, self._typed_limit(PILOT_QUESTIONS)):
                 if diagnosis.pilots:
                     return self._end_at(diagnosis.pilots[-1])
@@ -315,7 +324,9 @@ class Course:
         """Ask questions at all positions until the shape is decided or the budget is spent."""
         diagnosis = self.diagnosis
         # Without a shape there is nothing to explain or fix: it may take what these parts would.
-        limit = self._affordable("shape", MAX_QUESTIONS, len(self.task.gold_positions))
+        limit = self._affordable(
+            "shape", self._shape_limit(), len(self.task.gold_positions)
+        )
         folder = self.runs.execute(
             "shape",
             [
@@ -327,39 +338,37 @@ class Course:
         )
         self.runs.write_page(folder)
         metrics = read_csv(folder / "metrics.csv")
-        table = read_csv(folder / "shape.csv")
-        run = run_verdict(metrics)
-        if table is None:
+        verdict = run_verdict(metrics)
+        if metrics is None or verdict is None:
             diagnosis.verdict = CANNOT_TELL
             diagnosis.reason = "fewer than three gold positions have scores"
             return
-        contrasts = {row["contrast"]: estimate(row) for _, row in table.iterrows()}
-        shape = name_shape(contrasts)
-        diagnosis.shape = shape
-        numbers = (
-            f"first minus inner positions {points(contrasts['primacy'])} points, "
-            f"last minus inner {points(contrasts['recency'])}, n = {shape.questions}"
-        )
-        lacks_answers = bool(
-            run and run.name == CANNOT_TELL and outcomes.PROBLEM in run.reason
-        )
-        if run and (run.name in (CANNOT_DO, NO_BIAS) or lacks_answers):
-            diagnosis.verdict, diagnosis.reason = run
-        elif shape.name == FLAT:
-            diagnosis.verdict = NO_BIAS
-            diagnosis.reason = numbers
-        elif shape.name == UNCLEAR:
-            diagnosis.verdict = CANNOT_TELL
-            diagnosis.reason = numbers
-            if shape.missing:
-                seconds = self.runs.seconds_of_run["shape"] / shape.questions
-                more = duration(shape.missing * seconds)
-                diagnosis.reason += (
-                    f"; about {shape.missing} more questions, {more}, would tell"
-                )
+        diagnosis.verdict, diagnosis.reason = verdict
+        diagnosis.shape = shape_of_run(metrics)
+        if verdict.name == CANNOT_TELL and outcomes.PROBLEM not in verdict.reason:
+            self._forecast(folder)
+
+    def _forecast(self, folder: Path) -> None:
+        """Say how many questions at each position would tell, as far as the run of the shape lets one foresee it."""
+        diagnosis = self.diagnosis
+        rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
+        task = self._task_with(self._shape_limit())
+        chance = task.chance or 0.0
+        examples = task.evaluation()
+        rule = ShapeRule(task.metric, rows[0]["method"], examples, chance)
+        scores = rule.scores(rows)
+        if not len(scores):
+            return
+        total = forecast_questions(scores, NEGLIGIBLE_CONTRAST)
+        diagnosis.needed_questions = total or FARTHEST_FORECAST
+        if total is None:
+            text = f"more than {FARTHEST_FORECAST:,} questions at each position would be needed to tell"
         else:
-            diagnosis.verdict = BIAS
-            diagnosis.reason = numbers
+            seconds = self.runs.seconds_of_run["shape"] / len(scores)
+            more = duration(max(total - len(scores), 0) * seconds)
+            about = "about" if len(scores) >= FIRST_FORECAST else "up to about"
+            text = f"{about} {total} questions at each position in all, {more} more, would tell"
+        diagnosis.reason += f"; {text}"
 
     def _attention(self) -> None:
         """Measure the attention of the last token to the items, where the budget leaves room for it."""
@@ -634,6 +643,14 @@ class Course:
         """So many questions, or as many as the user typed if these are fewer."""
         return min(most, self.runs.typed_number("task.limit") or most)
 
+    def _shape_limit(self) -> int:
+        """Questions at each position that may tell the shape: as many as the user typed, else :data:`MAX_QUESTIONS`."""
+        return self.runs.typed_number("task.limit") or MAX_QUESTIONS
+
+    def _task_with(self, limit: int) -> GoldPositionTask:
+        """The task as it is asked now, with so many questions at each position."""
+        return replace(self.task, limit=limit)
+
     def _affordable(
         self, part: str, most: int, prompts_per_question: int, in_process: bool = False
     ) -> int:
@@ -641,7 +658,6 @@ class Course:
 
         A run keeps a time itself.
         """
-        most = self._typed_limit(most)
         if self.allowance.is_time:
             return most
         left = self.allowance.left(SHARES.get(part, LAST_SHARE))
@@ -805,16 +821,34 @@ class Course:
         return diagnosis.verdict == BIAS and was_raced
 
     def _command_with_more_questions(self) -> str:
-        """The command with a larger budget, or with more questions where a budget asks no more; empty: it has all."""
+        """The command with the budget, and the limit, that the verdict or the race of methods asks for."""
         diagnosis = self.diagnosis
-        assert diagnosis.shape is not None, "nothing was asked yet"
-        limit = self._typed_limit(MAX_QUESTIONS)
-        if diagnosis.verdict != CANNOT_TELL or diagnosis.shape.questions < limit:
+        needed = diagnosis.needed_questions
+        if not needed:
             return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
-        more = min(3 * limit, MAX_QUESTIONS)
-        if more == limit:
-            return ""
-        return f"{self._own_command(but='task.limit')} task.limit={more}"
+        assert diagnosis.shape is not None, "it was forecast from it"
+        if self.task.path is not None:
+            positions = len(self.task.gold_positions)
+            held = len(self._task_with(needed).evaluation()) // positions
+            if held <= diagnosis.shape.questions:
+                return f"add questions to {self.task.path}: it has {held}"
+        typed = self._own_command(but="budget")
+        if needed > self._shape_limit():
+            command = [arg for arg in shlex.split(typed) if key_of(arg) != "task.limit"]
+            typed = shlex.join([*command, f"task.limit={needed}"])
+        return f"{typed} budget={self._budget_for(needed)}"
+
+    def _budget_for(self, questions: int) -> str:
+        """A budget, not below this one, in which so many questions at each position tell the shape."""
+        assert self.diagnosis.shape is not None, "it was forecast from it"
+        allowance = self.allowance
+        per_question = len(self.task.gold_positions) * self._cost_of_prompt()
+        if allowance.is_time:
+            seconds = self.runs.seconds_of_run["shape"]
+            per_question = seconds / max(self.diagnosis.shape.questions, 1)
+        others = allowance.spent - per_question * self.diagnosis.shape.questions
+        size = (max(others, 0) + per_question * questions) * SPARE / LAST_SHARE
+        return allowance.larger(max(size / allowance.budget.size, 1))
 
 
 def _refuse_own_keys(overrides: Sequence[str]) -> None:

@@ -275,7 +275,7 @@ def ceiling_note(positions: Iterable[Estimate], questions: int) -> str:
 def floor_note(
     positions: Iterable[Estimate], average: Estimate, chance: float, questions: int
 ) -> str:
-    """Explain that no score is surely above a guess, give or take :data:`NEGLIGIBLE_SHARE`; see :func:`score_limit_note`.
+    """Explain that no score is surely above a guess, give or take :data:`NEGLIGIBLE_SHARE`.
 
     Returns:
         ``at the floor: ...``. Where so few questions could not show the opposite even if all were right, and the
@@ -365,16 +365,9 @@ def statistic_rows(
         contrasts = contrast_estimates(positions, draws)
         if anytime and method in anytime:
             held = anytime[method]
-            for key, interval in (
-                ("position_bias", held.bias),
-                ("primacy", held.primacy),
-                ("recency", held.recency),
-            ):
-                own[key] = _with_ends(own[key], interval)
-            contrasts = [
-                _with_ends(contrast, interval)
-                for contrast, interval in zip(contrasts, held.contrasts, strict=True)
-            ]
+            by_key = zip(("position_bias", "primacy", "recency"), held[:3], strict=True)
+            own |= {key: e._replace(n=own[key].n) for key, e in by_key}
+            contrasts = list(held.contrasts)
 
         yield StatisticRow(method, "gap", _unless(note, estimates.bounded("gap")), note)
         yield StatisticRow(method, "gap_null", _unless(note, gap_null), note)
@@ -400,8 +393,7 @@ def contrast_estimates(positions: Sequence[Estimate], draws: Array) -> list[Esti
     """Estimate each position minus the mean of the others, for a number of questions that was fixed beforehand.
 
     The intervals are made of Wilson's at the positions (Zou and Donner 2008): where nearly all answers are right, the
-    bootstrap's are too narrow. Positions that rise and fall together make them narrower, by half of the correlation
-    that the draws show.
+    bootstrap's are too narrow. Positions that rise and fall together in the draws make them narrower.
 
     Args:
         positions: Mean score at each of K >= 3 gold positions, [K].
@@ -409,22 +401,14 @@ def contrast_estimates(positions: Sequence[Estimate], draws: Array) -> list[Esti
     """
     num_positions = len(positions)
     with np.errstate(invalid="ignore"):
-        correlations = np.nan_to_num(np.corrcoef(draws.T))
+        correlations = np.asarray(np.nan_to_num(np.corrcoef(draws.T)))
     off_diagonal = correlations[~np.eye(num_positions, dtype=bool)]
-    correlation = float(max(off_diagonal.mean(), 0)) / 2
+    correlation = float(max(off_diagonal.mean(), 0))
     weights = contrast_with_others(np.eye(num_positions))
     return [
         combined(positions, row, position.n, correlation)
         for row, position in zip(weights, positions, strict=True)
     ]
-
-
-def _with_ends(estimate: Estimate, interval: Estimate) -> Estimate:
-    """An estimate with the interval of another one, widened where it does not hold the value."""
-    return estimate._replace(
-        ci_low=min(interval.ci_low, estimate.value),
-        ci_high=max(interval.ci_high, estimate.value),
-    )
 
 
 def _unless(note: str, estimate: Estimate) -> Estimate:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from posbench.stats.bootstrap import Array, Estimate
@@ -142,8 +144,10 @@ def _nearest_and_farthest(intervals: Array) -> tuple[Array, Array]:
 
 
 def _estimate(values: Array, alpha: float) -> Estimate:
+    """The mean of values in -1..1 with its interval, which is widened where it does not hold the mean."""
     low, high = anytime_interval(values, -1, 1, alpha)
-    return Estimate(float(values.mean()), float(low), float(high), len(values))
+    value = float(values.mean())
+    return Estimate(value, min(low, value), max(high, value), len(values))
 
 
 def verdict_times(
@@ -176,9 +180,9 @@ def verdict_times(
     return _first_time(differs.any(axis=1)), _first_time(is_negligible.all(axis=1))
 
 
-def _first_time(happened: Array) -> Array:
+def _first_time(events: Any) -> Array:
     """Number of the first question, of :data:`FIRST_QUESTIONS` at least, after which each run [S, N] is True."""
-    happened = np.logical_or.accumulate(happened, axis=-1)
+    happened = np.logical_or.accumulate(events, axis=-1)
     happened[:, : FIRST_QUESTIONS - 1] = False
     return np.where(happened.any(axis=-1), happened.argmax(axis=-1) + 1.0, np.inf)
 

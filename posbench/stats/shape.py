@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from posbench.late import pd
@@ -33,22 +32,7 @@ WITHOUT_SIDE = (FLAT, UNEVEN, UNCLEAR)
 NEGLIGIBLE_CONTRAST = 0.1
 """Difference of a position from the mean of the others, or of an end from the inner positions, that is negligible."""
 MINOR_SHARE = 1 / 3
-"""A difference is a minor one below this share of the largest: of what the other end differs, or of best minus worst."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the score over the gold position.
-
-    Attributes:
-        name: One of :data:`SHAPES`.
-        curve: The intervals that name it.
-        questions: Questions at each position.
-    """
-
-    name: str
-    curve: CurveIntervals
-    questions: int
+"""Share of what the other end differs, or of best minus worst, below which a difference is a minor one."""
 
 
 def name_shape(curve: CurveIntervals) -> str:
@@ -181,9 +165,11 @@ def shape_in_metrics(metrics: pd.DataFrame, method: str) -> str:
         One of :data:`SHAPES`; empty where fewer than three positions, or their scores, can show none.
     """
     curve = curve_in_metrics(metrics, method)
-    if curve is None or pd.isna(curve.bias.ci_low):
+    if curve is None:
         return ""
-    return name_shape(curve)
+    name = name_shape(curve)
+    # At the floor, or near the ceiling, there is no bias to have a shape.
+    return "" if name == UNCLEAR and pd.isna(curve.bias.ci_low) else name
 
 
 def curve_in_metrics(metrics: pd.DataFrame, method: str) -> CurveIntervals | None:

@@ -17,7 +17,7 @@ from rich.console import Console
 import posbench as library
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.course import Course
-from posbench.diagnose.outcome import Remedy
+from posbench.diagnose.outcome import Remedy, Shape
 from posbench.diagnose.race import FIRST_ROUND
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
@@ -28,7 +28,6 @@ from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
 from posbench.run.budget import Budget
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.shape import Shape
 from posbench.tasks import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result
@@ -123,7 +122,9 @@ def make_course(*args: str) -> Course:
     """A course whose shape was found with 30 questions at each position."""
     course = Course(args, Budget.parse("10min"), Console(quiet=True))
     contrast = Estimate(0.3, 0.2, 0.4, 30)
-    course.diagnosis.shape = Shape("primacy", {"primacy": contrast}, 30)
+    course.diagnosis.shape = Shape(
+        "primacy", {"primacy": contrast}, [contrast] * 3, 30
+    )
     return course
 
 
