@@ -11,6 +11,9 @@ from posbench.stats.position_bias import CurveIntervals, contrast_with_others
 
 ALPHA = 0.05
 """Probability with which an interval may ever miss its mean."""
+JOINT_ALPHA = 0.025
+"""The same for the contrasts of all positions together, of which a bias is named: half, so that the search for any
+bias, which looks at all positions, and for its absence stay within 5 % in all."""
 BET_HORIZONS = (40, 400)
 """Numbers of questions at which the bets of a gambler gain most."""
 BET_WEIGHTS = (0.3, 0.7)
@@ -97,21 +100,22 @@ def _lower_end(values: Array, alpha: float) -> float:
     return rejected
 
 
-def curve_intervals(scores: Array, alpha: float = ALPHA) -> CurveIntervals:
+def curve_intervals(scores: Array) -> CurveIntervals:
     """Estimate the curve over gold positions with intervals that hold at any time.
 
-    The interval of each position's contrast holds by itself; those of ``primacy`` and ``recency`` hold together. That
-    of the position bias is made of all contrasts, with intervals that hold together.
+    The interval of each position's contrast holds by itself, with a probability of 1 - :data:`ALPHA`; those of
+    ``primacy`` and ``recency`` hold together. That of the position bias is made of all contrasts, with intervals that
+    hold together with a probability of 1 - :data:`JOINT_ALPHA`.
 
     Args:
         scores: Scores in 0..1 of N >= 1 questions at K >= 3 gold positions in order, [N, K].
-        alpha: Probability that an interval ever misses.
     """
     num_positions = scores.shape[1]
     inner = scores[:, 1:-1].mean(axis=1)
     contrasts = contrast_with_others(scores)
     joint = [
-        anytime_interval(values, -1, 1, alpha / num_positions) for values in contrasts.T
+        anytime_interval(values, -1, 1, JOINT_ALPHA / num_positions)
+        for values in contrasts.T
     ]
     curve = scores.mean(axis=0)
     value = float(np.sqrt(max(curve.var(ddof=1) - noise_variance(scores), 0)))
@@ -122,9 +126,9 @@ def curve_intervals(scores: Array, alpha: float = ALPHA) -> CurveIntervals:
     bias = Estimate(value, min(float(low), value), max(float(high), value), scores.size)
     return CurveIntervals(
         bias=bias,
-        primacy=_estimate(scores[:, 0] - inner, alpha / 2),
-        recency=_estimate(scores[:, -1] - inner, alpha / 2),
-        contrasts=[_estimate(values, alpha) for values in contrasts.T],
+        primacy=_estimate(scores[:, 0] - inner, ALPHA / 2),
+        recency=_estimate(scores[:, -1] - inner, ALPHA / 2),
+        contrasts=[_estimate(values, ALPHA) for values in contrasts.T],
     )
 
 
@@ -150,15 +154,12 @@ def _estimate(values: Array, alpha: float) -> Estimate:
     return Estimate(value, min(low, value), max(high, value), len(values))
 
 
-def verdict_times(
-    scores: Array, margin: float, alpha: float = ALPHA
-) -> tuple[Array, Array]:
+def verdict_times(scores: Array, margin: float) -> tuple[Array, Array]:
     """Compute after how many questions the intervals of :func:`curve_intervals` tell a bias, and that there is none.
 
     Args:
         scores: Scores in 0..1 of S runs of N questions at K gold positions, [S, N, K].
         margin: What a position may differ from the mean of the others.
-        alpha: Probability that an interval ever misses.
 
     Returns:
         Questions of each run until some contrast surely differs from zero, and until every contrast is surely within
@@ -168,14 +169,14 @@ def verdict_times(
     contrasts = np.moveaxis(contrast_with_others(scores), -1, 1)  # [S, K, N]
     above = (1 + contrasts) / 2
     below = (1 - contrasts) / 2
-    joint_alpha = alpha / num_positions / 2
+    alpha_of_bias = JOINT_ALPHA / num_positions / 2
     differs = np.zeros(contrasts.shape, dtype=bool)
     is_negligible = np.ones(contrasts.shape, dtype=bool)
     for values in (above, below):
-        capital = log_capital(values, 0.5, joint_alpha)
-        differs |= capital >= np.log(1 / joint_alpha)
-        capital = log_capital(values, (1 - margin) / 2, alpha / 2)
-        rejected = capital >= np.log(2 / alpha)
+        capital = log_capital(values, 0.5, alpha_of_bias)
+        differs |= capital >= np.log(1 / alpha_of_bias)
+        capital = log_capital(values, (1 - margin) / 2, ALPHA / 2)
+        rejected = capital >= np.log(2 / ALPHA)
         is_negligible &= np.logical_or.accumulate(rejected, axis=-1)
     return _first_time(differs.any(axis=1)), _first_time(is_negligible.all(axis=1))
 

@@ -138,7 +138,8 @@ def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
         name = FIXED if is_fixed else CANNOT_TELL
         return Verdict(name, f"{was}; {method} is {obstacle}")
     if obstacle.startswith("at the floor"):
-        return Verdict(NOT_FIXED, f"{was}; {method} is {obstacle}")
+        # That the average falls for sure was looked at above.
+        return Verdict(CANNOT_TELL, f"{was}; {method} is {obstacle}")
     if None in (after, change, excess) or obstacle or pd.isna(excess.ci_low):
         return Verdict(CANNOT_TELL, obstacle or f"{method} and {base} are not compared")
     measured = (
