@@ -1,6 +1,6 @@
 """Simulated readers whose position bias is known, and how often posbench's verdict on them is right.
 
-python tools/verdicts.py [SIMULATIONS]    writes the tables of docs/metrics.md, 400 simulations a cell unless said otherwise
+python tools/verdicts.py [SIMULATIONS]    writes the tables of docs/metrics.md, 400 simulations a cell
 
 A simulated reader answers each question at each gold position with a given probability, independently: of all readers
 with these probabilities the one whose verdict takes most questions.
@@ -36,7 +36,7 @@ from tools.pages import between_marks
 
 PAGE = Path("docs/metrics.md")
 POSITIONS = (3, 5, 9)
-NAMED_QUESTIONS = {0.6: 750, 0.8: 500, 0.95: 225}
+NAMED_QUESTIONS = {0.6: 800, 0.8: 550, 0.95: 250}
 """Questions at each position within which a reader without a bias is told to have none, by its accuracy."""
 FIXED_QUESTIONS = {0.6: 550, 0.8: 375, 0.95: 150}
 """The same for a number of questions that is chosen beforehand."""
@@ -52,9 +52,7 @@ def simulated_scores(
     rng: np.random.Generator, shares: Sequence[float], questions: int, runs: int = 0
 ) -> Array:
     """Scores of a reader: 1 with the given probability at each of K positions, [N, K], or [runs, N, K]."""
-    size = (questions, len(shares))
-    if runs:
-        size = (runs, *size)
+    size = [runs, questions, len(shares)] if runs else [questions, len(shares)]
     return (rng.random(size) < np.array(shares)).astype(np.float64)
 
 
@@ -100,11 +98,10 @@ def verdict_name(
     return verdict.name if verdict else ""
 
 
-def told(scores: Array) -> tuple[Array, Array]:
-    """Of runs [S, N, K] that stop when the verdict is known: whether it is a bias, and whether it is none, [S] each."""
+def count_no_bias(scores: Array) -> int:
+    """How many of some runs [S, N, K] stop with the verdict that there is no bias."""
     bias, no_bias = verdict_times(scores, NEGLIGIBLE_CONTRAST)
-    is_bias = (bias <= no_bias) & np.isfinite(bias)
-    return is_bias, ~is_bias & np.isfinite(no_bias)
+    return int((no_bias < bias).sum())
 
 
 def with_lost(
@@ -147,7 +144,7 @@ def sequential_table(runs: int) -> list[list[str]]:
                     num_positions, [position], share, 2 * NEGLIGIBLE_CONTRAST
                 )
                 batches = in_batches(rng, shares, MOST_QUESTIONS, runs)
-                lost[place] = sum(int(told(scores)[1].sum()) for scores in batches)
+                lost[place] = sum(map(count_no_bias, batches))
             rows.append(
                 [
                     str(num_positions),

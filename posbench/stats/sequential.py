@@ -24,15 +24,15 @@ FIRST_QUESTIONS = 20
 """Questions at each position before a run may stop."""
 FIRST_FORECAST = 100
 """Questions at each position from which a curve tells how many more its bias takes."""
-BISECTIONS = 16
+BISECTIONS = 12
 """Halvings of 0..1 in which an end of an interval is searched, on its wide side."""
-FUTURES = 32
+FUTURES = 24
 """Continuations of a run that a forecast rests on."""
 FARTHEST_FORECAST = 4000
 """Questions at each position beyond which no forecast looks."""
 
 
-def log_capital(values: Array, candidate: float, alpha: float) -> Array:
+def log_capital(values: Array, candidate: float | Array, alpha: float) -> Array:
     """Compute the log capital of a gambler who bets that a mean is above a candidate, after each value.
 
     If the mean is the candidate or below, the capital ever reaches 1 / alpha with a probability of at most
@@ -43,7 +43,7 @@ def log_capital(values: Array, candidate: float, alpha: float) -> Array:
 
     Args:
         values: Independent values of one distribution in 0..1, [..., N].
-        candidate: Candidate mean, above 0.
+        candidate: Candidate mean, above 0, or one for each series, [..., 1].
         alpha: Probability of a miss at any time.
 
     Returns:
@@ -64,39 +64,43 @@ def log_capital(values: Array, candidate: float, alpha: float) -> Array:
     return np.logaddexp.reduce(parts)
 
 
-def anytime_interval(
+def anytime_intervals(
     values: Array, low: float, high: float, alpha: float
-) -> tuple[float, float]:
-    """Compute an interval of a mean that holds whatever rule ended the sampling.
+) -> tuple[Array, Array]:
+    """Compute intervals of means that hold whatever rule ended the sampling.
 
-    It holds the candidate means that no gambler ever rejected, see :func:`log_capital`.
+    They hold the candidate means that no gambler ever rejected, see :func:`log_capital`.
 
     Args:
-        values: Independent values of one distribution, [N].
+        values: Independent values of one distribution in each of S series, [S, N].
         low: Their lowest possible value.
         high: Their highest possible value.
-        alpha: Probability that the interval misses the mean, after any number of values.
+        alpha: Probability that one of the intervals misses its mean, after any number of values.
 
     Returns:
-        Lower and upper end.
+        Lower and upper ends, [S] each.
     """
     scaled = (np.asarray(values, dtype=np.float64) - low) / (high - low)
-    lower = _lower_end(scaled, alpha / 2)
-    upper = 1 - _lower_end(1 - scaled, alpha / 2)
-    if lower > upper:  # the mean lies between candidates that were all rejected
-        lower = upper = float(np.clip(scaled.mean(), upper, lower))
+    lower = _lower_ends(scaled, alpha / 2)
+    upper = 1 - _lower_ends(1 - scaled, alpha / 2)
+    # Where every candidate was rejected, the mean lies between two of them.
+    means = scaled.mean(axis=-1)
+    is_empty = lower > upper
+    between = np.clip(means, upper, lower)
+    lower, upper = np.where(is_empty, between, (lower, upper))
     return low + (high - low) * lower, low + (high - low) * upper
 
 
-def _lower_end(values: Array, alpha: float) -> float:
-    """The largest mean such that it and all below it were rejected in favour of a higher one."""
-    rejected, kept = 0.0, 1.0
+def _lower_ends(values: Array, alpha: float) -> Array:
+    """For each series the largest mean such that it and all below it were rejected in favour of a higher one."""
+    rejected = np.zeros(values.shape[:-1])
+    kept = np.ones(values.shape[:-1])
     for _ in range(BISECTIONS):
-        candidate = (rejected + kept) / 2
-        if log_capital(values, candidate, alpha).max() >= np.log(1 / alpha):
-            rejected = candidate
-        else:
-            kept = candidate
+        candidates = (rejected + kept) / 2
+        capital = log_capital(values, candidates[..., None], alpha).max(axis=-1)
+        is_rejected = capital >= np.log(1 / alpha)
+        rejected = np.where(is_rejected, candidates, rejected)
+        kept = np.where(is_rejected, kept, candidates)
     return rejected
 
 
@@ -112,23 +116,23 @@ def curve_intervals(scores: Array) -> CurveIntervals:
     """
     num_positions = scores.shape[1]
     inner = scores[:, 1:-1].mean(axis=1)
-    contrasts = contrast_with_others(scores)
-    joint = [
-        anytime_interval(values, -1, 1, JOINT_ALPHA / num_positions)
-        for values in contrasts.T
-    ]
-    curve = scores.mean(axis=0)
-    value = float(np.sqrt(max(curve.var(ddof=1) - noise_variance(scores), 0)))
-    low, high = (
-        np.sqrt((num_positions - 1) * (ends**2).sum()) / num_positions
-        for ends in _nearest_and_farthest(np.array(joint))
+    contrasts = contrast_with_others(scores).T
+    low, high = anytime_intervals(contrasts, -1, 1, JOINT_ALPHA / num_positions)
+    distances = np.abs([low, high])
+    nearest = np.where((low <= 0) & (high >= 0), 0, distances.min(axis=0))
+    least, most = (
+        float(np.sqrt((num_positions - 1) * (ends**2).sum())) / num_positions
+        for ends in (nearest, distances.max(axis=0))
     )
-    bias = Estimate(value, min(float(low), value), max(float(high), value), scores.size)
+    variance = scores.mean(axis=0).var(ddof=1) - noise_variance(scores)
+    value = float(np.sqrt(max(variance, 0)))
+    ends = np.array([scores[:, 0] - inner, scores[:, -1] - inner])
+    primacy, recency = _estimates(ends, ALPHA / 2)
     return CurveIntervals(
-        bias=bias,
-        primacy=_estimate(scores[:, 0] - inner, ALPHA / 2),
-        recency=_estimate(scores[:, -1] - inner, ALPHA / 2),
-        contrasts=[_estimate(values, ALPHA) for values in contrasts.T],
+        bias=Estimate(value, min(least, value), max(most, value), scores.size),
+        primacy=primacy,
+        recency=recency,
+        contrasts=_estimates(contrasts, ALPHA),
     )
 
 
@@ -140,18 +144,15 @@ def noise_variance(scores: Array) -> float:
     return float(total / (num_positions - 1) / num_questions)
 
 
-def _nearest_and_farthest(intervals: Array) -> tuple[Array, Array]:
-    """Least and largest distance from zero of a number in each of some intervals [K, 2]."""
-    distances = np.abs(intervals)
-    holds_zero = (intervals[:, 0] <= 0) & (intervals[:, 1] >= 0)
-    return np.where(holds_zero, 0, distances.min(axis=1)), distances.max(axis=1)
-
-
-def _estimate(values: Array, alpha: float) -> Estimate:
-    """The mean of values in -1..1 with its interval, which is widened where it does not hold the mean."""
-    low, high = anytime_interval(values, -1, 1, alpha)
-    value = float(values.mean())
-    return Estimate(value, min(low, value), max(high, value), len(values))
+def _estimates(values: Array, alpha: float) -> list[Estimate]:
+    """Means of series in -1..1, [S, N], with intervals, which are widened where they do not hold the mean."""
+    lows, highs = anytime_intervals(values, -1, 1, alpha)
+    means = values.mean(axis=1)
+    n = values.shape[1]
+    return [
+        Estimate(float(mean), float(min(low, mean)), float(max(high, mean)), n)
+        for mean, low, high in zip(means, lows, highs, strict=True)
+    ]
 
 
 def verdict_times(scores: Array, margin: float) -> tuple[Array, Array]:
@@ -207,23 +208,33 @@ def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | Non
         Questions at each position, N or more; None where most continuations take more than :data:`FARTHEST_FORECAST`.
     """
     num_questions = len(scores)
+    times = np.full(FUTURES, np.inf)
+    for farthest in (FARTHEST_FORECAST // 4, FARTHEST_FORECAST):
+        if np.isinf(times).mean() > 0.2 and farthest > num_questions:
+            times = _future_times(scores, farthest, margin, seed)
+    total = _centre_within_factor_two(times)
+    return None if np.isinf(total) else max(int(np.ceil(total)), num_questions)
+
+
+def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
+    """Questions that each continuation of a run takes up to its verdict; infinite where that is beyond the farthest."""
+    num_questions, num_positions = scores.shape
     rng = np.random.default_rng(seed)
-    num_positions = scores.shape[1]
     variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)
     noise = noise_variance(scores)
-    size = max(FARTHEST_FORECAST, 2 * num_questions) - num_questions
+    size = farthest - num_questions
     times = []
     for _ in range(FUTURES):
         drawn = scores[rng.integers(num_questions, size=size)]
-        explained = noise * rng.chisquare(num_positions - 1) / (num_positions - 1)
-        share = explained / variance if num_questions >= FIRST_FORECAST else 1.0
+        share = 1.0
+        if num_questions >= FIRST_FORECAST:
+            explained = noise * rng.chisquare(num_positions - 1) / (num_positions - 1)
+            share = explained / variance
         is_shuffled = rng.random(size) < share
         drawn[is_shuffled] = rng.permuted(drawn[is_shuffled], axis=1)
         future = np.concatenate([scores, drawn])
-        told = verdict_times(future[None], margin)
-        times.append(min(told[0][0], told[1][0]))
-    total = _centre_within_factor_two(np.array(times))
-    return None if np.isinf(total) else max(int(np.ceil(total)), num_questions)
+        times.append(np.min(verdict_times(future[None], margin)))
+    return np.array(times)
 
 
 def _centre_within_factor_two(times: Array) -> float:

@@ -26,6 +26,8 @@ SHAPES = {
     UNCLEAR: "the shape cannot be told yet",
 }
 """Shapes of the score over the gold position, each as a clause about the model."""
+SIDES = (PRIMACY, RECENCY, MIDDLE_DROP, MIDDLE_RISE)
+"""Shapes that favour a part of the prompt."""
 WITHOUT_SIDE = (FLAT, UNEVEN, UNCLEAR)
 """Shapes that favour no part of the prompt."""
 
@@ -40,20 +42,19 @@ def name_shape(curve: CurveIntervals) -> str:
 
     Where the position bias is not surely above zero and worth naming, the shape is flat if every position is surely
     like the others, else unclear. Where it is, the ends are compared with the inner positions (:func:`_side`), and the
-    side that this gives is named if no inner position contradicts it (:func:`_is_contradicted`), else the shape is
-    uneven.
+    side that this gives is named if no position contradicts it (:func:`_is_contradicted`), else the shape is uneven; so
+    it is where positions contradict all of them.
 
     Args:
         curve: Its intervals, either all for a number of questions that was fixed beforehand, or all for any time.
     """
     if not is_named_bias(curve.bias):
         return FLAT if is_flat(curve.contrasts) else UNCLEAR
+    possible_sides = [s for s in SIDES if not _is_contradicted(s, curve.contrasts)]
     side = _side(curve.primacy, curve.recency)
-    if side == UNCLEAR:
-        return UNCLEAR
-    if side == UNEVEN or _is_contradicted(side, curve.contrasts):
-        return UNEVEN
-    return side
+    if side in possible_sides:
+        return side
+    return UNCLEAR if side == UNCLEAR and possible_sides else UNEVEN
 
 
 def _side(first: Estimate, last: Estimate) -> str:
