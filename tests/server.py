@@ -99,6 +99,11 @@ class Server(ThreadingHTTPServer):
         self.max_reply_tokens: int | None = None
         # tokens of prompt and reply that it takes
         self.window: int | None = None
+        # the model that it reports; what it appends to all texts that it sends, by the header of the key
+        self.model = "fake"
+        self.echo: Callable[[str], str] = lambda header: ""
+        # the likeliest first tokens of a reply in a chat
+        self.first_tokens = {"B": -0.5, "A": -1.0}
         # whether its checkpoint's generation_config.json has penalties
         self.has_penalties = False
         # the right answer to a prompt; tokens of thinking before it, and how that is given
@@ -275,6 +280,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def give_reply(self, body: Mapping[str, Any], prompt: str, fault: str) -> None:
         text, finish, logprobs = self.said(body, prompt)
+        echo = self.server.echo(str(self.headers["Authorization"]))
+        text += echo
         message: dict[str, Any] = {}
         if self.server.has_penalties and not is_neutral(body):
             text = "penalised"
@@ -309,9 +316,9 @@ class Handler(BaseHTTPRequestHandler):
             "id": "1",
             "object": "text_completion",
             "created": 1,
-            "model": "fake",
+            "model": self.server.model + echo,
             "choices": choices,
-            "system_fingerprint": "fp_1",
+            "system_fingerprint": "fp_1" + echo,
         }
         prompt_tokens = self.num_tokens(prompt)
         if self.server.count_tokens:
@@ -368,8 +375,10 @@ class Handler(BaseHTTPRequestHandler):
                 ),
             ]
         if body.get("top_logprobs") and "first" in ways:
-            top = [{"token": "B", "logprob": -0.5}, {"token": "A", "logprob": -1.0}]
-            return "B", "length", {"content": [{"token": "B", "top_logprobs": top}]}
+            first = self.server.first_tokens
+            top = [{"token": t, "logprob": nats} for t, nats in first.items()]
+            token = next(iter(first))
+            return token, "length", {"content": [{"token": token, "top_logprobs": top}]}
         if body.get("logprobs") and "first" in ways:
             return (
                 " B",

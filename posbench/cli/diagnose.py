@@ -10,6 +10,7 @@ from posbench.cli.options import option
 from posbench.diagnose.course import DEFAULT_BUDGET, Course
 from posbench.diagnose.page import lines, write_diagnosis
 from posbench.files.atomic import short_hash
+from posbench.files.secrets import without_typed_secrets
 from posbench.report.console import make_console
 from posbench.run.budget import Budget
 
@@ -41,7 +42,8 @@ def diagnose(args: list[str]) -> int:
     diagnosis = course.diagnosis
     typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
     folder = _folder(course, typed)
-    command = shlex.join(["posbench", "diagnose", *typed, f"budget={budget.text}"])
+    shown = map(without_typed_secrets, typed)
+    command = shlex.join(["posbench", "diagnose", *shown, f"budget={budget.text}"])
     page = write_diagnosis(diagnosis, folder, command)
     console.rule(f"diagnosis of {diagnosis.model}")
     for line in lines(diagnosis):

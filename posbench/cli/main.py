@@ -29,6 +29,7 @@ from posbench.errors import (
     near,
     own_code_error,
 )
+from posbench.files.secrets import without_typed_secrets
 
 if TYPE_CHECKING:
     from posbench.model.lm import LM
@@ -323,7 +324,7 @@ def _run_jobs(args: list[str], watch: Stopwatch) -> int:
     from posbench.report.sweep import summarise
     from posbench.run.heartbeat import doing
 
-    command = shlex.join(["posbench", *args])
+    command = shlex.join(["posbench", *map(without_typed_secrets, args)])
     # Models that jobs of a sweep loaded together, by number of the job.
     models: dict[int, LM] = {}
 

@@ -36,6 +36,7 @@ from posbench.diagnose.signal import (
 )
 from posbench.errors import UserError
 from posbench.files.parse import CORRECT_FILE, read_yaml
+from posbench.files.secrets import without_typed_secrets
 from posbench.measure.replies import encode_prompt
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.methods.composed import Composed
@@ -801,7 +802,8 @@ class Course:
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
         if but != "budget":
             typed.append(f"budget={self.allowance.budget.text}")
-        return shlex.join(["posbench", "diagnose", *typed])
+        shown = map(without_typed_secrets, typed)
+        return shlex.join(["posbench", "diagnose", *shown])
 
     def _lacks_answers(self) -> bool:
         """Whether answers are missing in the last pilot, or of so many questions that nothing can be told."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import Diagnosis
 from posbench.errors import UserError
+from posbench.files.secrets import without_typed_secrets
 from posbench.files.sources import cached_path, weight_files
 from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
@@ -195,7 +196,8 @@ class Runs:
         config = self.prepare(part_overrides, **choices)
         if share is not None and (self.allowance.is_time or config.model.base_url):
             config = replace(config, budget=self.allowance.rest(share))
-        command = shlex.join(["posbench", *self.overrides(part_overrides, **choices)])
+        shown = map(without_typed_secrets, self.overrides(part_overrides, **choices))
+        command = shlex.join(["posbench", *shown])
         lm = None if config.model.base_url else self.lm
         with self.counted(part, lm, prompts):
             folder = execute(

@@ -72,14 +72,15 @@ def decide_outcome(
     if rejection == CONTENT_FILTER:
         return Decision(REFUSED, CONTENT_FILTER)
     if finish in REFUSAL_REASONS:
-        return Decision(REFUSED, f"{CONTENT_FILTER} ({UNKNOWN_REASON} {finish!r})")
+        who = "the model" if finish.startswith("refus") else CONTENT_FILTER
+        return Decision(REFUSED, f"{who} ({UNKNOWN_REASON} {finish!r})")
     if finish in TOOL_REASONS:
         return Decision(NO_ANSWER, f"{TOOL_CALL} ({UNKNOWN_REASON} {finish!r})")
     if is_thinking:
         return Decision(CUT, IN_THINKING)
-    if obstacle:
+    if obstacle and finish != LENGTH:
         return Decision(NO_ANSWER, obstacle)
-    if finish == LENGTH and not holds_answer:
+    if finish == LENGTH and (obstacle or not holds_answer):
         return Decision(CUT, "ended at the limit, before an answer")
     if finish and finish != LENGTH and finish not in GOOD_REASONS:
         return Decision(NO_ANSWER, f"{UNKNOWN_REASON} {finish!r}")

@@ -9,6 +9,7 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.files.atomic import round_values
 from posbench.measure.outcomes import decide_outcome, holds_answer
+from posbench.model.answers import unclear_thinking
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM, GeneratedReply, length_batches
 from posbench.model.prefix import Prefix
@@ -195,6 +196,7 @@ def _row_of_reply(
         holds_answer=holds_answer(task, example, row),
         is_thinking=split.is_open,
         ended_itself=True,
+        obstacle=unclear_thinking(split),
     )
     return {**row, **decision.fields}
 

@@ -195,7 +195,7 @@ def ask_server(
         and what the server says of it, where it does: tokens as it counts (``prompt_tokens``, ``reply_tokens``), why
         the reply ended (``finish``), the thinking before it (``thinking``, of so many ``thinking_tokens``) and whether
         it ended in that (``is_thinking``), its model (``server``); of a choice which way it was read (``by``), with
-        ``loglikelihoods`` (nats).
+        ``loglikelihoods`` (nats) and, if several, the number of ``requests`` whose tokens are counted.
     """
     prompt = endpoint.prompt(encoder, encoded, example.system)
     if example.choices:
@@ -214,6 +214,7 @@ def ask_server(
         "is_thinking": response.is_thinking,
         "prompt_tokens": response.prompt_tokens,
         "reply_tokens": response.reply_tokens,
+        "requests": response.requests if response.requests > 1 else None,
         "server": response.server,
     }
     unsaid: tuple[Any, ...] = ("", [], None, False)

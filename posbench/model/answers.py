@@ -13,9 +13,9 @@ from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.model.lm import LENGTH
-from posbench.model.thinking import Form, split_thinking
+from posbench.model.thinking import Form, SplitReply, split_thinking
 from posbench.schema import check_shape
-from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH
+from posbench.stats.outcomes import OTHER_FIELD, UNKNOWN_LENGTH, UNKNOWN_MARKS
 
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which servers give the thinking apart from the answer."""
@@ -50,7 +50,9 @@ class Reply:
         ended_itself: Whether the model is known to have ended it, so that it may be empty.
         nats: Log-likelihood of each choice; None: not among the likeliest.
         by: How the choice was read; empty where there was none to make.
-        server: The model and the fingerprint that the server reports.
+        requests: Requests that ``prompt_tokens`` and ``reply_tokens`` count together.
+        model: The model that the server reports.
+        server: The same, with the fingerprint that it reports.
     """
 
     text: str = ""
@@ -66,6 +68,8 @@ class Reply:
     ended_itself: bool = False
     nats: tuple[float | None, ...] = ()
     by: str = ""
+    requests: int = 1
+    model: str = ""
     server: str = ""
 
 
@@ -220,6 +224,7 @@ def read_reply(
     elif not form and (hidden or usage.thinking_tokens):
         form = "hidden"
     is_cut = finish == LENGTH and bool(form) and not text.strip()
+    obstacle = unclear_thinking(split) or obstacle
     if not text.strip():
         obstacle = obstacle or _other_field(choice, message)
     server = (answer.get("model"), answer.get("system_fingerprint"))
@@ -235,8 +240,14 @@ def read_reply(
         obstacle=obstacle,
         # Of plain completions no parser takes anything away.
         ended_itself="text" in choice and not form and bool(usage.reply_tokens),
+        model=reported_model(answer),
         server=" ".join(str(name) for name in server if name),
     )
+
+
+def unclear_thinking(split: SplitReply) -> str:
+    """Why the text of a reply is not known to be its answer, with the marks in it; empty where it is."""
+    return f"{UNKNOWN_MARKS}: {split.unclear_marks}" if split.unclear_marks else ""
 
 
 def _judge_length(
@@ -327,6 +338,12 @@ def read_usage(answer: Mapping[str, Any]) -> _Usage:
     return usage
 
 
+def reported_model(answer: Mapping[str, Any]) -> str:
+    """The model that a server names in an answer; empty where it names none."""
+    model = answer.get("model")
+    return model if isinstance(model, str) else ""
+
+
 def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the choice with index 0 of an answer; empty where there is none.
 
@@ -401,6 +418,20 @@ def first_token_nats(
         if any(value is not None for value in result):
             break
     return result
+
+
+def probability_of_choices(
+    top_logprobs: Mapping[str, float], choices: Sequence[str]
+) -> float:
+    """Probability that the first token of a reply begins one choice alone, as far as the likeliest tokens tell."""
+    names = [choice.strip() for choice in choices]
+    total = 0.0
+    for token, nats in top_logprobs.items():
+        beginning = token.strip()
+        num_matches = sum(name.startswith(beginning) for name in names)
+        if beginning and num_matches == 1:
+            total += math.exp(nats)
+    return total
 
 
 def choice_in_reply(text: str, choices: Sequence[str]) -> str:

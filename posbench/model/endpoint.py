@@ -18,6 +18,12 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from posbench.errors import MachineError, UserError
+from posbench.files.secrets import (
+    is_long_enough,
+    secrets_in,
+    without_named_secrets,
+    without_secrets,
+)
 from posbench.model.answers import (
     GOOD_REASONS,
     Reply,
@@ -26,11 +32,13 @@ from posbench.model.answers import (
     failing_on_other_forms,
     first_choice,
     first_token_nats,
+    probability_of_choices,
     read_echoed_logprobs,
     read_prompt_logprobs,
     read_reply,
     read_top_logprobs,
     read_usage,
+    reported_model,
     without_surrogates,
 )
 from posbench.model.encode import Encoded, Encoder
@@ -49,6 +57,9 @@ NO_CHOICE = "none in the reply"
 first tokens of a reply, or from what the reply says; it may say none."""
 CHOICE_TOKENS = 32
 """Tokens of a reply in which a choice is looked for."""
+MIN_CHOICE_PROBABILITY = 0.5
+"""Probability of a first token that is a choice above which it is read as one: a model that begins with "The answer"
+says its choice later."""
 MAX_STOP_TEXTS = 4
 """Stop texts that OpenAI's API takes."""
 MAX_LISTED_MODELS = 8
@@ -168,6 +179,7 @@ class ServerProfile:
         seconds: What the longest request of the probe took.
         seconds_tokens: Tokens of that request's prompt.
         reply_tokens: Tokens of the longest reply to the probe, thinking among them.
+        model: The model that it reports; empty where it reports none.
     """
 
     api: Api
@@ -187,6 +199,7 @@ class ServerProfile:
     seconds: float = 0.0
     seconds_tokens: int = 0
     reply_tokens: int = 0
+    model: str = ""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -283,6 +296,8 @@ class Endpoint:
                 "null: the package openai is not installed",
                 hint,
             ) from error
+        keys = [self._key] if is_long_enough(self._key) else []
+        self._secrets = [*keys, *secrets_in(config.extra_body)]
         self._client = openai.OpenAI(
             base_url=config.base_url,
             api_key=self._key or "none",
@@ -325,7 +340,7 @@ class Endpoint:
         with suppress(openai.OpenAIError, AttributeError, TypeError, ValueError):
             with self._reporting_dead_address():
                 response = client.models.with_raw_response.list()
-            data = without_surrogates(response.http_response.json())
+            data = self._readable(response.http_response.json())
         entries = data.get("data") if isinstance(data, dict) else None
         if not isinstance(entries, list):
             return []
@@ -415,7 +430,7 @@ class Endpoint:
             reply = self._choose_api(apis, prompts, stops)
             prompt = prompts[self.profile.api]
             if known and known.form == self.profile.form:
-                self._profile = known
+                self._profile = replace(known, model=reply.model)
                 self._count_probe(reply)
             else:
                 self._find_thinking(prompt, reply, answer_tokens)
@@ -477,7 +492,7 @@ class Endpoint:
         profile = self.profile
         typed = [name for name in names if name in (self._config.extra_body or {})]
         if typed:
-            value = (self._config.extra_body or {})[typed[0]]
+            value = without_named_secrets(self._config.extra_body or {})[typed[0]]
             allowed = f"a field that {self._config.base_url} takes ({message})"
             hint = "leave it out, or give it another value"
             raise UserError(f"model.extra_body.{typed[0]}", value, allowed, hint)
@@ -549,10 +564,11 @@ class Endpoint:
         self._count_probe(reply)
 
     def _count_probe(self, reply: Reply) -> None:
-        """Take from the reply to the first question what tokens its prompt has."""
+        """Take from the reply to the first question what tokens its prompt has, and which model replied."""
         self._change(
             counts_tokens=reply.prompt_tokens is not None,
             overhead_tokens=reply.prompt_tokens or 0,
+            model=self.profile.model or reply.model,
         )
 
     def _find_reply_limit(self, prompt: Prompt, answer_tokens: int) -> None:
@@ -622,13 +638,14 @@ class Endpoint:
         Returns:
             The ``api``; the settings ``sent``; those ``left_out``, as the server refused them; the ``open_penalties``,
             which were sent under none of their names, so that the server's own may apply; the field of the ``length``;
-            whether stop texts are ``sent`` or replies cut ``here``; how thinking is given, and tokens for it.
+            whether stop texts are ``sent`` or replies cut ``here``; how thinking is given, and tokens for it; the
+            ``model`` that the server reports, often none.
         """
         profile = self.profile
         sent = dict(profile.settings)
         if profile.temperature is not None:
             sent = {"temperature": profile.temperature, **sent}
-        sent |= self._config.extra_body or {}
+        sent |= without_named_secrets(self._config.extra_body or {})
         wanted = ["temperature", *NEUTRAL_SETTINGS]
         left_out = [name for name in wanted if name not in sent]
         open_penalties = [
@@ -643,6 +660,7 @@ class Endpoint:
             "stop": "sent" if self._stop_is_sent else "here",
             "thinking": profile.thinking,
             "thinking_tokens": self.thinking_tokens,
+            "model": profile.model,
         }
 
     @property
@@ -705,11 +723,14 @@ class Endpoint:
             return _reply_or_rejection(
                 lambda: self._by_likelihoods(str(prompt), choices)
             )
+        first: Reply | None = None
         if method == BY_FIRST_TOKEN:
-            reply = _reply_or_rejection(lambda: self._by_first_token(prompt, choices))
-            if reply.rejection or any(nats is not None for nats in reply.nats):
-                return reply
+            first = _reply_or_rejection(lambda: self._by_first_token(prompt, choices))
+            if first.rejection or first.by:
+                return first
         reply = self.generate(prompt, CHOICE_TOKENS)
+        if first:
+            reply = _with_counts(reply, (first, reply))
         if reply.rejection or reply.is_thinking or reply.obstacle:
             return reply
         choice = choice_in_reply(reply.text, choices)
@@ -761,11 +782,24 @@ class Endpoint:
         if not isinstance(answer, dict) or not first_choice(answer):
             message = self._short_text(answer)
             raise RequestError(f"an answer without a choice 0: {message}")
+        self._need_same_model(reported_model(answer))
         usage = read_usage(answer)
         with self._lock:
             self.tokens_read += usage.prompt_tokens or 0
             self.tokens_written += usage.reply_tokens or 0
         return answer
+
+    def _need_same_model(self, model: str) -> None:
+        """Refuse replies of another model than the one that the server reported first: a score is of one.
+
+        Raises:
+            UserError: The server names another model now.
+        """
+        first = self.profile.model
+        if first and model and model != first:
+            allowed = f"one model for all replies: the server named {first} first, and now {model}"
+            hint = f"have it answer with {first}, then repeat the command: it goes on"
+            raise UserError("model.served", self._config.server_name, allowed, hint)
 
     def _send(self, prompt: Prompt, body: Mapping[str, Any]) -> Any:
         """Send a request until it is answered, in its turn: what failed is repeated, what is refused is not."""
@@ -776,7 +810,7 @@ class Endpoint:
             with self.pacer.turn() as began:
                 try:
                     response = self._post(prompt, body)
-                    answer = without_surrogates(response.json())
+                    answer = self._readable(response.json())
                     self.pacer.answered(response.headers, self._last_tokens(answer))
                     return answer
                 except openai.APIStatusError as error:
@@ -948,11 +982,13 @@ class Endpoint:
             raise UserError("model.base_url", config.base_url, allowed, hint) from error
 
     def _short_text(self, message: object) -> str:
-        """What a server or a library said, short, and without the key that it may repeat."""
+        """What a server or a library said, short, and without secrets that it may repeat."""
         text = " ".join((str(message) or type(message).__name__).split())
-        if self._key:
-            text = text.replace(self._key, "***")
-        return text[:MAX_MESSAGE_CHARACTERS]
+        return str(without_secrets(text, self._secrets))[:MAX_MESSAGE_CHARACTERS]
+
+    def _readable(self, data: Any) -> Any:
+        """What a server sent as plain data that may be written to files: it may repeat the key."""
+        return without_secrets(without_surrogates(data), self._secrets)
 
     # Choices
 
@@ -1002,7 +1038,7 @@ class Endpoint:
             common += 1
         nats = tuple(sum(value or 0.0 for _, value in row[common:]) for row in rows)
         return replace(
-            replies[0],
+            _with_counts(replies[0], replies),
             text=choices[nats.index(max(nats))].strip(),
             nats=nats,
             by=BY_LOG_LIKELIHOODS,
@@ -1010,8 +1046,6 @@ class Endpoint:
             obstacle="",
             thinking="",
             is_thinking=False,
-            prompt_tokens=_total(reply.prompt_tokens for reply in replies),
-            reply_tokens=_total(reply.reply_tokens for reply in replies),
         )
 
     def _ask_first_token(self, prompt: Prompt) -> Mapping[str, Any]:
@@ -1021,21 +1055,32 @@ class Endpoint:
         return self._ask(prompt, 1, logprobs=True, top_logprobs=20)
 
     def _by_first_token(self, prompt: Prompt, choices: Sequence[str]) -> Reply:
-        """By the likeliest first tokens, where these tell the choices apart; ``nats`` are None elsewhere."""
+        """By the likeliest first tokens, where choices hold most of their probability; ``by`` is empty elsewhere."""
         answer = self._ask_first_token(prompt)
+        reply = self._read(answer, prompt)
         top_logprobs = read_top_logprobs(answer)
+        if probability_of_choices(top_logprobs, choices) <= MIN_CHOICE_PROBABILITY:
+            return reply
         nats = first_token_nats(top_logprobs, choices, isinstance(prompt, str))
         likely = [value for value in nats if value is not None]
-        text = choices[nats.index(max(likely))].strip() if likely else ""
-        return replace(
-            self._read(answer, prompt), text=text, nats=tuple(nats), by=BY_FIRST_TOKEN
-        )
+        text = choices[nats.index(max(likely))].strip()
+        return replace(reply, text=text, nats=tuple(nats), by=BY_FIRST_TOKEN)
 
 
 def _unusual_finish(replies: Sequence[Reply]) -> str:
     """Why one of several requests ended that did not end well; empty where all did, or at their limit."""
     usual = ("", LENGTH, *GOOD_REASONS)
     return next((reply.finish for reply in replies if reply.finish not in usual), "")
+
+
+def _with_counts(reply: Reply, replies: Sequence[Reply]) -> Reply:
+    """A reply with the tokens of all the requests that it took."""
+    return replace(
+        reply,
+        prompt_tokens=_total(part.prompt_tokens for part in replies),
+        reply_tokens=_total(part.reply_tokens for part in replies),
+        requests=len(replies),
+    )
 
 
 def _total(counts: Any) -> int | None:

@@ -117,7 +117,7 @@ class ModelConfig:
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     # tokens of a reply for thinking, beside those for the answer; None: none for a model that does not think
     thinking_tokens: Annotated[int, Ge(0), Le(10**6)] | None = None
-    # further fields of every request, such as {reasoning_effort: low}; they are recorded, so no secrets
+    # further fields of every request, such as {reasoning_effort: low}; they are recorded, but for secrets
     extra_body: dict[str, Any] | None = None
     # requests at a time, at most: fewer where the server asks to wait
     concurrency: Annotated[int, Ge(1), Le(256)] = 8

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 MARKS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
+    ("<thoughts>", "</thoughts>"),
     ("<reasoning>", "</reasoning>"),
+    ("<reflection>", "</reflection>"),
+    ("<scratchpad>", "</scratchpad>"),
+    ("<analysis>", "</analysis>"),
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|thinking|>", "<|/thinking|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""How models mark the beginning and the end of thinking in plain text."""
+"""How models mark the beginning and the end of thinking in plain text, wherever in the reply."""
 CHANNEL = re.compile(
     r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)"
     r"(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|start\|>|<\|channel\|>|\Z)",
@@ -24,6 +31,46 @@ CHANNEL = re.compile(
 """A message of gpt-oss with the name of its channel: ``analysis`` is thinking, ``final`` the answer."""
 BARE_CHANNELS = re.compile(r"\A(?:analysis)(.*?)(?:assistantfinal)(.*)\Z", re.S)
 """The same where the server dropped the special tokens."""
+
+# What opens at the beginning of a reply, and closes before its answer, is thinking whatever its name.
+TAG = re.compile(r"<([A-Za-z][\w:.-]*)(?:\s[^<>]*)?>")
+BRACKET = re.compile(r"([\[{(【«])\s*([^\W\d_][\w -]{0,30}?)\s*([\]})】»])")
+SPECIAL = re.compile(
+    r"</?\|[^<>|\n]{1,40}\|?>|<[^<>|\n/]{1,40}\|>|<(?:unused|reserved)[^<>\n]{0,20}>"
+)
+"""A tag, a name in brackets, and a special token that was written as text."""
+ANSWER_NAMES = "answer final final_answer response output result solution conclusion"
+TEXT_NAMES = frozenset(
+    f"""{ANSWER_NAMES} a abbr address article aside b big blockquote body br caption cite code dd del dfn div dl doctype
+    dt em figure font footer form h1 h2 h3 h4 h5 h6 head header hr html i img input ins kbd label li link main mark meta
+    nav ol option p pre q quote s samp script section select small span strike strong style sub sup table tbody td
+    textarea th thead time title tr tt u ul url var xml""".split()
+)
+"""Names of tags that belong to an answer: those that say so, and those of HTML and BBCode."""
+THINKING_WORD = (
+    r"(?:(?:my|the|internal|inner|hidden|step[ -]by[ -]step)\s+)?"
+    r"(?:think(?:ing)?|thoughts?|reasoning|reflections?|analysis|scratch ?pad|deliberation|monologue|chain of thought)"
+    r"(?:\s+(?:process|steps?|trace))?"
+)
+ANSWER_WORD = (
+    r"(?:(?:my|the|final)\s+)*(?:answer|response|reply|conclusion|result|solution)"
+)
+THINKING_LABEL = re.compile(
+    rf"#{{1,6}}\s*{THINKING_WORD}\s*:?\s*(?:\n|\Z)"
+    rf"|(?:\*\*|__){THINKING_WORD}\s*:?\s*(?:\*\*|__)\s*:?"
+    r"|(?:thinking|thoughts?|reasoning)(?:\s+process)?\s*:",
+    re.I,
+)
+ANSWER_LABEL = re.compile(
+    rf"^\s*(?:#{{1,6}}\s*{ANSWER_WORD}\s*:?\s*$"
+    rf"|(?:\*\*|__){ANSWER_WORD}\s*:?\s*(?:\*\*|__)\s*:?"
+    rf"|{ANSWER_WORD}\s*:)",
+    re.I | re.M,
+)
+"""Headings and labels before the thinking, and before the answer behind it."""
+FENCE = re.compile(rf"```\s*{THINKING_WORD}\b[^\n]*\n", re.I)
+QUOTE = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
+"""A block of code with such a name, and lines that are quoted."""
 
 
 Form = Literal["", "field", "inline", "opened", "hidden"]
@@ -39,12 +86,15 @@ class SplitReply(NamedTuple):
         thinking: The thinking, without its marks.
         is_open: Whether the reply ended in the thinking.
         form: ``inline`` or ``opened``; empty where there is no thinking.
+        unclear_marks: Marks at the beginning of ``answer`` of which it cannot be told whether they hold thinking or an
+            answer; empty where there are none.
     """
 
     answer: str
     thinking: str = ""
     is_open: bool = False
     form: Form = ""
+    unclear_marks: str = ""
 
 
 def opens_thinking(prompt: str) -> bool:
@@ -55,7 +105,8 @@ def opens_thinking(prompt: str) -> bool:
 def split_thinking(text: str, opened: bool = False) -> SplitReply:
     """Tell the thinking in a reply from its answer.
 
-    All up to the last mark that ends thinking is thinking, whether or not the reply has the mark that begins it.
+    All up to the last of :data:`MARKS` that ends thinking is thinking, whether or not the reply has the mark that
+    begins it. So is what other marks open at the beginning of what is left, if they close before its end.
 
     Args:
         text: The text of a reply.
@@ -66,6 +117,23 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
     bare = BARE_CHANNELS.match(text)
     if bare:
         return SplitReply(bare[2].lstrip(), bare[1].strip(), form="inline")
+    split = _split_known_marks(text, opened)
+    while not split.is_open:
+        section = _first_section(split.answer.lstrip("\ufeff \t\r\n"))
+        if section is None:
+            break
+        if not section.rest.strip():
+            return split._replace(unclear_marks=section.marks)
+        split = SplitReply(
+            section.rest.lstrip(),
+            _joined(split.thinking, section.text.strip()),
+            form=split.form or "inline",
+        )
+    return split
+
+
+def _split_known_marks(text: str, opened: bool) -> SplitReply:
+    """The parts of a reply by :data:`MARKS`."""
     form: Form = "opened" if opened else ""
     ends = [(text.rfind(end) + len(end), end) for _, end in MARKS if end in text]
     thinking = ""
@@ -97,6 +165,118 @@ def _split_channels(text: str) -> SplitReply:
         parts.append(match[2].strip())
     texts = ("\n".join(answers), "\n".join(thinking))
     return SplitReply(*texts, is_open=not answers, form="inline")
+
+
+class _Section(NamedTuple):
+    """What marks at the beginning of a text enclose.
+
+    Attributes:
+        text: What stands between them.
+        rest: What follows; empty where they do not close.
+        marks: The marks.
+    """
+
+    text: str
+    rest: str
+    marks: str
+
+
+def _first_section(text: str) -> _Section | None:
+    """What marks of any kind enclose at the beginning of a text; None where it begins with none."""
+    readers: tuple[Callable[[str], _Section | None], ...] = (
+        _special_section,
+        _tag_section,
+        _bracket_section,
+        _comment_section,
+        _label_section,
+        _fence_section,
+        _quote_section,
+    )
+    return next((section for read in readers if (section := read(text))), None)
+
+
+def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Section:
+    """The section from a first mark to the last of those that may end it."""
+    if not ends:
+        return _Section(text[begin.end() :], "", begin[0].strip())
+    end = ends[-1]
+    rest = text[end.end() :]
+    if begin[0] in rest:
+        rest = ""  # it opens again, and does not close
+    marks = f"{begin[0].strip()} {end[0].strip()}"
+    return _Section(text[begin.end() : end.start()], rest, marks)
+
+
+def _special_section(text: str) -> _Section | None:
+    begin = SPECIAL.match(text)
+    if not begin or _core(begin[0]) in TEXT_NAMES:
+        return None
+    others = [
+        match
+        for match in SPECIAL.finditer(text, begin.end())
+        if match[0] != begin[0] and _core(match[0]) not in TEXT_NAMES
+    ]
+    same = [match for match in others if _core(match[0]) == _core(begin[0])]
+    return _section(text, begin, same or others)
+
+
+def _core(token: str) -> str:
+    """The name in a special token without what says that it begins or ends: ``<|end_of_x|>`` is ``x``."""
+    name = token.strip("<>|/").lower().rstrip("0123456789")
+    name = re.sub(r"^(?:begin|start|end)_(?:of_)?", "", name)
+    return re.sub(r"_(?:begin|start|end)$", "", name)
+
+
+def _tag_section(text: str) -> _Section | None:
+    begin = TAG.match(text)
+    if not begin or begin[1].lower() in TEXT_NAMES or begin[0].endswith("/>"):
+        return None
+    ends = re.finditer(rf"</{re.escape(begin[1])}\s*>", text, re.I)
+    return _section(text, begin, list(ends))
+
+
+def _bracket_section(text: str) -> _Section | None:
+    begin = BRACKET.match(text)
+    if not begin or begin[2].lower() in TEXT_NAMES:
+        return None
+    opening, name, closing = map(re.escape, begin.groups())
+    ends = list(re.finditer(rf"{opening}\s*/\s*{name}\s*{closing}", text, re.I))
+    is_named = re.fullmatch(THINKING_WORD, begin[2], re.I)
+    return _section(text, begin, ends) if ends or is_named else None
+
+
+def _comment_section(text: str) -> _Section | None:
+    begin = re.match("<!--", text)
+    return _section(text, begin, list(re.finditer("-->", text))) if begin else None
+
+
+def _label_section(text: str) -> _Section | None:
+    begin = THINKING_LABEL.match(text)
+    if not begin:
+        return None
+    return _section(text, begin, list(ANSWER_LABEL.finditer(text, begin.end())))
+
+
+def _fence_section(text: str) -> _Section | None:
+    begin = FENCE.match(text)
+    if not begin:
+        return None
+    end = re.compile(r"^```[ \t]*$", re.M).search(text, begin.end())
+    if not end:
+        return _Section(text[begin.end() :], "", begin[0].strip())
+    inner = text[begin.end() : end.start()]
+    return _Section(inner, text[end.end() :], f"{begin[0].strip()} ```")
+
+
+def _quote_section(text: str) -> _Section | None:
+    """Quoted lines; without an empty line behind them, the next line may belong to the quotation."""
+    begin = QUOTE.match(text)
+    if not begin:
+        return None
+    rest = text[begin.end() :]
+    return _Section(
+        begin[0], rest if re.match(r"[ \t]*\n", rest) else "", "> (quoted lines)"
+    )
 
 
 def _without_marks(text: str) -> str:

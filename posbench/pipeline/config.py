@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from posbench import paths
 from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
+from posbench.files.secrets import without_named_secrets
 from posbench.files.sources import Source
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
@@ -664,7 +665,10 @@ def _record(
         if group in used and data.get(group) is not None
     }
     if "model" in record:
-        record["model"] = {**data["model"], "name": parts["model"].name}
+        model = {**data["model"], "name": parts["model"].name}
+        if model.get("extra_body"):
+            model["extra_body"] = without_named_secrets(model["extra_body"])
+        record["model"] = model
     record["stages"] = list(stages)
     if parts.get("constants"):
         record["constants"] = [asdict(c) for c in parts["constants"]]

@@ -21,6 +21,7 @@ from posbench.files.atomic import short_hash
 from posbench.files.digests import Content, content_keys, hash_paths, read_contents
 from posbench.files.hardware import describe_hardware
 from posbench.files.imports import user_files
+from posbench.files.secrets import without_named_secrets
 from posbench.late import torch
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, task_sources
@@ -181,6 +182,8 @@ def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     if model.base_url:
         # What the server computes with is not known: its address and the model's name there stand for it.
         served = {name: getattr(model, name) for name in SERVED_SETTINGS}
+        # Whose key it is moves no number.
+        served["extra_body"] = without_named_secrets(model.extra_body)
         return {"tokenizer": fingerprint(read), **served}
     settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
     return {"weights": fingerprint(read), **settings}

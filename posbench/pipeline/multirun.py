@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posbench import paths
 from posbench.files.atomic import write_text
+from posbench.files.secrets import without_typed_secrets
 from posbench.pipeline.arguments import Request
 from posbench.run.runtime import Runtime
 
@@ -137,7 +138,9 @@ def write_record(records: Path, number: int, record: Mapping[str, Any]) -> None:
         number: Number of the job.
         record: The record.
     """
-    write_text(records / f"job-{number:05d}.json", json.dumps(record))
+    overrides = [without_typed_secrets(text) for text in record["overrides"]]
+    data = {**record, "overrides": overrides}
+    write_text(records / f"job-{number:05d}.json", json.dumps(data))
 
 
 @contextmanager
@@ -200,8 +203,9 @@ def _record_lost_job(
     """Leave a record of a job that left none itself."""
     if (folder / f"job-{number:05d}.json").is_file():
         return
+    typed = " ".join(map(without_typed_secrets, overrides))
     fault = (
-        f"{' '.join(overrides)}: its process ended, or still runs (the same command resumes); "
+        f"{typed}: its process ended, or still runs (the same command resumes); "
         f"logs: {folder} ({reason})"
     )
     record = {

@@ -44,19 +44,24 @@ def decoding_of(task: Task, example: Example) -> Decoding:
     )
 
 
-def computation_digest(run: Run, method: Method, decoding: Decoding = ()) -> str:
+def computation_digest(
+    run: Run, method: Method, decoding: Decoding = (), reported_model: str = ""
+) -> str:
     """Return a digest of what answers: weights, precision, kernel, method with its constants, decoding.
 
     Args:
         run: The run, with the identity of its model.
         method: The method; of a file that a constant names, what it holds counts.
         decoding: By :func:`decoding_of`.
+        reported_model: The model that a server reports; empty where it reports none, or there is no server.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "model": run.model_identity,
         "method": _describe(method, run.method_files),
         "decoding": decoding,
     }
+    if reported_model:
+        facts["reported_model"] = reported_model
     return short_hash(facts, DIGITS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from posbench.run.proofs import (
     request_digest,
 )
 from posbench.run.sequential import ShapeRule
-from posbench.stats.outcomes import ANSWERED, CUT
+from posbench.stats.outcomes import ANSWERED, CUT, is_scorable
 from posbench.tasks import Example, Task
 from posbench.tasks.base import num_questions, split_into_rounds
 
@@ -117,6 +118,10 @@ def _served_replies(
     encoder = run.encoder
     has_choices = any(example.choices for example in run.evaluation)
     first_decoding = run.out.facts(PROVENANCE).get("decoding")
+    # Rows of another model are not dropped, and not gone on with.
+    if run.server and first_decoding and _differs(first_decoding, endpoint.decoding):
+        raise _other_decoding(run, first_decoding)
+    reported_model = str((first_decoding or {}).get("model", ""))
     questions = ServedQuestions(run, subjects)
 
     def compute(request: Request) -> Row:
@@ -146,7 +151,9 @@ def _served_replies(
         decoding = decoding_of(run.task, request.example)
         return {
             REQUEST: request_digest(list(text), request.example.choices),
-            COMPUTATION: computation_digest(run, request.subject.method, decoding),
+            COMPUTATION: computation_digest(
+                run, request.subject.method, decoding, reported_model
+            ),
         }
 
     requests = [
@@ -285,19 +292,35 @@ class ServedQuestions:
 
 
 def _differs(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether replies are decoded otherwise than when a run began; how a server shows thinking changes none."""
-    return any(first[name] != now.get(name) for name in first if name != "thinking")
+    """Whether replies are decoded otherwise, or by another model, than when a run began.
+
+    How a server shows thinking changes none, nor does whether it reports its model.
+    """
+    names = first.keys() - {"thinking", "model"}
+    return _is_other_model(first, now) or any(
+        first[name] != now.get(name) for name in names
+    )
+
+
+def _is_other_model(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a server reports another model than when a run began."""
+    models = (first.get("model"), now.get("model"))
+    return all(models) and models[0] != models[1]
 
 
 def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:
     """The refusal of a server that takes other settings than the one with which a run began."""
+    hint = f"start that server again, or remove {run.out.path}"
+    now = run.endpoint.decoding
+    if _is_other_model(first, now):
+        allowed = f"the model {first['model']} that replied when the run began: the server now says {now['model']}"
+        return UserError("model.base_url", run.model.base_url, allowed, hint)
     refused_then = ", ".join(first["left_out"]) or "nothing"
-    refused_now = ", ".join(run.endpoint.decoding["left_out"]) or "nothing"
+    refused_now = ", ".join(now["left_out"]) or "nothing"
     allowed = (
         "a server that decodes as when the run began "
         f"(it refused {refused_then}; now {refused_now})"
     )
-    hint = f"start that server again, or remove {run.out.path}"
     return UserError("model.base_url", run.model.base_url, allowed, hint)
 
 
@@ -314,7 +337,7 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
         "cluster": example.cluster,
         **reply,
         "scores": scores,
-        "tokens": tokens or reply.get("prompt_tokens"),
+        "tokens": tokens or _tokens_of_prompt(reply),
         "dropped": encoded.dropped,
         "answers": list(example.answers),
         "prompt": prompt_digest(example),
@@ -322,6 +345,12 @@ def _row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
     if example.other_gold:
         row["other_gold"] = list(example.other_gold)
     return row
+
+
+def _tokens_of_prompt(reply: Row) -> int | None:
+    """Tokens of one prompt as a server counts them; None where it does not tell."""
+    total = reply.get("prompt_tokens")
+    return None if total is None else total // reply.get("requests", 1)
 
 
 def rescored_row(task: Task, example: Example, row: Row) -> Row:
@@ -354,8 +383,8 @@ def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.Dat
         methods: The methods by name.
 
     Returns:
-        A row per method and scored example: ``method``, ``id``, ``gold_position``, ``cluster``, and ``score``
-        by the task's own metric.
+        A row per method and example that can be scored: ``method``, ``id``, ``gold_position``, ``cluster``, and
+        ``score`` by the task's own metric, NaN where the reply is no answer.
     """
     encoded = run.prompts.encode(run.evaluation)
     metric = run.task.metric
@@ -365,11 +394,11 @@ def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.Dat
             row["id"],
             row["gold_position"],
             row["cluster"] or row["id"],
-            row["scores"][metric],
+            row["scores"].get(metric, math.nan),
         )
         for rows in scored_replies(run, file, methods, encoded).values()
         for row in rows
-        if row["scores"]
+        if is_scorable(row)
     ]
     columns = ["method", "id", "gold_position", "cluster", "score"]
     return pd.DataFrame(values, columns=columns)

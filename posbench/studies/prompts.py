@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ from posbench.stats.findings import (
     join_findings,
 )
 from posbench.stats.frames import UNMODIFIED
+from posbench.stats.outcomes import MAX_SHARE, PROBLEM
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
 
@@ -469,13 +471,24 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
 
     Returns:
         The method's mean (value) and n; paired, its ``difference`` from the base and its ``gain`` on the
-        unmodified model; each with its interval.
+        unmodified model; each with its interval, over prompts that all of them answered; and the largest share of
+        prompts that one of them did not (``missing``).
     """
-    method_scores = scores[scores["method"] == method]
-    value = bootstrap.mean(
-        method_scores["score"].to_numpy(), list(method_scores["cluster"])
-    )
-    wide = scores.pivot(index="id", columns="method", values="score")
+    compared = [method, base, UNMODIFIED]
+    all_scores = scores.pivot(index="id", columns="method", values="score")[
+        list(dict.fromkeys(compared))
+    ]
+    missing = float(all_scores.isna().mean().max())
+    wide = all_scores.dropna()
+    if wide.empty:
+        nothing = Estimate(math.nan, math.nan, math.nan, 0)
+        names = ("value", "difference", "gain")
+        columns = {
+            k: v for name in names for k, v in estimate_row(nothing, name).items()
+        }
+        return {**columns, "n": 0, "missing": missing}
+    answered = scores[(scores["method"] == method) & scores["score"].notna()]
+    value = bootstrap.mean(answered["score"].to_numpy(), list(answered["cluster"]))
     cluster_of_id = scores.drop_duplicates("id").set_index("id")["cluster"]
     clusters = list(cluster_of_id.loc[wide.index])
     after = wide[method].to_numpy()
@@ -486,7 +499,18 @@ def contrast_columns(scores: pd.DataFrame, method: str, base: str) -> dict[str, 
         "n": value.n,
         **estimate_row(difference, "difference"),
         **estimate_row(gain, "gain"),
+        "missing": missing,
     }
+
+
+def unless_missing(finding: Finding, row: Any) -> Finding:
+    """A finding on a row of :func:`contrast_columns`; without a verdict where too many answers are missing."""
+    missing = row.get("missing", 0.0)
+    if not missing > MAX_SHARE:
+        return finding
+    return finding.not_testable(
+        f"{PROBLEM}: {missing:.1%} of the replies are no answers"
+    )
 
 
 # Effects: estimates by name, and the claims that are held against them

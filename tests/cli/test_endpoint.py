@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import yaml
 from rich.console import Console
 
 from posbench import paths
@@ -331,6 +332,94 @@ def test_a_key_is_sent_and_stands_in_no_file(
         if file.is_file() and KEY.encode() in file.read_bytes()
     ]
     assert held == [] and len(run_folders(outputs)) == 1
+
+
+def test_no_secret_lands_in_a_file_and_another_one_is_the_same_run(
+    posbench: Call, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    fields = "{user_token: SECRET-1, top_k: 1, nested: {api_key: SECRET-2}}"
+    few = ["task.limit=2", "stages=[evaluate,report]"]
+    with serving() as server:
+        server.echo = lambda header: f" {header} SECRET-1 SECRET-2"
+        call = [*served(server.url)[:-1], *few]
+        result = posbench(*call, f"model.extra_body={fields}")
+        assert result.status == 0, result.err
+        sent = server.bodies[-1]
+        assert (
+            sent["user_token"] == "SECRET-1" and sent["nested"]["api_key"] == "SECRET-2"
+        )
+        server.echo = lambda header: f" {header}"
+        other = [f"model.extra_body={fields.replace('SECRET-1', 'SECRET-3')}"]
+        again = posbench(*call, *other)
+        assert "finished before" in again.out, again.err
+    secrets = (KEY, "SECRET-1", "SECRET-2", "SECRET-3")
+    for text in (result.out + result.err, again.out + again.err):
+        assert not any(secret in text for secret in secrets)
+    files = [file for file in outputs.rglob("*") if file.is_file()]
+    held = [
+        (file.name, secret)
+        for file in files
+        for secret in secrets
+        if secret.encode() in file.read_bytes()
+    ]
+    assert held == []
+    (folder,) = run_folders(outputs)
+    config = yaml.safe_load((folder / "config.yaml").read_text())["model"]["extra_body"]
+    assert config == {"user_token": "***", "top_k": 1, "nested": {"api_key": "***"}}
+
+
+def test_rows_of_another_model_behind_the_name_are_refused(
+    posbench: Call, outputs: Path
+) -> None:
+    """The server changes its model in the middle of a run, and between two sessions."""
+    with serving() as server:
+
+        def swap(prompt: str, n: int) -> str:
+            if is_question(prompt) and len(server.asked) > 8:
+                server.model = "fake-mini"
+            return ""
+
+        server.fault = swap
+        call = served(server.url, "model.concurrency=1")
+        first = posbench(*call)
+        assert first.status == 2, first.err
+        assert_refused(
+            first.err, "model.served", "fake", allowed="fake-mini", hint="goes on"
+        )
+        kept = rows_of(outputs)
+        assert 0 < len(kept) < PROMPTS and {r["server"] for r in kept} == {"fake fp_1"}
+        second = posbench(*call)
+        (folder,) = run_folders(outputs)
+        assert second.status == 2 and rows_of(outputs) == kept, second.err
+        assert_refused(
+            second.err,
+            "model.base_url",
+            server.url,
+            allowed="fake-mini",
+            hint=str(folder),
+        )
+        server.fault = lambda prompt, n: ""
+        server.model = "fake"
+        assert posbench(*call).status == 0
+    rows = rows_of(outputs)
+    assert len(rows) == PROMPTS and {row["server"] for row in rows} == {"fake fp_1"}
+    assert len({row["computation"] for row in rows}) == 1
+
+
+def test_choices_of_words_are_read_by_letter_and_counted(
+    posbench: Call, outputs: Path
+) -> None:
+    file = Path(__file__).parents[1] / "data" / "own" / "choices.jsonl"
+    call = ["task=own_data", f"task.path={file}", "stages=[evaluate]", "model.api=chat"]
+    with serving(ways=("first",)) as server:
+        server.answer = lambda prompt: "The answer is B."
+        server.first_tokens = {"The": -0.02, "A": -7.1, "B": -10.0}
+        result = posbench(*served(server.url)[:3], *call)
+    assert result.status == 0, result.err
+    rows = rows_of(outputs)
+    assert {(row["output"], row["by"]) for row in rows} == {("B", "letter")}
+    assert_names(result.out, f"{len(rows)} letter")
 
 
 def test_a_served_twin_stands_beside_the_model_in_process(

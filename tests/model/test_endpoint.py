@@ -23,12 +23,13 @@ from posbench.model.endpoint import (
     Untokenized,
     choice_in_reply,
     first_token_nats,
+    probability_of_choices,
     text_encoder,
 )
 from posbench.model.load import ModelConfig, load
 from tests.messages import refused
 from tests.mutations import single_fields, whole_files
-from tests.server import serving, value
+from tests.server import KEY, serving, value
 
 
 def endpoint(url: str, **more: Any) -> Endpoint:
@@ -116,6 +117,75 @@ def test_a_reply_in_a_chat_begins_without_a_space(
 ) -> None:
     """A few of the twenty likeliest tokens are noise with a space before."""
     assert first_token_nats(top, [" A", " B"], continues=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("top", "probability"),
+    [
+        ({"B": -0.01, "A": -5.0}, 0.997),
+        # Two spellings of one choice count together.
+        ({" B": -1.2, "B": -1.2, "The": -1.0}, 0.602),
+        ({"The": -0.02, "A": -7.1, "D": -9.9}, 0.001),
+        ({"": -0.1, " ": -0.1}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_probability_of_choices(top: dict[str, float], probability: float) -> None:
+    found = probability_of_choices(top, [" A", " B", " C", " D"])
+    assert found == pytest.approx(probability, abs=1e-3)
+
+
+def test_a_model_that_begins_with_words_is_read_by_its_letter() -> None:
+    """It says "The answer is C"; the likeliest letter as its first token is A, at a probability of 0.0008."""
+    with serving(ways=("first",)) as server:
+        server.answer = lambda prompt: "The answer is C."
+        server.first_tokens = {"The": -0.02, "A": -7.1, "C": -10.0}
+        made = endpoint(server.url, api="chat")
+        messages = [{"role": "user", "content": "Which?"}]
+        by_letter = made.choose(messages, [" A", " B", " C"])
+        server.first_tokens = {"The": -0.7, "B": -0.69, "A": -9.0}
+        by_token = made.choose(messages, [" A", " B", " C"])
+    assert (by_letter.text, by_letter.by, by_letter.requests) == ("C", "letter", 2)
+    assert by_letter.prompt_tokens == 2 * len("Which?")
+    assert (by_token.text, by_token.by, by_token.requests) == ("B", "first token", 1)
+
+
+def test_a_server_that_changes_its_model_is_refused() -> None:
+    with serving() as server:
+        made = endpoint(server.url)
+        assert made.generate("a", 3).model == made.profile.model == "fake"
+        server.model = ""
+        made.generate("b", 3)
+        server.model = "fake-mini"
+        with refused(
+            "model.served", "fake", allowed=("fake", "fake-mini"), hint="goes on"
+        ):
+            made.generate("c", 3)
+
+
+def test_a_key_that_the_server_repeats_is_masked_where_it_enters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    body = {"user_token": "t0ken!", "bos_token": "<begin>", "top_k": 1}
+    with serving() as server:
+        server.answer = lambda prompt: f"it is {KEY}, t0ken! and <begin>"
+        server.echo = lambda header: f" {header}"
+        reply = endpoint(server.url, extra_body=body).generate("a", 3)
+        assert server.bodies[-1]["user_token"] == "t0ken!", "it is sent all the same"
+    assert KEY not in repr(reply) and "t0ken!" not in repr(reply)
+    assert reply.text == "it is ***, *** and <begin> Bearer ***"
+    assert reply.server == "fake Bearer *** fp_1 Bearer ***"
+
+
+def test_a_key_that_is_no_secret_changes_no_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key in ("EMPTY", "ollama"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with serving() as server:
+            server.answer = lambda prompt, key=key: f"the set is {key}"
+            assert endpoint(server.url).generate("a", 9).text == f"the set is {key}"
 
 
 @pytest.mark.parametrize(
@@ -395,6 +465,9 @@ def test_an_answer_of_another_form_is_a_failed_request(way: str) -> None:
                 json.dumps(asdict(reply), ensure_ascii=False, allow_nan=False).encode()
             except RequestError:
                 failed.add(name)
+            except UserError as error:
+                # It names another model.
+                assert error.field == "model.served" and name.startswith("model")
             with suppress(UserError):
                 endpoint(server.url)
     assert failed >= {"list", "null", "number", "truncated", "deep", "choices missing"}

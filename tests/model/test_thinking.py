@@ -45,10 +45,84 @@ HARMONY = (
 def test_the_answer_is_what_follows_the_thinking(
     text: str, opened: bool, answer: str, thinking: str, is_open: bool, form: str
 ) -> None:
-    assert split_thinking(text, opened) == (answer, thinking, is_open, form)
+    assert split_thinking(text, opened)[:4] == (answer, thinking, is_open, form)
 
 
 def test_a_template_that_begins_the_thinking_is_seen() -> None:
     assert opens_thinking("<|assistant|><think>\n")
     assert not opens_thinking("<|assistant|><think>\n\n</think>\n\n")
     assert not opens_thinking("Answer:")
+
+
+FORMS = {
+    # the marks before and behind the thinking, as models and servers write them
+    "thoughts": ("<thoughts>", "</thoughts>"),
+    "reflection": ("<reflection>", "</reflection>"),
+    "scratchpad": ("<scratchpad>", "</scratchpad>"),
+    "analysis": ("<analysis>", "</analysis>"),
+    "special tokens": ("<|thinking|>", "<|/thinking|>"),
+    "other special tokens": ("<|inner_begin|>", "<|inner_end|>"),
+    "unused tokens": ("<unused94>thought\n", "<unused95>"),
+    "half a special token": ("<|channel>thought\n", "<channel|>"),
+    "details": ('<details type="reasoning"><summary>Thought</summary>', "</details>"),
+    "bold": ("**Thinking:**\n", "\n\n**Answer:** "),
+    "heading": ("## Reasoning\n", "\n\n## Final answer\n"),
+    "label": ("Thought process: ", "\nAnswer: "),
+    "quoted": ("> ", "\n\n"),
+    "invented tag": ("<musing depth='2'>", "</musing>"),
+    "brackets": ("[REASONING]", "[/REASONING]"),
+    "comment": ("<!-- ", " -->"),
+    "fence": ("```thinking\n", "\n```\n"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_opens_and_closes_at_the_beginning_is_thinking(name: str) -> None:
+    begin, end = FORMS[name]
+    split = split_thinking(f"{begin}Could be X? Hm.{end}I cannot say.")
+    assert split.answer == "I cannot say." and "Could be X? Hm." in split.thinking
+    assert not split.unclear_marks and split.form == "inline"
+    twice = split_thinking(f"{begin}X?{end}{begin}Hm.{end}I cannot say.")
+    assert twice.answer == "I cannot say."
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("closes", [True, False])
+def test_where_nothing_follows_it_cannot_be_told(name: str, closes: bool) -> None:
+    begin, end = FORMS[name]
+    split = split_thinking(f"{begin}Could be X? Hm.{end if closes else ''}")
+    is_known = name in ("thoughts", "reflection", "scratchpad", "analysis") or (
+        name == "special tokens"
+    )
+    if is_known:
+        assert split.answer == "" and split.is_open == (not closes)
+    else:
+        assert split.unclear_marks and begin.split()[0][:4] in split.unclear_marks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<b>X</b>",
+        "<b>X</b> is the value.",
+        "<answer>X</answer>",
+        "<final_answer>X</final_answer> as asked",
+        "<p>The value is X.</p>",
+        "<!DOCTYPE html>",
+        '{"value": "X"}',
+        "[X] is the value [1].",
+        "(A) because it says so",
+        "**X**",
+        "## X\nas asked",
+        "The answer: X",
+        ">5 items",
+        ">>> x = 5",
+        "```python\nx\n```",
+        "X <thoughtful/> Y",
+        "I thought: X",
+        "a <|im_end|>",
+        "<3",
+    ],
+)
+def test_a_plain_answer_stays_whole(text: str) -> None:
+    assert split_thinking(text) == (text, "", False, "", "")

@@ -31,7 +31,7 @@ from posbench.stats.findings import (
 )
 from posbench.stats.frames import UNMODIFIED, display_name
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import contrast_columns
+from posbench.studies.prompts import contrast_columns, unless_missing
 
 Pools = Mapping[str, Sequence[int]]
 """Channels that go to validation, smoothest first, by ablation."""
@@ -114,7 +114,7 @@ class Ablations(Study):
         }
         ablations["paper"] = ablations["setting"].map(printed).astype(float)
         positions = scores.groupby(["setting", "gold_position"], sort=False)["score"]
-        positions = positions.agg(value="mean", n="size").reset_index()
+        positions = positions.agg(value="mean", n="count").reset_index()
 
         validated = [candidate.channels[0] for candidate in mean_losses]
         table = {
@@ -210,11 +210,9 @@ class Ablations(Study):
         full_setting = _setting_text(full)
         claim = "The method raises the average (Yu et al. 2025, Tables 1 and 6)"
         statistic = "full method minus unmodified, points"
-        findings = [
-            Finding.above(
-                claim, statistic, estimate(full, "gain", 100), SMALLEST_POINTS
-            )
-        ]
+        gain = estimate(full, "gain", 100)
+        finding = Finding.above(claim, statistic, gain, SMALLEST_POINTS)
+        findings = [unless_missing(finding, full)]
         claims = {
             name: f"{claim} (Yu et al. 2025, Table 6)" for name, claim in CLAIMS.items()
         }
@@ -235,7 +233,7 @@ class Ablations(Study):
             finding = Finding.below(claim, statistic, change, -SMALLEST_POINTS, note)
             if name == CONTROL:
                 finding = finding.control()
-            findings.append(finding)
+            findings.append(unless_missing(finding, row))
         return findings
 
 

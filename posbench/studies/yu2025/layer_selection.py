@@ -29,7 +29,7 @@ from posbench.stats.findings import (
     estimate_row,
 )
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import LayerRange, Prompts, check_prompts
+from posbench.studies.prompts import LayerRange, Prompts, check_prompts, unless_missing
 from posbench.studies.yu2025.ablations import (
     CONTROL,
     channel_search,
@@ -147,9 +147,8 @@ class LayerSelection(Study):
         claim = "Searching the layers improves on the published range"
         statistic = "best minus published range, points of the score"
         note = f"layers {' against '.join(ranges)}"
-        findings = [
-            Finding.above(claim, statistic, gain, SMALLEST_POINTS, note).control()
-        ]
+        finding = Finding.above(claim, statistic, gain, SMALLEST_POINTS, note).control()
+        findings = [unless_missing(finding, settings.loc[BEST])]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
             "published": f"The layers to scale are more likely to be retrieval-related ({SOURCE})",
@@ -180,7 +179,8 @@ class LayerSelection(Study):
             claim = "Control: a random channel with the best of its ranges stays below the published setting"
             statistic = "published range minus control, points of the score"
             finding = Finding.above(claim, statistic, loss, SMALLEST_POINTS)
-            findings.append(finding.control())
+            row = settings.loc[CONTROL]
+            findings.append(unless_missing(finding.control(), row))
         return findings
 
 

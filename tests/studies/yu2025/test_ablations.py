@@ -20,6 +20,8 @@ from posbench.model.lm import LM
 from posbench.report.folder import study_tables
 from posbench.search import statistics
 from posbench.search.channel import ChannelSearch
+from posbench.stats.findings import Finding, estimate
+from posbench.studies.prompts import contrast_columns, unless_missing
 from posbench.studies.yu2025 import layer_selection
 from posbench.studies.yu2025.ablations import CLAIMS, CONTROL, FULL, Ablations
 from posbench.studies.yu2025.layer_selection import edges
@@ -422,3 +424,22 @@ def test_another_search_makes_another_run(
     for strings in (4, 5):
         assert posbench("study=ablations", f"search.strings={strings}").status == 0
     assert len(run_folders(outputs)) == 2
+
+
+def test_settings_whose_answers_are_missing_are_compared_with_nothing() -> None:
+    """The second setting is right wherever it answers; of every fourth prompt its reply is no answer."""
+    answers = {"none": (1.0, 0.0) * 20, "x": (1.0, 1.0, np.nan, 1.0) * 10}
+    rows = [
+        {"method": method, "id": str(i), "cluster": str(i), "score": score}
+        for method, scores in answers.items()
+        for i, score in enumerate(scores)
+    ]
+    row = contrast_columns(pd.DataFrame(rows), "x", "none")
+    assert (row["missing"], row["n"], row["value"]) == (0.25, 30, 1.0)
+    assert row["gain"] == pytest.approx(2 / 3), "of the prompts that both answered"
+    finding = Finding.above("it helps", "x minus none", estimate(row, "gain"), 0.01)
+    assert finding.verdict == "holds"
+    assert unless_missing(finding, row).verdict == "not testable"
+    assert unless_missing(finding, {**row, "missing": 0.02}) == finding
+    nothing = pd.DataFrame(rows).assign(score=np.nan)
+    assert np.isnan(contrast_columns(nothing, "x", "none")["gain"])

@@ -1,0 +1,115 @@
+"""Secrets are kept out of every file: what holds them is masked where it enters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+MASK = "***"
+SECRET_NAME = re.compile(
+    r"key|token|secret|passw|authori[sz]ation|credential|bearer", re.I
+)
+"""Names of fields that hold a secret, if it is a text."""
+PLAIN_NAME = re.compile(
+    r"(?:(?:bos|eos|pad|unk|sep|cls|mask|stop|start|end|image|special|think|thinking|reasoning|budget|max|min|num|add"
+    r"|added|skip|first|last|prompt|completion|new|output|input|truncate)_)*tokens?(?:_ids?)?|tokenizer|keywords?",
+    re.I,
+)
+"""Names of that kind that hold none: settings of tokens."""
+PLACEHOLDERS = (
+    "ollama",
+    "lm-studio",
+    "not-needed",
+    "sk-no-key-required",
+    "no-key-required",
+    "dummy-key",
+)
+"""Keys that manuals of local servers give where none is asked for."""
+MIN_CHARACTERS = 6
+"""Length from which on a text is looked for: a shorter one is none, and may be a word of a reply (EMPTY)."""
+NAME = re.compile(r"([\w.-]+)\s*[:=]\s*")
+VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\{[^{}]*\}|\[[^\[\]]*\]|[^,{}\[\]]+")
+"""A name and its value in an argument of the command line, also inside of braces."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a field of such a name holds a secret."""
+    last = name.rpartition(".")[2]
+    return bool(SECRET_NAME.search(last)) and not (
+        PLAIN_NAME.fullmatch(last) and last.lower() != "token"
+    )
+
+
+def secrets_in(value: Any, is_secret: bool = False) -> list[str]:
+    """List the texts that stand under names of secrets in plain data, long ones first.
+
+    Args:
+        value: The data.
+        is_secret: Whether it stands under such a name itself.
+    """
+    found = []
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            found += secrets_in(entry, is_secret or is_secret_name(str(name)))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            found += secrets_in(entry, is_secret)
+    elif is_secret and isinstance(value, str):
+        found.append(value)
+    return sorted(filter(is_long_enough, found), key=len, reverse=True)
+
+
+def is_long_enough(text: str) -> bool:
+    """Return whether a text is a secret that can be told from a word."""
+    return len(text) >= MIN_CHARACTERS and text.lower() not in PLACEHOLDERS
+
+
+def without_secrets(value: Any, secrets: Collection[str]) -> Any:
+    """Return plain data with :data:`MASK` in the place of each secret, in keys and values."""
+    if not secrets:
+        return value
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, MASK)
+        return value
+    if isinstance(value, list):
+        return [without_secrets(entry, secrets) for entry in value]
+    if isinstance(value, Mapping):
+        return {
+            without_secrets(name, secrets): without_secrets(entry, secrets)
+            for name, entry in value.items()
+        }
+    return value
+
+
+def without_named_secrets(value: Any, is_secret: bool = False) -> Any:
+    """Return plain data with :data:`MASK` in the place of every text under the name of a secret."""
+    if isinstance(value, Mapping):
+        return {
+            name: without_named_secrets(entry, is_secret or is_secret_name(str(name)))
+            for name, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_named_secrets(entry, is_secret) for entry in value]
+    return MASK if is_secret and isinstance(value, str) else value
+
+
+def without_typed_secrets(argument: str) -> str:
+    """Return an argument of the command line with :data:`MASK` for secrets in ``model.extra_body``."""
+    if "extra_body" not in argument:
+        return argument
+
+    key, equals, _ = argument.partition("=")
+    if is_secret_name(key):
+        return f"{key}{equals}{MASK}"
+    parts = []
+    position = 0
+    while match := NAME.search(argument, position):
+        parts.append(argument[position : match.end()])
+        position = match.end()
+        value = VALUE.match(argument, position)
+        if value and is_secret_name(match[1]):
+            parts.append(MASK)
+            position = value.end()
+    return "".join(parts) + argument[position:]
