@@ -315,10 +315,8 @@ class Course:
         score = f"{points(pilot.average)} % of the pilot's answers are right"
         self.diagnosis.reason = score
         if pilot.level == "missing answers":
-            reason = (
-                f"{pilot.missing} replies of the pilot are no answers: {pilot.kinds}"
-            )
-            self.diagnosis.reason = reason
+            text = f"{pilot.missing} prompts of the pilot got no answer: {pilot.kinds}"
+            self.diagnosis.reason = text
         return False
 
     def _shape(self) -> None:
@@ -784,8 +782,11 @@ class Course:
         if diagnosis.verdict == FIXED:
             return f"posbench export {diagnosis.runs['held-back']} --to transformers --out fix"
         if self._lacks_answers():
-            if not diagnosis.pilots[-1].is_cut and diagnosis.pilots[-1].missing:
-                return ""
+            step = diagnosis.pilots[-1].step
+            if not step and outcomes.PROBLEM in diagnosis.reason:
+                _, _, step = diagnosis.reason.rpartition("; ")
+            if step and "_tokens=" not in step:
+                return step
             key, tokens = self._longer_replies(diagnosis.pilots[-1])
             return f"{self._own_command(but=key)} {key}={tokens}"
         if diagnosis.verdict == BIAS and not self.runs.has_checkpoint:

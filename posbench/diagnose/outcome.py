@@ -16,6 +16,7 @@ from posbench.stats.outcomes import (
     THINKING_METRIC,
     describe_kinds,
     kind_of_row,
+    next_step,
 )
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
 from posbench.stats.scores import NO_ESTIMATE
@@ -57,7 +58,8 @@ class Pilot:
         level: Where the model stands.
         average: Score over all answers, 0..1, with its interval; NaN where there is none.
         missing: Replies that are no answers.
-        kinds: How many of each kind these are, in words, with the most frequent reason.
+        kinds: How many of each kind these are and why, in words.
+        step: What to change then; empty where longer replies help.
         is_cut: Whether most of these were cut, so that longer replies help.
         thinks: Whether most of the cut ones ended in the model's thinking.
         settings: Settings of the task that the diagnosis changed, by key.
@@ -67,6 +69,7 @@ class Pilot:
     average: Estimate
     missing: int
     kinds: str = ""
+    step: str = ""
     is_cut: bool = False
     thinks: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -108,12 +111,18 @@ def judge_pilot(
     elif average.ci_low > 1 - CEILING_MARGIN and average.value >= 1 - NEGLIGIBLE_SHARE:
         level = "ceiling"
     num_cut = kinds[CUT_METRIC] + kinds[THINKING_METRIC]
+    is_cut = 2 * num_cut > missing
+    step = ""
+    if missing and not is_cut:
+        pairs = [(kind_of_row(row), str(row.get("reason", ""))) for row in rows]
+        step = next_step([pair for pair in pairs if pair[0]], max_new_tokens=1)
     return Pilot(
         level,
         average,
         missing,
         kinds=describe_kinds(rows),
-        is_cut=2 * num_cut > missing,
+        step=step,
+        is_cut=is_cut,
         thinks=2 * kinds[THINKING_METRIC] > num_cut,
         settings=dict(settings),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -284,9 +285,11 @@ def _nats(value: Estimate | None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Data for JSON, estimates by the names of their fields."""
+    """Data for JSON: estimates by the names of their fields, and null for what is no number."""
     if isinstance(value, Estimate):
-        return value._asdict()
+        return _plain(value._asdict())
+    if isinstance(value, float) and math.isnan(value):
+        return None
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

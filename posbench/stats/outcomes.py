@@ -164,25 +164,38 @@ def missing_note(
     facts = f"{share:.1%} of {len(rows)} replies are no answers: {count_kinds(rows)}"
     if len(by_position) > 1:
         facts += f" ({by_position.min():.1%} to {by_position.max():.1%} by position)"
-    advice = _advice(rows, max_new_tokens, thinking_tokens)
-    return f"{PROBLEM}: {facts}; {advice}"
-
-
-def _advice(
-    rows: pd.DataFrame, max_new_tokens: int, thinking_tokens: int | None
-) -> str:
-    """What to change so that the most frequent kind of missing answers gets fewer."""
     missing = rows[rows[KIND] != ""]
-    kind = missing[KIND].mode().iloc[0]
+    pairs = zip(missing[KIND], missing[REASON], strict=True)
+    step = next_step(pairs, max_new_tokens, thinking_tokens)
+    return f"{PROBLEM}: {facts}; {step}"
+
+
+def next_step(
+    missing: Iterable[tuple[str, str]],
+    max_new_tokens: int,
+    thinking_tokens: int | None = None,
+) -> str:
+    """What to change so that the most frequent kind of missing answers gets fewer.
+
+    Args:
+        missing: Kind and reason of each row without an answer; one at least.
+        max_new_tokens: Tokens that an answer may have.
+        thinking_tokens: Tokens that a reply may have for thinking, beside those; None: there are no such tokens.
+    """
+    counts = Counter(missing)
+    kinds = Counter[str]()
+    for (kind, _), count in counts.items():
+        kinds[kind] += count
+    kind = kinds.most_common(1)[0][0]
     if kind == THINKING_METRIC and thinking_tokens is not None:
         tokens = MORE_TOKENS * max(thinking_tokens, max_new_tokens)
         return f"set model.thinking_tokens={tokens}"
     if kind in (CUT_METRIC, THINKING_METRIC):
         return f"set task.max_new_tokens={MORE_TOKENS * max_new_tokens}"
-    reason = str(missing.loc[missing[KIND] == kind, REASON].mode().iloc[0])
-    advice = ADVICE_OF_OUTCOME[kind.replace("_", " ")]
-    for beginning, step in ADVICE.items():
+    reason = next(reason for (of, reason), _ in counts.most_common() if of == kind)
+    step = ADVICE_OF_OUTCOME[kind.replace("_", " ")]
+    for beginning, special_step in ADVICE.items():
         if reason.startswith(beginning):
-            advice = step
+            step = special_step
             break
-    return f"{reason}: {advice}" if reason else advice
+    return f"{reason}: {step}" if reason else step

@@ -76,7 +76,7 @@ def test_thinking_is_kept_apart_and_never_scored(
         for row in rows_of(folder):
             is_right = folder.name.startswith("right")
             assert row["scores"]["accuracy"] == float(is_right)
-            assert "hm" not in row["output"] and not row.get("cut")
+            assert "hm" not in row["output"] and row["outcome"] == "answered"
             assert ("maybe" in row.get("thinking", "")) == (form != "hidden")
             assert row.get("thinking_tokens") == (150 if form == "hidden" else None)
         assert decoding_of(folder)["thinking_tokens"] == 16384
@@ -102,7 +102,7 @@ def test_a_reply_that_ends_in_its_thinking_is_no_wrong_answer(
     rows = rows_of(only_run(outputs))
     for row in rows:
         is_cut = row["gold_position"] > 0
-        assert bool(row.get("is_thinking")) == bool(row.get("cut")) == is_cut
+        assert bool(row.get("is_thinking")) == (row["outcome"] == "cut") == is_cut
     assert_names(result.out, "66.7 %", "in the thinking", "model.thinking_tokens=240")
     assert_names(result.out, "40 of 60", "in the thinking")
     assert "position bias in points" not in result.out

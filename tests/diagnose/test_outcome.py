@@ -38,7 +38,7 @@ def rows_of_pilot(shares: tuple[float, ...], cut: int = 0) -> list[Any]:
         for question in range(QUESTIONS)
     ]
     for row in rows[:cut]:
-        row["cut"] = True
+        row |= {"outcome": "cut", "scores": {}, "reason": "ended at the limit"}
     return rows
 
 
@@ -50,8 +50,8 @@ def rows_of_pilot(shares: tuple[float, ...], cut: int = 0) -> list[Any]:
         ((1.0, 1.0, 1.0), 0, "ceiling"),
         ((0.9, 0.2, 0.3), 0, "in between"),
         ((0.6, 0.0, 0.0), 0, "in between"),
-        ((0.0, 0.0, 0.0), 30, "cut"),
-        ((1.0, 1.0, 1.0), 2, "cut"),
+        ((0.0, 0.0, 0.0), 30, "missing answers"),
+        ((1.0, 1.0, 1.0), 2, "missing answers"),
         # One cut reply in sixty leaves the numbers as they are.
         ((1.0, 1.0, 1.0), 1, "ceiling"),
     ],
@@ -60,6 +60,17 @@ def test_a_pilot_tells_where_a_model_stands(
     shares: tuple[float, ...], cut: int, level: str
 ) -> None:
     assert judge_pilot(rows_of_pilot(shares, cut), "accuracy", 0.0, {}).level == level
+
+
+def test_a_pilot_without_answers_says_what_to_change() -> None:
+    rows = rows_of_pilot((1.0, 1.0, 1.0), 2)
+    cut = judge_pilot(rows, "accuracy", 0.0, {})
+    assert (cut.missing, cut.is_cut, cut.step) == (2, True, "")
+    filtered = {"outcome": "refused", "reason": "content filter", "scores": {}}
+    refused = judge_pilot([row | filtered for row in rows], "accuracy", 0.0, {})
+    assert refused.level == "missing answers" and refused.missing == len(rows)
+    assert not refused.is_cut and "content filter" in refused.step
+    assert refused.average.n == 0 and "60 refused" in refused.kinds
 
 
 def test_a_guess_is_the_floor_where_there_are_choices() -> None:

@@ -138,7 +138,7 @@ def test_a_pilot_that_is_cut_in_its_thinking_is_asked_again_with_room(
     result, found = diagnose("task.limit=20")
     assert result.status == 0, result.err
     first, second, *_ = found["pilots"]
-    assert (first["level"], first["thinks"]) == ("cut", True)
+    assert (first["level"], first["thinks"]) == ("missing answers", True)
     assert second["settings"] == {"model.thinking_tokens": 4 * 16_384}
     assert second["level"] == "ceiling"
 
@@ -229,4 +229,7 @@ def test_a_server_that_reads_no_prompt_is_no_traceback(
     result, found = diagnose("budget=100prompts")
     assert result.status == 0, result.err
     assert found["verdict"] == "cannot tell" and not found["runs"].get("shape")
-    assert_line_names(result.out, "pilot", "prompts")
+    assert_line_names(result.out, "pilot", "prompts", "18 not read")
+    assert_line_names(result.out, "next", "window")
+    (pilot,) = found["pilots"]
+    assert pilot["average"]["value"] is None and pilot["missing"] == 18

@@ -278,13 +278,13 @@ def test_a_card_lists_the_side_effects_of_the_same_method_on_the_same_weights(
     assert written.status == 0, written.err
     # The files hold the method for all tokens; the side task was asked with that for the last one.
     assert effects_on_card(out) == ["folded", "side (before folding)"]
-    assert "cut replies" not in (out / "README.md").read_text()
+    assert "missing answers" not in (out / "README.md").read_text()
     (table,) = outputs.glob("folded/v*/*/metrics.csv")
     with_missing_answers(pd.read_csv(table, dtype=str)).to_csv(table, index=False)
     shutil.rmtree(out)
     written = posbench(*call, "--to", "checkpoint", *end, verb=True)
     assert written.status == 0, written.err
-    assert "cannot tell (cut replies)" in (out / "README.md").read_text()
+    assert "cannot tell (missing answers)" in (out / "README.md").read_text()
 
 
 def test_the_unmodified_model_has_no_side_effects(
