@@ -30,7 +30,7 @@ from posbench.measure.items import attention_to_items, item_tokens
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import wilson
-from posbench.stats.shape import WITHOUT_SIDE
+from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
 from posbench.studies.yu2025.bias_source import MASK, POSITION_IDS
 from posbench.tasks import Example, KVRetrieval
 from tools.pages import between_marks
@@ -269,7 +269,7 @@ def _row(name: str, kind: Kind, seed: int, found: dict[str, Any]) -> dict[str, A
     source = found["source"] or {}
     named = frozenset(source.get("named", ()))
     shape = (found["shape"] or {}).get("name", "")
-    has_bias = bool(shape) and shape not in WITHOUT_SIDE
+    has_bias = found["verdict"] in (BIAS, FIXED, NOT_FIXED)
     return {
         "kind": name,
         "seed": seed,

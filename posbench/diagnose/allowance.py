@@ -114,16 +114,16 @@ class Allowance:
             return Budget(f"{left:.0f}tok", tokens=max(int(left), 1))
         return Budget(f"{left:.0f}prompts", prompts=max(int(left), 1))
 
-    def larger(self, factor: int = 3) -> str:
+    def larger(self, factor: float = 3) -> str:
         """A larger budget, as it is typed."""
         size = factor * self.budget.size
         if self.budget.seconds is not None:
             return f"{-(-size // 60):.0f}min"
         if self.budget.usd is not None:
-            return f"{size:g}usd"
+            return f"{size:.3g}usd"
         if self.budget.tokens is not None:
             return f"{-(-size // 1000):.0f}ktok"
-        return f"{size:.0f}prompts"
+        return f"{-(-size // 1):.0f}prompts"
 
     def __str__(self) -> str:
         """What was taken, in words."""

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from posbench.diagnose.outcome import (
     judge_pilot,
     judge_source,
     points,
+    shape_of_run,
 )
 from posbench.diagnose.race import (
     FIRST_ROUND,
@@ -56,18 +58,22 @@ from posbench.run.budget import Budget, Stopwatch
 from posbench.run.folder import PREDICTIONS, open_run_dir
 from posbench.run.heartbeat import doing
 from posbench.run.progress import duration, progress
-from posbench.schema import override_text
+from posbench.run.sequential import ShapeRule
+from posbench.schema import MAX_COUNT, override_text
 from posbench.search.base import FOUND_FILE
 from posbench.stats import outcomes
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import estimate
-from posbench.stats.shape import FLAT, UNCLEAR, name_shape
+from posbench.stats.sequential import (
+    FARTHEST_FORECAST,
+    FIRST_FORECAST,
+    forecast_questions,
+)
+from posbench.stats.shape import NEGLIGIBLE_CONTRAST
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
     CANNOT_TELL,
     FIXED,
-    NO_BIAS,
     NOT_FIXED,
     Verdict,
     run_verdict,
@@ -83,9 +89,11 @@ DEFAULT_BUDGET = "10min"
 PILOT_QUESTIONS = 20
 MIN_PILOT_QUESTIONS = 5
 ROUND_QUESTIONS = 5
-MAX_QUESTIONS = 300
+MAX_QUESTIONS = 1000
 """Questions at each position of the pilot, the least of them that say anything, those of a round, and of the shape at
-most."""
+most: a model without a bias needs fewer (docs/metrics.md)."""
+SPARE = 1.2
+"""Share of the budget of a next command over what the forecast asks."""
 MORE_TOKENS = 4
 """How many times as many tokens a reply gets where the pilot's were cut."""
 LARGER = 3
@@ -208,7 +216,7 @@ class Course:
         budget = self.allowance.budget.text
         if not self.runs.is_served:
             positions = len(self.task.gold_positions)
-            most = self._typed_limit(MAX_QUESTIONS)
+            most = self._shape_limit()
             pilot = 3 * self._typed_limit(PILOT_QUESTIONS)
             line = (
                 f"diagnosis: a pilot of {pilot} prompts, then as many as tell the shape, at most {most * positions:,}, "
@@ -216,7 +224,7 @@ class Course:
             )
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
             return
-        config = self.runs.prepare([f"task.limit={self._typed_limit(MAX_QUESTIONS)}"])
+        config = self.runs.prepare([f"task.limit={self._shape_limit()}"])
         profile = config.server
         assert profile is not None, "a server that does not answer was refused"
         estimate = estimate_served(config, profile, text_encoder(config.model))
@@ -278,7 +286,8 @@ class Course:
         tried = set[str]()
         while True:
             positions = _ends_and_middle(self.task.gold_positions)
-            questions = self._affordable("pilot", PILOT_QUESTIONS, len(positions))
+            most = self._typed_limit(PILOT_QUESTIONS)
+            questions = self._affordable("pilot", most, len(positions))
             questions = min(questions, self._questions_in_time(len(positions)))
             if questions < min(MIN_PILOT_QUESTIONS, self._typed_limit(PILOT_QUESTIONS)):
                 if diagnosis.pilots:
@@ -338,7 +347,7 @@ class Course:
         diagnosis = self.diagnosis
         # Without a shape there is nothing to explain or fix: it may take what these parts would.
         num_positions = len(self.task.gold_positions)
-        limit = self._affordable("shape", MAX_QUESTIONS, num_positions)
+        limit = self._affordable("shape", self._shape_limit(), num_positions)
         round_questions = self._round_questions("pilot", num_positions, share=1.0)
         folder = self.runs.execute(
             "shape",
@@ -351,41 +360,37 @@ class Course:
         )
         self.runs.write_page(folder)
         metrics = read_csv(folder / "metrics.csv")
-        table = read_csv(folder / "shape.csv")
-        run = run_verdict(metrics)
-        if table is None:
+        verdict = run_verdict(metrics)
+        if metrics is None or verdict is None:
             diagnosis.verdict = CANNOT_TELL
             diagnosis.reason = "fewer than three gold positions have scores"
             return
-        contrasts = {row["contrast"]: estimate(row) for _, row in table.iterrows()}
-        shape = name_shape(contrasts)
-        diagnosis.shape = shape
-        numbers = (
-            f"first minus inner positions {points(contrasts['primacy'])} points, "
-            f"last minus inner {points(contrasts['recency'])}, n = {shape.questions}"
-        )
-        lacks_answers = bool(
-            run and run.name == CANNOT_TELL and outcomes.PROBLEM in run.reason
-        )
-        if run and (run.name in (CANNOT_DO, NO_BIAS) or lacks_answers):
-            diagnosis.verdict, diagnosis.reason = run
-        elif shape.name == FLAT:
-            diagnosis.verdict = NO_BIAS
-            diagnosis.reason = numbers
-        elif shape.name == UNCLEAR:
-            diagnosis.verdict = CANNOT_TELL
-            diagnosis.reason = numbers
-            if shape.missing:
-                seconds = self.runs.seconds_of_run["shape"] / shape.questions
-                more = duration(shape.missing * seconds)
-                diagnosis.reason += (
-                    f"; about {shape.missing} more questions, {more}, would tell"
-                )
-                if shape.questions >= self._available_questions:
-                    diagnosis.reason += ", and the data hold no more"
+        diagnosis.verdict, diagnosis.reason = verdict
+        diagnosis.shape = shape_of_run(metrics)
+        if verdict.name == CANNOT_TELL and outcomes.PROBLEM not in verdict.reason:
+            self._forecast(folder)
+
+    def _forecast(self, folder: Path) -> None:
+        """Say how many questions at each position would tell, as far as the run of the shape lets one foresee it."""
+        diagnosis = self.diagnosis
+        rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
+        task = self._task_with(self._shape_limit())
+        chance = task.chance or 0.0
+        examples = task.evaluation()
+        rule = ShapeRule(task.metric, rows[0]["method"], examples, chance)
+        scores = rule.scores(rows)
+        if not len(scores):
+            return
+        total = forecast_questions(scores, NEGLIGIBLE_CONTRAST)
+        diagnosis.needed_questions = total or FARTHEST_FORECAST
+        if total is None:
+            text = f"more than {FARTHEST_FORECAST:,} questions at each position would be needed to tell"
         else:
-            diagnosis.verdict = BIAS
-            diagnosis.reason = numbers
+            seconds = self.runs.seconds_of_run["shape"] / len(scores)
+            more = duration(max(total - len(scores), 0) * seconds)
+            about = "about" if len(scores) >= FIRST_FORECAST else "up to about"
+            text = f"{about} {total} questions at each position in all, {more} more, would tell"
+        diagnosis.reason += f"; {text}"
 
     def _name_server(self) -> None:
         """Say that a bias may be the server's, where it could not be checked whether prompts arrive whole."""
@@ -675,16 +680,25 @@ class Course:
 
     @cached_property
     def _available_questions(self) -> int:
-        """Questions at each position that the task has, :data:`MAX_QUESTIONS` at most."""
+        """Questions at each position that the task has."""
         task = self.task
         if not task.files():
-            return MAX_QUESTIONS  # they are made as they are asked
-        return num_questions(replace(task, limit=MAX_QUESTIONS).evaluation())
+            return MAX_COUNT  # they are made as they are asked
+        return num_questions(replace(task, limit=MAX_COUNT).evaluation())
 
     def _typed_limit(self, most: int) -> int:
         """So many questions, or as many as the user typed or the task has if these are fewer."""
         typed = self.runs.typed_number("task.limit") or most
         return min(most, typed, self._available_questions)
+
+    def _shape_limit(self) -> int:
+        """Questions at each position that may tell the shape: as many as the user typed, else :data:`MAX_QUESTIONS`."""
+        limit = self.runs.typed_number("task.limit") or MAX_QUESTIONS
+        return min(limit, self._available_questions)
+
+    def _task_with(self, limit: int) -> Task:
+        """The task as it is asked now, with so many questions at each position."""
+        return replace(self.task, limit=limit)
 
     def _affordable(
         self, part: str, most: int, prompts_per_question: int, in_process: bool = False
@@ -693,7 +707,6 @@ class Course:
 
         A run keeps a time itself.
         """
-        most = self._typed_limit(most)
         if self.allowance.is_time:
             return most
         left = self.allowance.left(SHARES.get(part, LAST_SHARE))
@@ -898,16 +911,34 @@ class Course:
         return diagnosis.verdict == BIAS and was_raced
 
     def _command_with_more_questions(self) -> str:
-        """The command with a larger budget, or with more questions where a budget asks no more; empty: it has all."""
+        """The command with the budget, and the limit, that the verdict or the race of methods asks for."""
         diagnosis = self.diagnosis
-        assert diagnosis.shape is not None, "nothing was asked yet"
-        limit = self._typed_limit(MAX_QUESTIONS)
-        if diagnosis.verdict != CANNOT_TELL or diagnosis.shape.questions < limit:
+        needed = diagnosis.needed_questions
+        if not needed:
             return f"{self._own_command(but='budget')} budget={self.allowance.larger()}"
-        more = min(3 * limit, self._available_questions)
-        if more == limit:
-            return ""
-        return f"{self._own_command(but='task.limit')} task.limit={more}"
+        assert diagnosis.shape is not None, "it was forecast from it"
+        available = self._available_questions
+        if available <= diagnosis.shape.questions:
+            file = getattr(self.task, "path", self.task.name)
+            return f"add questions to {file}: it has {available}"
+        needed = min(needed, available)
+        typed = self._own_command(but="budget")
+        if needed > self._shape_limit():
+            command = [arg for arg in shlex.split(typed) if key_of(arg) != "task.limit"]
+            typed = shlex.join([*command, f"task.limit={needed}"])
+        return f"{typed} budget={self._budget_for(needed)}"
+
+    def _budget_for(self, questions: int) -> str:
+        """A budget, not below this one, in which so many questions at each position tell the shape."""
+        assert self.diagnosis.shape is not None, "it was forecast from it"
+        allowance = self.allowance
+        per_question = len(self.task.gold_positions) * self._cost_of_prompt()
+        if allowance.is_time:
+            seconds = self.runs.seconds_of_run["shape"]
+            per_question = seconds / max(self.diagnosis.shape.questions, 1)
+        others = allowance.spent - per_question * self.diagnosis.shape.questions
+        size = (max(others, 0) + per_question * questions) * SPARE / LAST_SHARE
+        return allowance.larger(max(size / allowance.budget.size, 1))
 
 
 def _need_moving_gold_item(task: Task) -> None:

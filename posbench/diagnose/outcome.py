@@ -20,7 +20,14 @@ from posbench.stats.outcomes import (
 )
 from posbench.stats.position_bias import NEGLIGIBLE_SHARE
 from posbench.stats.scores import NO_ESTIMATE
-from posbench.stats.shape import SHAPES, WITHOUT_SIDE, Shape
+from posbench.stats.shape import (
+    FLAT,
+    SHAPES,
+    UNCLEAR,
+    UNEVEN,
+    curve_in_metrics,
+    name_shape,
+)
 from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
 from posbench.studies.base import Tables
 from posbench.studies.yu2025.bias_source import (
@@ -119,6 +126,33 @@ def judge_pilot(
         thinks=2 * kinds[THINKING_METRIC] > num_cut,
         settings=dict(settings),
     )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of the score over the gold position.
+
+    Attributes:
+        name: One of :data:`posbench.stats.shape.SHAPES`.
+        contrasts: ``primacy`` and ``recency``: first and last position minus the mean of the inner ones.
+        positions: Each gold position minus the mean of the others.
+        questions: Questions at each position.
+    """
+
+    name: str
+    contrasts: Mapping[str, Estimate]
+    positions: Sequence[Estimate]
+    questions: int
+
+
+def shape_of_run(metrics: pd.DataFrame) -> Shape | None:
+    """The shape of the first method in metrics.csv of a run; None for fewer than three gold positions."""
+    curve = curve_in_metrics(metrics, metrics["method"].iloc[0])
+    if curve is None:
+        return None
+    contrasts = {"primacy": curve.primacy, "recency": curve.recency}
+    questions = min(contrast.n for contrast in curve.contrasts)
+    return Shape(name_shape(curve), contrasts, curve.contrasts, questions)
 
 
 @dataclass(frozen=True)
@@ -232,6 +266,7 @@ class Diagnosis:
         reason: The numbers or the obstacle behind it.
         pilots: The pilots, the last one of the task that was then asked.
         shape: The shape.
+        needed_questions: Questions at each position, in all, that would tell whether there is a bias; None: it is told.
         source: The source.
         source_note: Why the source was not looked for.
         remedies: The race, the best first.
@@ -252,6 +287,7 @@ class Diagnosis:
     reason: str = ""
     pilots: list[Pilot] = field(default_factory=list)
     shape: Shape | None = None
+    needed_questions: int | None = None
     source: Source | None = None
     source_note: str = ""
     remedies: list[Remedy] = field(default_factory=list)
@@ -269,10 +305,12 @@ class Diagnosis:
     def headline(self) -> str:
         """The answer in a sentence or two."""
         text = f"Verdict: {self.verdict} ({self.reason})."
-        has_side = self.shape and self.shape.name not in WITHOUT_SIDE
-        if self.shape and has_side and self.verdict in (BIAS, FIXED, NOT_FIXED):
-            bias = f"{self.model} has a {self.shape.name} bias on {self.task}"
-            text = f"{bias}: {SHAPES[self.shape.name]}. {text}"
+        name = self.shape.name if self.shape else UNCLEAR
+        has_bias = self.verdict in (BIAS, FIXED, NOT_FIXED)
+        if has_bias and name not in (FLAT, UNCLEAR):
+            article = "an" if name == UNEVEN else "a"
+            bias = f"{self.model} has {article} {name} bias on {self.task}"
+            text = f"{bias}: {SHAPES[name]}. {text}"
         return text
 
     def as_data(self) -> dict[str, Any]:

@@ -142,7 +142,8 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
         return None
     text = (
         f"{shape.name}: {SHAPES[shape.name]}. Questions were asked in rounds, all positions of each, until the "
-        "shape was decided or the time was over; the intervals below hold at any such time (95 %, both together)."
+        "shape was decided or the time was over; the intervals below hold at any such time (95 %, those of the two "
+        "ends together)."
     )
     labels = {
         "primacy": "first minus inner positions",
@@ -151,6 +152,10 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
     rows = [
         [labels[name], points(value), str(value.n)]
         for name, value in shape.contrasts.items()
+    ]
+    rows += [
+        [f"position {number} minus the mean of the others", points(value), str(value.n)]
+        for number, value in enumerate(shape.positions, 1)
     ]
     caption = (
         "Score over the gold position; bands: 95 % for a fixed number of questions."

@@ -17,7 +17,7 @@ from posbench.stats.frames import (
     rows_of_metric,
     rows_over_all_positions,
 )
-from posbench.stats.position_bias import STATISTICS
+from posbench.stats.position_bias import MINUS_HALF, STATISTICS
 from posbench.tasks.nq_multidoc import WHOLE_REPLY
 
 LATEX_PARAGRAPH_CHARACTERS = 24
@@ -310,7 +310,7 @@ def without_missing_scores(metrics: pd.DataFrame) -> pd.DataFrame:
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """Scores over all examples beside the task's own, in columns of subsets.csv."""
     metric = metrics["metric"].str.removesuffix("_difference")
-    shown_elsewhere = [*STATISTICS, *SHARE_COLUMNS]
+    shown_elsewhere = [*STATISTICS, MINUS_HALF, *SHARE_COLUMNS]
     is_other = (metric != metric_of_task(metrics)) & ~metric.isin(shown_elsewhere)
     is_overall = metrics["gold_position"].astype(str) == "all"
     return metrics[is_other & is_overall].assign(subset="all", kind="average")

@@ -276,10 +276,11 @@ class _Trend:
                 0,
                 self.chances[number],
             )
-            for _, statistic, estimate, note in statistics:
-                if statistic == "position_bias" and not note:
+            for statistic in statistics:
+                if statistic.statistic == "position_bias" and not statistic.note:
                     row = {"statistic": SPREAD, "number": number}
-                    self.rows.append({**row, **estimate_row(estimate), "n": n})
+                    values = estimate_row(statistic.estimate)
+                    self.rows.append({**row, **values, "n": n})
 
     def _curves(self, table: pd.DataFrame, column: str) -> dict[Any, Array]:
         """Curves over the K gold positions by number, [1 + R, K] each."""

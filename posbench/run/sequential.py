@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from posbench.files.atomic import Row
-from posbench.stats.bootstrap import Estimate
-from posbench.stats.sequential import shape_intervals, shape_is_decided
-from posbench.stats.shape import NEGLIGIBLE_CONTRAST
+from posbench.stats.bootstrap import Array, mean
+from posbench.stats.position_bias import CurveIntervals, floor_note
+from posbench.stats.sequential import FIRST_QUESTIONS, curve_intervals
+from posbench.stats.shape import FLAT, UNCLEAR, name_shape
 from posbench.tasks import Example
 
 MIN_POSITIONS = 3
@@ -20,48 +21,67 @@ class ShapeRule:
     """Ends the rounds of questions once the shape of the score over the gold position is decided.
 
     It looks at the replies under one method; the error rate of its intervals holds however often it looks, see
-    :func:`posbench.stats.sequential.confidence_sequence`.
+    :func:`posbench.stats.sequential.log_capital`.
 
     Args:
         metric: The score that counts.
         method: The method whose rows are looked at.
         examples: The examples in the order in which they are asked.
+        chance: Score of a guess, 0..1.
 
     Attributes:
         stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
         stopped_round: Number of the first round that was not made.
     """
 
-    def __init__(self, metric: str, method: str, examples: Sequence[Example]) -> None:
+    def __init__(
+        self, metric: str, method: str, examples: Sequence[Example], chance: float
+    ) -> None:
         self.metric = metric
         self.method = method
+        self.chance = chance
         self.stopped: tuple[int, int] | None = None
         self.stopped_round = 0
         self._tuples = tuples_of_examples(examples)
 
     def is_decided(self, rows: Sequence[Row]) -> bool:
-        """Return whether the rows of the rounds so far decide the shape."""
-        intervals = self.intervals(rows)
-        return bool(intervals) and shape_is_decided(intervals, NEGLIGIBLE_CONTRAST)
+        """Return whether the rows of the rounds so far decide the shape, or show that the model cannot do the task."""
+        scores = self.scores(rows)
+        if len(scores) < FIRST_QUESTIONS:
+            return False
+        name = name_shape(curve_intervals(scores))
+        return name != UNCLEAR and (name != FLAT or self._level_is_known(scores))
 
-    def intervals(self, rows: Sequence[Row]) -> dict[str, Estimate]:
-        """Estimate the contrasts of the shape from rows, those of other methods left out.
+    def _level_is_known(self, scores: Array) -> bool:
+        """Whether a model that is alike at all positions is surely above the floor there, or surely at it."""
+        clusters = [str(index) for index in range(len(scores))]
+        positions = [mean(column, clusters) for column in scores.T]
+        average = mean(scores.ravel(), [c for c in clusters for _ in scores.T])
+        note = floor_note(positions, average, self.chance, len(scores))
+        return not note or note.startswith("at the floor")
+
+    def intervals(self, rows: Sequence[Row]) -> dict[str, CurveIntervals]:
+        """Estimate the curve under the method, with intervals that hold whenever a run stops.
 
         Returns:
-            Contrasts by name, see :func:`posbench.stats.sequential.shape_intervals`; empty without scores at three
-            gold positions or more.
+            The intervals by the method's name; empty without scores at three gold positions or more.
         """
-        scores = {
+        scores = self.scores(rows)
+        return {self.method: curve_intervals(scores)} if len(scores) else {}
+
+    def scores(self, rows: Sequence[Row]) -> Array:
+        """The scores of rows under the method, [N, K]: of each question that is answered at all K gold positions."""
+        score_of = {
             row["id"]: row["scores"][self.metric]
             for row in rows
             if row["method"] == self.method and row.get("scores")
         }
         vectors = [
-            [scores[name] for name in ids]
+            [score_of[name] for name in ids]
             for ids in self._tuples
-            if all(name in scores for name in ids)
+            if all(name in score_of for name in ids)
         ]
-        return shape_intervals(np.array(vectors)) if vectors else {}
+        return np.array(vectors, dtype=np.float64)
 
     def stop(self, number: int, asked: int, planned: int) -> None:
         """Record that round ``number`` is the first that is not made, and how many questions that leaves."""

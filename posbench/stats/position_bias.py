@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,10 @@ from posbench.stats.bootstrap import (
     tail,
 )
 
+CONTRAST = "position_contrast"
+"""Score at a gold position minus the mean of the other positions, a row at each of them."""
+MINUS_HALF = "position_bias_minus_half"
+"""Position bias under a method minus half of the unmodified model's: below zero where more than half is removed."""
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
 """Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
 what that is where positions do not matter, and the others of :func:`curve_statistics`."""
@@ -31,11 +35,47 @@ SMALLEST_BIAS = 0.02
 
 Of a straight line over five positions whose ends lie five points apart it is 0.02.
 """
+BOOTSTRAPPED = ("primacy", "recency", "middle_drop", "position_bias")
+"""Statistics that are compared with those of the unmodified model."""
 NEGLIGIBLE_SHARE = 0.05
 """A score that exceeds guessing, or falls short of 1, by no more than this shows no bias.
 
 See :func:`score_limit_note`.
 """
+
+
+class CurveIntervals(NamedTuple):
+    """What a curve over K gold positions says about a position bias, each number with its interval.
+
+    Attributes:
+        bias: Position bias.
+        primacy: First position minus the mean of the inner ones.
+        recency: Last position minus that mean.
+        contrasts: Each position minus the mean of the others, [K].
+    """
+
+    bias: Estimate
+    primacy: Estimate
+    recency: Estimate
+    contrasts: Sequence[Estimate]
+
+
+class StatisticRow(NamedTuple):
+    """A statistic of a method.
+
+    Attributes:
+        method: The method.
+        statistic: One of :data:`STATISTICS`, ``<statistic>_difference``, :data:`CONTRAST` or :data:`MINUS_HALF`.
+        estimate: The estimate; NaN with a note.
+        note: Why it says nothing: that of the method or, of a comparison, of the unmodified model.
+        position: Gold position of a contrast; None: over all positions.
+    """
+
+    method: str
+    statistic: str
+    estimate: Estimate
+    note: str
+    position: float | None = None
 
 
 def position_curves(
@@ -103,6 +143,13 @@ def curve_statistics(means: Array) -> dict[str, Array]:
         "middle_drop": (first + last) / 2 - inner.min(-1),
         "gap": means.max(-1) - means.min(-1),
     }
+
+
+def contrast_with_others(scores: Array) -> Array:
+    """Score at each of K gold positions minus the mean of the other positions, [..., K]."""
+    num_positions = scores.shape[-1]
+    means = scores.mean(axis=-1, keepdims=True)
+    return (scores - means) * (num_positions / (num_positions - 1))
 
 
 def dip_from_rows(
@@ -203,27 +250,41 @@ def score_limit_note(
         questions: Questions at each position.
 
     Returns:
-        ``at the floor: ...`` where no score is surely above that of a guess, ``at the ceiling: ...`` where none
-        is surely below 1, both give or take :data:`NEGLIGIBLE_SHARE`. Where so few questions could not show that
-        even if all were wrong, or right (Wilson's interval), and the average does not show it either,
-        ``nothing answered: ...`` if the average is no better than a guess, else ``too few questions: ...``.
-        Empty where a bias can be seen.
+        :func:`floor_note`, else :func:`ceiling_note`; empty where a bias can be seen.
     """
     estimates = list(positions)
+    note = floor_note(estimates, average, chance, questions)
+    return note or ceiling_note(estimates, questions)
+
+
+def ceiling_note(positions: Iterable[Estimate], questions: int) -> str:
+    """Explain that no score is surely below 1, give or take :data:`NEGLIGIBLE_SHARE`; see :func:`score_limit_note`.
+
+    Returns:
+        ``at the ceiling: ...``; ``too few questions: ...`` where so few could not show the opposite even if all were
+        wrong (Wilson's interval); empty where a score is surely lower.
+    """
     ceiling = 1 - NEGLIGIBLE_SHARE
-    floor = chance + NEGLIGIBLE_SHARE
-    if not max(estimate.ci_low for estimate in estimates) > floor:
-        return _floor_note(average, chance, questions)
-    if not min(estimate.ci_high for estimate in estimates) < ceiling:
-        if questions < (least := _fewest_questions(NEGLIGIBLE_SHARE)):
-            return f"too few questions: ask {least} or more at each gold position"
-        return f"at the ceiling: no score is reliably below {100 * ceiling:.0f} %"
-    return ""
+    if min(estimate.ci_high for estimate in positions) < ceiling:
+        return ""
+    if questions < (least := _fewest_questions(NEGLIGIBLE_SHARE)):
+        return f"too few questions: ask {least} or more at each gold position"
+    return f"at the ceiling: no score is reliably below {100 * ceiling:.0f} %"
 
 
-def _floor_note(average: Estimate, chance: float, questions: int) -> str:
-    """Explain that no score is surely above that of a guess; see :func:`score_limit_note`."""
+def floor_note(
+    positions: Iterable[Estimate], average: Estimate, chance: float, questions: int
+) -> str:
+    """Explain that no score is surely above a guess, give or take :data:`NEGLIGIBLE_SHARE`.
+
+    Returns:
+        ``at the floor: ...``. Where so few questions could not show the opposite even if all were right, and the
+        average does not show the floor either, ``nothing answered: ...`` if the average is no better than a guess,
+        else ``too few questions: ...``. Empty where a score is surely higher.
+    """
     floor = chance + NEGLIGIBLE_SHARE
+    if max(estimate.ci_low for estimate in positions) > floor:
+        return ""
     least = _fewest_questions(floor)
     if questions >= least or average.ci_high <= floor:
         guess = f"chance, {100 * chance:.1f} %" if chance else "zero"
@@ -249,11 +310,12 @@ def statistic_rows(
     seed: int,
     chance: float = 0.0,
     notes: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, str, Estimate, str]]:
+    anytime: Mapping[str, CurveIntervals] | None = None,
+) -> Iterator[StatisticRow]:
     """Estimate each of :data:`STATISTICS` for each method, and its difference from the unmodified model.
 
     Methods without a score at some gold position are left out. A difference of two gaps gets no row: that of
-    the position biases says more.
+    the position biases says more. Contrasts are given at the ceiling, too: there they show that no position is lost.
 
     Args:
         frame: Rows with method, gold_position, cluster and the score.
@@ -263,10 +325,7 @@ def statistic_rows(
         seed: Of the random generators.
         chance: Score of a guess, 0..1.
         notes: Why nothing can be said about a method, by its name; by default its :func:`score_limit_note`.
-
-    Yields:
-        Method, statistic (or ``<statistic>_difference``), estimate, and a note: that of the method or, of a
-        difference, of the unmodified model. With a note the estimate is NaN.
+        anytime: Of a method whose scores decided how many questions were asked, its intervals that hold all the same.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
@@ -280,41 +339,76 @@ def statistic_rows(
     base_note = ""
     for index, method in enumerate(complete):
         part = placed[placed["method"] == method]
-        groups = [
-            (group[name].to_numpy(), list(group["cluster"]))
-            for _, group in part.groupby("gold_position")
-        ]
-        questions = min(len(set(clusters)) for _, clusters in groups)
+        groups = {
+            position: (group[name].to_numpy(), list(group["cluster"]))
+            for position, group in part.groupby("gold_position")
+        }
+        questions = min(len(set(clusters)) for _, clusters in groups.values())
         curve, draws = all_curves[method]
+        positions = [mean(values, clusters) for values, clusters in groups.values()]
         estimates = CurveEstimates(
             curve,
             draws,
-            sizes=np.array([len(values) for values, _ in groups]),
+            sizes=np.array([len(values) for values, _ in groups.values()]),
             questions=questions,
             is_binary=part[name].isin((0, 1)).all(),
             seed=(seed, index),
         )
-        positions = (mean(values, clusters) for values, clusters in groups)
-        note = (notes or {}).get(method, "")
         average = mean(part[name].to_numpy(), list(part["cluster"]))
-        note = note or score_limit_note(positions, average, chance, questions)
+        floor = (notes or {}).get(method, "")
+        floor = floor or floor_note(positions, average, chance, questions)
+        note = floor or ceiling_note(positions, questions)
         gaps = shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(gaps, [0.025, 0.975])
         gap_null = Estimate(float(gaps.mean()), low, high, len(part))
+        own = {key: estimates.bounded(key) for key in BOOTSTRAPPED}
+        contrasts = contrast_estimates(positions, draws)
+        if anytime and method in anytime:
+            held = anytime[method]
+            by_key = zip(("position_bias", "primacy", "recency"), held[:3], strict=True)
+            own |= {key: e._replace(n=own[key].n) for key, e in by_key}
+            contrasts = list(held.contrasts)
 
-        gap = estimates.bounded("gap")
-        yield method, "gap", _unless(note, gap), note
-        yield method, "gap_null", _unless(note, gap_null), note
-        for key in ("primacy", "recency", "middle_drop", "position_bias"):
-            yield method, key, _unless(note, estimates.bounded(key)), note
+        yield StatisticRow(method, "gap", _unless(note, estimates.bounded("gap")), note)
+        yield StatisticRow(method, "gap_null", _unless(note, gap_null), note)
+        for position, contrast in zip(groups, contrasts, strict=True):
+            row = StatisticRow(method, CONTRAST, _unless(floor, contrast), floor)
+            yield row._replace(position=float(position))
+        either_note = note or base_note
+        for key in BOOTSTRAPPED:
+            yield StatisticRow(method, key, _unless(note, own[key]), note)
             if base is not None:
                 difference = estimates.difference_from(base, key)
-                either_note = note or base_note
                 difference = _unless(either_note, difference)
-                yield method, f"{key}_difference", difference, either_note
+                yield StatisticRow(method, f"{key}_difference", difference, either_note)
+        if base is not None:
+            excess = _unless(either_note, estimates.minus_half_of(base))
+            yield StatisticRow(method, MINUS_HALF, excess, either_note)
         if method == unmodified:
             base = estimates
             base_note = note
+
+
+def contrast_estimates(positions: Sequence[Estimate], draws: Array) -> list[Estimate]:
+    """Estimate each position minus the mean of the others, for a number of questions that was fixed beforehand.
+
+    The intervals are made of Wilson's at the positions (Zou and Donner 2008): where nearly all answers are right, the
+    bootstrap's are too narrow. Positions that rise and fall together in the draws make them narrower.
+
+    Args:
+        positions: Mean score at each of K >= 3 gold positions, [K].
+        draws: Bootstrap draws of the curve, [R, K].
+    """
+    num_positions = len(positions)
+    with np.errstate(invalid="ignore"):
+        correlations = np.asarray(np.nan_to_num(np.corrcoef(draws.T)))
+    off_diagonal = correlations[~np.eye(num_positions, dtype=bool)]
+    correlation = float(max(off_diagonal.mean(), 0))
+    weights = contrast_with_others(np.eye(num_positions))
+    return [
+        combined(positions, row, position.n, correlation)
+        for row, position in zip(weights, positions, strict=True)
+    ]
 
 
 def _unless(note: str, estimate: Estimate) -> Estimate:
@@ -399,6 +493,14 @@ class CurveEstimates:
             correlations = np.corrcoef(self.draws[key], base.draws[key])
         correlation = float(np.nan_to_num(correlations[0, 1]))
         return combined((own_estimate, base_estimate), (1, -1), self.n, correlation)
+
+    def minus_half_of(self, base: CurveEstimates) -> Estimate:
+        """Position bias minus half of another method's on the same questions."""
+        own_estimate = self.by_statistic["position_bias"]
+        base_estimate = base.by_statistic["position_bias"]
+        value = own_estimate.value - base_estimate.value / 2
+        draws = self.draws["position_bias"] - base.draws["position_bias"] / 2
+        return percentile(value, draws, self.n, self.questions)
 
 
 def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -> Array:

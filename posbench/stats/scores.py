@@ -23,6 +23,7 @@ from posbench.stats.bootstrap import (
     resampled_means,
 )
 from posbench.stats.first_line import first_line_note
+from posbench.stats.position_bias import CurveIntervals, StatisticRow
 from posbench.tasks.base import Task
 from posbench.tasks.nq_multidoc import WHOLE_REPLY
 
@@ -107,11 +108,16 @@ class Tabulator:
         """Whether the task makes its metric from the means of several metrics."""
         return type(self.task).total is not Task.total
 
-    def metrics(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    def metrics(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        anytime: Mapping[str, CurveIntervals] | None = None,
+    ) -> pd.DataFrame:
         """Tabulate the scores at every gold position and over all prompts.
 
         Args:
             rows: Prediction rows, see :func:`score_frame`.
+            anytime: See :func:`posbench.stats.position_bias.statistic_rows`.
 
         Returns:
             ``metrics.csv`` with :data:`METRIC_COLUMNS`.
@@ -163,12 +169,16 @@ class Tabulator:
                 self.seed,
                 self.task.chance or 0.0,
                 notes,
+                anytime,
             )
         )
         statistics += self._missing_statistics(frame, notes, statistics)
-        for method, statistic, estimate, note in statistics:
-            line = self._line(method, statistic, estimate)
-            lines.append({**line, **OVER_ALL, "note": note})
+        for row in statistics:
+            line = self._line(row.method, row.statistic, row.estimate)
+            cells: Mapping[str, Any] = OVER_ALL
+            if row.position is not None:
+                cells = self._position_cells(row.position)
+            lines.append({**line, **cells, "note": row.note})
         return pd.DataFrame(lines, columns=list(METRIC_COLUMNS))
 
     def _missing_notes(self, frame: pd.DataFrame) -> dict[str, str]:
@@ -188,13 +198,13 @@ class Tabulator:
     def _missing_statistics(
         frame: pd.DataFrame,
         notes: Mapping[str, str],
-        statistics: Sequence[tuple[str, str, Estimate, str]],
-    ) -> list[tuple[str, str, Estimate, str]]:
+        statistics: Sequence[StatisticRow],
+    ) -> list[StatisticRow]:
         """Empty statistics of methods whose answers are missing altogether at some gold position."""
-        measured = {method for method, *_ in statistics}
+        measured = {row.method for row in statistics}
         positions = frame.groupby("method")["gold_position"].nunique()
         return [
-            (method, statistic, NO_ESTIMATE, note)
+            StatisticRow(method, statistic, NO_ESTIMATE, note)
             for method, note in notes.items()
             if note and method not in measured and positions[method] > 2
             for statistic in position_bias.STATISTICS

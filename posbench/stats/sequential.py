@@ -1,141 +1,250 @@
-"""Intervals that hold however long one samples: confidence sequences of a mean, and the rule that stops on them."""
+"""Intervals that hold however long one samples: betting on a mean, and the curve over gold positions by it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from posbench.stats.bootstrap import Array, Estimate
+from posbench.stats.position_bias import CurveIntervals, contrast_with_others
 
 ALPHA = 0.05
-"""Probability with which any interval of a sequence may ever miss its mean."""
-GRID_SIZE = 1001
-"""Candidate means that are tested: intervals end at one of them, on the wide side."""
+"""Probability with which an interval may ever miss its mean."""
+JOINT_ALPHA = 0.025
+"""The same for the contrasts of all positions together, of which a bias is named: half, so that the search for any
+bias, which looks at all positions, and for its absence stay within 5 % in all."""
+BET_HORIZONS = (40, 400)
+"""Numbers of questions at which the bets of a gambler gain most."""
+BET_WEIGHTS = (0.3, 0.7)
+"""Share of his capital that he bets for each of the horizons."""
 MAX_BET = 0.5
-"""Share of the capital that a bet risks at most."""
+"""Share of the capital that a single bet risks at most."""
 FIRST_QUESTIONS = 20
-"""Questions before a run may stop."""
+"""Questions at each position before a run may stop."""
+FIRST_FORECAST = 100
+"""Questions at each position from which a curve tells how many more its bias takes."""
+BISECTIONS = 12
+"""Halvings of 0..1 in which an end of an interval is searched, on its wide side."""
+FUTURES = 24
+"""Continuations of a run that a forecast rests on."""
+FARTHEST_FORECAST = 4000
+"""Questions at each position beyond which no forecast looks."""
 
 
-def confidence_sequence(values: Array, low: float, high: float, alpha: float) -> Array:
-    """Compute an interval of the mean after each of N values, all of which hold at once.
+def log_capital(values: Array, candidate: float | Array, alpha: float) -> Array:
+    """Compute the log capital of a gambler who bets that a mean is above a candidate, after each value.
 
-    Whatever rule stops the sampling, the last interval misses the mean with a probability of at most ``alpha``.
-    A candidate mean is rejected when a gambler who bets against it multiplies his capital by 1 / alpha.
+    If the mean is the candidate or below, the capital ever reaches 1 / alpha with a probability of at most
+    ``alpha``, whatever rule ends the sampling.
 
-    Source: Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", hedged
-    capital process with predictable plug-in bets (Theorem 3, equation 26).
+    Source: Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", capital process
+    with predictable plug-in bets (Theorem 3, equation 26), here a mixture of two with fixed horizons.
 
     Args:
-        values: Independent values of one distribution, [N].
-        low: Their lowest possible value.
-        high: Their highest possible value.
+        values: Independent values of one distribution in 0..1, [..., N].
+        candidate: Candidate mean, above 0, or one for each series, [..., 1].
         alpha: Probability of a miss at any time.
 
     Returns:
-        Ends of the intervals, [N, 2], each within the one before it.
+        Natural logarithm of the capital, which begins with 1, [..., N].
     """
-    scaled = (np.asarray(values, dtype=np.float64) - low) / (high - low)
-    count = np.arange(1, len(scaled) + 1)
-    means = (0.5 + np.cumsum(scaled)) / (count + 1)
-    variances = (0.25 + np.cumsum((scaled - means) ** 2)) / (count + 1)
+    count = np.arange(1, values.shape[-1] + 1)
+    means = (0.5 + np.cumsum(values, axis=-1)) / (count + 1)
+    variances = (0.25 + np.cumsum((values - means) ** 2, axis=-1)) / (count + 1)
     # A bet may rest on the values before it alone.
-    known_variances = np.concatenate([[0.25], variances[:-1]])
-    bets = np.sqrt(2 * np.log(2 / alpha) / (known_variances * count * np.log1p(count)))
-
-    candidates = np.linspace(0, 1, GRID_SIZE)
-    errors = scaled[:, None] - candidates
-    with np.errstate(divide="ignore"):
-        bets_on_more = np.minimum(bets[:, None], MAX_BET / candidates)
-        bets_on_less = np.minimum(bets[:, None], MAX_BET / (1 - candidates))
-    log_more = np.cumsum(np.log1p(bets_on_more * errors), axis=0)
-    log_less = np.cumsum(np.log1p(-bets_on_less * errors), axis=0)
-    log_capital = np.maximum(log_more, log_less) + np.log(0.5)
-    rejected = np.logical_or.accumulate(log_capital >= np.log(1 / alpha), axis=0)
-
-    ends = np.empty((len(scaled), 2))
-    for index, row in enumerate(rejected):
-        kept = np.flatnonzero(~row)
-        # Where every candidate is rejected, the mean lies between two of them.
-        if not len(kept):
-            kept = np.array([round(means[index] * (GRID_SIZE - 1))])
-        first = max(kept[0] - 1, 0)
-        last = min(kept[-1] + 1, GRID_SIZE - 1)
-        ends[index] = candidates[[first, last]]
-    return low + (high - low) * ends
+    first_variance = np.full_like(variances[..., :1], 0.25)
+    known_variances = np.concatenate([first_variance, variances[..., :-1]], axis=-1)
+    parts = []
+    for horizon, weight in zip(BET_HORIZONS, BET_WEIGHTS, strict=True):
+        bets = np.sqrt(2 * np.log(1 / alpha) / (known_variances * horizon))
+        bets = np.minimum(bets, MAX_BET / candidate)
+        gains = np.cumsum(np.log1p(bets * (values - candidate)), axis=-1)
+        parts.append(np.log(weight) + gains)
+    return np.logaddexp.reduce(parts)
 
 
-def contrasts_of_questions(scores: Array) -> dict[str, Array]:
-    """Compute what each question says about the shape of the score over the gold position.
+def anytime_intervals(
+    values: Array, low: float, high: float, alpha: float
+) -> tuple[Array, Array]:
+    """Compute intervals of means that hold whatever rule ended the sampling.
+
+    They hold the candidate means that no gambler ever rejected, see :func:`log_capital`.
 
     Args:
-        scores: Scores in 0..1 of N questions at K >= 3 gold positions in order, [N, K].
+        values: Independent values of one distribution in each of S series, [S, N].
+        low: Their lowest possible value.
+        high: Their highest possible value.
+        alpha: Probability that one of the intervals misses its mean, after any number of values.
 
     Returns:
-        For each question, [N], ``primacy`` (first position minus the mean of the inner ones) and ``recency``
-        (last position minus that mean).
+        Lower and upper ends, [S] each.
     """
-    inner = scores[:, 1:-1].mean(axis=1)
-    return {"primacy": scores[:, 0] - inner, "recency": scores[:, -1] - inner}
+    scaled = (np.asarray(values, dtype=np.float64) - low) / (high - low)
+    lower = _lower_ends(scaled, alpha / 2)
+    upper = 1 - _lower_ends(1 - scaled, alpha / 2)
+    # Where every candidate was rejected, the mean lies between two of them.
+    means = scaled.mean(axis=-1)
+    is_empty = lower > upper
+    between = np.clip(means, upper, lower)
+    lower, upper = np.where(is_empty, between, (lower, upper))
+    return low + (high - low) * lower, low + (high - low) * upper
 
 
-def shape_intervals(scores: Array, alpha: float = ALPHA) -> dict[str, Estimate]:
-    """Estimate the contrasts of the shape with intervals that hold together and at any time.
+def _lower_ends(values: Array, alpha: float) -> Array:
+    """For each series the largest mean such that it and all below it were rejected in favour of a higher one."""
+    rejected = np.zeros(values.shape[:-1])
+    kept = np.ones(values.shape[:-1])
+    for _ in range(BISECTIONS):
+        candidates = (rejected + kept) / 2
+        capital = log_capital(values, candidates[..., None], alpha).max(axis=-1)
+        is_rejected = capital >= np.log(1 / alpha)
+        rejected = np.where(is_rejected, candidates, rejected)
+        kept = np.where(is_rejected, kept, candidates)
+    return rejected
+
+
+def curve_intervals(scores: Array) -> CurveIntervals:
+    """Estimate the curve over gold positions with intervals that hold at any time.
+
+    The interval of each position's contrast holds by itself, with a probability of 1 - :data:`ALPHA`; those of
+    ``primacy`` and ``recency`` hold together. That of the position bias is made of all contrasts, with intervals that
+    hold together with a probability of 1 - :data:`JOINT_ALPHA`.
 
     Args:
         scores: Scores in 0..1 of N >= 1 questions at K >= 3 gold positions in order, [N, K].
-        alpha: Probability that any of the intervals ever misses.
-
-    Returns:
-        Each of :func:`contrasts_of_questions`, its interval the last one of its confidence sequence.
     """
-    contrasts = contrasts_of_questions(scores)
-    result = {}
-    for name, values in contrasts.items():
-        ends = confidence_sequence(values, -1, 1, alpha / len(contrasts))
-        low, high = ends[-1]
-        result[name] = Estimate(
-            float(values.mean()), float(low), float(high), len(values)
-        )
-    return result
-
-
-def is_decided(estimate: Estimate, negligible: float) -> bool:
-    """Return whether an interval says that a contrast differs from zero, or that it is negligible."""
-    excludes_zero = estimate.ci_low > 0 or estimate.ci_high < 0
-    is_negligible = -negligible < estimate.ci_low and estimate.ci_high < negligible
-    return excludes_zero or is_negligible
-
-
-def shape_is_decided(intervals: Mapping[str, Estimate], negligible: float) -> bool:
-    """Return whether the contrasts of :func:`shape_intervals` name a shape, after :data:`FIRST_QUESTIONS`.
-
-    They do where each is decided, or where one end is surely above both the inner positions and the other end.
-    """
-    if min(estimate.n for estimate in intervals.values()) < FIRST_QUESTIONS:
-        return False
-    return bool(dominant_end(intervals)) or all(
-        is_decided(estimate, negligible) for estimate in intervals.values()
+    num_positions = scores.shape[1]
+    inner = scores[:, 1:-1].mean(axis=1)
+    contrasts = contrast_with_others(scores).T
+    low, high = anytime_intervals(contrasts, -1, 1, JOINT_ALPHA / num_positions)
+    distances = np.abs([low, high])
+    nearest = np.where((low <= 0) & (high >= 0), 0, distances.min(axis=0))
+    least, most = (
+        float(np.sqrt((num_positions - 1) * (ends**2).sum())) / num_positions
+        for ends in (nearest, distances.max(axis=0))
+    )
+    variance = scores.mean(axis=0).var(ddof=1) - noise_variance(scores)
+    value = float(np.sqrt(max(variance, 0)))
+    ends = np.array([scores[:, 0] - inner, scores[:, -1] - inner])
+    primacy, recency = _estimates(ends, ALPHA / 2)
+    return CurveIntervals(
+        bias=Estimate(value, min(least, value), max(most, value), scores.size),
+        primacy=primacy,
+        recency=recency,
+        contrasts=_estimates(contrasts, ALPHA),
     )
 
 
-def dominant_end(intervals: Mapping[str, Estimate]) -> str:
-    """Return the contrast that is surely above zero and above the other one; empty where neither is."""
-    for name, estimate in intervals.items():
-        others = [other for key, other in intervals.items() if key != name]
-        if estimate.ci_low > max(0.0, *(other.ci_high for other in others)):
-            return name
-    return ""
+def noise_variance(scores: Array) -> float:
+    """Variance over K positions of the mean scores of N questions, [N, K], that sampling noise explains."""
+    num_questions, num_positions = scores.shape
+    deviations = scores - scores.mean(axis=1, keepdims=True)
+    total = deviations.var(axis=0).sum()
+    return float(total / (num_positions - 1) / num_questions)
 
 
-def more_questions(estimate: Estimate, negligible: float) -> int:
-    """Estimate how many questions more would decide a contrast, if its mean stays where it is.
+def _estimates(values: Array, alpha: float) -> list[Estimate]:
+    """Means of series in -1..1, [S, N], with intervals, which are widened where they do not hold the mean."""
+    lows, highs = anytime_intervals(values, -1, 1, alpha)
+    means = values.mean(axis=1)
+    n = values.shape[1]
+    return [
+        Estimate(float(mean), float(min(low, mean)), float(max(high, mean)), n)
+        for mean, low, high in zip(means, lows, highs, strict=True)
+    ]
 
-    The half-width of an interval shrinks with the square root of the number of questions.
+
+def verdict_times(scores: Array, margin: float) -> tuple[Array, Array]:
+    """Compute after how many questions the intervals of :func:`curve_intervals` tell a bias, and that there is none.
+
+    Args:
+        scores: Scores in 0..1 of S runs of N questions at K gold positions, [S, N, K].
+        margin: What a position may differ from the mean of the others.
+
+    Returns:
+        Questions of each run until some contrast surely differs from zero, and until every contrast is surely within
+        the margin, [S] each; infinite where neither is so after N questions.
     """
-    half_width = (estimate.ci_high - estimate.ci_low) / 2
-    distance = abs(estimate.value)
-    needed_half_width = max(distance, negligible - distance)
-    total = estimate.n * (half_width / needed_half_width) ** 2
-    return max(int(np.ceil(total)) - estimate.n, 0)
+    num_positions = scores.shape[-1]
+    contrasts = np.moveaxis(contrast_with_others(scores), -1, 1)  # [S, K, N]
+    above = (1 + contrasts) / 2
+    below = (1 - contrasts) / 2
+    alpha_of_bias = JOINT_ALPHA / num_positions / 2
+    differs = np.zeros(contrasts.shape, dtype=bool)
+    is_negligible = np.ones(contrasts.shape, dtype=bool)
+    for values in (above, below):
+        capital = log_capital(values, 0.5, alpha_of_bias)
+        differs |= capital >= np.log(1 / alpha_of_bias)
+        capital = log_capital(values, (1 - margin) / 2, ALPHA / 2)
+        rejected = capital >= np.log(2 / ALPHA)
+        is_negligible &= np.logical_or.accumulate(rejected, axis=-1)
+    return _first_time(differs.any(axis=1)), _first_time(is_negligible.all(axis=1))
+
+
+def _first_time(events: Any) -> Array:
+    """Number of the first question, of :data:`FIRST_QUESTIONS` at least, after which each run [S, N] is True."""
+    happened = np.logical_or.accumulate(events, axis=-1)
+    happened[:, : FIRST_QUESTIONS - 1] = False
+    return np.where(happened.any(axis=-1), happened.argmax(axis=-1) + 1.0, np.inf)
+
+
+def forecast_questions(scores: Array, margin: float, seed: int = 0) -> int | None:
+    """Forecast how many questions at each position a run takes, in all, until it tells a bias or that there is none.
+
+    The run is continued :data:`FUTURES` times with questions like those asked. The curve of few questions varies by
+    noise alone, and what noise explains of its variance is no bias that further questions would show: so large a share
+    of these questions, drawn anew for each continuation from what noise may explain, has its scores shuffled over the
+    positions (James and Stein 1961). Before :data:`FIRST_FORECAST` questions all are shuffled: it is then what a model
+    without a bias takes, about the most. The forecast is the number within a factor of two of which most continuations
+    end.
+
+    Args:
+        scores: Scores in 0..1 of N >= 1 questions at K gold positions in order, [N, K].
+        margin: What a position may differ from the mean of the others.
+        seed: Of the random generator.
+
+    Returns:
+        Questions at each position, N or more; None where most continuations take more than :data:`FARTHEST_FORECAST`.
+    """
+    num_questions = len(scores)
+    times = np.full(FUTURES, np.inf)
+    for farthest in (FARTHEST_FORECAST // 4, FARTHEST_FORECAST):
+        if np.isinf(times).mean() > 0.2 and farthest > num_questions:
+            times = _future_times(scores, farthest, margin, seed)
+    total = _centre_within_factor_two(times)
+    return None if np.isinf(total) else max(int(np.ceil(total)), num_questions)
+
+
+def _future_times(scores: Array, farthest: int, margin: float, seed: int) -> Array:
+    """Questions that each continuation of a run takes up to its verdict; infinite where that is beyond the farthest."""
+    num_questions, num_positions = scores.shape
+    rng = np.random.default_rng(seed)
+    variance = max(float(scores.mean(axis=0).var(ddof=1)), 1e-12)
+    noise = noise_variance(scores)
+    size = farthest - num_questions
+    times = []
+    for _ in range(FUTURES):
+        drawn = scores[rng.integers(num_questions, size=size)]
+        share = 1.0
+        if num_questions >= FIRST_FORECAST:
+            explained = noise * rng.chisquare(num_positions - 1) / (num_positions - 1)
+            share = explained / variance
+        is_shuffled = rng.random(size) < share
+        drawn[is_shuffled] = rng.permuted(drawn[is_shuffled], axis=1)
+        future = np.concatenate([scores, drawn])
+        times.append(np.min(verdict_times(future[None], margin)))
+    return np.array(times)
+
+
+def _centre_within_factor_two(times: Array) -> float:
+    """The number within a factor of two of which most of some numbers lie; infinite where most are."""
+    ordered = np.sort(times)
+    if np.isinf(ordered[len(ordered) // 2]):
+        return float("inf")
+    finite = ordered[np.isfinite(ordered)]
+    last = np.searchsorted(finite, 4 * finite, side="right") - 1
+    counts = last - np.arange(len(finite))
+    best = np.flatnonzero(counts == counts.max())
+    first = best[len(best) // 2]
+    return float(np.sqrt(finite[first] * finite[last[first]]))

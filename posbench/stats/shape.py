@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from posbench.late import pd
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.position_bias import SMALLEST_BIAS
-from posbench.stats.sequential import dominant_end, more_questions
+from posbench.stats.position_bias import CONTRAST, SMALLEST_BIAS, CurveIntervals
 
 PRIMACY = "primacy"
 RECENCY = "recency"
@@ -23,66 +21,50 @@ SHAPES = {
     RECENCY: "it favours the end of the prompt",
     MIDDLE_DROP: "it loses the middle of the prompt",
     MIDDLE_RISE: "it favours the middle of the prompt",
-    FLAT: "the ends and the middle differ by less than 10 points",
-    UNEVEN: "inner positions differ, but not the ends from the middle",
+    FLAT: "no position differs from the mean of the others by more than 10 points",
+    UNEVEN: "positions differ, but neither the beginning, the middle nor the end is favoured as a whole",
     UNCLEAR: "the shape cannot be told yet",
 }
 """Shapes of the score over the gold position, each as a clause about the model."""
+SIDES = (PRIMACY, RECENCY, MIDDLE_DROP, MIDDLE_RISE)
+"""Shapes that favour a part of the prompt."""
 WITHOUT_SIDE = (FLAT, UNEVEN, UNCLEAR)
 """Shapes that favour no part of the prompt."""
 
 NEGLIGIBLE_CONTRAST = 0.1
-"""Difference between an end of the prompt and its inner positions below which it need not be told from zero."""
+"""Difference of a position from the mean of the others, or of an end from the inner positions, that is negligible."""
 MINOR_SHARE = 1 / 3
-"""An end that differs from the inner positions by less than this share of what the other one does is a minor one."""
+"""Share of what the other end differs, or of best minus worst, below which a difference is a minor one."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the score over the gold position.
+def name_shape(curve: CurveIntervals) -> str:
+    """Name a shape by the intervals of a curve, over all its positions.
 
-    Attributes:
-        name: One of :data:`SHAPES`.
-        contrasts: First and last position minus the mean of the inner ones, in shares, with their intervals.
-        questions: Questions at each position.
-        missing: Questions at each position that would decide an unclear shape, as far as can be told.
+    Where the position bias is not surely above zero and worth naming, the shape is flat if every position is surely
+    like the others, else unclear. Where it is, the ends are compared with the inner positions (:func:`_side`), and the
+    side that this gives is named if no position contradicts it (:func:`_is_contradicted`), else the shape is uneven; so
+    it is where positions contradict all of them.
+
+    Args:
+        curve: Its intervals, either all for a number of questions that was fixed beforehand, or all for any time.
     """
+    if not is_named_bias(curve.bias):
+        return FLAT if is_flat(curve.contrasts) else UNCLEAR
+    possible_sides = [s for s in SIDES if not _is_contradicted(s, curve.contrasts)]
+    side = _side(curve.primacy, curve.recency)
+    if side in possible_sides:
+        return side
+    return UNCLEAR if side == UNCLEAR and possible_sides else UNEVEN
 
-    name: str
-    contrasts: Mapping[str, Estimate]
-    questions: int
-    missing: int = 0
 
-
-def name_shape(contrasts: Mapping[str, Estimate]) -> Shape:
-    """Name a shape by the intervals of its contrasts.
+def _side(first: Estimate, last: Estimate) -> str:
+    """The part of the prompt that is favoured by the contrasts of the first and the last position.
 
     Both ends above the inner positions are a middle drop, both below a middle rise, unless one end differs by less
     than a third of what the other does. One end that is surely the better, or the other surely the worse, gives
     primacy or recency; so does an end that differs from the inner positions, further than the other one, which is
-    like them. Ends that are both like the inner positions are flat.
-
-    Args:
-        contrasts: ``primacy`` and ``recency``: first and last position minus the mean of the inner ones.
+    like them. Ends that are both like the inner positions favour no part: uneven.
     """
-    first = contrasts["primacy"]
-    last = contrasts["recency"]
-    name = _name(first, last)
-    missing = 0
-    if name == UNCLEAR:
-        missing = max(
-            (
-                more_questions(contrast, NEGLIGIBLE_CONTRAST)
-                for contrast in (first, last)
-                if _sign(contrast) is None
-            ),
-            default=0,
-        )
-    return Shape(name, contrasts, min(first.n, last.n), missing)
-
-
-def _name(first: Estimate, last: Estimate) -> str:
-    """The name for the contrasts of the first and of the last position."""
     first_sign = _sign(first)
     last_sign = _sign(last)
     favoured_end = PRIMACY if first.value > last.value else RECENCY
@@ -92,18 +74,60 @@ def _name(first: Estimate, last: Estimate) -> str:
         if has_minor_end:
             return favoured_end
         return MIDDLE_DROP if first_sign == "higher" else MIDDLE_RISE
-    if dominant_end({PRIMACY: first, RECENCY: last}):
-        return favoured_end
-    if dominant_end({PRIMACY: _negated(first), RECENCY: _negated(last)}):
+    if _one_dominates(first, last) or _one_dominates(_negated(first), _negated(last)):
         return favoured_end
     signs = {first_sign, last_sign}
     if "like" in signs and signs & {"higher", "lower"}:
         like, other = (first, last) if first_sign == "like" else (last, first)
         if abs(other.value) > abs(like.value):
             return favoured_end
-    if _is_negligible(first) and _is_negligible(last):
-        return FLAT
-    return UNCLEAR
+    return UNEVEN if signs == {"like"} else UNCLEAR
+
+
+def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
+    """Whether a position speaks against a side.
+
+    Primacy says that the score falls over the prompt, recency that it rises, a middle drop that it falls and then
+    rises: a position contradicts that if it is surely on the wrong side of another one, by a third of best minus worst
+    or more. A middle drop also says that more than half of the inner positions are lost, each by a third of what the
+    lowest one loses or more: one lost position is no middle. A middle rise is the mirror image.
+    """
+    if side == MIDDLE_RISE:
+        return _is_contradicted(MIDDLE_DROP, [_negated(c) for c in contrasts])
+    values = [contrast.value for contrast in contrasts]
+    if side == PRIMACY:
+        return _rises(contrasts, values)
+    if side == RECENCY:
+        return _rises(contrasts[::-1], values[::-1])
+    inner = values[1:-1]
+    lowest = min(inner)
+    turn = values.index(lowest, 1)
+    end = min(values[0], values[-1])
+    num_lost = sum(end - value >= MINOR_SHARE * (end - lowest) for value in inner)
+    return (
+        2 * num_lost <= len(inner)
+        or _rises(contrasts[: turn + 1], values)
+        or _rises(contrasts[turn:][::-1], values)
+    )
+
+
+def _rises(contrasts: Sequence[Estimate], values: Sequence[float]) -> bool:
+    """Whether a position is surely better than an earlier one, by more than a minor share of best minus worst."""
+    minor = MINOR_SHARE * (max(values) - min(values))
+    return any(
+        later.value - earlier.value > minor and later.ci_low > earlier.ci_high
+        for index, earlier in enumerate(contrasts)
+        for later in contrasts[index + 1 :]
+    )
+
+
+def is_flat(contrasts: Sequence[Estimate]) -> bool:
+    """Whether every position surely differs from the mean of the others by a negligible amount.
+
+    A test of equivalence: it says so wrongly only if the one position that differs most is missed, so that the level
+    of one interval is that of the whole (intersection-union test, Berger 1982).
+    """
+    return bool(contrasts) and all(map(_is_negligible, contrasts))
 
 
 def _sign(contrast: Estimate) -> Literal["higher", "lower", "like"] | None:
@@ -116,9 +140,14 @@ def _sign(contrast: Estimate) -> Literal["higher", "lower", "like"] | None:
 
 
 def _is_negligible(contrast: Estimate) -> bool:
-    """Whether an end surely differs from the inner positions by less than is worth telling."""
+    """Whether a contrast surely differs from zero by less than is worth telling."""
     is_above = contrast.ci_low > -NEGLIGIBLE_CONTRAST
     return is_above and contrast.ci_high < NEGLIGIBLE_CONTRAST
+
+
+def _one_dominates(one: Estimate, other: Estimate) -> bool:
+    """Whether one of two contrasts is surely above zero and above the other one."""
+    return any(a.ci_low > max(0.0, b.ci_high) for a, b in ((one, other), (other, one)))
 
 
 def _negated(contrast: Estimate) -> Estimate:
@@ -129,10 +158,6 @@ def _negated(contrast: Estimate) -> Estimate:
 def shape_in_metrics(metrics: pd.DataFrame, method: str) -> str:
     """Name the shape of a method's score over the gold position, from its rows of metrics.csv.
 
-    The intervals are those of a number of questions that was fixed beforehand. A side is named only where the
-    position bias as a whole is surely above zero and worth naming; that and the interval of each contrast together
-    name a side that is not there in at most about one of twenty runs.
-
     Args:
         metrics: Rows of metrics.csv of one run.
         method: Name in its column ``method``.
@@ -140,20 +165,43 @@ def shape_in_metrics(metrics: pd.DataFrame, method: str) -> str:
     Returns:
         One of :data:`SHAPES`; empty where fewer than three positions, or their scores, can show none.
     """
-    rows = metrics[metrics["method"] == method].drop_duplicates("metric")
-    by_metric: dict[str, Any] = {row.metric: row for row in rows.itertuples()}
-    keys = ("position_bias", "primacy", "recency")
-    found = [by_metric[key] for key in keys if key in by_metric]
-    estimates = [Estimate(r.value, r.ci_low, r.ci_high, int(r.n)) for r in found]
-    if len(estimates) < len(keys) or any(pd.isna(e.ci_low) for e in estimates):
+    curve = curve_in_metrics(metrics, method)
+    if curve is None:
         return ""
-    bias, first, last = estimates
-    name = _name(first, last)
-    if is_named_bias(bias):
-        return UNEVEN if name == FLAT else name
-    if bias.ci_high < SMALLEST_BIAS:
-        return FLAT
-    return name if name == FLAT else UNCLEAR
+    name = name_shape(curve)
+    # At the floor, or near the ceiling, there is no bias to have a shape.
+    return "" if name == UNCLEAR and pd.isna(curve.bias.ci_low) else name
+
+
+def curve_in_metrics(metrics: pd.DataFrame, method: str) -> CurveIntervals | None:
+    """Read the intervals of a method's curve over the gold position.
+
+    Args:
+        metrics: Rows of metrics.csv of one run.
+        method: Name in its column ``method``.
+
+    Returns:
+        The curve, numbers about which nothing can be said NaN; None for fewer than three positions.
+    """
+    rows = metrics[metrics["method"] == method]
+    placed = rows[rows["metric"] == CONTRAST].drop_duplicates("gold_position")
+    positions = pd.to_numeric(placed["gold_position"])
+    contrasts = [
+        _estimate(row) for row in placed.loc[positions.sort_values().index].itertuples()
+    ]
+    over_all = rows[rows["gold_position"].astype(str) == "all"].drop_duplicates(
+        "metric"
+    )
+    by_metric: dict[str, Any] = {row.metric: row for row in over_all.itertuples()}
+    keys = ("position_bias", "primacy", "recency")
+    if not contrasts or not all(key in by_metric for key in keys):
+        return None
+    bias, first, last = (_estimate(by_metric[key]) for key in keys)
+    return CurveIntervals(bias, first, last, contrasts)
+
+
+def _estimate(row: Any) -> Estimate:
+    return Estimate(row.value, row.ci_low, row.ci_high, int(row.n))
 
 
 def is_named_bias(bias: Any) -> bool:

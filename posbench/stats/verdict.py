@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from posbench.late import pd
 from posbench.stats import outcomes
+from posbench.stats.findings import SMALLEST_POINTS
 from posbench.stats.frames import (
     SERVED,
     UNMODIFIED,
@@ -14,8 +15,15 @@ from posbench.stats.frames import (
     rows_at_positions,
     rows_over_all_positions,
 )
-from posbench.stats.position_bias import NEGLIGIBLE_SHARE, SMALLEST_BIAS
-from posbench.stats.shape import WITHOUT_SIDE, is_named_bias, shape_in_metrics
+from posbench.stats.position_bias import MINUS_HALF, CurveIntervals
+from posbench.stats.shape import (
+    NEGLIGIBLE_CONTRAST,
+    WITHOUT_SIDE,
+    curve_in_metrics,
+    is_flat,
+    is_named_bias,
+    shape_in_metrics,
+)
 
 CANNOT_DO = "cannot do the task"
 NO_BIAS = "no bias"
@@ -73,54 +81,74 @@ def _base_verdict(metrics: pd.DataFrame, base: str) -> Verdict | None:
     obstacle = _note(average) or _note(bias)
     if obstacle.startswith("at the floor"):
         return Verdict(CANNOT_DO, _without_problem(obstacle))
-    if obstacle.startswith("at the ceiling"):
-        reason = f"{display_name(base)} is {obstacle}"
-        if _shortfall(metrics, base) <= NEGLIGIBLE_SHARE:
-            return Verdict(NO_BIAS, reason)
-        return Verdict(CANNOT_TELL, reason)
+    curve = curve_in_metrics(metrics, base)
+    reach = _reach(curve)
+    if curve and is_flat(curve.contrasts) and not is_named_bias(curve.bias):
+        text = (
+            f"no position differs from the mean of the others by more than {100 * NEGLIGIBLE_CONTRAST:g} points: by "
+            f"at most {reach}; a smaller difference may be missed"
+        )
+        return Verdict(NO_BIAS, text)
     if obstacle or pd.isna(bias.ci_low):
-        return Verdict(CANNOT_TELL, obstacle or "too few questions for an interval")
+        text = obstacle or "too few questions for an interval"
+        if obstacle.startswith("at the ceiling"):
+            text = f"{display_name(base)} is {obstacle}"
+        return Verdict(CANNOT_TELL, text)
     measured = f"position bias of {display_name(base)} {_interval(bias)} points{_side(metrics, base)}"
-    if bias.ci_high < SMALLEST_BIAS:
-        return Verdict(NO_BIAS, f"{measured}, below {100 * SMALLEST_BIAS:g}")
     if is_named_bias(bias):
         return Verdict(BIAS, measured)
-    return Verdict(CANNOT_TELL, measured)
+    return Verdict(
+        CANNOT_TELL,
+        f"{measured}; a position may differ from the mean of the others by up to {reach}",
+    )
+
+
+def _reach(curve: CurveIntervals | None) -> str:
+    """The largest difference of a position from the mean of the others that an interval holds, with their number."""
+    if curve is None:
+        return ""
+    reach = max((max(abs(c.ci_low), abs(c.ci_high)), c.n) for c in curve.contrasts)
+    return f"{_points(reach[0])} points by the 95 % intervals, n = {reach[1]} at each position"
 
 
 def _method_verdict(metrics: pd.DataFrame, method: str, base: str) -> Verdict:
     """Whether a method removes most of a bias that is there, without lowering the average.
 
-    It is fixed if the bias falls, by :data:`FIXED_SHARE` of what it was or more, and not fixed if the
-    interval of the change excludes so large a fall, or if the average falls.
+    It is fixed if more than half of the bias is surely removed, not fixed if surely less is, or if the average surely
+    falls by an amount worth naming: the interval of the bias after minus half of the bias before decides.
     """
     before = _row(metrics, base, "position_bias")
     after = _row(metrics, method, "position_bias")
     change = _row(metrics, method, "position_bias_difference")
+    excess = _row(metrics, method, MINUS_HALF)
     gain = _score(metrics, method, "difference")
     assert before is not None
     obstacle = _note(_score(metrics, method)) or _note(after)
     if obstacle.startswith(outcomes.PROBLEM):
         return Verdict(CANNOT_TELL, f"{method}: {obstacle}")
-    if gain is not None and gain.ci_high < 0:
+    if gain is not None and gain.ci_high < -SMALLEST_POINTS / 100:
         return Verdict(
             NOT_FIXED, f"{method} lowers the average by {_points(-gain.value)} points"
         )
     was = f"position bias {_points(before.value)} points{_side(metrics, base)}"
     if obstacle.startswith("at the ceiling"):
         # The standard deviation of three or more scores between 1 - d and 1 is at most d / sqrt(3).
-        removed = before.value - _shortfall(metrics, method) / math.sqrt(3)
-        name = FIXED if removed >= FIXED_SHARE * before.value else CANNOT_TELL
+        largest_after = _shortfall(metrics, method) / math.sqrt(3)
+        is_fixed = largest_after < FIXED_SHARE * before.ci_low
+        name = FIXED if is_fixed else CANNOT_TELL
         return Verdict(name, f"{was}; {method} is {obstacle}")
     if obstacle.startswith("at the floor"):
-        return Verdict(NOT_FIXED, f"{was}; {method} is {obstacle}")
-    if after is None or change is None or obstacle or pd.isna(change.ci_low):
+        # That the average falls for sure was looked at above.
+        return Verdict(CANNOT_TELL, f"{was}; {method} is {obstacle}")
+    if None in (after, change, excess) or obstacle or pd.isna(excess.ci_low):
         return Verdict(CANNOT_TELL, obstacle or f"{method} and {base} are not compared")
-    measured = f"{was}, with {method} {_points(after.value)}: change {_interval(change)} points"
-    enough = -FIXED_SHARE * before.value
-    if change.ci_high < 0 and change.value <= enough:
+    measured = (
+        f"{was}, with {method} {_points(after.value)}: change {_interval(change)} points; "
+        f"minus half of the bias before {_interval(excess)}"
+    )
+    if excess.ci_high < 0:
         return Verdict(FIXED, measured)
-    if change.ci_low > enough:
+    if excess.ci_low > 0:
         return Verdict(NOT_FIXED, measured)
     return Verdict(CANNOT_TELL, measured)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 import posbench as library
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.course import Course
-from posbench.diagnose.outcome import Remedy
+from posbench.diagnose.outcome import Remedy, Shape
 from posbench.diagnose.race import FIRST_ROUND
 from posbench.diagnose.runs import Runs
 from posbench.diagnose.signal import answer_signal, has_no_signal, spread_over_positions
@@ -28,7 +28,6 @@ from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import prepare
 from posbench.run.budget import Budget, Stopwatch
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.shape import Shape
 from posbench.tasks import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result
@@ -124,7 +123,7 @@ def make_course(*args: str) -> Course:
     """A course whose shape was found with 30 questions at each position."""
     course = Course(args, Budget.parse("10min"), Console(quiet=True))
     contrast = Estimate(0.3, 0.2, 0.4, 30)
-    course.diagnosis.shape = Shape("primacy", {"primacy": contrast}, 30)
+    course.diagnosis.shape = Shape("primacy", {"primacy": contrast}, [contrast] * 3, 30)
     return course
 
 
@@ -237,6 +236,58 @@ def test_a_shape_that_a_budget_cut_short_goes_on_with_a_larger_one(
         )
         asked.append(len(questions_of(folder)))
     assert asked[0] == asked[1] < asked[2] == 3 * 40
+
+
+@pytest.mark.parametrize(
+    ("args", "asked", "needed", "limit", "minutes"),
+    [
+        # Of 10 min 3 went for 30 questions: 300 of them take 30 min, and a fifth more to be safe.
+        ((), 30, 300, None, range(35, 42)),
+        # Beyond what a diagnosis asks by itself the limit is typed.
+        ((), 30, 1500, "1500", range(180, 210)),
+        (("task.limit=30",), 30, 300, "300", range(35, 42)),
+        # What was typed above it is honoured.
+        (("task.limit=2000",), 30, 1500, None, range(180, 210)),
+        # A limit alone that was too low needs no larger budget.
+        (("task.limit=30",), 30, 40, "40", range(10, 11)),
+    ],
+)
+def test_the_next_command_has_the_questions_and_the_budget_that_the_verdict_asks_for(
+    args: tuple[str, ...],
+    asked: int,
+    needed: int,
+    limit: str | None,
+    minutes: range,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    course = make_course("model=tiny", *args)
+    course.diagnosis.verdict = "cannot tell"
+    course.diagnosis.needed_questions = needed
+    course.runs.seconds_of_run["shape"] = 180.0
+    monkeypatch.setattr(Allowance, "spent", 180.0)
+    following = shlex.split(course._next_command())
+    settings = dict(arg.split("=", 1) for arg in following[2:])
+    typed = dict(arg.split("=", 1) for arg in args)
+    assert settings.get("task.limit") == (limit or typed.get("task.limit"))
+    assert int(settings["budget"].removesuffix("min")) in minutes
+    assert len(following) == len(settings) + 2, "each key once"
+
+
+def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> None:
+    document = {"title": "title", "text": "text", "isgold": False}
+    documents = [document | {"isgold": True}, *[document] * 9]
+    rows = [
+        {"question": f"question {n}", "answers": ["yes"], "ctxs": documents}
+        for n in range(30)
+    ]
+    data = tmp_path / "nq.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    course = make_course("model=tiny")
+    task = NQMultiDoc(path=str(data), limit=20, documents=10, positions=(0, 4, 9))
+    course.config = replace(course.config, task=task)
+    course.diagnosis.verdict = "cannot tell"
+    course.diagnosis.needed_questions = 500
+    assert course._next_command() == f"add questions to {data}: it has 30"
 
 
 def prepared(*args: str) -> list[Config]:

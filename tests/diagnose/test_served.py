@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 
+from posbench.stats.verdict import run_verdict
 from tests.conftest import Result
 from tests.messages import assert_line_names, assert_refused
 from tests.server import Server, gold_position, right_value, serving
@@ -69,6 +73,41 @@ def test_a_planted_primacy_is_found_and_nothing_is_said_of_the_inside(
     assert_line_names(result.out, "requests", "tokens", "price unknown")
     prompts = result.out.index("requests"), result.out.index("evaluate")
     assert prompts[0] < prompts[1], "the price stands before the first prompt"
+
+
+def test_one_lost_position_is_a_bias_without_a_side(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    """Its ends are like the inner positions on average: "no bias" was said beside the run's own "bias"."""
+    server.answer = reader(lambda position: position != 3)
+    result, found = diagnose("task.positions=[0,1,2,3,5,7]")
+    assert result.status == 0, result.err
+    assert (found["verdict"], found["shape"]["name"]) == ("bias", "uneven")
+    assert "has an uneven bias" in found["headline"]
+    metrics = pd.read_csv(Path(found["runs"]["shape"]) / "metrics.csv")
+    verdict = run_verdict(metrics.assign(note=metrics["note"].fillna("")))
+    assert verdict == (found["verdict"], found["reason"])
+
+
+def test_a_reader_that_cannot_be_told_yet_gets_the_questions_that_would_tell(
+    diagnose: Callable[..., tuple[Result, dict[str, Any]]], server: Server
+) -> None:
+    """Right four times of five, whatever the position."""
+
+    def answer(prompt: str) -> str:
+        luck = zlib.crc32(prompt.encode()) % 5
+        return right_value(prompt) if luck else "bal"
+
+    server.answer = answer
+    result, found = diagnose("task.limit=25", "budget=2min")
+    assert result.status == 0, result.err
+    assert found["verdict"] == "cannot tell"
+    needed = found["needed_questions"]
+    assert 200 < needed < 900
+    assert f"up to about {needed} questions at each position in all" in found["reason"]
+    following = dict(arg.split("=", 1) for arg in shlex.split(found["next"])[2:])
+    assert following["task.limit"] == str(needed)
+    assert following["budget"].endswith("min")
 
 
 @pytest.mark.slow

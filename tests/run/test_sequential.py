@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from posbench.run.folder import open_run_dir
 from posbench.run.sequential import tuples_of_examples
+from posbench.stats.sequential import curve_intervals
 from posbench.tasks import Example
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused
@@ -41,6 +43,12 @@ def test_tuples_that_share_a_question_are_none() -> None:
     assert tuples_of_examples(crossed) == []
 
 
+def intervals_of(folder: Path) -> pd.DataFrame:
+    """The contrasts of the positions in metrics.csv of a run."""
+    metrics = pd.read_csv(folder / "metrics.csv")
+    return metrics[metrics["metric"] == "position_contrast"]
+
+
 def test_a_run_stops_when_the_shape_is_decided(
     posbench: POSBENCH, outputs: Path
 ) -> None:
@@ -53,9 +61,21 @@ def test_a_run_stops_when_the_shape_is_decided(
     rows = out.rows("predictions.jsonl")
     counts = pd.DataFrame(rows)["gold_position"].value_counts()
     assert set(counts) == {asked}
-    shape = pd.read_csv(folder / "shape.csv")
-    assert list(shape["contrast"]) == ["primacy", "recency"]
-    assert (shape["n"] == asked).all() and (shape["ci_low"] > 0).all()
+    # The intervals of the shape hold although the answers decided when it stopped.
+    stopped = intervals_of(folder)
+    assert (stopped["n"] == asked).all()
+    scores = np.array(
+        [
+            [row["scores"]["accuracy"] for row in rows if row["gold_position"] == p]
+            for p in sorted(counts.index)
+        ]
+    ).T
+    expected = curve_intervals(scores)
+    np.testing.assert_allclose(
+        stopped[["value", "ci_low", "ci_high"]],
+        [e[:3] for e in expected.contrasts],
+        atol=1e-6,
+    )
 
     # The same command shows it; without the rule the run goes on, and keeps these rows.
     repeated = posbench(*EVALUATE, *DECIDE)
@@ -68,7 +88,10 @@ def test_a_run_stops_when_the_shape_is_decided(
     }
     assert len(all_rows) == 9 * 100
     assert all(all_rows[row["id"]]["output"] == row["output"] for row in rows)
-    assert (pd.read_csv(folder / "shape.csv")["n"] == 100).all()
+    complete = intervals_of(folder)
+    assert (complete["n"] == 100).all()
+    # A number of questions that was chosen beforehand has narrower ones.
+    assert (complete["ci_high"] - complete["ci_low"]).max() < 0.3
 
 
 def test_a_sweep_stops_each_job_as_it_stops_alone(

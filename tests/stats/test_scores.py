@@ -12,7 +12,12 @@ from scipy.stats import binomtest
 
 from posbench.report.tables import subset_table
 from posbench.stats.bootstrap import mean, paired, tail, wilson
-from posbench.stats.position_bias import STATISTICS, score_limit_note
+from posbench.stats.position_bias import (
+    CONTRAST,
+    MINUS_HALF,
+    STATISTICS,
+    score_limit_note,
+)
 from posbench.stats.scores import METRIC_COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
 from tests.messages import assert_names
@@ -69,9 +74,14 @@ def test_tidy_by_hand() -> None:
         and one.seed == 7
     )
     # The rest sums up the curves.
-    assert {metric.removesuffix("_difference") for _, _, metric in rows} == set(
-        STATISTICS
-    )
+    contrasts = [rows.pop(("none", p, CONTRAST)).value for p in places[:3]]
+    assert contrasts == pytest.approx([1 - 1 / 2, 1 / 4 - 7 / 8, 3 / 4 - 5 / 8])
+    equal = [rows.pop(("scaled", p, CONTRAST)).value for p in places[:3]]
+    assert equal == pytest.approx([0, 0, 0])
+    assert {metric.removesuffix("_difference") for _, _, metric in rows} == {
+        *STATISTICS,
+        MINUS_HALF,
+    }
     plain, scaled = (
         {key[2]: r for key, r in rows.items() if key[0] == m}
         for m in ("none", "scaled")
@@ -87,7 +97,7 @@ def test_tidy_by_hand() -> None:
     # 3 of 4 everywhere may be always: nothing is said of the bias, nor of its difference.
     assert {r.note.split(":")[0] for r in scaled.values()} == {
         "too few questions"
-    } and len(scaled) == 10
+    } and len(scaled) == 11
     assert all(
         np.isnan([r.value, r.ci_low, r.ci_high]).all() and r.n == 12
         for r in scaled.values()

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from posbench.stats.scores import Tabulator
+from posbench.stats.shape import shape_in_metrics
 from posbench.stats.verdict import (
     BIAS,
     CANNOT_DO,
@@ -26,8 +27,17 @@ from posbench.stats.verdict import (
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.messages import assert_names
+from tools.verdicts import (
+    FIXED_QUESTIONS,
+    method_scores,
+    metrics_of,
+    simulated_scores,
+    stopped_shape,
+    verdict_name,
+)
 
 FLAT = (0.6, 0.6, 0.6, 0.6, 0.6)
+ONE_LOST = (0.9, 0.9, 0.35, 0.9, 0.9)
 MIDDLE_LOST = (0.9, 0.5, 0.3, 0.5, 0.9)
 HALFWAY = (0.9, 0.78, 0.7, 0.78, 0.9)
 SOLVED = (1.0, 1.0, 1.0, 1.0, 1.0)
@@ -80,8 +90,9 @@ def verdict_of(
         (5, {"none": NOTHING}, CANNOT_TELL),
         (100, {"none": SOLVED}, NO_BIAS),
         (20, {"none": SOLVED}, CANNOT_TELL),
-        (3000, {"none": FLAT}, NO_BIAS),
+        (600, {"none": FLAT}, NO_BIAS),
         (40, {"none": FLAT}, CANNOT_TELL),
+        (300, {"none": ONE_LOST}, BIAS),
         (100, {"none": MIDDLE_LOST}, BIAS),
         (100, {"none": MIDDLE_LOST, "x": SOLVED}, FIXED),
         (300, {"none": MIDDLE_LOST, "x": (0.9, 0.85, 0.85, 0.85, 0.9)}, FIXED),
@@ -92,7 +103,7 @@ def verdict_of(
         (300, {"none": MIDDLE_LOST, "x": NOTHING}, NOT_FIXED),
         (100, {"none": NOTHING, "x": NOTHING}, CANNOT_DO),
         (100, {"none": NOTHING, "x": SOLVED}, CANNOT_TELL),
-        (3000, {"none": FLAT, "x": SOLVED}, NO_BIAS),
+        (600, {"none": FLAT, "x": SOLVED}, NO_BIAS),
     ],
 )
 def test_the_verdict_follows_what_was_planted(
@@ -128,6 +139,80 @@ def test_a_method_that_changes_nothing_fixes_nothing() -> None:
         luck = rng.normal(0, 0.01, 5)
         again = tuple(float(share) for share in np.clip(MIDDLE_LOST + luck, 0, 1))
         assert verdict_of(60, seed, none=MIDDLE_LOST, x=again).name != FIXED
+
+
+@pytest.mark.parametrize("questions", [20, 60])
+def test_a_method_that_removes_a_quarter_of_a_bias_is_no_fix(questions: int) -> None:
+    """At 20 questions one of ten was called a fix; docs/metrics.md has more simulations."""
+    rng = np.random.default_rng(questions)
+    names = [verdict_name(method_scores(rng, 0.25, questions)) for _ in range(20)]
+    assert names.count(FIXED) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("questions", [20, 60, 200])
+def test_a_fix_is_sure(questions: int) -> None:
+    rng = np.random.default_rng(questions)
+    for removed, most in ((0.0, 0), (0.25, 10), (0.5, 16)):
+        names = [
+            verdict_name(method_scores(rng, removed, questions)) for _ in range(200)
+        ]
+        assert names.count(FIXED) <= most
+
+
+def test_a_method_that_removes_a_bias_is_a_fix_or_cannot_be_told() -> None:
+    """No change of the average by chance, and no score too low to be sure of, makes it "not fixed"."""
+    rng = np.random.default_rng(0)
+    names = [verdict_name(method_scores(rng, 1.0, 60)) for _ in range(20)]
+    assert names.count(FIXED) >= 16
+    names += [verdict_name(method_scores(rng, 1.0, 20)) for _ in range(20)]
+    assert set(names) <= {FIXED, CANNOT_TELL}
+
+
+def test_a_fix_at_the_ceiling_is_as_sure_as_another() -> None:
+    """Few questions leave a score of 100 % wide: what remains of the bias may be more than half of a small one."""
+    before = (1.0, 0.9, 0.8, 0.9, 1.0)
+    nearly_solved = (0.98, 0.98, 0.98, 0.98, 0.98)
+    assert verdict_of(100, none=before, x=nearly_solved).name == CANNOT_TELL
+    assert verdict_of(600, none=before, x=nearly_solved).name == FIXED
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
+def test_a_reader_without_bias_is_told_so_in_a_number_of_questions_chosen_beforehand(
+    share: float,
+) -> None:
+    rng = np.random.default_rng(1)
+    questions = FIXED_QUESTIONS[share]
+    runs = [simulated_scores(rng, [share] * 3, questions, runs=1)[0] for _ in range(10)]
+    names = [verdict_name({"none": scores}) for scores in runs]
+    assert names.count(NO_BIAS) >= 7 and names.count(BIAS) <= 1
+
+
+def test_no_bias_says_its_margin_and_what_it_would_have_missed() -> None:
+    verdict = verdict_of(600, none=FLAT)
+    assert "by more than 10 points" in verdict.reason
+    reach = float(verdict.reason.split("at most ")[1].split()[0])
+    assert 3 < reach < 10 and "n = 600" in verdict.reason
+
+
+def test_a_run_that_stops_when_it_knows_has_the_verdict_of_its_rule() -> None:
+    """The rule that stops a run and its verdict look at the same intervals."""
+    rng = np.random.default_rng(2)
+    for shares, name in (((0.95,) * 3, NO_BIAS), (ONE_LOST, BIAS), (MIDDLE_LOST, BIAS)):
+        scores = simulated_scores(rng, shares, 400)
+        shape, curve = stopped_shape(scores)
+        asked = scores[: curve.contrasts[0].n]
+        metrics = metrics_of({"none": asked}, {"none": curve})
+        verdict = run_verdict(metrics)
+        assert verdict is not None and verdict.name == name
+        assert shape_in_metrics(metrics, "none") == shape
+        # By intervals for a fixed number of questions it may be more sure than it is.
+        fixed = metrics_of({"none": asked})
+        widths = [
+            (table["ci_high"] - table["ci_low"])[table["metric"] == "position_contrast"]
+            for table in (metrics, fixed)
+        ]
+        assert (widths[0].to_numpy() > widths[1].to_numpy()).all()
 
 
 def test_two_positions_have_no_verdict() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv, write_text
-from posbench.late import pd
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
@@ -24,10 +23,9 @@ from posbench.run.replies import (
 )
 from posbench.run.sequential import ShapeRule
 from posbench.search.base import note_verdict
-from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import is_scorable
+from posbench.stats.position_bias import CurveIntervals
 from posbench.stats.scores import Tabulator
 from posbench.stats.verdict import run_verdict
 from posbench.tasks import Example, Task
@@ -37,8 +35,7 @@ METRICS = "metrics.csv"
 FILE = PREDICTIONS
 """The rows of this stage; each stage with rows calls their file so."""
 SUBSETS = "subsets.csv"
-SHAPE = "shape.csv"
-TABLES = (METRICS, SUBSETS, SHAPE)
+TABLES = (METRICS, SUBSETS)
 
 
 def run(config: Config, run: Run) -> None:
@@ -54,11 +51,8 @@ def run(config: Config, run: Run) -> None:
     facts["questions"] = _questions_checksum(run.evaluation)
     run.out.write_json(PROMPTS, facts)
     methods = run.methods()
-    shape_rule = None
-    if run.runtime.round_questions:
-        shape_rule = ShapeRule(task.metric, next(iter(methods)), run.evaluation)
     if run.runtime.until:
-        run.shape_rule = shape_rule
+        run.shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
     rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded)
     is_decided = bool(run.shape_rule and run.shape_rule.stopped)
     stopped = next(
@@ -73,27 +67,22 @@ def run(config: Config, run: Run) -> None:
     if config.budget and stopped:
         unit, size = config.budget.amount
         budget = {unit: size}
-    run.out.mark(STAGE, stopped=stopped, decided=is_decided, budget=budget)
+    facts_of_stop = {"stopped": stopped, "decided": is_decided, "budget": budget}
+    run.out.mark(STAGE, **facts_of_stop, until=run.runtime.until)
     run.out.mark(PREDICTIONS, key=unmodified_key, done=not stopped)
-    if shape_rule:
-        _write_shape(run.out, shape_rule.intervals(rows_by_method[shape_rule.method]))
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
     all_rows = [row for rows in rows_by_method.values() for row in rows]
     resamples = run.runtime.resamples
-    if not write_metrics(task, run.model.name, resamples, run.out, all_rows):
+    anytime = run.shape_rule.intervals(all_rows) if run.shape_rule else {}
+    if not write_metrics(task, run.model.name, resamples, run.out, all_rows, anytime):
         reason = f"{task.name} publishes no answers for them"
         run.console.print(f"evaluate: nothing is scored, {reason}")
 
 
-def _write_shape(out: RunDir, intervals: Mapping[str, Estimate]) -> None:
-    """Write the intervals of the shape, which hold although a run may stop between its rounds."""
-    rows = [
-        {"contrast": name, **estimate_row(estimate), "n": estimate.n}
-        for name, estimate in intervals.items()
-    ]
-    if rows:
-        write_csv(out.path / SHAPE, pd.DataFrame(rows))
+def _shape_rule(task: Task, method: str, examples: Sequence[Example]) -> ShapeRule:
+    """The rule that ends a run once the shape of its scores under a method is decided."""
+    return ShapeRule(task.metric, method, examples, task.chance or 0.0)
 
 
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
@@ -149,7 +138,12 @@ def _questions_checksum(examples: Sequence[Example]) -> str:
 
 
 def write_metrics(
-    task: Task, model: str, resamples: int, out: RunDir, rows: Sequence[Row]
+    task: Task,
+    model: str,
+    resamples: int,
+    out: RunDir,
+    rows: Sequence[Row],
+    anytime: Mapping[str, CurveIntervals] | None = None,
 ) -> bool:
     """Tabulate scored rows into metrics.csv and subsets.csv.
 
@@ -159,6 +153,7 @@ def write_metrics(
         resamples: Bootstrap draws behind an interval.
         out: The run folder.
         rows: Rows of all methods.
+        anytime: See :func:`posbench.stats.position_bias.statistic_rows`.
 
     Returns:
         Whether any row has a score, or would have one if it had been answered; else no file is written.
@@ -176,7 +171,7 @@ def write_metrics(
         seed=getattr(task, "seed", 0),
         thinking_tokens=served.get("thinking_tokens"),
     )
-    write_csv(out.path / METRICS, tabulator.metrics(ordered))
+    write_csv(out.path / METRICS, tabulator.metrics(ordered, anytime))
     # From what was written, as page and card are.
     note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
     subsets = tabulator.subsets(ordered)
@@ -233,11 +228,12 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
     if num_changed:
         out.mark(PREDICTIONS, key=None, **{RESCORED: True})
         out.write_rows(PREDICTIONS, rows)
-    write_metrics(task, model, resamples, out, valid_rows)
-    if (out.path / SHAPE).is_file():
-        # The rule looks at the first method, whose rows come first.
-        rule = ShapeRule(task.metric, rows[0]["method"], list(examples.values()))
-        _write_shape(out, rule.intervals(valid_rows))
+    anytime = {}
+    if out.stage(STAGE).get("until"):
+        # The rule looked at the first method, whose rows come first.
+        rule = _shape_rule(task, rows[0]["method"], list(examples.values()))
+        anytime = rule.intervals(valid_rows)
+    write_metrics(task, model, resamples, out, valid_rows, anytime)
     return num_changed
 
 
