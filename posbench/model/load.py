@@ -327,10 +327,12 @@ def _load_checkpoint(
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
+            dtype = _dtype(config, target)
             model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=_dtype(config, target),
+                dtype=dtype,
                 attn_implementation=kernel,
+                experts_implementation=_experts_kernel(checkpoint.facts, dtype),
                 use_safetensors=True,
                 device_map=device_map or {"": target},
                 max_memory=max_memory,
@@ -349,6 +351,20 @@ def _dtype(config: ModelConfig, device: torch.device) -> str:
     if config.dtype == "auto" and device.type == "cpu":
         return "float32"
     return config.dtype
+
+
+def _experts_kernel(config: PreTrainedConfig, dtype: str) -> str | None:
+    """The implementation of experts to load with; None leaves the choice to transformers.
+
+    Its fast one knows no float64.
+
+    Args:
+        config: Of the model.
+        dtype: The weight type; ``auto`` is that of the config.
+    """
+    if dtype == "auto":
+        dtype = str(config.get_text_config().dtype).removeprefix("torch.")
+    return "eager" if dtype == "float64" else None
 
 
 def load_without_weights(
@@ -371,7 +387,11 @@ def load_without_weights(
         # from_config takes no "auto", which is what it does by itself.
         settings = {} if dtype == "auto" else {"dtype": dtype}
         model = transformers.AutoModelForCausalLM.from_config(
-            checkpoint.facts, attn_implementation=kernel, **settings
+            checkpoint.facts,
+            attn_implementation=kernel,
+            # The other kernels of experts know one dtype on the meta device, or none.
+            experts_implementation="batched_mm",
+            **settings,
         )
     return _with_reader(config, checkpoint, model)
 
