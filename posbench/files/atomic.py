@@ -177,8 +177,12 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
     """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
-    text = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
-    write_text(path, text)
+    write_text(path, csv_text(frame))
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """What :func:`write_csv` writes of a table."""
+    return frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
 
 
 def round_values(values: Any, digits: int = 6) -> Any:

@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, write_csv, write_text
+from posbench.files.atomic import Row, csv_text, write_csv, write_text
 from posbench.late import pd
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
-from posbench.run.folder import PREDICTIONS, RESCORED, RunDir, was_rescored
+from posbench.run.folder import (
+    PREDICTIONS,
+    RESCORED,
+    RunDir,
+    json_text,
+    was_rescored,
+)
 from posbench.run.replies import (
     STAGE,
     is_cut,
@@ -38,6 +44,8 @@ FILE = PREDICTIONS
 SUBSETS = "subsets.csv"
 SHAPE = "shape.csv"
 TABLES = (METRICS, SUBSETS, SHAPE)
+SUBMISSION = "submission"
+"""Folder of the files for a benchmark's leaderboard, by method."""
 
 
 def run(config: Config, run: Run) -> None:
@@ -90,24 +98,65 @@ def run(config: Config, run: Run) -> None:
 
 def _write_shape(out: RunDir, intervals: Mapping[str, Estimate]) -> None:
     """Write the intervals of the shape, which hold although a run may stop between its rounds."""
+    table = _shape_table(intervals)
+    if len(table):
+        write_csv(out.path / SHAPE, table)
+
+
+def _shape_table(intervals: Mapping[str, Estimate]) -> pd.DataFrame:
+    """The intervals of the shape as a table."""
     rows = [
         {"contrast": name, **estimate_row(estimate), "n": estimate.n}
         for name, estimate in intervals.items()
     ]
-    if rows:
-        write_csv(out.path / SHAPE, pd.DataFrame(rows))
+    return pd.DataFrame(rows)
 
 
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
     """Write the replies under a method as the benchmark's leaderboard takes them, where it has one."""
-    outputs = {row["id"]: str(row["output"]) for row in rows}
-    # A run that stopped at its budget did not ask all of them.
-    replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
-    for name, text in run.task.submission(replies).items():
-        path = run.out.path / "submission" / method / name
+    for name, text in _submission(run, rows).items():
+        path = run.out.path / SUBMISSION / method / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
         run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
+
+
+def _submission(run: Run, rows: Sequence[Row]) -> dict[str, str]:
+    """Texts of the files for the benchmark's leaderboard, by name; none where it has none."""
+    outputs = {row["id"]: str(row["output"]) for row in rows}
+    # A run that stopped at its budget did not ask all of them.
+    replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
+    return dict(run.task.submission(replies))
+
+
+def files_of_rows(
+    run: Run, encoded: Mapping[str, Encoded], rows: Sequence[Row]
+) -> dict[str, str]:
+    """Make the files of this stage again from its rows, which are not changed.
+
+    Args:
+        run: The finished run.
+        encoded: The prompts by the id of their example.
+        rows: Rows of all methods, without those that failed.
+
+    Returns:
+        Their texts by name, as the stage wrote them; a file that it did not write is left out.
+    """
+    facts = _prompt_facts(run.evaluation, encoded)
+    facts["questions"] = _questions_checksum(run.evaluation)
+    files = {PROMPTS: json_text(facts)}
+    tabulator = _tabulator(run.task, run.model.name, run.runtime.resamples, run.out)
+    tables = _score_tables(tabulator, rows)
+    methods = list(run.method.methods())
+    if run.runtime.round_questions:
+        rule = ShapeRule(run.task.metric, methods[0], run.evaluation)
+        tables[SHAPE] = _shape_table(rule.intervals(rows))
+    files |= {name: csv_text(table) for name, table in tables.items() if len(table)}
+    for method in methods:
+        replies = [row for row in rows if row["method"] == method]
+        for name, text in _submission(run, replies).items():
+            files[f"{SUBMISSION}/{method}/{name}"] = text
+    return files
 
 
 def fill(runs: Sequence[Run]) -> None:
@@ -165,12 +214,21 @@ def write_metrics(
     Returns:
         Whether any row has a score; else no file is written.
     """
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
-    if not any(row["scores"] for row in ordered):
+    tables = _score_tables(_tabulator(task, model, resamples, out), rows)
+    if not tables:
         return False
+    write_csv(out.path / METRICS, tables[METRICS])
+    # From what was written, as page and card are.
+    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
+    if len(tables[SUBSETS]):
+        write_csv(out.path / SUBSETS, tables[SUBSETS])
+    return True
+
+
+def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator:
+    """What tabulates the rows of a run; the arguments are those of :func:`write_metrics`."""
     served = out.config().get("model") or {}
-    tabulator = Tabulator(
+    return Tabulator(
         task=task,
         model=model,
         unmodified=UNMODIFIED,
@@ -178,13 +236,15 @@ def write_metrics(
         seed=getattr(task, "seed", 0),
         thinking_tokens=served.get("thinking_tokens"),
     )
-    write_csv(out.path / METRICS, tabulator.metrics(ordered))
-    # From what was written, as page and card are.
-    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
-    subsets = tabulator.subsets(ordered)
-    if len(subsets):
-        write_csv(out.path / SUBSETS, subsets)
-    return True
+
+
+def _score_tables(tabulator: Tabulator, rows: Sequence[Row]) -> dict[str, pd.DataFrame]:
+    """The tables of scored rows of all methods, by the name of their file; none where no row has a score."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
+    if not any(row["scores"] for row in ordered):
+        return {}
+    return {METRICS: tabulator.metrics(ordered), SUBSETS: tabulator.subsets(ordered)}
 
 
 def _undo_rescore(run: Run) -> None:
