@@ -134,9 +134,10 @@ class Audit:
             parts.append(f"{self.ties} part where rounding decides between two tokens")
         if self.differences:
             first = self.differences[0]
+            distance = "" if math.isinf(first.nats) else f", by {first.nats:.3g} nats"
             parts.append(
                 f"{len(self.differences)} differ, first {first.method} {first.id} "
-                f"({first.field}, by {first.nats:.3g} nats)"
+                f"({first.field}{distance})"
             )
         return f"{made}: {', '.join(parts)}."
 
@@ -189,7 +190,9 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
     rows = [
         row
         for row in run.out.rows_without_error(PREDICTIONS)
-        if row.get("method") in methods and row.get("id") in examples
+        if row.get("method") in methods
+        and row.get("id") in examples
+        and "output" in row
     ]
     count = min(len(rows), max(MIN_ROWS, math.ceil(share * len(rows))))
     chosen = random.Random(seed).sample(rows, count)
@@ -269,6 +272,9 @@ def find_faults(run: Run) -> list[str]:
     for row in planned:
         if "error" in row:
             continue
+        if "output" not in row:
+            faults.append(f"row {row['method']} {row['id']} has no output")
+            continue
         example = examples[row["id"]]
         method = methods[row["method"]]
         prompt = encoded[example.id]
@@ -293,8 +299,8 @@ def find_faults(run: Run) -> list[str]:
         ]
         field = _first_difference(row, expected) or next(iter(lacking), "")
         if field:
-            value, right = row.get(field), expected.get(field, "absent")
-            what = f"{field} is {value}, not {right}"
+            right = expected.get(field, "absent")
+            what = f"{field} is {row.get(field)}, not {right}"
             faults.append(f"row {row['method']} {row['id']}: {what}")
     return faults + _faults_of_files(run, encoded, planned)
 
@@ -325,11 +331,12 @@ def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> li
     }
     for method, name in sorted(planned - counts.keys()):
         faults.append(f"row {method} {name} is missing")
-    for (method, name), count in counts.items():
-        if (method, name) not in planned:
-            faults.append(f"row {method} {name} is none that the run planned")
+    for key, count in counts.items():
+        words = f"row {key[0]} {key[1]}"
+        if key not in planned:
+            faults.append(f"{words} is none that the run planned")
         elif count > 1:
-            faults.append(f"row {method} {name} stands {count} times")
+            faults.append(f"{words} stands {count} times")
     return faults
 
 
@@ -337,23 +344,23 @@ def _faults_of_files(
     run: Run, encoded: Mapping[str, Encoded], rows: Sequence[Row]
 ) -> list[str]:
     """Files of the stage evaluate that are not what follows from its rows."""
-    answered = [row for row in rows if "error" not in row]
+    answered = [row for row in rows if "error" not in row and "output" in row]
     expected = evaluate.files_of_rows(run, encoded, answered)
     faults = []
     for name in {*expected, *evaluate.TABLES}:
         file = run.out.path / name
         text = file.read_text() if file.is_file() else None
-        right = expected.get(name)
-        if text == right:
+        remade = expected.get(name)
+        if text == remade:
             continue
         if text is None:
             faults.append(f"{name} is missing")
-        elif right is None:
+        elif remade is None:
             faults.append(f"{name} does not follow from the rows")
         elif not name.endswith(".csv"):
             faults.append(f"{name} is not that of the rows")
         else:
-            cell = _differing_cell(text, right)
+            cell = _differing_cell(text, remade)
             if cell:
                 faults.append(f"{name} is not that of the rows: {cell}")
     return sorted(faults)
