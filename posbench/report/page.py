@@ -39,6 +39,7 @@ from posbench.report.text import (
     headline,
     run_title,
     study_answer,
+    template_sentence,
 )
 from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RESCORED, open_run_dir
 from posbench.run.method import METHOD_FILE, typed_in_place
@@ -222,9 +223,15 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 
 def describe_prompts(folder: Path) -> str:
-    """How many prompts were cut, and what a server did with them; often empty."""
+    """How many prompts were cut, what made them vary, and what a server did with them; often empty."""
     rows = open_run_dir(folder).rows_without_error(PREDICTIONS)
-    return " ".join(filter(None, [describe_cut_prompts(rows), describe_server(rows)]))
+    facts = read_json(folder / "prompts.json") or {}
+    sentences = [
+        describe_cut_prompts(rows),
+        template_sentence(facts.get("template_reads", ())),
+        describe_server(rows),
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def describe_audit(folder: Path) -> str:

@@ -279,6 +279,20 @@ def describe_cut_prompts(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{len(lengths)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 
+def template_sentence(sources: Sequence[str]) -> str:
+    """That the prompts of a run are not the same the next time; empty without what the chat template reads.
+
+    Args:
+        sources: See :meth:`posbench.model.encode.Encoder.template_sources`.
+    """
+    if not sources:
+        return ""
+    return (
+        f"The chat template reads {' and '.join(sources)}: "
+        "the same command asks other prompts at another time."
+    )
+
+
 def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     """What a server did with the prompts; empty for a model in this process."""
     rows = list(rows)

@@ -98,3 +98,32 @@ def test_experts_run_in_every_dtype(name, dtype, tmp_path, posbench, small):
     assert "parameters" in valid.out
     result = posbench(*command)
     assert result.status == 0, result.err
+
+
+@pytest.mark.parametrize("reads_clock", [True, False])
+def test_a_template_that_reads_the_clock_is_told(
+    reads_clock, tmp_path, posbench, outputs
+):
+    folder = _checkpoint("qwen2", tmp_path / "dated")
+    date = "{{ strftime_now('%d %b %Y') }}" if reads_clock else "26 Jul 2024"
+    shown = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(f"Today: {date}. {shown}")
+    command = [
+        f"model={folder}",
+        "method=none",
+        "task.pairs=4",
+        "task.positions=[0,1,3]",
+        "task.limit=2",
+        "task.max_new_tokens=1",
+        "runtime.device=cpu",
+        "runtime.threads=1",
+        "runtime.resamples=100",
+        "stages=[evaluate,report]",
+    ]
+    valid = posbench("validate", *command)
+    result = posbench(*command)
+    assert result.status == 0, result.err
+    (run,) = run_folders(outputs)
+    page = (run / "report.html").read_text()
+    for text in (valid.out + valid.err, result.out + result.err, page):
+        assert ("template reads the clock" in " ".join(text.split())) == reads_clock

@@ -9,6 +9,7 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.files.atomic import Row, csv_text, write_csv, write_text
 from posbench.late import pd
+from posbench.measure.replies import template_sources
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
@@ -57,9 +58,7 @@ def run(config: Config, run: Run) -> None:
     _undo_rescore(run)
     unmodified_key = run.share_unmodified(PREDICTIONS)
     encoded = run.prompts.encode(run.evaluation)
-    facts = _prompt_facts(run.evaluation, encoded)
-    facts["questions"] = _questions_checksum(run.evaluation)
-    run.out.write_json(PROMPTS, facts)
+    run.out.write_json(PROMPTS, _prompt_facts(run, encoded))
     methods = run.methods()
     shape_rule = None
     if run.runtime.round_questions:
@@ -142,9 +141,7 @@ def files_of_rows(
     Returns:
         Their texts by name, as the stage wrote them; a file that it did not write is left out.
     """
-    facts = _prompt_facts(run.evaluation, encoded)
-    facts["questions"] = _questions_checksum(run.evaluation)
-    files = {PROMPTS: json_text(facts)}
+    files = {PROMPTS: json_text(_prompt_facts(run, encoded))}
     tabulator = _tabulator(run.task, run.model.name, run.runtime.resamples, run.out)
     tables = _score_tables(tabulator, rows)
     methods = list(run.method.methods())
@@ -168,10 +165,9 @@ def fill(runs: Sequence[Run]) -> None:
     plan.fill(first, PREDICTIONS, STAGE, compute)
 
 
-def _prompt_facts(
-    examples: Sequence[Example], encoded: Mapping[str, Encoded]
-) -> dict[str, Any]:
-    """The first prompt of each subset as the model reads it, and a checksum over all prompts of the run."""
+def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
+    """The first prompt of each subset as the model reads it, and checksums over all prompts and questions."""
+    examples = run.evaluation
     total = hashlib.sha256()
     first_of_subset: dict[str, dict[str, Any]] = {}
     for example in examples:
@@ -184,11 +180,17 @@ def _prompt_facts(
                 "sha256": hashlib.sha256(prompt.text.encode()).hexdigest(),
                 "text": prompt.text,
             }
-    return {
+    facts = {
         "sha256": total.hexdigest(),
         "prompts": len(examples),
         "first": first_of_subset,
+        "questions": _questions_checksum(examples),
     }
+    if run.encoder.tokenizer:
+        sources = template_sources(run.encoder, examples)
+        if sources:
+            facts["template_reads"] = sources
+    return facts
 
 
 def _questions_checksum(examples: Sequence[Example]) -> str:
