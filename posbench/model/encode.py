@@ -116,7 +116,7 @@ class Encoder:
         return text + prefill
 
     def template_sources(
-        self, prompt: str, *, chat: bool = True, system: str = "", **form: Any
+        self, prompt: str, *, chat: bool = True, system: str = ""
     ) -> list[str]:
         """What the chat template reads beside its messages: ``the clock``, ``random numbers``; often nothing.
 
@@ -124,9 +124,8 @@ class Encoder:
 
         Args:
             prompt: A prompt of the task.
-            chat: See :meth:`render`, as ``system`` and ``form``.
+            chat: See :meth:`render`.
             system: The system message.
-            **form: What does not go through the template.
         """
 
         def text(moment: datetime, seed: int) -> str:
