@@ -74,7 +74,7 @@ Verbs (posbench VERB --help says more):
   validate      compose and check configs without running them
   report        redraw a run or a sweep; write a gallery of many runs
   rescore       score the saved replies of a run again, without a model
-  audit         make some replies of a run again, each prompt alone, and compare
+  audit         prove a run: its rows, tables and some replies made again
   show          show prompts, expected answers, replies and scores of a run
   export        write a method into a checkpoint, an adapter or code
   verify        load an export and compare it with the method

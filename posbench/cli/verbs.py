@@ -26,7 +26,7 @@ from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import ComposedConfig, compose
 from posbench.pipeline.config import Config, check_config, needs
 from posbench.pipeline.execute import recorded_config, set_threads
-from posbench.pipeline.identity import need_same_contents
+from posbench.pipeline.identity import model_identity, need_same_contents, run_contents
 from posbench.pipeline.prepare import (
     PreparedRun,
     build_run,
@@ -387,18 +387,20 @@ def _rescore_run(run: RunDir) -> None:
 
 
 def audit(args: list[str]) -> int:
-    """Make some replies of a run again, each prompt alone and nothing shared, and compare them with its rows.
+    """Prove a run: its rows and tables made again from config and replies, and some replies made again.
 
     usage: posbench audit RUN [--share X] [--seed N] [--config-dir DIR]
 
-      RUN        a finished run that evaluated a model in this process
+      RUN        a finished run that evaluated a model
       --share X  share of the rows, from 0 to 1 (0.02; 20 rows at least)
       --seed N   of the random choice (0)
       --config-dir DIR  your own classes, where these are no longer in the folder that the run records
 
-    The model is loaded in float32. A reply may part from the recorded one where two tokens are so close that
-    rounding decides. The result stands in the run's provenance and on its page; the exit status is 2 where rows
-    differ otherwise. Runs whose rows several processes made are audited by themselves.
+    The rows must be those that the run planned; of each of them everything but the reply is made again, and the
+    tables from all of them. For a share of the replies the model is loaded in float32, and reads each prompt alone
+    with nothing shared: a reply may part from the recorded one where two tokens are so close that rounding decides.
+    Replies of a server are not made again. The result stands in the run's provenance and on its page; the exit
+    status is 2 where something differs otherwise. Runs whose rows several processes made are audited by themselves.
 
     example: posbench audit outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
     """
@@ -415,8 +417,8 @@ def audit(args: list[str]) -> int:
         allowed = "a finished run with the stage evaluate"
         raise UserError("RUN", str(folder), allowed, "posbench ls runs lists them")
     config = recorded_config(folder)
-    if config.model.base_url or config.study:
-        allowed = "a run that evaluated a model in its own process"
+    if config.study:
+        allowed = "a run that evaluated a model, not a study"
         raise UserError("RUN", str(folder), allowed, "choose another run")
     with owning(folder):
         result = _audit_run(config, out, share, int(seed))
@@ -425,18 +427,25 @@ def audit(args: list[str]) -> int:
 
 
 def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing.Audit:
-    """Audit a finished run in float32, record the result, and redraw its page."""
+    """Audit a finished run, a model in float32, record the result, and redraw its page."""
     silence_transformers()
     set_threads(config)
-    checkpoint = read_checkpoint(config.model)
-    outline = load_without_weights(config.model, checkpoint, config.runtime.device)
-    made_in = auditing.dtype_name(outline)
-    in_float32 = replace(config.model, dtype="float32")
-    run = build_run(replace(config, model=in_float32), make_console())
+    made_in = ""
+    audited = config
+    if not config.model.base_url:
+        checkpoint = read_checkpoint(config.model)
+        outline = load_without_weights(config.model, checkpoint, config.runtime.device)
+        made_in = auditing.dtype_name(outline)
+        in_float32 = replace(config.model, dtype="float32")
+        audited = replace(config, model=in_float32)
+    contents = run_contents(config)
+    run = build_run(audited, make_console(), contents=contents)
+    # The digests of the rows tell the precision in which they were made.
+    run.model_identity = model_identity(config, contents)
     run.out = out
     if "search" in config.stages:
         config.search.use_found(run)
-    result = auditing.audit_rows(run, made_in, share, seed)
+    result = auditing.audit_run(run, made_in, share, seed)
     auditing.record_audit(out, result)
     page = render_run(out.path)
     out.renew((PROVENANCE, *REDRAWN_FILES))

@@ -283,18 +283,22 @@ def read_record(folder: Path) -> Record | None:
 
 def check_destination(out: Path) -> None:
     """Refuse a folder that holds anything but an unchanged export: it would be lost."""
+    need_destination(out, lambda: _is_unchanged(out), f"{KIND} as it was written")
+
+
+def _is_unchanged(out: Path) -> bool:
+    """Whether a folder holds an export as it was written, and nothing else."""
     record = None
     with suppress(UserError):  # a record that cannot be read is none of ours
         record = read_record(out)
-    is_unchanged = record is not None and not out.is_symlink()
-    if record is not None and is_unchanged:
-        files = _files(out)
-        # A name tells a foreign file before all of them are read.
-        is_unchanged = files.keys() <= {RECORD, *record.files} and all(
-            name == RECORD or record.files[name] == file_sha256(file)
-            for name, file in files.items()
-        )
-    need_destination(out, is_unchanged, f"{KIND} as it was written")
+    if record is None or out.is_symlink():
+        return False
+    files = _files(out)
+    # A name tells a foreign file before all of them are read.
+    return files.keys() <= {RECORD, *record.files} and all(
+        name == RECORD or record.files[name] == file_sha256(file)
+        for name, file in files.items()
+    )
 
 
 def check_agreement(comparison: Comparison, form: Format, fix: Fix) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +44,71 @@ def to_canonical(data: Any) -> Any:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing; what a killed process left behind is overwritten by the next write."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    with naming(path), open(scratch, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(scratch, path)
+    """Write a whole file or nothing; of several processes that write it at once, the last one's stays."""
+    scratch = _scratch(path, "tmp")
+    try:
+        with naming(path), open(scratch, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def _scratch(path: Path, kind: str) -> Path:
+    """A new hidden name beside a path, for this process alone; what dead processes left of that kind is removed.
+
+    Args:
+        path: The file or folder that will be written.
+        kind: The ending of the name.
+    """
+    for name in _names_beginning(path.parent, f".{path.name}."):
+        machine, _, rest = name.removeprefix(f".{path.name}.").partition("-")
+        pid = rest.partition("-")[0]
+        is_ours = machine == machine_id() and rest.endswith(f".{kind}")
+        if is_ours and pid.isdecimal() and not _is_alive(int(pid)):
+            left = path.with_name(name)
+            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
+    number = next(_NUMBERS)
+    return path.with_name(f".{path.name}.{machine_id()}-{os.getpid()}-{number}.{kind}")
+
+
+_NUMBERS = itertools.count()
+"""Tells what the threads of a process write."""
+
+
+def _names_beginning(folder: Path, prefix: str) -> list[str]:
+    """Names in a folder that begin so; none where it cannot be listed."""
+    with suppress(OSError):
+        return [name for name in os.listdir(folder) if name.startswith(prefix)]
+    return []
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; true where that cannot be asked."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@cache
+def machine_id() -> str:
+    """A short id of this machine or container, within which a process number means one process."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name = f"{name} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 @contextmanager
@@ -72,12 +134,14 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that takes the place of ``out`` when the block ends without an error, and else is removed."""
-    new = out.with_name(f".{out.name}.new")
-    old = out.with_name(f".{out.name}.old")
-    # What a killed process left behind.
-    shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    """A folder that takes the place of ``out`` when the block ends without an error, and else is removed.
+
+    Of several processes that write the same folder at once, the last one's stays.
+
+    Raises:
+        UserError: No folder can be made there.
+    """
+    new = _scratch(out, "new")
     try:
         new.mkdir(parents=True)
     except OSError as error:
@@ -87,19 +151,38 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise UserError("--out", str(out), allowed, "name another folder") from error
     try:
         yield new
+        _put_in_place(new, out)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_in_place(new: Path, out: Path) -> None:
+    """Rename a folder to ``out``, and remove what stood there."""
+    while True:
+        old = _scratch(out, "old")
+        with suppress(FileNotFoundError):
+            out.rename(old)
+        try:
+            new.rename(out)
+        except OSError as error:
+            # Another process has put its folder there meanwhile.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        else:
+            return
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
     """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
-    text = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
-    write_text(path, text)
+    write_text(path, csv_text(frame))
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """What :func:`write_csv` writes of a table."""
+    return frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
 
 
 def round_values(values: Any, digits: int = 6) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -36,18 +37,34 @@ SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures whose conversion the tests compare with llama.cpp."""
 
+KEY_HEADS = "attention.head_count_kv"
+"""Optional in llama.cpp; without it transformers leaves the rows of llama's projections in llama.cpp's order."""
+
 READ_KEYS = (
     "context_length",
     "block_count",
     "embedding_length",
     "feed_forward_length",
     "attention.head_count",
-    "attention.head_count_kv",
+    KEY_HEADS,
     "attention.layer_norm_rms_epsilon",
     "rope.freq_base",
     "vocab_size",
 )
 """Settings of an architecture that transformers reads."""
+
+REQUIRED_KEYS = (
+    "context_length",
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+"""Settings without which llama.cpp loads no model, while transformers takes values of its own."""
+
+DEFAULT_ROPE_BASE = 10000.0
+"""llama.cpp's base of the rotary embedding of a file that names none."""
 
 HEAD_SIZE_KEYS = (
     "attention.key_length",
@@ -64,11 +81,29 @@ SCALING_KEYS = (
     "rope.scaling.original_context_length",
 )
 
+COUNT_KEYS = (
+    "context_length",
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    KEY_HEADS,
+    "vocab_size",
+    *HEAD_SIZE_KEYS,
+)
+"""Settings that are whole numbers of at least 1."""
+
+NUMBER_KEYS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
+"""Settings that are finite numbers above 0."""
+
 TOKENIZER_JSON = "tokenizer.huggingface.json"
 """Where the GGUF specification puts a whole ``tokenizer.json``."""
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """By transformers' name of a special token, the one in GGUF's keys."""
+
+END_TOKENS = ("eos", "eot", "eom")
+"""Tokens at which llama.cpp ends a reply, in GGUF's keys: of a text, a turn and a message."""
 
 CONTROL_TOKEN = 3
 USER_TOKEN = 4
@@ -82,7 +117,7 @@ OTHER_FILES = "set model.path to the checkpoint itself: a hub id, or a folder wi
 RECORD = "posbench.json"
 """In a converted folder: ``gguf``, sha256 of the file; ``weights``, types of its tensors; ``files``, sha256 of each."""
 
-VERSION = 2
+VERSION = 3
 """Raised when a conversion changes: folders of an earlier one are not used."""
 
 SCRATCH_PREFIX = ".new-"
@@ -231,6 +266,47 @@ class Settings:
                 self.refuse(f"a plain {self.architecture} model, without {key}")
             if key.startswith(prefix) and isinstance(value, list):
                 self.refuse(f"a model whose layers are alike; {key} is a list")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuse settings that are missing, or are no sizes, bases or tokens of a model."""
+        required = (*REQUIRED_KEYS, KEY_HEADS)
+        for setting in (*required, *COUNT_KEYS, *NUMBER_KEYS, SCALING_FACTOR):
+            key = f"{self.architecture}.{setting}"
+            value = self.values.get(key)
+            if value is None:
+                if setting in required:
+                    self.refuse(f"a whole model; {key} is missing")
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if setting in COUNT_KEYS:
+                if not isinstance(value, int) or not is_number or value < 1:
+                    self.refuse(f"a model whose {key} is at least 1, not {value}")
+                continue
+            # To llama.cpp a factor of 0 is none.
+            lowest = 0 if setting == SCALING_FACTOR else math.ulp(0.0)
+            if not is_number or not lowest <= value < math.inf:
+                bound = "0 or more" if setting == SCALING_FACTOR else "above 0"
+                self.refuse(f"a model whose {key} is finite and {bound}, not {value}")
+        heads = self.of_architecture("attention.head_count")
+        key_heads = self.of_architecture(KEY_HEADS)
+        if heads % key_heads:
+            allowed = f"{heads} heads in groups of one size"
+            self.refuse(f"{allowed}, not a {KEY_HEADS} of {key_heads}")
+        num_tokens = len(self.values.get("tokenizer.ggml.tokens", ()))
+        for name in ("bos", *END_TOKENS):
+            key = f"tokenizer.ggml.{name}_token_id"
+            token = self.values.get(key)
+            if token is not None and num_tokens and not 0 <= token < num_tokens:
+                self.refuse(
+                    f"{num_tokens} tokens whose {key} is one of them, not {token}"
+                )
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens at which a reply ends; empty where the file names none."""
+        ids = [self.values.get(f"tokenizer.ggml.{n}_token_id") for n in END_TOKENS]
+        return list(dict.fromkeys(token for token in ids if token is not None))
 
     def adjust(self, config: PreTrainedConfig) -> None:
         """Set in a config what transformers does not read from the file.
@@ -244,6 +320,11 @@ class Settings:
         if len(sizes) > 1:
             self.refuse(f"heads of one size, not {sorted(sizes)}")
         (config.head_dim,) = sizes
+        if self.of_architecture("rope.freq_base") is None:
+            base = {"rope_theta": DEFAULT_ROPE_BASE}
+            config.rope_parameters = {**config.rope_parameters, **base}
+        # transformers has one of its own where the file names none.
+        config.eos_token_id = next(iter(self.end_tokens), None)
         factor = self.of_architecture(SCALING_FACTOR)
         # To llama.cpp a factor without a type is linear, and a factor of 0 is none.
         if factor and self.of_architecture(SCALING_TYPE) in (None, "linear"):
@@ -507,6 +588,7 @@ def _read_model(file: Path, settings: Settings) -> PreTrainedModel:
     missing = sorted(loading_info["missing_keys"])
     if missing:
         settings.refuse(f"a whole model; {missing[0]} is missing")
+    model.generation_config.eos_token_id = settings.end_tokens or None
     # The mark of quantised weights, which these no longer are: transformers would not save them.
     model.hf_quantizer = None
     model.is_quantized = False

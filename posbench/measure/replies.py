@@ -51,6 +51,21 @@ def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
     return encoded
 
 
+def template_sources(encoder: Encoder, examples: Sequence[Example]) -> list[str]:
+    """What the chat template of prompts reads beside them, by the first prompt of each subset."""
+    first_of_subset: dict[str, Example] = {}
+    for example in examples:
+        first_of_subset.setdefault(example.subset, example)
+    sources = [
+        source
+        for example in first_of_subset.values()
+        for source in encoder.template_sources(
+            example.prompt, chat=example.chat, system=example.system
+        )
+    ]
+    return list(dict.fromkeys(sources))
+
+
 def _need_gold_items(task: Task, example: Example, encoded: Encoded) -> None:
     """Refuse a shortened prompt without its gold item: its answer would be wrong whatever the model does.
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.late import PreTrainedTokenizerBase
+from posbench.late import PreTrainedTokenizerBase, transformers
+from posbench.model.hooks import replace_attribute
 from posbench.schema import Truncation
 
 log = logging.getLogger(__name__)
@@ -22,6 +25,10 @@ CHAT_TEMPLATES = {
     for file in sorted((paths.PACKAGE / "model" / "templates").glob("*.jinja"))
 }
 """Templates that checkpoints were trained with and do not carry, by their name in ``model.chat_template``."""
+MOMENTS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2032, 11, 28, 17, 46, 59))
+"""Two moments of different year, month, day, weekday, hour, minute and second."""
+TEMPLATE_SEEDS = 16
+"""Seeds of random numbers after which a template is rendered: a choice of two differs with 1 - 2^-15."""
 
 WORDS_PER_CUT = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
@@ -67,6 +74,22 @@ class Encoded:
     prompt: str = ""
 
 
+@contextmanager
+def _clock_at(moment: datetime) -> Iterator[None]:
+    """Let the clock that transformers lends to chat templates, ``strftime_now``, stand still."""
+
+    class Clock(datetime):
+        """The standard library's class, whose now is fixed."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return moment
+
+    templates = transformers.utils.chat_template_utils
+    with replace_attribute(templates, "datetime", Clock):
+        yield
+
+
 class Encoder:
     """The part of an :class:`posbench.model.lm.LM` that makes tokens."""
 
@@ -91,6 +114,35 @@ class Encoder:
         """
         text, _ = self._render(prompt, chat, system)
         return text + prefill
+
+    def template_sources(
+        self, prompt: str, *, chat: bool = True, system: str = ""
+    ) -> list[str]:
+        """What the chat template reads beside its messages: ``the clock``, ``random numbers``; often nothing.
+
+        The prompt is rendered at two moments that share no part of their date and time, and after several seeds.
+
+        Args:
+            prompt: A prompt of the task.
+            chat: See :meth:`render`.
+            system: The system message.
+        """
+
+        def text(moment: datetime, seed: int) -> str:
+            random.seed(seed)
+            with _clock_at(moment):
+                return self._render(prompt, chat, system)[0]
+
+        state = random.getstate()
+        try:
+            sources = []
+            if len({text(moment, 0) for moment in MOMENTS}) > 1:
+                sources.append("the clock")
+            if len({text(MOMENTS[0], seed) for seed in range(TEMPLATE_SEEDS)}) > 1:
+                sources.append("random numbers")
+        finally:
+            random.setstate(state)
+        return sources
 
     def _render(self, prompt: str, chat: bool, system: str) -> tuple[str, bool]:
         """The text, and whether a chat template made it."""

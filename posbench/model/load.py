@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -68,6 +69,60 @@ FILES_WITHOUT_WEIGHTS = tuple(
     if pattern != sources.WEIGHTS_PATTERN
 )
 """Files of a checkpoint but its weights: config and tokenizer."""
+
+SIZE_KEYS = frozenset(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "head_dim",
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        # MPT
+        "d_model",
+        "n_heads",
+        "n_layers",
+        "expansion_ratio",
+        "max_seq_len",
+    )
+)
+"""Keys of config.json that are at least 1 in every model."""
+
+POSITIVE_KEYS = frozenset(
+    (
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "rope_theta",
+        "rope_local_base_freq",
+        "rotary_emb_base",
+        "partial_rotary_factor",
+        "rotary_pct",
+        "factor",
+        "query_pre_attn_scalar",
+    )
+)
+"""Keys of config.json that are finite numbers above 0."""
+
+DROPOUT_KEYS = frozenset(
+    (
+        "attention_dropout",
+        "hidden_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "emb_pdrop",
+        "resid_pdrop",
+    )
+)
+"""Keys of config.json that are probabilities."""
 
 PARTIAL = "-partial"
 """How the name of a model ends whose weights are not all those of its checkpoint."""
@@ -276,12 +331,38 @@ def read_checkpoint(config: ModelConfig) -> CheckpointReader:
         )
         if data and not config.base_url:
             families.family_of_type(data.get("model_type"))
+            _check_sizes(config, data)
         facts = transformers.AutoConfig.from_pretrained(path, **FROM_THIS_MACHINE)
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, **FROM_THIS_MACHINE
         )
     window = config.context_window or families.context_window(facts)
     return CheckpointReader(tokenizer, config.name, window, config.chat_template, facts)
+
+
+def _check_sizes(config: ModelConfig, data: Mapping[str, Any]) -> None:
+    """Refuse a config.json with a size below 1, or a number that no model has, by the name of its key.
+
+    Args:
+        config: The model's config.
+        data: The content of config.json, or of one of its parts.
+    """
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            _check_sizes(config, value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue  # what is of another type is refused by transformers
+        if key in SIZE_KEYS and not 1 <= value < math.inf:
+            bound = "of at least 1"
+        elif key in POSITIVE_KEYS and not 0 < value < math.inf:
+            bound = "finite and above 0"
+        elif key in DROPOUT_KEYS and not 0 <= value <= 1:
+            bound = "from 0 to 1"
+        else:
+            continue
+        allowed = f"a checkpoint whose config.json has {key} {bound}, not {value}"
+        hint = "get the checkpoint again"
+        raise UserError("model.path", config.path, allowed, hint)
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
@@ -329,10 +410,12 @@ def _load_checkpoint(
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
+            dtype = _dtype(config, target)
             model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=_dtype(config, target),
+                dtype=dtype,
                 attn_implementation=kernel,
+                experts_implementation=_experts_kernel(checkpoint.facts, dtype),
                 use_safetensors=True,
                 device_map=device_map or {"": target},
                 max_memory=max_memory,
@@ -351,6 +434,20 @@ def _dtype(config: ModelConfig, device: torch.device) -> str:
     if config.dtype == "auto" and device.type == "cpu":
         return "float32"
     return config.dtype
+
+
+def _experts_kernel(config: PreTrainedConfig, dtype: str) -> str | None:
+    """The implementation of experts to load with; None leaves the choice to transformers.
+
+    Its fast one knows no float64.
+
+    Args:
+        config: Of the model.
+        dtype: The weight type; ``auto`` is that of the config.
+    """
+    if dtype == "auto":
+        dtype = str(config.get_text_config().dtype).removeprefix("torch.")
+    return "eager" if dtype == "float64" else None
 
 
 def load_without_weights(
@@ -373,7 +470,11 @@ def load_without_weights(
         # from_config takes no "auto", which is what it does by itself.
         settings = {} if dtype == "auto" else {"dtype": dtype}
         model = transformers.AutoModelForCausalLM.from_config(
-            checkpoint.facts, attn_implementation=kernel, **settings
+            checkpoint.facts,
+            attn_implementation=kernel,
+            # The other kernels of experts know one dtype on the meta device, or none.
+            experts_implementation="batched_mm",
+            **settings,
         )
     return _with_reader(config, checkpoint, model)
 

@@ -56,6 +56,10 @@ QUOTA = re.compile(
 SPENT_OR_BUSY = re.compile(r"exceeded your current quota", re.I)
 RETRY = re.compile(r"retry|RESOURCE_EXHAUSTED", re.I)
 """A spent quota, in a message that some servers also send with a time after which to ask again."""
+TOKENS_A_MINUTE = re.compile(
+    r"tokens per min.{0,40}?limit:? ?([\d,]+).{0,20}?requested:? ?([\d,]+)", re.I | re.S
+)
+"""The rate limit and the tokens of one request, as OpenAI and Groq tell them."""
 KEY = re.compile(r"invalid.{0,3}api.{0,3}key|incorrect api key|authentication", re.I)
 NO_MODEL = re.compile(
     r"model_not_found|(?:unknown|no such|invalid) model"
@@ -106,6 +110,13 @@ def read_refusal(
         return Refusal("quota")
     if status in (401, 403) or (status == 400 and KEY.search(code)):
         return Refusal("key")
+    rate = TOKENS_A_MINUTE.search(text)
+    if status in (413, 429) and rate:
+        limit, requested = (int(number.replace(",", "")) for number in rate.groups())
+        # No pause makes room for a request that is larger than the limit of a whole minute.
+        if requested > limit:
+            return Refusal("overflow", limit=limit)
+        return Refusal("busy")
     if status == 429:
         return Refusal("busy")
     if status in (400, 404, 405, 413, 415, 422, 501):

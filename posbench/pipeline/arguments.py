@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,8 @@ def parse_request(
         text = _rewrite(override, run_methods, spelled_methods)
         rewritten.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
+    if multirun or sweep:
+        rewritten = _merge_mappings(rewritten)
     set_by_experiment = frozenset(
         key for group in GROUPS for key in leaf_keys(experiment.get(group), group)
     )
@@ -521,6 +525,65 @@ def _rewrite(
     if is_inside_group and not key.startswith("~"):
         return f"++{bare_key}={value}"
     return line
+
+
+def _merge_mappings(overrides: Sequence[str]) -> list[str]:
+    """Overrides of a sweep in which a key that is set to mappings more than once is set to them merged.
+
+    Without a sweep Hydra merges them; its sweeper would keep the last one alone. Of a key with several choices
+    each is merged with each, in the order of Hydra's sweeps.
+
+    Args:
+        overrides: The overrides as :func:`_rewrite` gives them.
+    """
+    parsed = _parse(overrides)
+    texts = list(overrides)
+    keys = [override.get_key_element() for override in parsed]
+    for key in dict.fromkeys(keys):
+        indices = [index for index, other in enumerate(keys) if other == key]
+        later_values = [v for index in indices[1:] for v in _choices(parsed[index])]
+        if not any(isinstance(value, dict) for value in later_values):
+            continue
+        # Keys inside the mapping take part in the order in which they are typed.
+        parts = [
+            (index, other.removeprefix(key).lstrip("."))
+            for index, other in enumerate(keys)
+            if other == key or other.startswith(f"{key}.")
+        ]
+        nested = [
+            [_nest(inner_key, value) for value in _choices(parsed[index])]
+            for index, inner_key in parts
+        ]
+        merged = [reduce(_merge, values) for values in itertools.product(*nested)]
+        written = map(Override._get_value_element_as_str, merged)
+        for index, _ in parts:
+            texts[index] = ""
+        texts[indices[-1]] = f"{key}={','.join(dict.fromkeys(written))}"
+    return [text for text in texts if text]
+
+
+def _choices(override: Override) -> list[Any]:
+    """The values that an override chooses from, as Hydra's parser holds them."""
+    value = override._value
+    if not override.is_discrete_sweep() or isinstance(value, Glob):
+        return [value]
+    texts = [f"key={text}" for text in override.sweep_string_iterator()]
+    return [single._value for single in _parse(texts)]
+
+
+def _nest(inner_key: str, value: Any) -> Any:
+    """A value at a dotted key inside a mapping; itself where the key is empty."""
+    for name in reversed(inner_key.split(".") if inner_key else []):
+        value = {name: value}
+    return value
+
+
+def _merge(first: Any, second: Any) -> Any:
+    """The second value laid over the first, as OmegaConf merges mappings."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second
+    common = first.keys() & second.keys()
+    return first | second | {key: _merge(first[key], second[key]) for key in common}
 
 
 def _store_methods(

@@ -1,14 +1,19 @@
-"""Rows of a run made again the plain way, each prompt alone and nothing shared: do they say the same?
+"""Whether a finished run is what it says: all of its rows and tables, and a share of its replies made again.
 
-A run batches prompts, shares their prefills between methods, shards and resumes. None of that may change a reply.
+A run batches prompts, shares their prefills between methods, shards and resumes. None of that may change a reply, so
+some are made again the plain way, each prompt alone and nothing shared. All else that the stage evaluate wrote follows
+from the config and the replies, and is made again in full: which rows there are, what each says of its example, its
+scores, the digests of what was asked and of what answered, and the tables.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import math
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +21,41 @@ import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
+from posbench.late import pd
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
+from posbench.pipeline.stages import evaluate
 from posbench.run.base import Run
 from posbench.run.batch_plan import Subject
 from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RunDir, as_json
-from posbench.run.replies import plan_replies
+from posbench.run.proofs import (
+    COMPUTATION,
+    REQUEST,
+    computation_digest,
+    decoding_of,
+    request_digest,
+)
+from posbench.run.replies import (
+    FIELDS_OF_EXAMPLE,
+    FIELDS_OF_SCORE,
+    STAGE,
+    plan_replies,
+    row_of_reply,
+    served_request_digest,
+)
+from posbench.tasks.base import num_questions, split_into_rounds
 
 SHARE = 0.02
 """Share of the rows that is made again, unless another is asked for."""
 MIN_ROWS = 20
 TIE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 """How far the log-probabilities of two tokens lie apart at most that rounding may exchange, by dtype."""
+
+
+LISTED_FAULTS = 5
+"""Faults that are named in a sentence."""
+TABLE_TOLERANCE = 1e-6
+"""How far numbers of a table may lie from those made again, relatively: libraries sum in other orders."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +85,8 @@ class Audit:
         ties: Replies that parted from the recorded ones where rounding decides between two tokens.
         differences: Rows that differ otherwise.
         dtype: Precision in which they were made again.
+        faults: What of the run does not follow from its config and replies, see :func:`find_faults`; None: that was
+            not looked at.
     """
 
     rows: int
@@ -64,10 +94,38 @@ class Audit:
     ties: int
     differences: Sequence[Difference]
     dtype: str
+    faults: Sequence[str] | None = None
 
     @property
     def words(self) -> str:
-        """The result in a sentence."""
+        """The result: what was proven, what not, and what is wrong."""
+        return " ".join(filter(None, [self._replies, self._whole]))
+
+    @property
+    def _whole(self) -> str:
+        """What was found of all rows and of the tables."""
+        if self.faults is None:
+            return ""
+        if self.faults:
+            listed = "; ".join(self.faults[:LISTED_FAULTS])
+            left = len(self.faults) - LISTED_FAULTS
+            more = f"; and {left} more" if left > 0 else ""
+            noun = "fault" if len(self.faults) == 1 else "faults"
+            return f"All rows and tables were checked: {len(self.faults)} {noun}: {listed}{more}."
+        text = (
+            f"The {self.total} rows are those that the run planned; their fields, scores and digests, and the tables, "
+            "were made again from config and replies: all are the same."
+        )
+        unproven = self.total - self.rows
+        if unproven:
+            text += f" Not proven: the other {unproven} replies themselves."
+        return text
+
+    @property
+    def _replies(self) -> str:
+        """What was found of the replies."""
+        if not self.dtype:
+            return "No reply was made again: a server gave them."
         made = f"{self.rows} of {self.total} rows were made again, each prompt alone in {self.dtype}"
         if not self.ties and not self.differences:
             return f"{made}: all are the same."
@@ -76,9 +134,10 @@ class Audit:
             parts.append(f"{self.ties} part where rounding decides between two tokens")
         if self.differences:
             first = self.differences[0]
+            distance = "" if math.isinf(first.nats) else f", by {first.nats:.3g} nats"
             parts.append(
                 f"{len(self.differences)} differ, first {first.method} {first.id} "
-                f"({first.field}, by {first.nats:.3g} nats)"
+                f"({first.field}{distance})"
             )
         return f"{made}: {', '.join(parts)}."
 
@@ -91,6 +150,7 @@ class Audit:
             "total": self.total,
             "ties": self.ties,
             "differ": [f"{d.method} {d.id}: {d.field}" for d in self.differences],
+            "faults": self.faults,
         }
 
 
@@ -125,14 +185,20 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
     Returns:
         How many rows agree.
     """
-    rows = run.out.rows_without_error(PREDICTIONS)
+    methods = run.method.methods()
+    examples = {example.id: example for example in run.evaluation}
+    rows = [
+        row
+        for row in run.out.rows_without_error(PREDICTIONS)
+        if row.get("method") in methods
+        and row.get("id") in examples
+        and "output" in row
+    ]
     count = min(len(rows), max(MIN_ROWS, math.ceil(share * len(rows))))
     chosen = random.Random(seed).sample(rows, count)
     # Method by method, as each is applied anew.
     chosen.sort(key=lambda row: str(row["method"]))
     plain_run = _without_sharing(run)
-    methods = run.method.methods()
-    examples = {example.id: example for example in run.evaluation}
     bound = TIE_NATS.get(made_in, TIE_NATS["float32"])
     ties = 0
     differences = []
@@ -145,7 +211,13 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
             (request,) = plan.order
             (plain_row,) = compute([request])
             field = _first_difference(row, as_json(plain_row))
-            if field:
+            extra = sorted(
+                row.keys() - plain_row.keys() - {*request.key, REQUEST, COMPUTATION}
+            )
+            if extra:
+                difference = Difference(row["method"], row["id"], extra[0], math.inf)
+                differences.append(difference)
+            elif field:
                 prompt = plan.asked_prompt(request).encoded
                 nats = _distance(subject, prompt, row, plain_row)
                 if nats > bound:
@@ -155,6 +227,168 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
                     ties += 1
             advance(1)
     return Audit(count, len(rows), ties, tuple(differences), dtype_name(run.lm))
+
+
+def audit_run(run: Run, made_in: str, share: float, seed: int) -> Audit:
+    """Audit a whole finished run.
+
+    Args:
+        run: The run, with what its search found and the identity of its model. Its model may have another precision
+            than the one before.
+        made_in: The precision in which the rows were made.
+        share: Share of the replies that are made again, see :func:`audit_rows`; a server's are not.
+        seed: Of the random choice.
+    """
+    if run.model.base_url:
+        total = len(run.out.rows_without_error(PREDICTIONS))
+        result = Audit(0, total, 0, (), "")
+    else:
+        result = audit_rows(run, made_in, share, seed)
+    return replace(result, faults=tuple(find_faults(run)))
+
+
+def find_faults(run: Run) -> list[str]:
+    """Make all again that follows from the config of a finished run and its replies, and compare.
+
+    Args:
+        run: The run, as :func:`audit_run` takes it.
+
+    Returns:
+        A few words for each row that is missing, or is none of the run's; for each field of a row and each file of
+        the stage evaluate that is not what follows from config and replies.
+    """
+    rows = run.out.rows(PREDICTIONS)
+    methods = run.method.methods()
+    examples = {example.id: example for example in run.evaluation}
+    encoded = run.prompts.encode(run.evaluation)
+    planned = [
+        row
+        for row in rows
+        if row.get("method") in methods and row.get("id") in examples
+    ]
+    faults = _faults_of_keys(run, rows, list(methods))
+    # The first computation of each method, decoding and model that a server reports.
+    computations: dict[tuple[Any, ...], Any] = {}
+    for row in planned:
+        if "error" in row:
+            continue
+        if "output" not in row:
+            faults.append(f"row {row['method']} {row['id']} has no output")
+            continue
+        example = examples[row["id"]]
+        method = methods[row["method"]]
+        prompt = encoded[example.id]
+        if "rewritten_prompt" in row:
+            asked = replace(example, prompt=str(row["rewritten_prompt"]), items=())
+            prompt = run.prompts.encode([asked])[example.id]
+        expected = row_of_reply(run, example, prompt, row)
+        decoding = decoding_of(run.task, example)
+        if run.model.base_url:
+            expected[REQUEST] = served_request_digest(example)
+            # What computes is not known: alike rows have the same.
+            key = (row["method"], decoding, str(row.get("server")))
+            expected[COMPUTATION] = computations.setdefault(key, row.get(COMPUTATION))
+        else:
+            expected[REQUEST] = request_digest(prompt.ids, example.choices)
+            expected[COMPUTATION] = computation_digest(run, method, decoding)
+        expected = as_json(expected)
+        lacking = [
+            name
+            for name in (*FIELDS_OF_EXAMPLE, *FIELDS_OF_SCORE)
+            if name in row and name not in expected
+        ]
+        field = _first_difference(row, expected) or next(iter(lacking), "")
+        if field:
+            right = expected.get(field, "absent")
+            what = f"{field} is {row.get(field)}, not {right}"
+            faults.append(f"row {row['method']} {row['id']}: {what}")
+    return faults + _faults_of_files(run, encoded, planned)
+
+
+def _faults_of_keys(run: Run, rows: Sequence[Row], methods: Sequence[str]) -> list[str]:
+    """Rows that a run lacks, has twice, or did not plan.
+
+    A run that stopped at a budget asked fewer questions, each of them under all methods and at all gold positions.
+    """
+    counts = Counter((row.get("method"), row.get("id")) for row in rows)
+    questions = split_into_rounds(run.evaluation, 1)
+    stopped = run.out.stage(STAGE).get("stopped")
+    faults = []
+    if stopped:
+        questions = [
+            examples
+            for examples in questions
+            if any(counts[method, e.id] for method in methods for e in examples)
+        ]
+        asked = num_questions(example for group in questions for example in group)
+        if asked != stopped[0]:
+            faults.append(f"rows of {asked} questions, where {stopped[0]} were asked")
+    planned = {
+        (method, example.id)
+        for examples in questions
+        for example in examples
+        for method in methods
+    }
+    for method, name in sorted(planned - counts.keys()):
+        faults.append(f"row {method} {name} is missing")
+    for key, count in counts.items():
+        words = f"row {key[0]} {key[1]}"
+        if key not in planned:
+            faults.append(f"{words} is none that the run planned")
+        elif count > 1:
+            faults.append(f"{words} stands {count} times")
+    return faults
+
+
+def _faults_of_files(
+    run: Run, encoded: Mapping[str, Encoded], rows: Sequence[Row]
+) -> list[str]:
+    """Files of the stage evaluate that are not what follows from its rows."""
+    answered = [row for row in rows if "error" not in row and "output" in row]
+    expected = evaluate.files_of_rows(run, encoded, answered)
+    faults = []
+    for name in {*expected, *evaluate.TABLES}:
+        file = run.out.path / name
+        text = file.read_text() if file.is_file() else None
+        remade = expected.get(name)
+        if text == remade:
+            continue
+        if text is None:
+            faults.append(f"{name} is missing")
+        elif remade is None:
+            faults.append(f"{name} does not follow from the rows")
+        elif not name.endswith(".csv"):
+            faults.append(f"{name} is not that of the rows")
+        else:
+            cell = _differing_cell(text, remade)
+            if cell:
+                faults.append(f"{name} is not that of the rows: {cell}")
+    return sorted(faults)
+
+
+def _differing_cell(text: str, expected: str) -> str:
+    """The first cell of a table that differs from the expected one by more than rounding; empty where none does."""
+    table, right = (
+        pd.read_csv(io.StringIO(each), dtype=str, keep_default_na=False)
+        for each in (text, expected)
+    )
+    if list(table) != list(right) or len(table) != len(right):
+        return "it has other rows or columns"
+    for number in range(len(table)):
+        for column in table:
+            value, wanted = table[column][number], right[column][number]
+            if value != wanted and not _are_close(value, wanted):
+                return f"{column} of row {number + 1} is {value}, not {wanted}"
+    return ""
+
+
+def _are_close(first: str, second: str) -> bool:
+    """Whether two cells are numbers that rounding may have parted."""
+    try:
+        numbers = float(first), float(second)
+    except ValueError:
+        return False
+    return math.isclose(*numbers, rel_tol=TABLE_TOLERANCE, abs_tol=TABLE_TOLERANCE)
 
 
 def _without_sharing(run: Run) -> Run:
@@ -183,18 +417,8 @@ def _distance(subject: Subject, prompt: Encoded, recorded: Row, plain: Row) -> f
         recorded: The row of the run.
         plain: The row as it came out now.
     """
-    reply_fields = {
-        "output",
-        "thinking",
-        "is_thinking",
-        "finish",
-        "scores",
-        "outcome",
-        "reason",
-        "loglikelihoods",
-    }
-    request = {name: plain[name] for name in plain.keys() - reply_fields}
-    if _first_difference(recorded, as_json(request)):
+    of_example = {n: plain[n] for n in FIELDS_OF_EXAMPLE if n in plain}
+    if _first_difference(recorded, as_json(of_example)):
         return math.inf  # another prompt was asked
     if "loglikelihoods" in plain:
         likelihoods = np.subtract(recorded["loglikelihoods"], plain["loglikelihoods"])
@@ -230,12 +454,19 @@ def record_audit(out: RunDir, audit: Audit) -> None:
 
 
 def need_agreement(out: RunDir, audit: Audit) -> None:
-    """Refuse a run some of whose rows are not what its prompts give alone.
+    """Refuse a run some of whose rows are not what its prompts give alone, or that is not whole.
 
     Raises:
-        UserError: Rows differ.
+        UserError: Rows differ, or there are faults.
     """
     if audit.differences:
         allowed = "rows that each prompt gives alone"
         hint = f"remove {out.path} and run it again, with runtime.share=null"
+        raise UserError("audit", audit.words, allowed, hint)
+    if audit.faults:
+        allowed = "rows and tables that follow from config and replies"
+        hint = (
+            f"remove {out.path} and run it again; or restore the model, the data and the version of posbench "
+            "that made it"
+        )
         raise UserError("audit", audit.words, allowed, hint)

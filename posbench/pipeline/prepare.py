@@ -23,7 +23,7 @@ from posbench.files.gguf import UNQUANTISED, weight_types
 from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
 from posbench.measure import served
-from posbench.measure.replies import encode_longest
+from posbench.measure.replies import encode_longest, template_sources
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import NO_WINDOW, text_encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
@@ -42,6 +42,7 @@ from posbench.pipeline.served import (
     check_prompts_arrive,
     probe_server_if_it_answers,
 )
+from posbench.report.text import template_sentence
 from posbench.run.base import Run
 from posbench.run.budget import Budget
 from posbench.tasks.base import EvaluationOnly
@@ -165,6 +166,8 @@ def _prepare(
         warnings.append(constants.line(typed))
     if "evaluate" in config.stages:
         warnings += fit.config.task.notes()
+        if encoder.tokenizer:
+            warnings += _template_warnings(fit.config, encoder)
         warnings += filter(
             None, (calibration_overlap(c, config.task) for c in config.constants)
         )
@@ -219,6 +222,15 @@ def _blame_server(faults: Faults, config: Config) -> None:
                 hint += f"; or {LARGER_WINDOW}"
             blamed.append(UserError(fault.field, fault.value, allowed, hint))
     faults.found = blamed
+
+
+def _template_warnings(config: Config, encoder: Encoder) -> list[str]:
+    """A line where the prompts of a run are other ones tomorrow, as the chat template reads more than messages."""
+    sources = template_sources(encoder, config.task.evaluation())
+    if not sources:
+        return []
+    line = template_sentence(sources).removesuffix(".")
+    return [f"{line}; model.chat_template=none leaves the template out"]
 
 
 def _check_constants(config: Config) -> None:

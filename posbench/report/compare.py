@@ -170,7 +170,7 @@ def write_comparison(
     first = runs[0]
     _need_one_task(runs)
     out = (out or _default_folder(runs)).absolute()
-    need_destination(out, (out / TABLE).is_file(), "comparison")
+    need_destination(out, (out / TABLE).is_file, "comparison")
     figure = _score_figure(runs)
     rows: list[Record] = [_row(first, {})]
     notes = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from posbench.stats.scores import SUBSET_COLUMNS
 
 RUN_AGAIN = "repeat the run that wrote it"
 """The next step where a file of a run cannot be read."""
+EXCHANGE_ATTEMPTS = 5
+EXCHANGE_SECONDS = 0.05
+"""A pause in which another process, seen while it exchanges a folder for a new one, has done so."""
 CAPTIONS = "captions.json"
 """Captions of the figures beside them, by file name."""
 TEXT_COLUMNS = {
@@ -164,17 +169,28 @@ def unreadable_file_error(path: Path, error: Exception, allowed: str) -> UserErr
     return parse.unreadable(path, error, allowed, RUN_AGAIN)
 
 
-def need_destination(out: Path, is_ours: bool, kind: str) -> None:
+def need_destination(out: Path, is_ours: Callable[[], bool], kind: str) -> None:
     """Raise `UserError` if a new folder would replace something that is not ours.
 
     Args:
         out: Place of the new folder.
-        is_ours: Whether a folder of the same kind stands there.
+        is_ours: Returns whether a folder of the same kind stands there.
         kind: The kind of folder, in words.
     """
-    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
-        allowed = f"a new folder, or a {kind} to replace"
-        raise UserError("--out", str(out), allowed, "name another folder")
+    for _ in range(EXCHANGE_ATTEMPTS):
+        if is_ours() or not out.exists() or (out.is_dir() and not _has_files(out)):
+            return
+        # Another process may be putting its folder there.
+        time.sleep(EXCHANGE_SECONDS)
+    allowed = f"a new folder, or a {kind} to replace"
+    raise UserError("--out", str(out), allowed, "name another folder")
+
+
+def _has_files(folder: Path) -> bool:
+    """Whether a folder holds anything; false for one that is gone."""
+    with suppress(FileNotFoundError):
+        return any(folder.iterdir())
+    return False
 
 
 def need_files(folder: Path, allowed: str, *names: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     """
     out = (out or folder / "gallery").absolute()
     page = out / PAGE
-    is_gallery = page.is_file() and GENERATOR in page.read_text(
-        encoding="utf-8", errors="replace"
-    )
-    need_destination(out, is_gallery, "gallery")
+    need_destination(out, lambda: _is_gallery(page), "gallery")
     entries = collect_entries(folder)
     with new_folder(out) as root:
         groups: dict[str, list[dict[str, Any]]] = {paper: [] for paper in GROUPS}
@@ -58,6 +56,13 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         )
         write_text(root / PAGE, text)
     return page
+
+
+def _is_gallery(page: Path) -> bool:
+    """Whether a file is the page of a gallery."""
+    with suppress(FileNotFoundError):
+        return GENERATOR in page.read_text(encoding="utf-8", errors="replace")
+    return False
 
 
 def _sentence(entries: Sequence[Entry]) -> str:

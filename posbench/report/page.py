@@ -41,6 +41,7 @@ from posbench.report.text import (
     headline,
     run_title,
     study_answer,
+    template_sentence,
 )
 from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RESCORED, open_run_dir
 from posbench.run.method import METHOD_FILE, typed_in_place
@@ -224,13 +225,18 @@ def _describe_times(table: pd.DataFrame, column: str, phrase: str) -> list[str]:
 
 
 def describe_prompts(folder: Path) -> str:
-    """How many prompts were cut, and what a server did with them; often empty."""
+    """How many prompts were cut, what made them vary, and what a server did with them; often empty."""
     out = open_run_dir(folder)
     rows = out.rows_without_error(PREDICTIONS)
-    descriptions = (describe_cut_prompts, describe_missing_answers, describe_server)
-    texts = [describe(rows) for describe in descriptions]
-    texts.append(describe_delivery(out.facts(PROVENANCE).get("delivery", {})))
-    return " ".join(filter(None, texts))
+    facts = read_json(folder / "prompts.json") or {}
+    sentences = [
+        describe_cut_prompts(rows),
+        template_sentence(facts.get("template_reads", ())),
+        describe_missing_answers(rows),
+        describe_server(rows),
+        describe_delivery(out.facts(PROVENANCE).get("delivery", {})),
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def describe_audit(folder: Path) -> str:

@@ -314,6 +314,20 @@ def describe_delivery(facts: Mapping[str, Any]) -> str:
     return f"{text}; the prompts of this run are fitted to that."
 
 
+def template_sentence(sources: Sequence[str]) -> str:
+    """That the prompts of a run are not the same the next time; empty without what the chat template reads.
+
+    Args:
+        sources: See :meth:`posbench.model.encode.Encoder.template_sources`.
+    """
+    if not sources:
+        return ""
+    return (
+        f"The chat template reads {' and '.join(sources)}: "
+        "the same command asks other prompts at another time."
+    )
+
+
 def describe_server(rows: Iterable[Mapping[str, Any]]) -> str:
     """What a server did with the prompts; empty for a model in this process."""
     rows = list(rows)

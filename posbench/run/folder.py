@@ -76,8 +76,7 @@ class RunDir:
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""
         need_owned(self.path)
-        text = json.dumps(data, indent=2, sort_keys=True, default=str) + "\n"
-        write_text(self.path / name, text)
+        write_text(self.path / name, json_text(data))
 
     def read_json(self, name: str) -> Row:
         """Read the object of a JSON file; an empty one where there is no file.
@@ -617,6 +616,11 @@ def open_run(folder: Path) -> RunDir:
         if len(runs) > MAX_LISTED_RUNS:
             hint += f" and {len(runs) - MAX_LISTED_RUNS} more"
     raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
+
+
+def json_text(data: Any) -> str:
+    """What :meth:`RunDir.write_json` writes of data."""
+    return json.dumps(data, indent=2, sort_keys=True, default=str) + "\n"
 
 
 def open_undamaged(

@@ -14,7 +14,6 @@ import errno
 import json
 import os
 import re
-import socket
 import tempfile
 import threading
 import time
@@ -23,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from posbench.errors import MachineError, UserError
-from posbench.files.atomic import naming
+from posbench.files.atomic import machine_id, naming
 from posbench.files.parse import parse_json
 from posbench.schema import check_shape
 
@@ -60,7 +59,7 @@ class Lease:
         if newest and _is_held(newest):
             return False
         self.file = self.folder / f"lock.{number + 1}"
-        holder = [_machine_id(), os.getpid(), process_start(os.getpid())]
+        holder = [machine_id(), os.getpid(), process_start(os.getpid())]
         try:
             with naming(self.file), open(self.file, "x") as stream:
                 stream.write(f"{json.dumps(holder)}\n")
@@ -193,18 +192,10 @@ def _is_held(file: Path) -> bool:
         return True  # freed, or taken over, at this moment
     except (ValueError, UserError):
         pass  # it is being written, or its process died over that
-    if machine is not None and machine == _machine_id() and os.name == "posix":
+    if machine is not None and machine == machine_id() and os.name == "posix":
         return is_alive(pid, start)
     with tempfile.TemporaryFile(dir=file.parent) as probe:
         return os.fstat(probe.fileno()).st_mtime - renewed < LEASE_SECONDS
-
-
-def _machine_id() -> str:
-    """An id of this machine or container, within which a process number means one process."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    return socket.gethostname()
 
 
 def is_alive(pid: int, start: str) -> bool:

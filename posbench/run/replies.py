@@ -45,6 +45,11 @@ def prompt_digest(example: Example) -> str:
     return short_hash([example.system, example.prompt, example.prefill])
 
 
+def served_request_digest(example: Example) -> str:
+    """Return the digest of what a server is asked: of the text, as what tokens it makes of that is not known."""
+    return request_digest(list(prompt_digest(example).encode()), example.choices)
+
+
 def scored_replies(
     run: Run, file: str, methods: Mapping[str, Method], encoded: Mapping[str, Encoded]
 ) -> dict[str, list[Row]]:
@@ -158,11 +163,9 @@ def _served_replies(
         return row
 
     def proof(request: Request) -> Row:
-        # What tokens the server makes of the text is not known.
-        text = prompt_digest(request.example).encode()
         decoding = decoding_of(run.task, request.example)
         return {
-            REQUEST: request_digest(list(text), request.example.choices),
+            REQUEST: served_request_digest(request.example),
             COMPUTATION: computation_digest(
                 run, request.subject.method, decoding, reported_model
             ),
@@ -386,6 +389,36 @@ def _tokens_of_prompt(reply: Row) -> int | None:
     """Tokens of one prompt as a server counts them; None where it does not tell."""
     total = reply.get("prompt_tokens")
     return None if total is None else total // reply.get("requests", 1)
+
+
+FIELDS_OF_EXAMPLE = (
+    "subset",
+    "gold_position",
+    "cluster",
+    "tokens",
+    "dropped",
+    "answers",
+    "prompt",
+    "other_gold",
+)
+"""Fields of a row that follow from its example and prompt."""
+FIELDS_OF_SCORE = ("scores", "outcome", "reason")
+"""Fields of a row that follow from its example and reply."""
+
+
+def row_of_reply(run: Run, example: Example, encoded: Encoded, recorded: Row) -> Row:
+    """Make a row again from the reply that it records: all other fields follow from the example.
+
+    Args:
+        run: The run.
+        example: The example that the row should be of.
+        encoded: Its prompt as the model read it.
+        recorded: The row.
+    """
+    rescored = rescored_row(run.task, example, recorded)
+    derived = {*FIELDS_OF_EXAMPLE, "scores"}
+    reply = {name: value for name, value in rescored.items() if name not in derived}
+    return _row(run, example, encoded, reply)
 
 
 def rescored_row(task: Task, example: Example, row: Row) -> Row:

@@ -78,7 +78,7 @@ def test_it_is_one_line_and_the_same_command_resumes(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 def test_a_full_disk_names_the_file(
-    posbench: Callable[..., Result], outputs: Path
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert posbench(*ROLLOUT).status == 0
     (folder,) = run_folders(outputs)
@@ -92,7 +92,14 @@ def test_a_full_disk_names_the_file(
         RunDir(folder).append(rows.name, [{"a": 1}])
     assert caught.value.filename == str(rows)
     rows.unlink()
-    (folder / ".status.json.tmp").symlink_to("/dev/full")
+    whole = os.fsync
+
+    def full(number: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{number}")).name.startswith(".status"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(number)
+
+    monkeypatch.setattr(os, "fsync", full)
     result = posbench(*ROLLOUT)
     assert result.status == 3 and result.err.count("\n") == 1
     assert_refused(result.err, "file", str(status), allowed="written", hint="free")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from posbench.files import atomic
 from posbench.files.atomic import (
+    new_folder,
     round_values,
     short_hash,
     write_bytes,
@@ -37,6 +41,67 @@ def test_a_failed_write_leaves_the_old_file(
     assert file.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == [
         "table.csv"
     ]
+
+
+def test_two_that_write_one_file_at_once_both_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "table.csv"
+
+    def write_another(_: int) -> None:
+        monkeypatch.undo()
+        write_text(file, "second")
+
+    monkeypatch.setattr(os, "fsync", write_another)
+    write_text(file, "first")
+    assert file.read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_two_that_write_one_folder_at_once_both_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with new_folder(out) as first:
+        write_text(first / "a", "first")
+        with new_folder(out) as second:
+            write_text(second / "a", "second")
+        assert (out / "a").read_text() == "second"
+        write_text(first / "b", "first")
+    assert (out / "a").read_text() == (out / "b").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_many_that_write_one_folder_at_once_all_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def write(number: int) -> None:
+        with new_folder(out) as folder:
+            for name in ("a", "b"):
+                write_text(folder / name, str(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(60)))
+    assert (out / "a").read_text() == (out / "b").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    living = atomic._scratch(tmp_path / "a", "tmp")
+    living.write_text("half")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: ended.pid)
+        atomic._scratch(tmp_path / "a", "tmp").write_text("half")
+        atomic._scratch(tmp_path / "b", "new").mkdir()
+    assert len(list(tmp_path.iterdir())) == 3
+    write_text(tmp_path / "a", "whole")
+    with new_folder(tmp_path / "b"):
+        pass
+    assert sorted(tmp_path.iterdir()) == sorted(
+        [living, tmp_path / "a", tmp_path / "b"]
+    )
 
 
 def test_csv_bytes_do_not_depend_on_rounding_noise(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import posbench as package
+from posbench.errors import UserError
 from posbench.export import gguf as exporting
 from posbench.export.base import Fix
 from posbench.export.llama_cpp import serve, tokens
@@ -246,6 +248,125 @@ def test_a_file_that_would_be_read_wrongly_is_one_line(
     with refused("model.path", str(bad), allowed=allowed, hint=hint):
         package.load(str(bad))
     assert not list(cache.glob("gguf/*")) and not list(cache.glob("gguf/.new*"))
+
+
+def with_settings(source: Path, target: Path, changes: dict[str, Any]) -> Path:
+    """A copy of a GGUF file with other settings; None removes one."""
+    import numpy as np
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(source)
+    name = reader.fields["general.architecture"].contents()
+    values = {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if not key.startswith("GGUF.") and key != "general.architecture"
+    }
+    types = {key: reader.fields[key].types[0] for key in values}
+    writer = GGUFWriter(target, name)
+    for key, value in {**values, **changes}.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            is_whole = isinstance(value, int)
+            kind = GGUFValueType.UINT32 if is_whole else GGUFValueType.FLOAT32
+            writer.add_key_value(key, value, types.get(key, kind))
+    for tensor in reader.tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        writer.add_tensor(tensor.name, np.array(tensor.data).reshape(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.layer_norm_rms_epsilon", None),
+        ("attention.layer_norm_rms_epsilon", math.nan),
+        ("context_length", None),
+        ("context_length", 0),
+        ("block_count", 0),
+        ("attention.head_count", 0),
+        ("attention.head_count_kv", None),
+        ("attention.head_count_kv", 0),
+        ("attention.head_count_kv", 3),
+        ("rope.freq_base", math.nan),
+        ("rope.freq_base", math.inf),
+        ("rope.freq_base", 0.0),
+        ("rope.freq_base", -1.0),
+        ("rope.scaling.factor", math.nan),
+    ],
+)
+def test_a_setting_that_no_model_has_is_refused_by_name(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    given = written(random_model("Llama"), tmp_path / "given")
+    file = with_settings(given, tmp_path / "bad.gguf", {f"llama.{key}": value})
+    name = key if value == 3 else f"llama.{key}"
+    with refused("model.path", str(file), allowed=name, hint="hub id"):
+        package.load(str(file))
+
+
+@pytest.mark.parametrize("key", gguf.REQUIRED_KEYS)
+def test_what_llama_cpp_requires_is_required(key: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    given = written(random_model("Llama"), tmp_path / "given")
+    file = with_settings(given, tmp_path / "bad.gguf", {f"llama.{key}": None})
+    with pytest.raises(UserError):
+        serve(file, 128)
+    with refused("model.path", str(file), allowed=f"llama.{key}"):
+        package.load(str(file))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_a_base_that_a_file_leaves_out_is_that_of_llama_cpp(
+    kind: str, tmp_path: Path
+) -> None:
+    lm = random_model(kind)
+    given = written(lm, tmp_path / "given")
+    changes = {f"{kind.lower()}.rope.freq_base": None}
+    file = with_settings(given, tmp_path / "bare.gguf", changes)
+    again = package.load(str(file), dtype="float32")
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        expected = lm.model(input_ids=ids).logits
+        got = again.model(input_ids=ids).logits
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_a_reply_ends_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    """As llama.cpp does: at ``eot_token_id`` and ``eom_token_id``, not at ``eos_token_id`` alone."""
+    lm = random_model("Llama", eos_token_id=1)
+    given = written(lm, tmp_path / "given")
+    ids = list(range(5, 25))
+    whole = package.load(str(given), dtype="float32").generate([ids], max_new_tokens=6)
+    with torch.inference_mode():
+        output = lm.model.generate(
+            torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0
+        )
+    reply = output[0, len(ids) :].tolist()
+    assert whole == [lm.need_tokenizer().decode(reply)]
+    end = next(i for i in range(1, 6) if reply[i] not in reply[:i])
+    for key in ("eot", "eom"):
+        changes = {f"tokenizer.ggml.{key}_token_id": reply[end]}
+        file = with_settings(given, tmp_path / f"{key}.gguf", changes)
+        (cut,) = package.load(str(file), dtype="float32").generate(
+            [ids], max_new_tokens=6
+        )
+        assert cut == lm.need_tokenizer().decode(reply[:end])
+
+
+def test_an_end_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    given = written(random_model("Llama"), tmp_path / "given")
+    changes = {"tokenizer.ggml.eot_token_id": 100_000}
+    file = with_settings(given, tmp_path / "bad.gguf", changes)
+    with refused(
+        "model.path", str(file), allowed=("tokenizer.ggml.eot_token_id", "100000")
+    ):
+        package.load(str(file))
 
 
 def test_an_unknown_cut_is_refused_not_guessed(tmp_path: Path) -> None:

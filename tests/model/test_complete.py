@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from posbench.errors import UserError
 from posbench.model.lm import LM
 from posbench.model.load import load
 from tests.conftest import Result, run_folders
-from tests.messages import assert_names, refused
+from tests.messages import assert_names, assert_refused, refused
 from tests.models import BUILDERS, VOCABULARY
 
 Tensors = dict[str, torch.Tensor]
@@ -188,3 +189,40 @@ def test_a_broken_checkpoint_gets_one_line(name: str, copy: Path) -> None:
     assert fault.field.startswith("model.") and "\n" not in str(fault)
     if name.startswith("an embedding"):
         assert_names(fault.allowed, "tokenizer", "50 tokens")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 0),
+        ("intermediate_size", 0),
+        ("num_hidden_layers", 0),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", -1),
+        ("num_key_value_heads", 0),
+        ("head_dim", 0),
+        ("vocab_size", 0),
+        ("max_position_embeddings", 0),
+        ("max_position_embeddings", -1),
+        ("rms_norm_eps", math.nan),
+        ("attention_dropout", math.nan),
+    ],
+)
+def test_a_size_that_no_model_has_is_one_line(
+    key: str,
+    value: float,
+    copy: Path,
+    posbench: Callable[..., Result],
+    small: list[str],
+) -> None:
+    _config(**{key: value})(copy)
+    result = posbench(*small, f"model.path={copy}")
+    assert result.status == 2 and result.err.count("\n") == 1
+    assert_refused(result.err, "model.path", str(copy), allowed=(key, str(value)))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_rope_base_that_none_is_is_one_line(value: float, copy: Path) -> None:
+    _config(rope_parameters={"rope_type": "default", "rope_theta": value})(copy)
+    with refused("model.path", str(copy), allowed=("rope_theta", str(value))):
+        load(copy)

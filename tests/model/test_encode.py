@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,49 @@ def test_a_template_that_leaves_out_the_system_message_gets_it_with_the_prompt()
 ):
     users = "{% for m in messages if m.role == 'user' %}U:{{ m.content }}{% endfor %}"
     assert reader(users).render("Who?", system="Be brief.") == "U:Be brief.\n\nWho?"
+
+
+SHOWN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TOOLS = "{% if tools %}{{ strftime_now('%d') }}{% endif %}"
+SOURCES: dict[str, tuple[str | None, list[str]]] = {
+    "none": (None, []),
+    "plain": (SHOWN, []),
+    "date": ("{{ strftime_now('%d %b %Y') }} " + SHOWN, ["the clock"]),
+    "weekday": ("{{ strftime_now('%A') }} " + SHOWN, ["the clock"]),
+    "minute": ("{{ strftime_now('%M') }} " + SHOWN, ["the clock"]),
+    "date where it is known": (
+        "{% if strftime_now is defined %}{% set d = strftime_now('%Y') %}{% else %}"
+        "{% set d = '2024' %}{% endif %}{{ d }} " + SHOWN,
+        ["the clock"],
+    ),
+    "fixed date": (
+        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}"
+        "{% endif %}Today: {{ date_string }}\n" + SHOWN,
+        [],
+    ),
+    "clock for tools alone": (TOOLS + SHOWN, []),
+    "clock that is not shown": ("{% set d = strftime_now('%Y') %}" + SHOWN, []),
+    "chance": ("{{ ['a', 'b'] | random }} " + SHOWN, ["random numbers"]),
+    "both": (
+        "{{ strftime_now('%H') }}{{ [1, 2, 3] | random }} " + SHOWN,
+        ["the clock", "random numbers"],
+    ),
+}
+"""Template of the tokenizer, and what it reads beside its messages."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_template_that_reads_the_clock_or_draws_is_known(name: str) -> None:
+    template, expected = SOURCES[name]
+    state = random.getstate()
+    assert reader(template).template_sources("a question") == expected
+    assert random.getstate() == state
+    switched_off = reader(template, chat_template="none")
+    assert switched_off.template_sources("a question") == []
+
+
+def test_a_template_may_read_the_clock_for_a_system_message_alone() -> None:
+    dated = "{% if messages[0].role == 'system' %}{{ strftime_now('%Y') }}{% endif %}"
+    lm = reader(dated + SHOWN)
+    assert lm.template_sources("a question") == []
+    assert lm.template_sources("a question", system="Be short.") == ["the clock"]

@@ -146,6 +146,34 @@ CASES = [
         body("Unsupported parameter: 'min_p' is not supported with this model."),
         Refusal("fields", ("min_p",)),
     ),
+    # a rate limit: of one request that is over it for ever, and of those before it
+    (
+        413,
+        body(
+            "Request too large for model `m` in organization `org_1` service tier `on_demand` on tokens per "
+            "minute (TPM): Limit 6000, Requested 9435, please reduce your message size and try again.",
+            type="tokens",
+            code="rate_limit_exceeded",
+        ),
+        Refusal("overflow", limit=6000),
+    ),
+    (
+        429,
+        body(
+            "Request too large for m in organization org-1 on tokens per min (TPM): Limit 30000, Requested "
+            "61,000. The input or output tokens must be reduced in order to run successfully.",
+            code="rate_limit_exceeded",
+        ),
+        Refusal("overflow", limit=30000),
+    ),
+    (
+        429,
+        body(
+            "Rate limit reached for m in organization org-1 on tokens per min (TPM): Limit 30000, Used 28000, "
+            "Requested 4000. Please try again in 4s."
+        ),
+        Refusal("busy"),
+    ),
     (400, "a content filter took it", Refusal("filter")),
     (500, "oops", Refusal("server")),
     (503, "overloaded", Refusal("busy")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import sys
 from dataclasses import fields
@@ -445,6 +447,12 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
         ],
         ["experiment=yu2025_table1_kv", "model=tiny"],
         ["experiment=lpes_table15", "task.seed=1"],
+        [
+            "-m",
+            "model.base_url=http://127.0.0.1:9/v1",
+            "model.extra_body={top_k:1},{top_k:5}",
+            "model.extra_body={seed:7}",
+        ],
     ],
 )
 def test_the_compose_api_gives_what_hydra_main_gives(args: list[str]) -> None:
@@ -472,3 +480,55 @@ def test_a_sweep_of_hydras_own_is_left_to_it(
         (5, True),
     ]
     assert not [*Path().iterdir()], "Hydra writes nothing here"
+
+
+SERVER = "model.base_url=http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "alternatives"),
+    [
+        ([["{top_k:1}"], ["{seed:7}"]], 1),
+        ([["{top_k:1}", "{top_k:5}"], ["{seed:7}", "{seed:8}"]], 4),
+        ([["{a:{x:1,y:2}}"], ["{a:{y:3,z:'p q'}}", "{a:{y:4}}"]], 2),
+        ([["{top_k:1}", "{top_k:5}"], ["{top_k:9}"]], 1),
+        ([["{top_k:1}", "null"], ["{seed:7}"]], 2),
+        ([["{top_k:1}"], ["null"]], 1),
+    ],
+)
+def test_a_mapping_given_twice_is_merged_in_a_sweep_as_in_a_run(
+    overrides: list[list[str]], alternatives: int
+) -> None:
+    key = "model.extra_body"
+    typed = [f"{key}={','.join(values)}" for values in overrides]
+    swept = [
+        (job.raw["task"]["limit"], job.raw["model"]["extra_body"])
+        for job in _jobs("-m", SERVER, *typed, "task.limit=2,3")
+    ]
+    alone = [
+        compose_one(SERVER, *(f"{key}={value}" for value in values))
+        for values in itertools.product(*overrides)
+    ]
+    bodies = [job.raw["model"]["extra_body"] for job in alone]
+    expected = {json.dumps(body, sort_keys=True) for body in bodies}
+    assert len(expected) == alternatives and len(swept) == 2 * alternatives
+    for limit in (2, 3):
+        got = {json.dumps(b, sort_keys=True) for each, b in swept if each == limit}
+        assert got == expected
+
+
+def test_a_key_inside_a_mapping_keeps_its_place_among_the_mappings() -> None:
+    key = "model.extra_body"
+    for typed in (
+        [f"{key}={{x:1,y:1}}", f"{key}.x=2", f"{key}={{y:3}}"],
+        [f"{key}={{x:1,y:1}}", f"{key}.x=2", f"{key}={{x:3}}"],
+        [f"{key}={{x:1}}", f"{key}={{y:2}}", f"{key}.y=5"],
+    ):
+        alone = compose_one(SERVER, *typed).raw["model"]["extra_body"]
+        for job in _jobs("-m", SERVER, *typed, "task.limit=2,3"):
+            assert job.raw["model"]["extra_body"] == alone
+
+
+def test_a_value_given_twice_is_the_last_one_in_a_sweep_as_in_a_run() -> None:
+    jobs = _jobs("-m", "task.limit=2,3", "task.limit=5", "task.seed=1,2")
+    assert [job.raw["task"]["limit"] for job in jobs] == [5, 5]

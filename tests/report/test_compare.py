@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from posbench.report.compare import _score_figure as drawn_of
 from posbench.run.folder import RunDir
 from posbench.schema import instantiate
 from posbench.tasks import Task
-from tests.conftest import Result
+from tests.conftest import PROCESS, Result
 from tests.messages import assert_names, assert_refused, refused
 
 TASK = {
@@ -309,3 +310,18 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     )
     (second / "metrics.csv").write_text("")
     assert "damaged" in posbench("compare", str(first), str(second), verb=True).err
+
+
+@pytest.mark.slow
+def test_two_processes_that_compare_the_same_runs_both_print_their_table(
+    runs: dict[str, Path],
+) -> None:
+    command = [*PROCESS, "compare", *map(str, list(runs.values())[:2])]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    for process in both:
+        out, err = process.communicate()
+        assert process.returncode == 0, err.decode()
+        assert b"score_difference" in out

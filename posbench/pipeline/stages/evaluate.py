@@ -7,13 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row, write_csv, write_text
+from posbench.files.atomic import Row, csv_text, write_csv, write_text
+from posbench.late import pd
+from posbench.measure.replies import template_sources
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
 from posbench.run.base import Run
 from posbench.run.batch_plan import subjects
-from posbench.run.folder import PREDICTIONS, RESCORED, RunDir, was_rescored
+from posbench.run.folder import (
+    PREDICTIONS,
+    RESCORED,
+    RunDir,
+    json_text,
+    was_rescored,
+)
 from posbench.run.replies import (
     STAGE,
     plan_replies,
@@ -36,6 +44,8 @@ FILE = PREDICTIONS
 """The rows of this stage; each stage with rows calls their file so."""
 SUBSETS = "subsets.csv"
 TABLES = (METRICS, SUBSETS)
+SUBMISSION = "submission"
+"""Folder of the files for a benchmark's leaderboard, by method."""
 
 
 def run(config: Config, run: Run) -> None:
@@ -47,9 +57,7 @@ def run(config: Config, run: Run) -> None:
     _undo_rescore(run)
     unmodified_key = run.share_unmodified(PREDICTIONS)
     encoded = run.prompts.encode(run.evaluation)
-    facts = _prompt_facts(run.evaluation, encoded)
-    facts["questions"] = _questions_checksum(run.evaluation)
-    run.out.write_json(PROMPTS, facts)
+    run.out.write_json(PROMPTS, _prompt_facts(run, encoded))
     methods = run.methods()
     if run.runtime.until:
         run.shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
@@ -87,14 +95,47 @@ def _shape_rule(task: Task, method: str, examples: Sequence[Example]) -> ShapeRu
 
 def _write_submission(run: Run, method: str, rows: Sequence[Row]) -> None:
     """Write the replies under a method as the benchmark's leaderboard takes them, where it has one."""
-    outputs = {row["id"]: str(row["output"]) for row in rows}
-    # A run that stopped at its budget did not ask all of them.
-    replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
-    for name, text in run.task.submission(replies).items():
-        path = run.out.path / "submission" / method / name
+    for name, text in _submission(run, rows).items():
+        path = run.out.path / SUBMISSION / method / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
         run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
+
+
+def _submission(run: Run, rows: Sequence[Row]) -> dict[str, str]:
+    """Texts of the files for the benchmark's leaderboard, by name; none where it has none."""
+    outputs = {row["id"]: str(row["output"]) for row in rows}
+    # A run that stopped at its budget did not ask all of them.
+    replies = [(e, outputs[e.id]) for e in run.evaluation if e.id in outputs]
+    return dict(run.task.submission(replies))
+
+
+def files_of_rows(
+    run: Run, encoded: Mapping[str, Encoded], rows: Sequence[Row]
+) -> dict[str, str]:
+    """Make the files of this stage again from its rows, which are not changed.
+
+    Args:
+        run: The finished run.
+        encoded: The prompts by the id of their example.
+        rows: Rows of all methods, without those that failed.
+
+    Returns:
+        Their texts by name, as the stage wrote them; a file that it did not write is left out.
+    """
+    files = {PROMPTS: json_text(_prompt_facts(run, encoded))}
+    tabulator = _tabulator(run.task, run.model.name, run.runtime.resamples, run.out)
+    methods = list(run.method.methods())
+    anytime = {}
+    if run.runtime.until:
+        anytime = _shape_rule(run.task, methods[0], run.evaluation).intervals(rows)
+    tables = _score_tables(tabulator, rows, anytime)
+    files |= {name: csv_text(table) for name, table in tables.items() if len(table)}
+    for method in methods:
+        replies = [row for row in rows if row["method"] == method]
+        for name, text in _submission(run, replies).items():
+            files[f"{SUBMISSION}/{method}/{name}"] = text
+    return files
 
 
 def fill(runs: Sequence[Run]) -> None:
@@ -106,10 +147,9 @@ def fill(runs: Sequence[Run]) -> None:
     plan.fill(first, PREDICTIONS, STAGE, compute)
 
 
-def _prompt_facts(
-    examples: Sequence[Example], encoded: Mapping[str, Encoded]
-) -> dict[str, Any]:
-    """The first prompt of each subset as the model reads it, and a checksum over all prompts of the run."""
+def _prompt_facts(run: Run, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
+    """The first prompt of each subset as the model reads it, and checksums over all prompts and questions."""
+    examples = run.evaluation
     total = hashlib.sha256()
     first_of_subset: dict[str, dict[str, Any]] = {}
     for example in examples:
@@ -122,11 +162,17 @@ def _prompt_facts(
                 "sha256": hashlib.sha256(prompt.text.encode()).hexdigest(),
                 "text": prompt.text,
             }
-    return {
+    facts = {
         "sha256": total.hexdigest(),
         "prompts": len(examples),
         "first": first_of_subset,
+        "questions": _questions_checksum(examples),
     }
+    if run.encoder.tokenizer:
+        sources = template_sources(run.encoder, examples)
+        if sources:
+            facts["template_reads"] = sources
+    return facts
 
 
 def _questions_checksum(examples: Sequence[Example]) -> str:
@@ -158,12 +204,21 @@ def write_metrics(
     Returns:
         Whether any row has a score, or would have one if it had been answered; else no file is written.
     """
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
-    if not any(map(is_scorable, ordered)):
+    tables = _score_tables(_tabulator(task, model, resamples, out), rows, anytime)
+    if not tables:
         return False
+    write_csv(out.path / METRICS, tables[METRICS])
+    # From what was written, as page and card are.
+    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
+    if len(tables[SUBSETS]):
+        write_csv(out.path / SUBSETS, tables[SUBSETS])
+    return True
+
+
+def _tabulator(task: Task, model: str, resamples: int, out: RunDir) -> Tabulator:
+    """What tabulates the rows of a run; the arguments are those of :func:`write_metrics`."""
     served = out.config().get("model") or {}
-    tabulator = Tabulator(
+    return Tabulator(
         task=task,
         model=model,
         unmodified=UNMODIFIED,
@@ -171,13 +226,22 @@ def write_metrics(
         seed=getattr(task, "seed", 0),
         thinking_tokens=served.get("thinking_tokens"),
     )
-    write_csv(out.path / METRICS, tabulator.metrics(ordered, anytime))
-    # From what was written, as page and card are.
-    note_verdict(out, run_verdict(read_csv(out.path / METRICS)))
-    subsets = tabulator.subsets(ordered)
-    if len(subsets):
-        write_csv(out.path / SUBSETS, subsets)
-    return True
+
+
+def _score_tables(
+    tabulator: Tabulator,
+    rows: Sequence[Row],
+    anytime: Mapping[str, CurveIntervals] | None,
+) -> dict[str, pd.DataFrame]:
+    """The tables of scored rows of all methods, by the name of their file; none where no row can have a score."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    ordered = sorted(rows, key=lambda row: (methods.index(row["method"]), row["id"]))
+    if not any(map(is_scorable, ordered)):
+        return {}
+    return {
+        METRICS: tabulator.metrics(ordered, anytime),
+        SUBSETS: tabulator.subsets(ordered),
+    }
 
 
 def _undo_rescore(run: Run) -> None:
