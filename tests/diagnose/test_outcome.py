@@ -9,7 +9,13 @@ import pandas as pd
 import pytest
 
 from posbench.diagnose.allowance import Allowance
-from posbench.diagnose.outcome import Diagnosis, Remedy, judge_pilot, judge_source
+from posbench.diagnose.outcome import (
+    Diagnosis,
+    Remedy,
+    Shape,
+    judge_pilot,
+    judge_source,
+)
 from posbench.diagnose.page import lines, write_diagnosis
 from posbench.diagnose.race import hopeful_methods, winner_of
 from posbench.run.budget import Budget
