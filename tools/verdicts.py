@@ -1,9 +1,6 @@
 """Simulated readers whose position bias is known, and how often posbench's verdict on them is right.
 
-python tools/verdicts.py [SIMULATIONS]    writes the tables of docs/metrics.md
-
-Of 400 simulations a cell, the default, runs of a number of questions that is chosen beforehand have a quarter, and
-forecasts a sixteenth.
+python tools/verdicts.py [TABLE ...]    writes the tables of docs/metrics.md, or some of them
 
 A simulated reader answers each question at each gold position with a given probability, independently: of all readers
 with these probabilities the one whose verdict takes most questions.
@@ -13,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
@@ -47,7 +44,7 @@ BIASED = (0.92, 0.2, 0.15, 0.25, 0.3)
 """Accuracy of a reader like SmolLM2-135M, of whose bias methods remove a part."""
 ITEMS = 20
 """Items of a prompt, which set the score of a guess: 5 %."""
-MOST_QUESTIONS = 1200
+MOST_QUESTIONS = 1000
 """Questions after which a simulated run ends that has not told its verdict."""
 
 
@@ -321,21 +318,21 @@ def percent(count: int, total: int) -> str:
     return f"{100 * count / total:.1f} %"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the tables."""
-    runs = int(arguments[0]) if arguments else 400
-    tables = {
-        "verdicts, asked until known": markdown(
-            SEQUENTIAL_HEADER, sequential_table(runs)
-        ),
-        "verdicts, number chosen beforehand": markdown(
-            FIXED_NUMBER_HEADER, fixed_number_table(runs // 4)
-        ),
-        "verdicts on methods": markdown(METHOD_HEADER, method_table(runs // 4)),
-        "forecasts": markdown(FORECAST_HEADER, forecast_table(runs // 16)),
-    }
-    for name, table in tables.items():
-        print(f"{name}\n\n{table}\n")
+TABLES: Mapping[str, tuple[list[str], Callable[[int], list[list[str]]], int]] = {
+    "verdicts, asked until known": (SEQUENTIAL_HEADER, sequential_table, 400),
+    "verdicts, number chosen beforehand": (FIXED_NUMBER_HEADER, fixed_number_table, 60),
+    "verdicts on methods": (METHOD_HEADER, method_table, 100),
+    "forecasts": (FORECAST_HEADER, forecast_table, 25),
+}
+"""Tables of the page: the header, what makes the rows, and simulations a cell."""
+
+
+def main(names: Sequence[str]) -> int:
+    """Write the tables of some names, or all."""
+    for name in names or TABLES:
+        header, make, runs = TABLES[name]
+        table = f"{markdown(header, make(runs))}\n\n{runs} simulations a cell."
+        print(f"{name}\n\n{table}\n", flush=True)
         write_text(PAGE, between_marks(PAGE, name, table))
     return 0
 

@@ -932,10 +932,11 @@ class Course:
         """A budget, not below this one, in which so many questions at each position tell the shape."""
         assert self.diagnosis.shape is not None, "it was forecast from it"
         allowance = self.allowance
-        per_question = len(self.task.gold_positions) * self._cost_of_prompt()
         if allowance.is_time:
             seconds = self.runs.seconds_of_run["shape"]
             per_question = seconds / max(self.diagnosis.shape.questions, 1)
+        else:
+            per_question = len(self.task.gold_positions) * self._cost_of_prompt()
         others = allowance.spent - per_question * self.diagnosis.shape.questions
         size = (max(others, 0) + per_question * questions) * SPARE / LAST_SHARE
         return allowance.larger(max(size / allowance.budget.size, 1))

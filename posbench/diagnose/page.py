@@ -152,10 +152,12 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
     rows = [
         [labels[name], points(value), str(value.n)]
         for name, value in shape.contrasts.items()
+        if not math.isnan(value.value)
     ]
     rows += [
         [f"position {number} minus the mean of the others", points(value), str(value.n)]
         for number, value in enumerate(shape.positions, 1)
+        if not math.isnan(value.value)
     ]
     caption = (
         "Score over the gold position; bands: 95 % for a fixed number of questions."

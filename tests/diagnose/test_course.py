@@ -246,8 +246,8 @@ def test_a_shape_that_a_budget_cut_short_goes_on_with_a_larger_one(
         # Beyond what a diagnosis asks by itself the limit is typed.
         ((), 30, 1500, "1500", range(180, 210)),
         (("task.limit=30",), 30, 300, "300", range(35, 42)),
-        # What was typed above it is honoured.
-        (("task.limit=2000",), 30, 1500, None, range(180, 210)),
+        # A limit that is high enough stays.
+        (("task.limit=400",), 30, 300, None, range(35, 42)),
         # A limit alone that was too low needs no larger budget.
         (("task.limit=30",), 30, 40, "40", range(10, 11)),
     ],
@@ -271,6 +271,11 @@ def test_the_next_command_has_the_questions_and_the_budget_that_the_verdict_asks
     assert settings.get("task.limit") == (limit or typed.get("task.limit"))
     assert int(settings["budget"].removesuffix("min")) in minutes
     assert len(following) == len(settings) + 2, "each key once"
+
+
+def test_a_limit_is_honoured_however_large() -> None:
+    assert make_course("model=tiny")._shape_limit() == 1000
+    assert make_course("model=tiny", "task.limit=1100")._shape_limit() == 1100
 
 
 def test_a_file_without_further_questions_is_told_to_be_so(tmp_path: Path) -> None:

@@ -9,12 +9,17 @@ import pandas as pd
 import pytest
 
 from posbench.diagnose.allowance import Allowance
-from posbench.diagnose.outcome import Diagnosis, Remedy, judge_pilot, judge_source
+from posbench.diagnose.outcome import (
+    Diagnosis,
+    Remedy,
+    Shape,
+    judge_pilot,
+    judge_source,
+)
 from posbench.diagnose.page import lines, write_diagnosis
 from posbench.diagnose.race import hopeful_methods, winner_of
 from posbench.run.budget import Budget
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.shape import name_shape
 from posbench.stats.verdict import BIAS, CANNOT_TELL
 from posbench.studies.yu2025.bias_source import INTERVENTIONS
 
@@ -197,7 +202,7 @@ def test_the_gain_that_is_told_is_that_of_the_winner() -> None:
 def test_a_bias_that_is_not_the_verdict_is_not_the_headline() -> None:
     contrasts = {"primacy": interval(0.3, 0.5), "recency": interval(-0.05, 0.05)}
     diagnosis = Diagnosis("model", "task", BIAS, "numbers")
-    diagnosis.shape = name_shape(contrasts)
+    diagnosis.shape = Shape("primacy", contrasts, [], 30)
     assert "has a primacy bias" in diagnosis.headline
     diagnosis.verdict = CANNOT_TELL
     assert "primacy" not in diagnosis.headline

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import yaml
 
+from posbench.report.folder import read_csv
 from posbench.stats.verdict import run_verdict
 from tests.conftest import Result
 from tests.messages import assert_line_names, assert_refused
@@ -84,8 +84,7 @@ def test_one_lost_position_is_a_bias_without_a_side(
     assert result.status == 0, result.err
     assert (found["verdict"], found["shape"]["name"]) == ("bias", "uneven")
     assert "has an uneven bias" in found["headline"]
-    metrics = pd.read_csv(Path(found["runs"]["shape"]) / "metrics.csv")
-    verdict = run_verdict(metrics.assign(note=metrics["note"].fillna("")))
+    verdict = run_verdict(read_csv(Path(found["runs"]["shape"]) / "metrics.csv"))
     assert verdict == (found["verdict"], found["reason"])
 
 
