@@ -303,8 +303,8 @@ class Endpoint:
     Attributes:
         tokens_read: Tokens of all prompts so far, as the server counts.
         tokens_written: Tokens of all replies so far.
-        give_up_at: When the probe ends at the latest, on the clock of :func:`time.monotonic`; None: whenever it does.
-        timings: Requests that were sent alone, with texts that no cache has seen.
+        give_up_at: When the probe ends at the latest, on the clock of ``time.monotonic``; None: whenever it does.
+        timings: Requests that were sent alone: the first question, and texts that no cache has seen.
     """
 
     def __init__(
@@ -507,8 +507,13 @@ class Endpoint:
         stop = (PROBE_STOP,) if stops else ()
         while True:
             tried_fields.add(self.profile.length_field)
+            began = time.monotonic()
             try:
-                return self._ask_reply(prompt, PROBE_TOKENS, stop)
+                reply = self._ask_reply(prompt, PROBE_TOKENS, stop)
+                seconds = time.monotonic() - began
+                tokens = reply.reply_tokens or 0
+                self.timings.append(Timing(len(PROBE), tokens, seconds))
+                return reply
             except _RequestRefused as error:
                 refusal = error.refusal
                 if refusal.kind == "request" and self.profile.settings:
@@ -699,7 +704,7 @@ class Endpoint:
         with self._reporting_probe_failures(), ThreadPool(count) as pool:
             pool.map(ask, texts)
         seconds = max(time.monotonic() - began, 1e-9)
-        alone = speed.seconds_of_request(len(texts[0]), PROBE_TOKENS)
+        alone = self.timings[-1].seconds
         parallel = min(max(count * alone / seconds, 1.0), float(count))
         self._change(speed=replace(speed, parallel=parallel, sent=count))
 

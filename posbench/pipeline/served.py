@@ -220,10 +220,9 @@ def _measure(probe: _Probe, make_prompt: MakePrompt, sample: str) -> None:
     concurrency = probe.config.model.concurrency
     with probe.in_time("tokens and time of a piece of the prompts"):
         endpoint.measure_sample(make_prompt, sample)
-    speed = endpoint.profile.speed
-    if speed is None:
+    if endpoint.profile.speed is None:
         return
-    seconds = speed.seconds_of_request(len(sample), PROBE_TOKENS)
+    seconds = endpoint.timings[-1].seconds
     count = concurrency
     if count * seconds > PARALLEL_SECONDS:
         count = min(count, 2)

@@ -241,6 +241,7 @@ class SlowServer:
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
         monkeypatch.setattr("posbench.model.endpoint.time", clock)
         monkeypatch.setattr("posbench.pipeline.served.time", clock)
+        monkeypatch.setattr("posbench.run.progress.clock", clock.monotonic)
 
     def read(self, prompt: str) -> str:
         with self._slot:
