@@ -10,7 +10,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import round_values
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.model.answers import unclear_thinking
-from posbench.model.encode import Encoded, Encoder
+from posbench.model.encode import Encoded, Encoder, PromptTooLong
 from posbench.model.lm import LM, GeneratedReply, length_batches
 from posbench.model.prefix import Prefix
 from posbench.model.thinking import opens_thinking, split_thinking
@@ -35,17 +35,21 @@ def encode_prompt(encoder: Encoder, task: Task, example: Example) -> Encoded:
     Raises:
         UserError: The prompt does not fit, or the cut takes the gold item away.
     """
-    encoded = encoder.encode(
-        example.prompt,
-        truncation=task.truncation,
-        reserve=generation_budget(encoder, task, example),
-        most=task.max_prompt_tokens,
-        document=example.document,
-        separator=example.separator,
-        chat=example.chat,
-        system=example.system,
-        prefill=example.prefill,
-    )
+    try:
+        encoded = encoder.encode(
+            example.prompt,
+            truncation=task.truncation,
+            reserve=generation_budget(encoder, task, example),
+            most=task.max_prompt_tokens,
+            document=example.document,
+            separator=example.separator,
+            chat=example.chat,
+            system=example.system,
+            prefill=example.prefill,
+        )
+    except PromptTooLong as error:
+        hint = task.how_to_shorten(example)
+        raise UserError(error.field, error.value, error.allowed, hint) from error
     if encoded.dropped:
         _need_gold_items(task, example, encoded)
     return encoded

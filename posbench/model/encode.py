@@ -55,6 +55,14 @@ class _Shift(NamedTuple):
     offset: int | None
 
 
+PROMPT_LENGTH = "prompt length"
+"""What a prompt that does not fit is refused for."""
+
+
+class PromptTooLong(UserError):
+    """A prompt that would fit if it were shorter."""
+
+
 @dataclass(frozen=True)
 class Encoded:
     """One prompt as tokens.
@@ -230,10 +238,10 @@ class Encoder:
             return encoded
 
         if truncation == "refuse" or max_tokens < 1:
-            hint = "shorten the prompts (kv_retrieval: task.pairs), or cut them with task.truncation=middle"
+            hint = "shorten the prompts, or cut them with task.truncation=middle"
             if len(encoded.ids) <= max_tokens and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
-                raise UserError("prompt length", prompt_tokens, limit, hint)
+                raise PromptTooLong(PROMPT_LENGTH, prompt_tokens, limit, hint)
             if max_tokens < 1:
                 hint = f"set task.max_new_tokens to less than {self.context_window}"
             self._refuse_length(len(encoded.ids), max_tokens, reserve, hint)
@@ -371,7 +379,8 @@ class Encoder:
     ) -> NoReturn:
         window = f"context window {self.context_window} of {self.name}, {reserve} kept for the reply"
         allowed = f"at most {max(max_tokens, 0)} tokens ({window})"
-        raise UserError("prompt length", length, allowed, hint)
+        error = PromptTooLong if max_tokens > 0 else UserError
+        raise error(PROMPT_LENGTH, length, allowed, hint)
 
     def answer_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Token ids of a prompt and of the answer that follows it."""

@@ -180,6 +180,17 @@ class Task(ABC):
         """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
         return None
 
+    def how_to_shorten(self, example: Example) -> str:
+        """The next step where the prompt of an example does not fit the window, in words."""
+        steps = []
+        if self.sizes:
+            steps.append(f"ask with fewer items (task.{self.sizes[0]})")
+        if example.document:
+            steps.append("cut the document's end with task.truncation=document")
+        elif not example.items:
+            steps.append("cut the prompt with task.truncation=middle")
+        return ", or ".join(steps) or f"shorten question {example.id}"
+
     def files(self) -> tuple[Source, ...]:
         """The files that :meth:`examples` reads."""
         return ()

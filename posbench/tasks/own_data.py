@@ -418,6 +418,16 @@ class OwnData(EvaluationOnly):
         return gold_indices("positions", self.positions, "items_per_prompt", items)
 
     @cached_property
+    def _line_of(self) -> dict[str, int]:
+        """By the id of a record, the number of its line."""
+        lines = read_data_rows("path", self.place())
+        numbers = [number for number, _ in lines]
+        return {
+            record.id: number
+            for record, number in zip(self.own.records, numbers, strict=True)
+        }
+
+    @cached_property
     def _question_ids(self) -> dict[str, str]:
         """By the id of a record, that of the first one with the same contents."""
         first_id: dict[str, str] = {}
@@ -492,6 +502,20 @@ class OwnData(EvaluationOnly):
             for position in positions:
                 order = order_with_gold_at(record, position, items)
                 yield self._example(record, [parts[i] for i in order], position, order)
+
+    def how_to_shorten(self, example: Example) -> str:
+        """See :meth:`Task.how_to_shorten`: names the line, and its longest item or document."""
+        if not example.items:
+            line = self._line_of[example.id]
+            return f"{super().how_to_shorten(example)}, or shorten line {line} of {self.path}"
+        name = example.id.partition("-")[2]
+        record = next(record for record in self.own.records if record.id == name)
+        texts = [record.text(0, part) for part in record.parts()]
+        longest = max(range(len(texts)), key=lambda index: len(texts[index]))
+        return (
+            f"shorten {self.own.kind.holds}[{longest}] on line {self._line_of[name]} of {self.path} "
+            f"({len(texts[longest]):,} characters), or split it into shorter ones"
+        )
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if an answer occurs in the reply, or is the letter chosen."""

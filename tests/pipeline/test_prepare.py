@@ -212,13 +212,14 @@ def test_gold_positions_that_meet_are_told(
     assert_line_names("\n".join(told), "task.positions: 5", "3 pairs")
 
 
-def test_an_experiment_keeps_its_sizes(checkpoint: Path) -> None:
+def test_sizes_of_an_experiment_change_only_where_they_do_not_fit() -> None:
+    args = ("experiment=yu2025_fig6", "method.factor=0", "model.context_window=64")
+    run = prepare(compose_one(*args))
+    # As tight as it goes, where a default would leave room for longer prompts.
+    assert run.config.task.items == 15
+    assert any(w.startswith("task.pairs: 32 -> 15, ") for w in run.warnings)
     with refused("task.pairs", 32, allowed=("15", "tiny", "64"), hint="task.pairs=15"):
-        prepare(
-            compose_one(
-                "experiment=yu2025_fig6", "method.factor=0", "model.context_window=64"
-            )
-        )
+        prepare(compose_one(*args, "task.pairs=32"))
 
 
 def test_all_obstacles_are_told_together(

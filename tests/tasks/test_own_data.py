@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from posbench.errors import UserError
 from posbench.schema import build
 from posbench.tasks.kv_retrieval import compact_prompt
 from posbench.tasks.own_data import KINDS, OwnData, parse_file
-from tests.messages import assert_names, refused
+from tests.conftest import Result
+from tests.messages import assert_names, assert_refused, refused
 from tools.pages import schema
 
 DATA = Path(__file__).parents[1] / "data" / "own"
@@ -421,3 +423,35 @@ def test_the_schema_is_what_the_reader_asks(tmp_path: Path) -> None:
             str(fault).split('field "')[1].split('"')[0] for fault in told.value.faults
         ]
         assert sorted(said) == sorted(needed)
+
+
+def test_a_prompt_that_is_too_long_names_the_line_and_the_item(tmp_path: Path) -> None:
+    long_text = "The minutes of that year. " * 2300
+    documents = [{"text": "short"}, {"text": long_text}, {"text": "mid"}]
+    row = {**ITEMS, "documents": documents, "gold": 0, "id": "second"}
+    del row["items"]
+    file = tmp_path / "a.jsonl"
+    short = {**row, "id": "first", "documents": documents[::2]}
+    file.write_text(f"\n{json.dumps(short)}\n\n{json.dumps(row)}\n")
+    own = task(file, items_per_prompt=2)
+    hints = {
+        own.how_to_shorten(example)
+        for example in own.evaluation()
+        if example.id.endswith("-second")
+    }
+    (hint,) = hints
+    assert_names(hint, "documents[1]", "line 4", str(file), f"{len(long_text):,}"[:2])
+    assert "middle" not in hint and "pairs" not in hint
+    text = task(DATA / "long_text.jsonl")
+    assert "task.truncation=document" in text.how_to_shorten(text.evaluation()[0])
+
+
+def test_a_long_document_is_refused_with_its_line(
+    tmp_path: Path, posbench: Callable[..., Result]
+) -> None:
+    items = ['"til": "kep"', '"nap": "dep"', ", ".join(['"dap": "kel"'] * 300)]
+    row = {"question": "nap", "items": items, "gold": 1, "answers": ["dep"]}
+    file = write(tmp_path / "own.jsonl", row)
+    result = posbench("task=own_data", f"task.path={file}", "model=tiny")
+    assert result.status == 2
+    assert_refused(result.err, "prompt length", hint=("items[2]", "line 1", str(file)))
