@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, exists, local
-from posbench.renamed import keep_old_names
 from posbench.schema import Count, Positive, Several, Truncation, build, resolve_target
 
 Split = Literal["evaluation", "calibration"]
@@ -98,8 +97,6 @@ class Task(ABC):
     calibration_items: ClassVar[int | None] = None
     # whether the benchmark prescribes the length of a reply, and scores one that reaches it as it stands
     prescribes_length: ClassVar[bool] = False
-    # keys of earlier releases, with their names of today
-    renamed: ClassVar[Mapping[str, str]] = {}
     # score of a guess, where that means something
     chance: ClassVar[float | None] = None
 
@@ -234,16 +231,8 @@ def check_gold_positions(example: Example) -> None:
 
 
 def read_recorded_task(data: Mapping[str, Any]) -> Task:
-    """The task that a run folder's config holds, maybe under keys of an earlier release; UserError as for
-    any config."""
+    """The task that a run folder's config holds; UserError as for any config."""
     cls, values = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
-    for old_key in cls.renamed.keys() & values.keys():
-        key = cls.renamed[old_key]
-        value = values.pop(old_key)
-        if key == "limit":
-            # There were two limits at a time, of which the smaller one counted.
-            value = min(value, values.get(key) or value)
-        values[key] = value
     return build(cls, values, "task")
 
 
@@ -314,12 +303,3 @@ class EvaluationOnly(Task):
             hint = "search with task=kv_retrieval, then set method.channel=... and stages=[evaluate,report]"
             raise UserError("stages", "search", allowed, hint)
         return list(self.questions())
-
-
-keep_old_names(
-    __name__,
-    {
-        "recorded": "read_recorded_task",
-        "first": "first_examples",
-    },
-)

@@ -104,7 +104,6 @@ class LongBench(EvaluationOnly):
     """
 
     metric: ClassVar[str] = "score"
-    renamed: ClassVar[Mapping[str, str]] = {"tasks": "subsets"}
     source: ClassVar[str] = (
         "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
     )
