@@ -26,7 +26,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_c
 from pydantic_core import ErrorDetails
 
 from posbench.errors import Faults, UserError, near
-from posbench.renamed import keep_old_names, old_hooks
 
 T = TypeVar("T")
 
@@ -105,11 +104,6 @@ def _key_fault(
     """
     field = f"{prefix}.{key}"
     names = [f.name for f in fields(cls)]
-    new_name = getattr(cls, "renamed", {}).get(key)
-    if new_name:
-        allowed = f"{prefix}.{new_name}, as the key is called now"
-        hint = f"set {prefix}.{new_name}={_typed(value)}"
-        return UserError(field, value, allowed, hint)
     if key not in names:
         allowed = f"keys {', '.join(names)}" if names else "no keys"
         hint = near(str(key), names, "remove the key")
@@ -124,13 +118,6 @@ def _key_fault(
         hint = f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
         return UserError(field, value, allowed, hint)
     return None
-
-
-def _typed(value: Any) -> str:
-    """A value as the command line takes it."""
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(str, value))}]"
-    return str(value)
 
 
 @cache
@@ -265,28 +252,11 @@ def resolve_target(
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
-    _refuse_old_hooks(cls, prefix)
     if isabstract(cls):
         missing = sorted(cls.__abstractmethods__)  # type: ignore[attr-defined]
         allowed = f"a class that defines {', '.join(missing)}"
         raise UserError(f"{prefix}._target_", str(path), allowed, "see CONTRIBUTING.md")
     return cls, {key: value for key, value in data.items() if key != "_target_"}
-
-
-def _refuse_old_hooks(cls: type[Any], prefix: str) -> None:
-    """Raise UserError for a class that overrides what a base class calls by another name now.
-
-    The base class says so by a :class:`RenamedAttribute`, or in words by ``renamed_hooks``.
-    """
-    hooks: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        for old in sorted(hooks.keys() & vars(base).keys()):
-            allowed = f"a class that defines {hooks[old]} in its place"
-            hint = f"change {base.__module__}.{base.__qualname__}; see CHANGELOG.md"
-            raise UserError(
-                f"{prefix}._target_", f"{base.__name__}.{old}", allowed, hint
-            )
-        hooks |= old_hooks(base)
 
 
 def instantiate(data: Mapping[str, Any], kind: type[T], prefix: str) -> T:
@@ -428,15 +398,3 @@ def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
         link = "and"
     parts = [plain.replace("finite ", ""), lower, link, upper]
     return " ".join(part for part in parts if part)
-
-
-keep_old_names(
-    __name__,
-    {
-        "MOST": "MAX_COUNT",
-        "target": "resolve_target",
-        "defaults": "default_values",
-        "required": "required_fields",
-        "words": "describe_type",
-    },
-)

@@ -29,7 +29,6 @@ from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import GROUPS, TOP
 from posbench.pipeline.config import STAGES, Experiment
 from posbench.pipeline.jobs import JobState
-from posbench.renamed import OLD_NAMES, RenamedAttribute
 from posbench.report.index import ListedState
 from posbench.run.folder import State
 from posbench.run.runtime import Cluster, Runtime
@@ -41,40 +40,12 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests" / "data" / "public_names.txt"
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-GIVEN = (
-    "posbench.methods.base.CheckpointChange",
-    "posbench.run.cost.InspectionPasses",
-    "posbench.run.cost.StudyWorkload",
-    "posbench.run.folder.RunDir",
-    "posbench.run.method.MethodUnderTest",
-    "posbench.run.prompts.PromptBatcher",
-    "posbench.run.rows.ResumableRows",
-)
-"""What methods, searches and studies get or return without importing it."""
 SWEEP = """
     -m method.factor=0,-1 task.limit=4 task.max_new_tokens=1 search=exhaustive search.layers=null
     search.strings=24 search.length=48 search.window=6 search.skip=2 search.factors=[0.0]
     task.calibration_examples=8 runtime.intervene_examples=4 runtime.resamples=100
     stages=[search,intervene,evaluate]
 """
-ON_PROMPTS = """
-    ablations attention_to_gold channel_subtraction crop_mask doubling gram hidden_perturbation layer_selection
-    positional_channels rollout rope_curves score_map
-"""
-STUDIES = (
-    *(f"{study} task.limit=3 runtime.resamples=100" for study in ON_PROMPTS.split()),
-    "bucket_search",
-    "causal_mask study.draws=40 study.tokens=12",
-    "gpu_check study.models=[check_mpt] study.prompts=4 runtime.device=cpu",
-    "latency study.repeats=1 study.methods_at=[16] study.prompts=[16] study.search_tokens=16 study.candidates=2",
-    "masks",
-    "precision study.prompts=12",
-    "scorers",
-    "synthetic_training study.common={width:8,classes:16,labels:4,batch:4,sequences:40,depth:1}"
-    " study.conditions=[{mask:causal}] study.seeds=1 study.processes=1",
-    "training_speed study.depths=[1] study.iterations=2 study.repeats=1",
-)
-"""Short runs of the studies; left out are those that train, or measure for many minutes."""
 
 
 def public_names() -> set[str]:
@@ -195,25 +166,11 @@ def call(*args: str) -> str:
 
 
 def python_names() -> Iterator[str]:
-    """What docs/api.md, the other pages and the examples import, with its members and parameters."""
-    things: dict[Any, str] = {}
-    for name in sorted({*documented(), *imported(), *GIVEN}, key=len):
+    """What docs/api.md, the other pages and the examples import."""
+    for name in {*documented(), *imported()}:
         thing = resolve(name)
-        if thing is None or inspect.ismodule(thing):
-            continue
-        yield f"python {name}"
-        # Not a type alias, which could be called, too.
-        if (inspect.isclass(thing) or inspect.isroutine(thing)) and thing not in things:
-            things[thing] = name
-    for thing, name in things.items():
-        yield from (f"python {name}({key}=)" for key in parameters(thing))
-        if inspect.isclass(thing):
-            for member in members(thing, set(things)):
-                yield f"python {name}.{member}"
-                function = getattr(thing, member, None)
-                if callable(function) and not inspect.isclass(function):
-                    for key in parameters(function):
-                        yield f"python {name}.{member}({key}=)"
+        if thing is not None and not inspect.ismodule(thing):
+            yield f"python {name}"
 
 
 def documented() -> Iterator[str]:
@@ -268,48 +225,9 @@ def resolve(name: str) -> Any:
         return import_module(name)
     except (ImportError, ValueError):
         pass
-    if not module or name in OLD_NAMES:
+    if not module:
         return None
     return getattr(resolve(module), attribute, None)
-
-
-def members(cls: type[Any], listed: set[Any]) -> set[str]:
-    """Public fields, properties and methods of a class, without those of a base class that is listed itself."""
-    found: set[str] = set()
-    for base in cls.__mro__:
-        if base is not cls and base in listed:
-            break
-        if base.__module__.startswith("posbench"):
-            own = {*vars(base), *inspect.get_annotations(base)}
-            found |= {name for name in own if not is_old(vars(base).get(name))}
-    return {name for name in found if not name.startswith("_")}
-
-
-def is_old(value: Any) -> bool:
-    """Whether a name of a class is an old one, which is answered with its new one."""
-    return isinstance(value, RenamedAttribute)
-
-
-def parameters(function: Any) -> list[str]:
-    """Names of the parameters of a function or class."""
-    try:
-        names = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return []
-    return [name for name in names if name != "self" and not name.startswith("_")]
-
-
-def study_names() -> set[str]:
-    """Tables of studies with their columns; minutes in all."""
-    names: set[str] = set()
-    for arguments in STUDIES:
-        study = arguments.split()[0]
-        with tempfile.TemporaryDirectory() as folder:
-            call(*f"study={arguments}".split(), f"runtime.outputs={folder}")
-            for table in Path(folder).glob("*/v*/*/*.csv"):
-                if table.name != "findings.csv":
-                    names |= {f"study {study} {line}" for line in file_names(table)}
-    return names
 
 
 def listed() -> set[str]:
@@ -317,17 +235,13 @@ def listed() -> set[str]:
     return set(FILE.read_text().splitlines())
 
 
-def write(with_studies: bool) -> None:
-    """Write the file; unless asked for, studies stay as they are in it."""
-    if with_studies:
-        studies = study_names()
-    else:
-        studies = {line for line in listed() if line.startswith("study ")}
-    names = public_names() | studies
+def write() -> None:
+    """Write the file, and print what it listed before and does no more."""
+    names = public_names()
     for line in sorted(listed() - names):
         print(f"gone: {line}", file=sys.stderr)
     FILE.write_text("\n".join(sorted(names)) + "\n")
 
 
 if __name__ == "__main__":
-    write(with_studies="studies" in sys.argv[1:])
+    write()

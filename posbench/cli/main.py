@@ -136,7 +136,6 @@ OVERRIDE_VERBS = ("", "diagnose", "fetch", "validate", "submit", "figures", "exp
 """Verbs that take overrides as a run does, and the run itself."""
 NO_VERBS = {
     "run": "leave it out",
-    "docs": "python tools/pages.py with the same arguments, in the repository",
 }
 """Words that are typed as verbs, and what to type instead."""
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from posbench.errors import UserError, is_machine_fault
 from posbench.late import pd
-from posbench.renamed import keep_old_names
 
 Row = dict[str, Any]
 """One line of a JSON-lines file."""
@@ -192,13 +191,3 @@ def round_values(values: Any, digits: int = 6) -> Any:
     if isinstance(values, list):
         return [round_values(value, digits) for value in values]
     return float(f"{values:.{digits}g}")
-
-
-keep_old_names(
-    __name__,
-    {
-        "digest": "short_hash",
-        "canonical": "to_canonical",
-        "rounded": "round_values",
-    },
-)

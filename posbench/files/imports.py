@@ -6,14 +6,29 @@ import ast
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
 from posbench import paths
 
+DRAWS = "plot.styled"
+"""The decorator of functions that draw: they stand beside what they draw, and move no number."""
 LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 """Folders of installed libraries, whose versions are recorded."""
+
+
+class SourceCode(NamedTuple):
+    """What a file computes with.
+
+    Attributes:
+        text: Its content; of Python without comments, docstrings and functions that draw.
+        imports: Dotted names of all that it may import by absolute names, with the packages around each.
+    """
+
+    text: bytes
+    imports: tuple[str, ...] = ()
 
 
 class ModuleLocation(NamedTuple):
@@ -93,7 +108,18 @@ def _imported_modules(name: str, location: ModuleLocation) -> Iterator[str]:
     ``from a import b`` may name the module ``a.b``, or what ``a`` holds.
     """
     package = name if location.folders is not None else name.rpartition(".")[0]
-    for node in _import_statements(location.file):
+    if location.file is None or location.file.suffix != ".py":
+        return
+    tree = _parsed(location.file.read_bytes())
+    if tree is not None:
+        yield from _imported_names(tree, package)
+
+
+def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the same for the syntax tree of a module; ``package`` is the one that relative imports begin at."""
+    for node in _statements(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
@@ -108,14 +134,50 @@ def _imported_modules(name: str, location: ModuleLocation) -> Iterator[str]:
                 yield ".".join(parts[:count])
 
 
-def _import_statements(file: Path | None) -> list[ast.Import | ast.ImportFrom]:
-    """The import statements of a module; none where it is no Python, or none of this version's."""
-    if file is None or file.suffix != ".py":
-        return []
+def read_code(file: Path) -> SourceCode:
+    """Read what a file computes with; what is no Python of this version is taken as it is."""
+    return _reduced(file.read_bytes(), file.suffix == ".py")
+
+
+@cache
+def _reduced(content: bytes, is_python: bool) -> SourceCode:
+    tree = _parsed(content) if is_python else None
+    if tree is None:
+        return SourceCode(content)
+    imports = sorted(set(_imported_names(tree, package="")))
+    for node in [tree, *_statements(tree)]:
+        body = getattr(node, "body", None)
+        if body:
+            node.body = [part for part in body if not (_is_text(part) or _draws(part))]  # type: ignore[attr-defined]
+    return SourceCode(ast.unparse(tree).encode(), tuple(imports))
+
+
+def _parsed(content: bytes) -> ast.Module | None:
+    """The syntax tree of a module; None where it is no Python of this version's."""
     try:
-        tree = ast.parse(file.read_bytes())
+        return ast.parse(content)
     except (SyntaxError, ValueError):
-        return []
-    return [
-        node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+        return None
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All statements inside a node, at every depth."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for part in getattr(node, field, None) or ():
+            if isinstance(part, ast.stmt):
+                yield part
+            yield from _statements(part)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a string: the docstring of what stands around it, or before it."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        return False
+    return isinstance(node.value.value, str)
+
+
+def _draws(node: ast.stmt) -> bool:
+    """Whether a statement defines a function that draws."""
+    return isinstance(node, ast.FunctionDef) and any(
+        ast.unparse(decorator) == DRAWS for decorator in node.decorator_list
+    )

@@ -14,7 +14,6 @@ from posbench.model.guard import check_finite, guarded
 from posbench.model.items import token_spans
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
-from posbench.renamed import renamed_parameters
 from posbench.tasks import Example
 
 
@@ -112,7 +111,6 @@ def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
 
 @guarded
 @inference_mode
-@renamed_parameters(plan="batches")
 def attention_to_thirds(
     lm: LM, prompts: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:

@@ -13,7 +13,6 @@ from posbench.model.encode import Encoder
 from posbench.model.guard import exclusive
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM
-from posbench.renamed import keep_old_names
 from posbench.schema import verify
 from posbench.stats.findings import with_subject
 
@@ -83,13 +82,11 @@ class Method(ABC):
         needs: What it requires of a model; other models are refused by name.
         rows_per_prompt: Whether a prompt may run as several rows of a batch.
         sweep_claims: What a paper claims of sweeps, by field.
-        renamed_hooks: What a subclass defines now in place of what it did in an earlier release.
     """
 
     needs: ClassVar[Needs] = Needs()
     rows_per_prompt: ClassVar[bool] = False
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {}
-    renamed_hooks: ClassVar[Mapping[str, str]] = {"applied": "changed"}
 
     @classmethod
     def sweep_subject(
@@ -206,11 +203,3 @@ def input_shape(call: Mapping[str, Any]) -> tuple[int, int]:
     if tokens is None:
         tokens = call["inputs_embeds"]
     return tokens.shape[0], tokens.shape[1]
-
-
-keep_old_names(
-    __name__,
-    {
-        "Folded": "CheckpointChange",
-    },
-)

@@ -31,7 +31,6 @@ from posbench.model.hooks import (
 )
 from posbench.model.items import ItemIndex, Span, find_items, token_spans
 from posbench.model.thinking import MARKS
-from posbench.renamed import RenamedAttribute
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -81,9 +80,6 @@ class LM(Encoder):
     tokens_read: int = 0
     tokens_written: int = 0
     items: ItemIndex = field(default_factory=ItemIndex, repr=False)
-
-    read = RenamedAttribute("tokens_read")
-    written = RenamedAttribute("tokens_written")
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,6 @@ from posbench.model.hooks import (
     replace_attribute,
 )
 from posbench.model.lm import LM
-from posbench.renamed import keep_old_names
 
 Table: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and sin, each [B, T, r] with r the rotated coordinates of a head."""
@@ -536,11 +535,3 @@ def _set_for_layer(cache: Any, name: str, layer: int, value: Any) -> None:
     """Set the entry of a layer in a dictionary that is an attribute of a cache."""
     # A copy of a cache shares its attributes: replace, never change.
     setattr(cache, name, {**getattr(cache, name, {}), layer: value})
-
-
-keep_old_names(
-    __name__,
-    {
-        "Call": "RotaryCall",
-    },
-)

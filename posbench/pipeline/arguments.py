@@ -46,10 +46,6 @@ CLUSTER = "runtime/cluster"
 """A group inside a group."""
 GROUP_OF_KEY = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
-MOVED_CHOICES = {
-    ("study", "printed_tables"): "python tools/printed_tables.py, in the repository"
-}
-"""Choices of an earlier release, with their group, and what to run instead."""
 TOP = (*GROUPS, "stages", "experiment", "budget")
 USER_SOURCE = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
@@ -101,12 +97,12 @@ class Request:
 
 
 def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
-    """Refuse the key of earlier releases for ``experiment.grid``, unless Hydra itself sweeps over it."""
+    """Refuse Hydra's own key for a grid, which an experiment would pass over, unless Hydra itself sweeps over it."""
     hydra = experiment.get("hydra") or {}
     sweeper = hydra.get("sweeper") or {}
     if "params" in sweeper and hydra.get("mode") != "MULTIRUN":
         field = "hydra.sweeper.params"
-        allowed = "experiment.grid, its name now"
+        allowed = "experiment.grid"
         hint = "put its keys there, each with a list: method.factor: [1, 0]"
         raise UserError(field, sweeper["params"], allowed, hint)
 
@@ -479,7 +475,7 @@ def _check_choice(
         hint = "leave it out"
         if not is_empty:
             listing = f"posbench ls {PLURALS.get(group, 'runtimes')}"
-            hint = MOVED_CHOICES.get((group, part)) or near(part, known_names, listing)
+            hint = near(part, known_names, listing)
         raise UserError(key, name, allowed, hint)
 
 

@@ -579,10 +579,8 @@ def _fill_node(
     module = cls.__module__.rpartition(".")[2]
     block = blocks.get(name, blocks.get(module, {}))
     fields = default_values(cls)
-    # Keys of an earlier release come along to be refused by name.
-    accepted_names = {*fields, *getattr(cls, "renamed", ())}
     for field_name, value in block.items():
-        if field_name in accepted_names and f"{key}.{field_name}" not in fixed:
+        if field_name in fields and f"{key}.{field_name}" not in fixed:
             node[field_name] = value
     for field_name, value in fields.items():
         node.setdefault(field_name, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,7 +19,7 @@ from posbench.files import sources
 from posbench.files.atomic import short_hash
 from posbench.files.digests import Content, content_keys, hash_paths, read_contents
 from posbench.files.hardware import describe_hardware
-from posbench.files.imports import user_files
+from posbench.files.imports import SourceCode, read_code, user_files
 from posbench.files.secrets import without_named_secrets
 from posbench.late import torch
 from posbench.model.load import torch_device
@@ -29,28 +28,29 @@ from posbench.pipeline.constants import FROM_RUN, fingerprint
 from posbench.run.own_code import CONFIG_DIR
 from posbench.schema import override_text
 
-NUMBERS = (
-    "tasks",
+ALWAYS = (
     "stats",
-    "theory",
     "model",
-    "methods",
-    "perturbations",
     "measure",
     "run",
-    "search",
-    "studies",
-    "embedded",
     "pipeline/stages",
     "schema.py",
     "files/atomic.py",
     "files/gguf.py",
 )
-"""Parts of the package that can move a number: a changed figure, page or message starts no new version."""
-READ = (".py", ".json", ".yaml", ".jinja")
-"""What the package computes with: code, and the tables, shapes and chat templates beside it."""
-DRAWS = re.compile(rb"^@plot\.styled\ndef .*?(?=^[^\s)]|\Z)", re.M | re.S)
-"""A function that draws: it stands beside what it draws, and moves no number."""
+"""Parts of the package that can move a number of any run."""
+BY_CHOICE = (
+    "tasks",
+    "theory",
+    "methods",
+    "perturbations",
+    "search",
+    "studies",
+    "embedded",
+)
+"""Parts of which a run uses what its classes import. A changed figure, page or message moves no number."""
+DATA_SUFFIXES = (".json", ".yaml", ".jinja")
+"""Files beside the code that it computes with: tables, shapes and chat templates."""
 SERVED_SETTINGS = (
     "base_url",
     "server_name",
@@ -126,7 +126,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     need_constants_of_weights(config, read)
     runtime = config.runtime
     facts: dict[str, Any] = {
-        "code": source_digest(user_files(_classes(config))),
+        "code": source_digest(_classes(config)),
         "data": short_hash(content_keys(read, "task"), DATA_DIGITS),
         "torch": version("torch"),
         "transformers": version("transformers"),
@@ -256,40 +256,90 @@ def _classes_inside(part: Any) -> Iterator[type]:
             yield from _classes_inside(getattr(part, field.name))
 
 
-def source_digest(further_files: Iterable[Path] = ()) -> str:
-    """Return a hash of the code that can move a number: two codes never meet in one folder.
+def source_digest(classes: Iterable[type] = ()) -> str:
+    """Return a hash of the code that can move a number of a run; comments and docstrings are not part of it.
 
     Args:
-        further_files: Files of the user's code, by :func:`posbench.files.imports.user_files`.
+        classes: The classes that take part: of method, task, search and study. Their modules count, with all that
+            these import, the user's files among them.
     """
-    further_code = [(file.name, _code_without_drawing(file)) for file in further_files]
+    classes = list(classes)
+    own_files = user_files(classes)
+    roots = {cls.__module__ for part in classes for cls in part.__mro__}
+    own_code = {file: read_code(file) for file in own_files}
+    roots |= {name for code in own_code.values() for name in code.imports}
+    texts = [(file.name, code.text) for file, code in own_code.items()]
+    texts += _package_code(name for name in roots if _is_ours(name))
     total = hashlib.sha256()
-    for name, code in sorted([*_package_code(), *further_code]):
-        total.update(name.encode() + code)
+    for name, text in sorted(texts):
+        total.update(name.encode() + text)
     return total.hexdigest()[:CODE_DIGITS]
 
 
-def _code_without_drawing(file: Path) -> bytes:
-    return DRAWS.sub(b"", file.read_bytes())
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == paths.PACKAGE.name
+
+
+def _package_code(roots: Iterable[str]) -> list[tuple[str, bytes]]:
+    """The code of posbench that moves numbers of runs with these modules, by its path in the package.
+
+    Args:
+        roots: Dotted names of modules, beside those of :data:`ALWAYS`.
+    """
+    counted_folders = [paths.PACKAGE / part for part in (*ALWAYS, *BY_CHOICE)]
+    pending = [file for name in roots for file in _files_of_module(name)]
+    for part in ALWAYS:
+        path = paths.PACKAGE / part
+        pending += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    modules = set[Path]()
+    while pending:
+        file = pending.pop()
+        is_counted = any(file.is_relative_to(folder) for folder in counted_folders)
+        if file in modules or not is_counted:
+            continue
+        modules.add(file)
+        for name in _code_of(file).imports:
+            if _is_ours(name):
+                pending += _files_of_module(name)
+    files = modules | _data_files(modules)
+    return [
+        (file.relative_to(paths.PACKAGE).as_posix(), _code_of(file).text)
+        for file in files
+    ]
 
 
 @cache
-def _package_code() -> list[tuple[str, bytes]]:
-    """posbench's own code that can move a number, as it was when this process first looked."""
-    code_files = set[Path]()
-    for name in NUMBERS:
-        part = paths.PACKAGE / name
-        if part.is_file():
-            code_files.add(part)
-            continue
-        for suffix in READ:
-            for file in part.rglob(f"*{suffix}"):
-                if paths.MODELS not in file.parents:
-                    code_files.add(file)
-    return [
-        (file.relative_to(paths.PACKAGE).as_posix(), _code_without_drawing(file))
-        for file in code_files
-    ]
+def _code_of(file: Path) -> SourceCode:
+    """A file of posbench, as it was when this process first looked."""
+    return read_code(file)
+
+
+def _files_of_module(name: str) -> list[Path]:
+    """The file of one of posbench's modules, with those of the packages around it."""
+    folder = paths.PACKAGE
+    files = []
+    for part in name.split(".")[1:]:
+        folder = folder / part
+        files += [folder / "__init__.py", folder.with_suffix(".py")]
+    return [file for file in files if file.is_file()]
+
+
+def _data_files(modules: Iterable[Path]) -> set[Path]:
+    """Data files of modules: those of a module's own name, and those that belong to no module of their folder."""
+    modules = set(modules)
+    data_files = set[Path]()
+    for folder in {module.parent for module in modules}:
+        candidates = [file for file in folder.iterdir() if file.is_file()]
+        for inner in folder.iterdir():
+            if inner.is_dir() and not (inner / "__init__.py").exists():
+                candidates += inner.rglob("*")
+        for file in candidates:
+            if file.suffix not in DATA_SUFFIXES or paths.MODELS in file.parents:
+                continue
+            module = file.with_suffix(".py")
+            if module in modules or not module.exists():
+                data_files.add(file)
+    return data_files
 
 
 def provenance(

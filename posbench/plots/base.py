@@ -18,7 +18,6 @@ import numpy as np
 
 from posbench.files.atomic import write_bytes
 from posbench.late import Axes, Figure, matplotlib, pd, run_inside
-from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.stats.findings import estimate_columns
 
 BLACK = "#000000"
@@ -185,7 +184,6 @@ def count_label(n: Counts) -> str:
     return f"n = {lowest}" if lowest == highest else f"n = {lowest} to {highest}"
 
 
-@renamed_parameters(of="steps")
 def line_style(index: int, unmodified: bool = False, steps: int = 0) -> dict[str, Any]:
     """The style of one line among several.
 
@@ -265,7 +263,6 @@ def level(
     axes.axhspan(low, high, color=colour, alpha=0.1, linewidth=0)
 
 
-@renamed_parameters(at="positions")
 def percent_bars(
     axes: Axes, positions: Any, rows: pd.DataFrame, upright: bool = True, **style: Any
 ) -> None:
@@ -431,24 +428,3 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         write_bytes(file, buffer.getvalue())
         files.append(file)
     return files
-
-
-keep_old_names(
-    __name__,
-    {
-        "GOLD": "GOLD_COLOUR",
-        "CONTROL": "CONTROL_COLOUR",
-        "PAPER": "PAPER_COLOUR",
-        "LEVEL": "UNMODIFIED_LINE",
-        "ON_TOP": "CONTROL_STYLE",
-        "OPEN_DIAMOND": "PAPER_MARKER",
-        "ITEM": "ITEM_LABEL",
-        "TOKEN": "TOKEN_LABEL",
-        "layers_across": "layers_per_row",
-        "counted": "count_label",
-        "few_ticks": "set_few_ticks",
-        "from_zero": "start_at_zero",
-        "entries": "legend_entries",
-        "legend_below": "add_legend_below",
-    },
-)

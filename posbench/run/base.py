@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +19,6 @@ from posbench.model.encode import Encoder
 from posbench.model.endpoint import Endpoint, ServerProfile, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
-from posbench.renamed import warn_renamed
 from posbench.run.budget import Deadline, Spending
 from posbench.run.folder import RunDir
 from posbench.run.heartbeat import doing, is_beating, loading, showing_bar
@@ -37,27 +35,6 @@ from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
 __all__ = ["IncompleteRun", "Run"]
-
-RENAMED = {
-    "batches": "prompts.batches_by_length",
-    "choice": "method.choice",
-    "complete": "rows.complete",
-    "complete_each": "rows.complete_each",
-    "encode": "prompts.encode",
-    "every": "all_methods",
-    "found": "method.found_parameters",
-    "helpers": "workers",
-    "main": "main_out",
-    "missing": "method.hint",
-    "origin": "method.origin",
-    "part": "shard",
-    "plan": "prompts.batches",
-    "standins": "method.stand_ins",
-    "target": "method.target",
-    "trial": "method.trial",
-    "whole": "method.with_target",
-}
-"""Attributes of a run before 0.1.0, and what they are called now."""
 
 
 @dataclass
@@ -107,14 +84,6 @@ class Run:
     shape_rule: ShapeRule | None = None
     server: ServerProfile | None = None
     spending: Spending | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """What an old name stands for now, with a warning that says so."""
-        if name in RENAMED:
-            warn_renamed(f"run.{name}", f"run.{RENAMED[name]}")
-            return attrgetter(RENAMED[name])(self)
-        # An AttributeError inside a property ends here, too: raise that one, not one of ours.
-        return object.__getattribute__(self, name)
 
     # Model
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from posbench.model import families
 from posbench.model.lm import LM
 from posbench.model.store import token_bytes
-from posbench.renamed import keep_old_names
 from posbench.tasks import Example
 
 
@@ -225,12 +224,3 @@ class Costs:
     def devices(self, work: WorkEstimate) -> int:
         """Return how many H100s hold the model, its layers spread over them."""
         return -(-self.memory_bytes(work) // int(MEMORY_SHARE * H100_MEMORY))
-
-
-keep_old_names(
-    __name__,
-    {
-        "Reads": "StudyWorkload",
-        "Looks": "InspectionPasses",
-    },
-)

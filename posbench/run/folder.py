@@ -18,7 +18,6 @@ import yaml
 from posbench.errors import UserError
 from posbench.files.atomic import Row, naming, short_hash, write_text
 from posbench.files.parse import parse_yaml, read_json, read_text
-from posbench.renamed import RenamedAttribute
 from posbench.run.jsonl import checksum, read_rows, to_lines
 from posbench.run.lease import need_owned
 
@@ -69,9 +68,6 @@ class RunDir:
 
     path: Path
     id: str = ""
-
-    sums = RenamedAttribute("checksums")
-    torn = RenamedAttribute("num_torn_rows")
 
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""

@@ -10,7 +10,6 @@ from typing import Any
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
-from posbench.renamed import warn_renamed
 from posbench.stats.frames import SERVED, UNMODIFIED
 
 METHOD_FILE = "method.json"
@@ -54,13 +53,6 @@ class MethodUnderTest:
         """Use the parameters that a search found from now on."""
         self.found_parameters = parameters
         self._built = None
-
-    def __call__(self, found: Mapping[str, Any] | None = None) -> Method:
-        """What ``run.method(found)`` gave when ``run.method`` was a function, with a warning."""
-        warn_renamed("run.method()", "run.method.build()")
-        if found:
-            return self.choice.build(found, self.target, self.hint)
-        return self.build()
 
     def build(self) -> Method:
         """Return the method with the parameters that the search found.

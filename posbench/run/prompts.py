@@ -13,7 +13,6 @@ from posbench.methods import Method
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.items import ItemPrompt
 from posbench.model.lm import LM, length_batches
-from posbench.renamed import renamed_parameters
 from posbench.run.heartbeat import doing
 from posbench.tasks import Example, Task
 
@@ -85,7 +84,6 @@ class PromptBatcher:
             rewritten.append(replace(example, prompt=prompt.text, items=prompt.items))
         return rewritten
 
-    @renamed_parameters(tokens="max_tokens")
     def batches(
         self,
         examples: Sequence[Example],
@@ -111,7 +109,6 @@ class PromptBatcher:
             self.rope_boundary,
         )
 
-    @renamed_parameters(things="items", tokens="max_tokens")
     def batches_by_length(
         self,
         items: Sequence[Any],

@@ -12,7 +12,6 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import torch
-from posbench.renamed import renamed_parameters
 from posbench.run.folder import RowKey, RunDir
 from posbench.run.progress import Progress
 from posbench.stats.outcomes import FAILED
@@ -155,7 +154,6 @@ class ResumableRows:
             file, rows, [key(item) for item in ordered_items], num_failed
         )
 
-    @renamed_parameters(one="compute")
     def complete_each(
         self,
         file: str,

@@ -24,7 +24,6 @@ from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
-from posbench.renamed import RenamedAttribute, keep_old_names, renamed_parameters
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.run.folder import RunDir
@@ -59,7 +58,6 @@ class Search(ABC):
         row_files: Files that it resumes from.
         measure: ``loss`` (nats per token, lower is better), or any other name (higher is better).
         smallest: Fields that a budget may lower, each with the least that it leaves.
-        renamed_hooks: What a subclass defines now in place of what it did in an earlier release.
         held_back: Calibration prompts that the search does not see, on which its result is compared with the
             unmodified model, where the task has so many; None: as many as the search sees.
     """
@@ -70,22 +68,8 @@ class Search(ABC):
     row_files: ClassVar[Sequence[str]] = (ROWS_FILE, held_back.ROWS_FILE)
     measure: ClassVar[str] = "loss"
     smallest: ClassVar[Mapping[str, int]] = {}
-    renamed_hooks: ClassVar[Mapping[str, str]] = {
-        "check_gain": "measure_batch, held_back_examples or prompt_length"
-    }
 
     held_back: Count | None = None
-
-    asks = RenamedAttribute("workload")
-    beside = RenamedAttribute("second_task")
-    depends = RenamedAttribute("identity_facts")
-    fitted = RenamedAttribute("fields_for_model")
-    found = RenamedAttribute("parameters")
-    further = RenamedAttribute("held_back_examples")
-    measured = RenamedAttribute("measure_batch")
-    rows = RenamedAttribute("row_files")
-    told = RenamedAttribute("describe")
-    tokens = RenamedAttribute("prompt_length")
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """The choice, or the part of it, that this search serves; None where there is none."""
@@ -344,7 +328,6 @@ class Search(ABC):
             )
         return {row["id"]: row["value"] for row in rows}
 
-    @renamed_parameters(how="description")
     def write_found(self, run: Run, block: Mapping[str, Any], description: str) -> None:
         """Write ``found.yaml``, the block to paste into a model's YAML, and ``held_back.csv``, its gain.
 
@@ -431,16 +414,3 @@ def epoch_section(read: Read, text: str, digits: int) -> list[Section]:
     for row in table.itertuples(index=False):
         rows.append([f"{value:.{digits}g}" for value in row])
     return [Section("Search", text, list(table), rows)]
-
-
-keep_old_names(
-    __name__,
-    {
-        "FOUND": "FOUND_FILE",
-        "ROWS": "ROWS_FILE",
-        "STATE": "STATE_FILE",
-        "save": "save_state",
-        "saved": "load_state",
-        "steps_section": "epoch_section",
-    },
-)

@@ -27,7 +27,6 @@ from posbench.plots.search import (
     channel_figure,
 )
 from posbench.plots.section import Section
-from posbench.renamed import RenamedAttribute, renamed_parameters
 from posbench.run.base import Run
 from posbench.run.cost import StudyWorkload
 from posbench.schema import Count, Seed, Whole
@@ -254,9 +253,6 @@ class ChannelSearch(DeploySearch):
             monotone_only=monotone_only,
         )
 
-    ask = RenamedAttribute("list_candidates")
-
-    @renamed_parameters(found="measured")
     def list_candidates(
         self,
         measured: ChannelStatistics,

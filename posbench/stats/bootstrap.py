@@ -9,8 +9,6 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from posbench.renamed import keep_old_names, renamed_parameters
-
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
 Values = Sequence[float] | Array
@@ -228,7 +226,6 @@ def percentile(
     return Estimate(float(value), low, high, n)
 
 
-@renamed_parameters(of="function")
 def statistic(
     groups: Mapping[K, Group],
     function: Callable[[Mapping[K, Array]], Array],
@@ -412,7 +409,6 @@ def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@renamed_parameters(r="correlation")
 def combined(
     parts: Sequence[Estimate], weights: Values, n: int, correlation: float = 0.0
 ) -> Estimate:
@@ -449,13 +445,3 @@ def difference_of_shares(first: int, second: int, n: int) -> Estimate:
     """Estimate the difference of two counts as shares of n."""
     shares = [Estimate(count / n, *wilson(count, n), n) for count in (first, second)]
     return combined(shares, (1, -1), n)._replace(value=(first - second) / n)
-
-
-keep_old_names(
-    __name__,
-    {
-        "CHUNK": "MAX_RESAMPLED_ENTRIES",
-        "chunks": "chunk_sizes",
-        "drawn_means": "resampled_means",
-    },
-)

@@ -11,7 +11,6 @@ import numpy as np
 import scipy
 
 from posbench.late import pd
-from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.stats.bootstrap import Z95, Array, Estimate
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
@@ -81,7 +80,6 @@ class Finding:
     note: str = ""
 
     @classmethod
-    @renamed_parameters(at="number")
     def that(
         cls,
         holds: bool,
@@ -116,7 +114,6 @@ class Finding:
         )
 
     @classmethod
-    @renamed_parameters(at="number")
     def tested(
         cls,
         holds: bool,
@@ -148,7 +145,6 @@ class Finding:
         return replace(finding, p=p)
 
     @classmethod
-    @renamed_parameters(at="estimate")
     def within(
         cls,
         claim: str,
@@ -182,7 +178,6 @@ class Finding:
         return replace(finding, verdict="inconclusive")
 
     @classmethod
-    @renamed_parameters(at="estimate")
     def above(
         cls,
         claim: str,
@@ -195,7 +190,6 @@ class Finding:
         return cls.within(claim, statistic, estimate, bound, math.inf, note)
 
     @classmethod
-    @renamed_parameters(at="estimate")
     def below(
         cls,
         claim: str,
@@ -277,7 +271,6 @@ def _describe_bounds(low: float, high: float) -> str:
     return f"between {low:.3g} and {high:.3g}"
 
 
-@renamed_parameters(at="estimate")
 def p_value(
     estimate: Estimate, low: float = -math.inf, high: float = math.inf
 ) -> float:
@@ -400,17 +393,3 @@ def findings_table(findings: Sequence[Finding], model: str) -> pd.DataFrame:
         {"model": model, **asdict(finding)} for finding in correct_findings(findings)
     ]
     return pd.DataFrame(rows, columns=list(FINDING_COLUMNS))
-
-
-keep_old_names(
-    __name__,
-    {
-        "COLUMNS": "FINDING_COLUMNS",
-        "FEW": "MIN_OBSERVATIONS",
-        "joint": "join_findings",
-        "corrected": "correct_findings",
-        "columns": "estimate_columns",
-        "ends": "estimate_row",
-        "frame": "findings_table",
-    },
-)

@@ -10,7 +10,6 @@ from typing import ClassVar, TypeAlias
 from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.plots.section import Drawn
-from posbench.renamed import RenamedAttribute
 from posbench.run.base import Run
 from posbench.run.cost import InspectionPasses, StudyWorkload
 from posbench.stats.findings import Finding
@@ -38,8 +37,6 @@ class Study(ABC):
     all_methods: ClassVar[bool] = False
     text_lengths: ClassVar[tuple[str, ...]] = ()
     smallest: ClassVar[Mapping[str, int]] = {}
-
-    reads = RenamedAttribute("workload")
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.

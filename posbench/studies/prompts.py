@@ -27,7 +27,6 @@ from posbench.model import families
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
-from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Request, Subject
 from posbench.stats import bootstrap, reference
@@ -107,7 +106,6 @@ def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
         raise UserError(name, list(layers), allowed, f"set {name}=null")
 
 
-@renamed_parameters(given="layers")
 def retrieval_layers(
     layers: LayerRange | None, unmodified: Sequence[float] | Array
 ) -> LayerRange:
@@ -230,7 +228,6 @@ class Prompts:
     batches: list[list[Example]]
 
     @classmethod
-    @renamed_parameters(most="max_per_position")
     def of(
         cls,
         run: Run,
@@ -557,7 +554,6 @@ def difference_of_means(
     )
 
 
-@renamed_parameters(missing="missing_note")
 def judge_claims(
     table: pd.DataFrame,
     study: str,
@@ -626,27 +622,3 @@ def _judged_claim(
         also = effects[claim.also]
         parts.append(judge(claim.claim, statistic, also, bound, text))
     return join_findings(parts, numbers_of=finding)
-
-
-keep_old_names(
-    __name__,
-    {
-        "Range": "LayerRange",
-        "Block": "VariantContext",
-        "Compute": "ComputeRows",
-        "OnPrefix": "ComputeRowsOnPrefix",
-        "Measured": "RowsByVariant",
-        "CROP": "CROP_LAYERS",
-        "RETRIEVAL": "RETRIEVAL_LAYERS",
-        "NO_ROPE": "NO_ROPE_NOTE",
-        "named": "layers_label",
-        "channels": "study_channels",
-        "other_item": "random_distractor",
-        "gold": "gold_index",
-        "gold_attention": "gold_attention_rows",
-        "contrasts": "contrast_columns",
-        "group": "values_and_clusters",
-        "minus": "difference_of_means",
-        "judged": "judge_claims",
-    },
-)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, exists, local
-from posbench.renamed import keep_old_names
 from posbench.schema import Count, Positive, Several, Truncation, build, resolve_target
 
 Split = Literal["evaluation", "calibration"]
@@ -100,8 +99,6 @@ class Task(ABC):
     sizes: ClassVar[tuple[str, ...]] = ()
     # whether the benchmark prescribes the length of a reply, and scores one that reaches it as it stands
     prescribes_length: ClassVar[bool] = False
-    # keys of earlier releases, with their names of today
-    renamed: ClassVar[Mapping[str, str]] = {}
     # further metrics that tables show at every gold position, beside the task's own
     metrics_by_position: ClassVar[tuple[str, ...]] = ()
     # score of a guess, where that means something
@@ -262,16 +259,8 @@ def check_gold_positions(example: Example) -> None:
 
 
 def read_recorded_task(data: Mapping[str, Any]) -> Task:
-    """The task that a run folder's config holds, maybe under keys of an earlier release; UserError as for
-    any config."""
+    """The task that a run folder's config holds; UserError as for any config."""
     cls, values = resolve_target(data, Task, "task")  # type: ignore[type-abstract]
-    for old_key in cls.renamed.keys() & values.keys():
-        key = cls.renamed[old_key]
-        value = values.pop(old_key)
-        if key == "limit":
-            # There were two limits at a time, of which the smaller one counted.
-            value = min(value, values.get(key) or value)
-        values[key] = value
     return build(cls, values, "task")
 
 
@@ -342,12 +331,3 @@ class EvaluationOnly(Task):
             hint = "search with task=kv_retrieval, then set method.channel=... and stages=[evaluate,report]"
             raise UserError("stages", "search", allowed, hint)
         return list(self.questions())
-
-
-keep_old_names(
-    __name__,
-    {
-        "recorded": "read_recorded_task",
-        "first": "first_examples",
-    },
-)

@@ -49,7 +49,6 @@ class Exam(EvaluationOnly):
     """
 
     metric: ClassVar[str] = "accuracy"
-    renamed: ClassVar[Mapping[str, str]] = {"subjects": "subsets"}
     chance: ClassVar[float | None] = 1 / len(LETTERS)
     # by subject, in the order of the examples
     categories: ClassVar[Mapping[str, str]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge, Le, MinLen
 
-from posbench.renamed import keep_old_names, renamed_parameters
 from posbench.schema import Seed
 from posbench.tasks.base import Example, Task, first_examples
 from posbench.tasks.reading import refuse
@@ -22,7 +21,6 @@ Spans = tuple[tuple[int, int], ...]
 class GoldPositionTask(Task):
     """A task whose gold item is moved over positions among others."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"examples_per_position": "limit"}
     # file of the benchmark; see the task
     path: str | None = None
     # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
@@ -63,7 +61,6 @@ class GoldPositionTask(Task):
         )
 
 
-@renamed_parameters(between="separator")
 def joined(
     head: str, items: Iterable[str], separator: str, tail: str
 ) -> tuple[str, Spans]:
@@ -159,7 +156,6 @@ def gold_indices(
     return list(dict.fromkeys(indices))
 
 
-@renamed_parameters(most="per_position")
 def sort_by_gold_position(
     examples: Sequence[Example], per_position: int | None = None
 ) -> list[Example]:
@@ -174,14 +170,3 @@ def spread_examples(examples: Sequence[Example], count: int) -> list[Example]:
     ordered = sorted(examples, key=lambda example: example.gold_position or 0)
     count = min(count, len(ordered))
     return [ordered[i * len(ordered) // count] for i in range(count)]
-
-
-keep_old_names(
-    __name__,
-    {
-        "Placed": "GoldPositionTask",
-        "at_share": "index_at_share",
-        "at_percent": "index_at_percent",
-        "placed": "sort_by_gold_position",
-    },
-)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 from posbench.errors import Faults
 from posbench.files.sources import Source
-from posbench.renamed import keep_old_names
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import GoldPositionTask, Spans, joined
@@ -302,11 +301,3 @@ def _pairs_and_gold(line: Line) -> tuple[list[Pair], Pair]:
     if [pair for pair in pairs if pair[0] == gold[0]] != [gold]:
         line.refuse("a gold key that occurs once in ordered_kv_records, with its value")
     return pairs, gold
-
-
-keep_old_names(
-    __name__,
-    {
-        "Record": "Pair",
-    },
-)

@@ -106,7 +106,6 @@ class LongBench(EvaluationOnly):
     # 2: a gold text that normalisation would empty keeps its articles or signs
     version: ClassVar[str] = "2"
     metric: ClassVar[str] = "score"
-    renamed: ClassVar[Mapping[str, str]] = {"tasks": "subsets"}
     source: ClassVar[str] = (
         "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
     )

@@ -15,7 +15,14 @@ from huggingface_hub import constants
 from posbench import paths
 from posbench.files.digests import read_contents
 from posbench.files.sources import checkpoint_source as checkpoint_source
+from posbench.methods.ms_poe import MsPoE
 from posbench.pipeline import execute, identity
+from posbench.search.channel import ChannelSearch
+from posbench.studies.cost.latency import Latency
+from posbench.studies.wu2025.masks import Masks
+from posbench.studies.yu2025.attention_to_gold import AttentionToGold
+from posbench.studies.yu2025.crop_mask import CropMask as CropMaskStudy
+from posbench.tasks.longbench import LongBench
 from tests.conftest import config_of
 
 BASE = ["model=tiny", "method=scale_channel", "stages=[evaluate]", "runtime.device=cpu"]
@@ -37,85 +44,110 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     monkeypatch.setattr(paths, "PACKAGE", copy)
     yield copy
-    identity._package_code.cache_clear()
+    identity._code_of.cache_clear()
 
 
-def _digest() -> str:
+def _digest(*classes: type) -> str:
     """What a process that starts now would find."""
-    identity._package_code.cache_clear()
-    return identity.source_digest()
+    identity._code_of.cache_clear()
+    return identity.source_digest(classes)
 
 
-MOVES = [
-    *(
-        "tasks/kv_retrieval.py",
-        "tasks/scorers.py",
-        "stats/bootstrap.py",
-        "theory/rope.py",
-        "model/lm.py",
-    ),
-    *(
-        "methods/scale_channel.py",
-        "perturbations/crop_mask.py",
-        "measure/items.py",
-        "run/base.py",
-    ),
-    *(
-        "search/channel.py",
-        "studies/base.py",
-        "embedded/network.py",
-        "pipeline/stages/evaluate.py",
-    ),
-    *("schema.py", "files/atomic.py", "files/gguf.py"),
-]
-LEAVES = [
-    *(
-        "report/page.py",
-        "report/text.py",
-        "plots/base.py",
-        "plots/sweep.py",
-        "cli/main.py",
-        "errors.py",
-    ),
-    *("versions.py", "files/sources.py", "files/markdown.py", "pipeline/execute.py"),
-]
+ALWAYS = (
+    "tasks/kv_retrieval.py",
+    "tasks/scorers.py",
+    "stats/bootstrap.py",
+    "model/lm.py",
+    "methods/scale_channel.py",
+    "measure/items.py",
+    "run/base.py",
+    "pipeline/stages/evaluate.py",
+    "schema.py",
+    "files/atomic.py",
+    "files/gguf.py",
+)
+BY_CHOICE = {
+    "tasks/longbench.py": LongBench,
+    "theory/rope.py": Masks,
+    "methods/ms_poe.py": MsPoE,
+    "search/channel.py": ChannelSearch,
+    "perturbations/crop_mask.py": CropMaskStudy,
+    "studies/base.py": CropMaskStudy,
+    "studies/cost/floors.py": Latency,
+}
+NEVER = (
+    "report/page.py",
+    "report/text.py",
+    "plots/base.py",
+    "plots/sweep.py",
+    "cli/main.py",
+    "errors.py",
+    "versions.py",
+    "files/sources.py",
+    "files/markdown.py",
+    "pipeline/execute.py",
+)
 
 
-@pytest.mark.parametrize("file", [*MOVES, *LEAVES])
-def test_code_that_can_move_a_number_starts_a_new_version_and_other_code_does_not(
+@pytest.mark.parametrize("file", [*ALWAYS, *BY_CHOICE, *NEVER])
+def test_code_that_can_move_a_number_makes_another_run_and_other_code_does_not(
     file: str, package: Path
 ) -> None:
-    before = _digest()
-    assert before == _digest()
-    (package / file).write_text((package / file).read_text() + "# changed\n")
-    assert (_digest() != before) is (file in MOVES)
+    classes = [BY_CHOICE[file]] if file in BY_CHOICE else []
+    before = (_digest(), _digest(*classes))
+    text = (package / file).read_text()
+    (package / file).write_text(f"{text}# a comment\n\n\n'a docstring'\n")
+    assert (_digest(), _digest(*classes)) == before
+    (package / file).write_text(f"{text}CHANGED = 1\n")
+    assert (_digest() != before[0]) is (file in ALWAYS)
+    assert (_digest(*classes) != before[1]) is (file not in NEVER)
 
 
-def test_a_changed_figure_of_a_study_starts_no_version(package: Path) -> None:
+@pytest.mark.parametrize(
+    ("cls", "data", "moves"),
+    [
+        (LongBench, "tasks/longbench.json", True),
+        (LongBench, "tasks/mmlu.json", False),
+        (Latency, "studies/cost/shapes.yaml", True),
+    ],
+)
+def test_the_data_of_a_module_count_with_it(
+    cls: type, data: str, moves: bool, package: Path
+) -> None:
+    before = _digest(cls)
+    (package / data).write_text((package / data).read_text() + "\n")
+    assert (_digest(cls) != before) is moves
+
+
+def test_a_changed_figure_of_a_study_makes_no_other_run(package: Path) -> None:
     file = package / "studies/yu2025/attention_to_gold.py"
     text = file.read_text()
-    before = _digest()
+    before = _digest(AttentionToGold)
     assert text.count("@plot.styled") == 3
     drawn = text.replace("    figure, ", "    print()\n    figure, ")
     assert drawn.count("print()") >= 2
     file.write_text(drawn)
-    assert _digest() == before
+    assert _digest(AttentionToGold) == before
     # What stands between the functions that draw counts.
     for at in (text.index("@plot.styled"), text.rindex("@plot.styled"), len(text)):
         file.write_text(text[:at] + "NEW = 1\n" + text[at:])
-        assert _digest() != before
+        assert _digest(AttentionToGold) != before
 
 
-def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(
+def test_a_new_file_counts_where_it_is_imported_and_under_its_own_name(
     package: Path,
 ) -> None:
-    found = [_digest()]
-    (package / "methods" / "fresh.py").write_text("")
-    found.append(_digest())
-    (package / "methods" / "fresh.py").rename(package / "methods" / "other.py")
-    found.append(_digest())
-    (package / "report" / "fresh.py").write_text("")
-    assert len(set(found)) == 3 and _digest() == found[-1]
+    digests = [_digest()]
+    fresh = package / "methods" / "fresh.py"
+    fresh.write_text("")
+    assert _digest() == digests[0], "nothing imports it"
+    for name in ("fresh", "other"):
+        fresh = fresh.rename(package / "methods" / f"{name}.py")
+        method = package / "methods" / "scale_channel.py"
+        text = method.read_text().partition("\nimport posbench.methods.")[0]
+        method.write_text(f"{text}\nimport posbench.methods.{name}\n")
+        digests.append(_digest())
+    assert len(set(digests)) == 3
 
 
 def _name(config: Any) -> str:
@@ -296,7 +328,9 @@ def test_all_of_a_users_code_is_part_of_a_run(
         config = config_of(f"--config-dir={tmp_path}", "model=tiny", *overrides)
         before = _name(config)
         assert _name(config) == before
-        (tmp_path / changed).write_text(USERS_CODE[changed] + "# changed\n")
+        (tmp_path / changed).write_text(USERS_CODE[changed] + "# a comment\n")
+        assert _name(config) == before
+        (tmp_path / changed).write_text(USERS_CODE[changed] + "CHANGED = 1\n")
         assert (_name(config) != before) is (changed != "users_identity_unused.py")
     finally:
         for name in [name for name in sys.modules if name.startswith("users_identity")]:

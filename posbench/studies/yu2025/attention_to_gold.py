@@ -104,7 +104,6 @@ class AttentionToGold(Study):
     """
 
     smallest: ClassVar[Mapping[str, int]] = {"examples": 6}
-    renamed: ClassVar[Mapping[str, str]] = {"pairs": "items"}
 
     examples: Several | None = 100
     items: tuple[int, ...] | None = None
