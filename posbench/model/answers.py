@@ -345,7 +345,7 @@ def reported_model(answer: Mapping[str, Any]) -> str:
 
 
 def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choice with index 0 of an answer; empty where there is none.
+    """Return the choice with index 0 of an answer; empty where there is none, or more than one.
 
     A server may give several in any order. One that stands alone needs no index.
     """
@@ -355,7 +355,8 @@ def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
     choices = [choice for choice in choices if isinstance(choice, dict)]
     if len(choices) == 1 and "index" not in choices[0]:
         return choices[0]
-    return next((choice for choice in choices if choice.get("index") == 0), {})
+    of_index = [choice for choice in choices if choice.get("index") == 0]
+    return of_index[0] if len(of_index) == 1 else {}
 
 
 def without_surrogates(value: Any) -> Any:

@@ -781,7 +781,7 @@ class Endpoint:
         answer = self._send(prompt, body)
         if not isinstance(answer, dict) or not first_choice(answer):
             message = self._short_text(answer)
-            raise RequestError(f"an answer without a choice 0: {message}")
+            raise RequestError(f"an answer without one choice 0: {message}")
         self._need_same_model(reported_model(answer))
         usage = read_usage(answer)
         with self._lock:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from posbench.model.answers import RequestError, choice_in_reply, read_reply
+from posbench.model.answers import (
+    RequestError,
+    choice_in_reply,
+    first_choice,
+    read_reply,
+)
 
 
 def answer(
@@ -98,6 +103,13 @@ def test_a_reply_may_end_in_its_thinking(
 def test_what_is_no_number_of_tokens_is_a_failure() -> None:
     with pytest.raises(RequestError, match="usage"):
         read_reply(answer({"content": "C"}, completion_tokens="many"))
+
+
+def test_of_several_choices_the_one_of_index_0_counts_if_there_is_one() -> None:
+    first, second = ({"index": i, "text": text} for i, text in enumerate("XY"))
+    assert first_choice({"choices": [second, first]}) == first
+    assert first_choice({"choices": [{"text": "X"}]}) == {"text": "X"}
+    assert first_choice({"choices": [first, {**second, "index": 0}]}) == {}
 
 
 @pytest.mark.parametrize("finish", ["length", "MAX_TOKENS", "model_length"])
