@@ -333,7 +333,11 @@ def percent(count: int, total: int) -> str:
 
 TABLES: Mapping[str, tuple[list[str], Callable[[int], list[list[str]]], int]] = {
     "verdicts, asked until known": (SEQUENTIAL_HEADER, sequential_table, 400),
-    "verdicts, number chosen beforehand": (FIXED_NUMBER_HEADER, fixed_number_table, 60),
+    "verdicts, number chosen beforehand": (
+        FIXED_NUMBER_HEADER,
+        fixed_number_table,
+        200,
+    ),
     "verdicts on methods": (METHOD_HEADER, method_table, 100),
     "forecasts": (FORECAST_HEADER, forecast_table, 25),
 }
