@@ -428,7 +428,6 @@ def rescored_row(task: Task, example: Example, row: Row) -> Row:
     """
     if row.get("outcome") not in (ANSWERED, CUT):
         return row
-    kept = {k: v for k, v in row.items() if k not in ("outcome", "reason", "scores")}
     decision = decide_outcome(
         str(row["output"]),
         str(row.get("finish", "")),
@@ -439,7 +438,16 @@ def rescored_row(task: Task, example: Example, row: Row) -> Row:
     scores = {}
     if decision.outcome == ANSWERED:
         scores = task.checked_score(example, str(row["output"]))
-    return {**kept, **decision.fields, "scores": scores}
+    # In the order of a row that is made afresh, so that the file has the same bytes.
+    rescored: Row = {}
+    for name, value in row.items():
+        if name == "outcome":
+            rescored |= decision.fields
+        elif name == "scores":
+            rescored[name] = scores
+        elif name != "reason":
+            rescored[name] = value
+    return rescored
 
 
 def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
