@@ -391,6 +391,8 @@ class Course:
             about = "about" if len(scores) >= FIRST_FORECAST else "up to about"
             text = f"{about} {total} questions at each position in all, {more} more, would tell"
         diagnosis.reason += f"; {text}"
+        if diagnosis.needed_questions > self._available_questions:
+            diagnosis.reason += f", and the data hold {self._available_questions}"
 
     def _name_server(self) -> None:
         """Say that a bias may be the server's, where it could not be checked whether prompts arrive whole."""

@@ -362,7 +362,7 @@ def test_a_users_own_method_and_a_chat_template_move_the_hash(
     template = copy / "chat_template.jinja"
     changes = (
         lambda: None,
-        lambda: module.write_text(code + "# changed\n"),
+        lambda: module.write_text(code + "CHANGED = 1\n"),
         lambda: template.write_text("x{{ messages[0].content }}"),
     )
     for change in changes:

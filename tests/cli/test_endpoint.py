@@ -576,8 +576,8 @@ def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
         hint = f"{name}={allowed.removesuffix('.0')}"
         with refused(name, typed, allowed=allowed, hint=hint):
             prepare(compose_one(*call, *long, f"{name}={typed}"))
-    (line,) = prepare(compose_one(*call, *long)).warnings
-    assert_names(line, "prompts", "plain text")
+    warnings = "\n".join(prepare(compose_one(*call, *long)).warnings)
+    assert_line_names(warnings, "prompts", "plain text")
 
 
 def test_an_address_alone_means_what_is_served_there(

@@ -104,7 +104,7 @@ def test_no_run_is_read_with_the_code_of_another(
     """Two folders, each with a module of that name: whichever was imported first would serve both."""
     other = own_task(tmp_path / "own_too")
     code = other / f"{MODULE}.py"
-    code.write_text(f"{code.read_text()}\n# another one\n")
+    code.write_text(f"{code.read_text()}\nANOTHER = 1\n")
     result = posbench(f"--config-dir={other}", *SETTINGS)
     assert result.status == 0, result.err
     assert len(run_folders(outputs)) == 2

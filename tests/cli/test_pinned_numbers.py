@@ -67,6 +67,10 @@ def test_every_number_is_what_it_was(job: str, posbench, outputs: Path) -> None:
     for file in (PINNED / job).glob("*.csv"):
         before = read(file)
         after = read(run / file.name)
+        if file.stem == "metrics":
+            # Statistics that came later have rows of their own.
+            is_old = after["metric"].isin(before["metric"])
+            after = after[is_old].reset_index(drop=True)
         before.columns = [new_name(file.stem, column) for column in before]
         for column in [column for table, column in FROM_ZERO if table == file.stem]:
             before[column] -= 1

@@ -696,7 +696,7 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
         ),
         (
             ["study=hidden_perturbation", "study.channel=3", "study.length=500"],
-            "(window of random)",
+            "the window of random is 256 tokens",
         ),
         (
             ["study=hidden_perturbation", "study.channel=3", "study.layers=[3,3]"],
