@@ -88,7 +88,8 @@ class Result:
             return Scores(table.drop(columns="run", errors="ignore"), sentence)
         header, rows = tables.position_table(metrics)
         table = self._with_run(pd.DataFrame(rows, columns=header))
-        return Scores(table, headline(metrics))
+        delivery = open_run_dir(self.folder).facts(PROVENANCE).get("delivery")
+        return Scores(table, headline(metrics, delivery))
 
 
 class Panel(NamedTuple):

@@ -160,7 +160,8 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         constants = read_text(folder / FOUND_FILE)
         sections.append(Section("Found constants", text, block=constants))
     if metrics is not None:
-        return headline(metrics), sections
+        delivery = open_run_dir(folder).facts(PROVENANCE).get("delivery")
+        return headline(metrics, delivery), sections
     if findings is not None:
         return study_answer(findings), sections
     return describe_measurements(folder) or headline(None), sections

@@ -24,7 +24,7 @@ from posbench.report.text import (
     describe_stop,
     headline,
 )
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import PROVENANCE, open_run_dir
 from posbench.run.method import METHOD_FILE
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
@@ -68,7 +68,8 @@ def _show_scores(
     other_scores = tables.other_scores(metrics)
     if len(other_scores):
         show_table(console, *tables.subset_table(other_scores, task_metric=""))
-    console.print(headline(metrics))
+    delivery = open_run_dir(folder).facts(PROVENANCE).get("delivery")
+    console.print(headline(metrics, delivery))
     method = read_json(folder / METHOD_FILE) or {}
     if len(method) > 1:
         console.print(f"as applied: {describe_method(method)}")

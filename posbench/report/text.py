@@ -37,7 +37,7 @@ from posbench.stats.frames import (
 )
 from posbench.stats.outcomes import describe_kinds, kind_of_row
 from posbench.stats.shape import SHAPES, shape_in_metrics
-from posbench.stats.verdict import run_verdict
+from posbench.stats.verdict import BIAS, run_verdict
 
 MAX_LISTED = 4
 """Claims of one verdict, or names, that a sentence lists."""
@@ -149,7 +149,9 @@ def _group_name(config: Mapping[str, Any], group: str) -> str:
     return str(values.get("name", "")) if isinstance(values, Mapping) else ""
 
 
-def headline(metrics: pd.DataFrame | None) -> str:
+def headline(
+    metrics: pd.DataFrame | None, delivery: Mapping[str, Any] | None = None
+) -> str:
     """The result of a run in sentences.
 
     A method raises or lowers the average only if the 95 % interval of the paired
@@ -157,6 +159,7 @@ def headline(metrics: pd.DataFrame | None) -> str:
 
     Args:
         metrics: Rows of metrics.csv; None when nothing was scored.
+        delivery: ``delivery`` of the provenance, where a server was asked.
     """
     if metrics is None or rows_over_all_positions(metrics).empty:
         return "Nothing was scored in this run."
@@ -195,7 +198,11 @@ def headline(metrics: pd.DataFrame | None) -> str:
     sentences = [*warnings, "; ".join(results)]
     texts = [f"{sentence}." for sentence in sentences if sentence]
     if verdict:
-        texts.append(f"Verdict: {verdict.name}.")
+        text = f"Verdict: {verdict.name}"
+        # A server that shortens prompts gives any model a bias.
+        if verdict.name == BIAS and delivery and delivery.get("unchecked"):
+            text += ", of this server if not of its model"
+        texts.append(f"{text}.")
     texts += [
         f"{display_name(name).capitalize()}: {note}."
         for name, note in first_line_notes(metrics).items()
@@ -310,7 +317,7 @@ def describe_delivery(facts: Mapping[str, Any]) -> str:
         return ""
     text = text[0].upper() + text[1:]
     if facts.get("unchecked"):
-        return f"{text}. A position bias may be this server's, and not its model's."
+        return f"{text}."
     return f"{text}; the prompts of this run are fitted to that."
 
 

@@ -66,6 +66,10 @@ def test_the_planted_shape_is_named(curve: tuple[float, ...], name: str) -> None
     text = headline(metrics)
     assert f"({name}: {SHAPES[name]})" in text
     assert f"points: unmodified {100 * bias_of(metrics):.1f}" in text
+    assert text.endswith("Verdict: bias.")
+    unchecked = headline(metrics, {"unchecked": "it counts no tokens"})
+    assert unchecked.endswith("Verdict: bias, of this server if not of its model.")
+    assert headline(metrics, {"unchecked": ""}) == text
     assert accuracy_by_position(metrics).get_suptitle() == f"unmodified: {name}"
 
 
