@@ -89,8 +89,8 @@ def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
 
     Primacy says that the score falls over the prompt, recency that it rises, a middle drop that it falls and then
     rises: a position contradicts that if it is surely on the wrong side of another one, by a third of best minus worst
-    or more. A middle drop also says that more than half of the inner positions are lost, each by a third of what the
-    lowest one loses or more: one lost position is no middle. A middle rise is the mirror image.
+    or more. A middle drop also says that a third of the inner positions or more are lost, each by a third of what the
+    lowest one loses or more; one of several is no middle. A middle rise is the mirror image.
     """
     if side == MIDDLE_RISE:
         return _is_contradicted(MIDDLE_DROP, [_negated(c) for c in contrasts])
@@ -105,7 +105,7 @@ def _is_contradicted(side: str, contrasts: Sequence[Estimate]) -> bool:
     end = min(values[0], values[-1])
     num_lost = sum(end - value >= MINOR_SHARE * (end - lowest) for value in inner)
     return (
-        2 * num_lost <= len(inner)
+        num_lost < max(MINOR_SHARE * len(inner), min(2, len(inner)))
         or _rises(contrasts[: turn + 1], values)
         or _rises(contrasts[turn:][::-1], values)
     )

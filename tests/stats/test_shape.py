@@ -39,6 +39,8 @@ CURVES = {
     (0.1, 0.6, 0.6, 0.6, 0.6): RECENCY,
     (1.0, 0.6, 0.3, 0.6, 1.0): MIDDLE_DROP,
     (0.9, 0.3, 0.3, 0.3, 0.6): MIDDLE_DROP,
+    # A trained small model: the dip takes three of seven inner positions.
+    (1.0, 1.0, 0.86, 0.31, 0.2, 0.34, 0.83, 0.97, 1.0): MIDDLE_DROP,
     (0.2, 0.7, 0.9, 0.7, 0.3): MIDDLE_RISE,
     (0.5, 0.1, 0.5, 0.9, 0.5): UNEVEN,
 }
