@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
+from urllib.parse import quote
 
 MASK = "***"
 SECRET_NAME = re.compile(
-    r"key|token|secret|passw|authori[sz]ation|credential|bearer", re.I
+    r"key|token|secret|pass(?![a-z])|passw|passphrase|auth(?!or(?!i))|session|cookie|credential|bearer",
+    re.I,
 )
 """Names of fields that hold a secret, if it is a text."""
 PLAIN_NAME = re.compile(
@@ -63,6 +66,12 @@ def secrets_in(value: Any, is_secret: bool = False) -> list[str]:
 def is_long_enough(text: str) -> bool:
     """Return whether a text is a secret that can be told from a word."""
     return len(text) >= MIN_CHARACTERS and text.lower() not in PLACEHOLDERS
+
+
+def written_forms(secret: str) -> list[str]:
+    """List how a secret may be repeated: as it is, in an address, and in base64."""
+    encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
+    return list(dict.fromkeys([secret, quote(secret, safe=""), encoded]))
 
 
 def without_secrets(value: Any, secrets: Collection[str]) -> Any:

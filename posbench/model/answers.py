@@ -202,8 +202,6 @@ def read_reply(
     choice = first_choice(answer)
     usage = read_usage(answer)
     message = choice.get("message") or {}
-    if choice.get("finish_reason", "") is None:
-        raise RequestError("the reply is not finished (finish_reason is null)")
     finish = reason_in_small_letters(choice.get("finish_reason", ""))
     if finish in FAILED_REASONS or choice.get("error"):
         raise RequestError(f"the reply ended with {choice.get('error') or finish}")
@@ -258,7 +256,8 @@ def _judge_length(
     A server that cuts may call that ``stop``. Where it does not count tokens, a reply with as many words has at least
     as many tokens; and one of fewer bytes has fewer tokens.
     """
-    tokens = usage.reply_tokens
+    # Not what is left of the total, which may hold more than prompt and reply.
+    tokens = usage.completion_tokens
     if tokens is None:
         at_limit = len(content.split()) >= max_tokens
     else:

@@ -24,6 +24,7 @@ from posbench.files.secrets import (
     secrets_in,
     without_named_secrets,
     without_secrets,
+    written_forms,
 )
 from posbench.model.answers import (
     GOOD_REASONS,
@@ -333,7 +334,8 @@ class Endpoint:
                 hint,
             ) from error
         keys = [self._key] if is_long_enough(self._key) else []
-        self._secrets = [*keys, *secrets_in(config.extra_body)]
+        secrets = [*keys, *secrets_in(config.extra_body)]
+        self._secrets = [form for secret in secrets for form in written_forms(secret)]
         self._client = openai.OpenAI(
             base_url=config.base_url,
             api_key=self._key or "none",

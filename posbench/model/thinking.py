@@ -32,8 +32,8 @@ CHANNEL = re.compile(
 BARE_CHANNELS = re.compile(r"\A(?:analysis)(.*?)(?:assistantfinal)(.*)\Z", re.S)
 """The same where the server dropped the special tokens."""
 
-# What opens at the beginning of a reply, and closes before its answer, is thinking whatever its name.
-TAG = re.compile(r"<([A-Za-z][\w:.-]*)(?:\s[^<>]*)?>")
+# What opens at the beginning of a reply, and closes before its answer, may be thinking whatever its name.
+TAG = re.compile(r"<\s?([^\W\d_][\w:.-]*)(?:\s[^<>]*)?>")
 BRACKET = re.compile(r"([\[{(【«])\s*([^\W\d_][\w -]{0,30}?)\s*([\]})】»])")
 SPECIAL = re.compile(
     r"</?\|[^<>|\n]{1,40}\|?>|<[^<>|\n/]{1,40}\|>|<(?:unused|reserved)[^<>\n]{0,20}>"
@@ -52,13 +52,16 @@ THINKING_WORD = (
     r"(?:think(?:ing)?|thoughts?|reasoning|reflections?|analysis|scratch ?pad|deliberation|monologue|chain of thought)"
     r"(?:\s+(?:process|steps?|trace))?"
 )
+NAMES_THINKING = re.compile(rf"(?<![a-z]){THINKING_WORD}", re.I)
+FIRST_WORD = re.compile(rf"{THINKING_WORD}\s*\n", re.I)
 ANSWER_WORD = (
     r"(?:(?:my|the|final)\s+)*(?:answer|response|reply|conclusion|result|solution)"
 )
 THINKING_LABEL = re.compile(
     rf"#{{1,6}}\s*{THINKING_WORD}\s*:?\s*(?:\n|\Z)"
     rf"|(?:\*\*|__){THINKING_WORD}\s*:?\s*(?:\*\*|__)\s*:?"
-    r"|(?:thinking|thoughts?|reasoning)(?:\s+process)?\s*:",
+    r"|[*_]?(?:thinking|thoughts?|reasoning|chain of thought)(?:\s+process)?\s*:"
+    r"|thought for \d+ \w+",
     re.I,
 )
 ANSWER_LABEL = re.compile(
@@ -68,9 +71,10 @@ ANSWER_LABEL = re.compile(
     re.I | re.M,
 )
 """Headings and labels before the thinking, and before the answer behind it."""
-FENCE = re.compile(rf"```\s*{THINKING_WORD}\b[^\n]*\n", re.I)
+FENCE = re.compile(rf"(`{{3,}}|~{{3,}})\s*{THINKING_WORD}\b[^\n]*\n", re.I)
+JSON_FIELD = re.compile(rf"\{{\s*\"{THINKING_WORD}\"\s*:", re.I)
 QUOTE = re.compile(r"(?:>(?:[ \t][^\n]*)?(?:\n|\Z))+")
-"""A block of code with such a name, and lines that are quoted."""
+"""A block of code with such a name, an object that begins with such a field, and lines that are quoted."""
 
 
 Form = Literal["", "field", "inline", "opened", "hidden"]
@@ -106,7 +110,8 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
     """Tell the thinking in a reply from its answer.
 
     All up to the last of :data:`MARKS` that ends thinking is thinking, whether or not the reply has the mark that
-    begins it. So is what other marks open at the beginning of what is left, if they close before its end.
+    begins it; but what stands before the first mark that begins it is none. So is what other marks open at the
+    beginning of what is left, if they close before its end and name it. Of marks with another name it cannot be told.
 
     Args:
         text: The text of a reply.
@@ -122,7 +127,7 @@ def split_thinking(text: str, opened: bool = False) -> SplitReply:
         section = _first_section(split.answer.lstrip("\ufeff \t\r\n"))
         if section is None:
             break
-        if not section.rest.strip():
+        if not section.rest.strip() or not section.is_named:
             return split._replace(unclear_marks=section.marks)
         split = SplitReply(
             section.rest.lstrip(),
@@ -141,9 +146,13 @@ def _split_known_marks(text: str, opened: bool) -> SplitReply:
     if ends:
         index, end = max(ends)
         before = text[: index - len(end)]
-        form = "inline" if any(begin in before for begin, _ in MARKS) else "opened"
-        thinking = _without_marks(before)
-        answer = text[index:].lstrip()
+        starts = [before.find(begin) for begin, _ in MARKS if begin in before]
+        form = "inline" if starts else "opened"
+        lead = before[: min(starts)].strip() if starts and not opened else ""
+        if any(end in lead for _, end in MARKS):
+            lead = ""  # it closes what the chat template opened
+        thinking = _without_marks(before[len(lead) :] if lead else before)
+        answer = _joined(lead, text[index:].lstrip())
         opened = False
     begins = [(answer.find(begin), begin) for begin, _ in MARKS if begin in answer]
     if begins:
@@ -174,11 +183,13 @@ class _Section(NamedTuple):
         text: What stands between them.
         rest: What follows; empty where they do not close.
         marks: The marks.
+        is_named: Whether they say that it is thinking.
     """
 
     text: str
     rest: str
     marks: str
+    is_named: bool = True
 
 
 def _first_section(text: str) -> _Section | None:
@@ -189,6 +200,7 @@ def _first_section(text: str) -> _Section | None:
         _bracket_section,
         _comment_section,
         _label_section,
+        _json_section,
         _fence_section,
         _quote_section,
     )
@@ -204,7 +216,9 @@ def _section(text: str, begin: re.Match[str], ends: list[re.Match[str]]) -> _Sec
     if begin[0] in rest:
         rest = ""  # it opens again, and does not close
     marks = f"{begin[0].strip()} {end[0].strip()}"
-    return _Section(text[begin.end() : end.start()], rest, marks)
+    inside = text[begin.end() : end.start()]
+    is_named = bool(NAMES_THINKING.search(begin[0]) or FIRST_WORD.match(inside))
+    return _Section(inside, rest, marks, is_named)
 
 
 def _special_section(text: str) -> _Section | None:
@@ -247,36 +261,45 @@ def _bracket_section(text: str) -> _Section | None:
 
 def _comment_section(text: str) -> _Section | None:
     begin = re.match("<!--", text)
-    return _section(text, begin, list(re.finditer("-->", text))) if begin else None
+    if not begin:
+        return None
+    # A comment is no answer.
+    return _section(text, begin, list(re.finditer("-->", text)))._replace(is_named=True)
 
 
 def _label_section(text: str) -> _Section | None:
     begin = THINKING_LABEL.match(text)
     if not begin:
         return None
-    return _section(text, begin, list(ANSWER_LABEL.finditer(text, begin.end())))
+    end = ANSWER_LABEL.search(text, begin.end())
+    if not end:
+        return _Section(text[begin.end() :], "", begin[0].strip())
+    marks = f"{begin[0].strip()} {end[0].strip()}"
+    return _Section(text[begin.end() : end.start()], text[end.end() :], marks)
+
+
+def _json_section(text: str) -> _Section | None:
+    begin = JSON_FIELD.match(text)
+    return _Section(text, "", begin[0].strip()) if begin else None
 
 
 def _fence_section(text: str) -> _Section | None:
     begin = FENCE.match(text)
     if not begin:
         return None
-    end = re.compile(r"^```[ \t]*$", re.M).search(text, begin.end())
+    end = re.compile(rf"^{begin[1]}[ \t]*$", re.M).search(text, begin.end())
     if not end:
         return _Section(text[begin.end() :], "", begin[0].strip())
     inner = text[begin.end() : end.start()]
-    return _Section(inner, text[end.end() :], f"{begin[0].strip()} ```")
+    return _Section(inner, text[end.end() :], f"{begin[0].strip()} {begin[1]}")
 
 
 def _quote_section(text: str) -> _Section | None:
-    """Quoted lines; without an empty line behind them, the next line may belong to the quotation."""
+    """Quoted lines, which may be the answer itself."""
     begin = QUOTE.match(text)
     if not begin:
         return None
-    rest = text[begin.end() :]
-    return _Section(
-        begin[0], rest if re.match(r"[ \t]*\n", rest) else "", "> (quoted lines)"
-    )
+    return _Section(begin[0], text[begin.end() :], "> (quoted lines)", is_named=False)
 
 
 def _without_marks(text: str) -> str:

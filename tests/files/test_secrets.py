@@ -10,21 +10,28 @@ from posbench.files.secrets import (
     without_named_secrets,
     without_secrets,
     without_typed_secrets,
+    written_forms,
 )
 
 SECRET_NAMES = """
     api_key apiKey key user_token token access-token end_user_token client_secret password passwd Authorization
-    x.headers.authorization credentials bearer
+    x.headers.authorization credentials bearer auth session headers.X-Pass cookie
 """
 SETTINGS = """
     max_tokens min_tokens stop_token_ids bos_token eos_token skip_special_tokens truncate_prompt_tokens thinking_tokens
-    tokenizer keywords top_k seed reasoning_effort
+    tokenizer keywords top_k seed reasoning_effort author passes
 """
 
 
 def test_names_of_secrets() -> None:
     assert all(map(is_secret_name, SECRET_NAMES.split()))
     assert not any(map(is_secret_name, SETTINGS.split()))
+
+
+def test_a_secret_is_known_in_every_form_in_which_it_may_come_back() -> None:
+    secret = "sk-Zq9W/77+x="
+    repeated = f"?key=sk-Zq9W%2F77%2Bx%3D, c2stWnE5Vy83Nyt4PQ==, {secret}"
+    assert without_secrets(repeated, written_forms(secret)) == "?key=***, ***==, ***"
 
 
 BODY = {

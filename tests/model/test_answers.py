@@ -100,6 +100,23 @@ def test_a_reply_may_end_in_its_thinking(
     assert read_reply(answer(message, finish), **flags).is_thinking == is_thinking
 
 
+def test_a_total_of_other_tokens_makes_no_cut() -> None:
+    """A total may hold a system prompt, or cached tokens, that neither of the two other counts has."""
+    usage = {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 514}
+    reply = read_reply(answer({"content": "C"}, "stop", **usage), max_tokens=20)
+    assert reply.finish == "stop"
+    cut = read_reply(answer({"content": "C"}, "stop", **usage), max_tokens=9)
+    assert cut.finish == "length"
+
+
+def test_a_null_reason_is_none() -> None:
+    """As one that is left out: such a reply counts where it has fewer tokens than it may."""
+    unstated = answer({"content": "C"}, completion_tokens=9)
+    unstated["choices"][0]["finish_reason"] = None
+    assert read_reply(unstated, max_tokens=20).finish == ""
+    assert read_reply(unstated, max_tokens=9).finish == "length"
+
+
 def test_what_is_no_number_of_tokens_is_a_failure() -> None:
     with pytest.raises(RequestError, match="usage"):
         read_reply(answer({"content": "C"}, completion_tokens="many"))

@@ -76,7 +76,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+UNNAMED = {"other special tokens", "quoted", "invented tag"}
+"""Forms that do not say that it is thinking: what they hold may be the answer."""
+
+
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - UNNAMED))
 def test_what_opens_and_closes_at_the_beginning_is_thinking(name: str) -> None:
     begin, end = FORMS[name]
     split = split_thinking(f"{begin}Could be X? Hm.{end}I cannot say.")
@@ -84,6 +88,43 @@ def test_what_opens_and_closes_at_the_beginning_is_thinking(name: str) -> None:
     assert not split.unclear_marks and split.form == "inline"
     twice = split_thinking(f"{begin}X?{end}{begin}Hm.{end}I cannot say.")
     assert twice.answer == "I cannot say."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{FORMS[name][0]}Could be X?{FORMS[name][1]}V." for name in UNNAMED),
+        "<value>V</value> is the value.",
+        "> V\n\nThis is the value.",
+        "<|begin_of_box|>V<|end_of_box|> is the value.",
+        "<思考>V?</思考>X",
+        '{"thinking": "V?", "answer": "X"}',
+        "*Thinking: V?*\n\nX",
+        "Thought for 3 seconds\n\nX",
+    ],
+)
+def test_of_marks_with_another_name_it_cannot_be_told(text: str) -> None:
+    """Either part may hold the answer: nothing is cut away, and nothing scored."""
+    split = split_thinking(text)
+    assert split.unclear_marks and split.answer == text and not split.thinking
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "thinking"),
+    [
+        ("V\n<reasoning>Found.</reasoning>\nBye!", "V\nBye!", "Found."),
+        ("<answer>V</answer><think>so</think>", "<answer>V</answer>", "so"),
+        (
+            "**Reasoning:** found\n**Answer:** V\n**Conclusion:** it was there",
+            "V\n**Conclusion:** it was there",
+            "found",
+        ),
+        ("~~~thinking\nX?\n~~~\nV", "V", "X?"),
+        ("````thinking\nX?\n````\nV", "V", "X?"),
+    ],
+)
+def test_an_answer_beside_thinking_stays(text: str, answer: str, thinking: str) -> None:
+    assert split_thinking(text)[:3] == (answer, thinking, False)
 
 
 @pytest.mark.parametrize("name", FORMS)
