@@ -304,6 +304,7 @@ class Endpoint:
     Attributes:
         tokens_read: Tokens of all prompts so far, as the server counts.
         tokens_written: Tokens of all replies so far.
+        listing_problem: Why the list of models could not be read; empty where it was, or was not asked for.
         give_up_at: When the probe ends at the latest, on the clock of ``time.monotonic``; None: whenever it does.
         timings: Requests that were sent alone: the first question, and texts that no cache has seen.
     """
@@ -316,6 +317,7 @@ class Endpoint:
         self._lock = threading.RLock()
         self.tokens_read = 0
         self.tokens_written = 0
+        self.listing_problem = ""
         self.give_up_at: float | None = None
         self.timings: list[Timing] = []
         self._key = os.environ.get(config.key_env, "")
@@ -375,10 +377,12 @@ class Endpoint:
         client = self._client.with_options(timeout=min(self._config.timeout, 10))
         data: Any = {}
         # Not every server has a list; one that cannot be read stops nothing.
-        with suppress(openai.OpenAIError, AttributeError, TypeError, ValueError):
+        try:
             with self._reporting_dead_address():
                 response = client.models.with_raw_response.list()
             data = self._readable(response.http_response.json())
+        except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
+            self.listing_problem = self._short_text(error)
         entries = data.get("data") if isinstance(data, dict) else None
         if not isinstance(entries, list):
             return []

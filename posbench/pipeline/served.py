@@ -161,8 +161,9 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
             answer within the budget.
         MachineError: It does not answer.
     """
-    listed = Endpoint(config.model).models()
-    config = _with_name(config, listed)
+    unnamed = Endpoint(config.model)
+    listed = unnamed.models()
+    config = _with_name(config, listed, unnamed.listing_problem)
     probe = _Probe(config, budget)
     endpoint = probe.endpoint
     task = config.task
@@ -375,11 +376,18 @@ def _with_limit(config: Config, delivery: Delivery, longest: Example) -> Config:
     return config.with_fields("model", values)
 
 
-def _with_name(config: Config, listed: Sequence[ListedModel]) -> Config:
+def _with_name(
+    config: Config, listed: Sequence[ListedModel], listing_problem: str
+) -> Config:
     """The config with the model's name at the server, where the user did not type it.
 
+    Args:
+        config: The run.
+        listed: The models that the server lists.
+        listing_problem: Why its list could not be read.
+
     Raises:
-        UserError: Several are listed, and none of them is the model's.
+        UserError: None, or several are listed, and none of them is the model's.
     """
     model = config.model
     names = [entry.id for entry in listed]
@@ -394,11 +402,15 @@ def _with_name(config: Config, listed: Sequence[ListedModel]) -> Config:
         return config
     else:
         allowed = "a model of the server, which lists none"
+        hint = "set model.served=ID"
+        if listing_problem:
+            allowed += f" ({listing_problem})"
+            hint += ", or repeat the command when the server is ready"
         if names:
             shown = ", ".join(names[:MAX_LISTED_MODELS])
             more = len(names) - MAX_LISTED_MODELS
             allowed = f"one of {shown}" + (f" and {more} more" if more > 0 else "")
-        raise UserError("model.served", None, allowed, "set model.served=ID")
+        raise UserError("model.served", None, allowed, hint)
     values = {"served": served}
     if model.name == ENDPOINT:
         values["name"] = model_name(served)

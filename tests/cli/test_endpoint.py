@@ -613,7 +613,7 @@ def test_of_several_models_the_user_chooses(posbench: Call, listed: list[str]) -
             result.err,
             "model.served",
             None,
-            allowed=listed or "none",
+            allowed=listed or ["none", "404", "Not Found"],
             hint="model.served=ID",
         )
         assert result.status == 2 and not server.bodies
