@@ -382,7 +382,10 @@ class Endpoint:
                 response = client.models.with_raw_response.list()
             data = self._readable(response.http_response.json())
         except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
-            self.listing_problem = self._short_text(error)
+            words: object = error
+            if isinstance(error, openai.APIStatusError):
+                words = f"HTTP {error.status_code}: {error.response.text}"
+            self.listing_problem = self._short_text(words)
         entries = data.get("data") if isinstance(data, dict) else None
         if not isinstance(entries, list):
             return []
