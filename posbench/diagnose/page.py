@@ -150,12 +150,16 @@ def _shape_section(diagnosis: Diagnosis) -> Section | None:
         "recency": "last minus inner positions",
     }
     rows = [
-        [labels[name], points(value), str(value.n)]
+        [labels[name], points(value), str(shape.questions)]
         for name, value in shape.contrasts.items()
         if not math.isnan(value.value)
     ]
     rows += [
-        [f"position {number} minus the mean of the others", points(value), str(value.n)]
+        [
+            f"position {number} of {len(shape.positions)} minus the mean of the others",
+            points(value),
+            str(value.n),
+        ]
         for number, value in enumerate(shape.positions, 1)
         if not math.isnan(value.value)
     ]

@@ -76,11 +76,11 @@ FORMS = {
 }
 
 
-UNNAMED = {"other special tokens", "quoted", "invented tag"}
+UNNAMED = ("other special tokens", "quoted", "invented tag")
 """Forms that do not say that it is thinking: what they hold may be the answer."""
 
 
-@pytest.mark.parametrize("name", sorted(FORMS.keys() - UNNAMED))
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in UNNAMED])
 def test_what_opens_and_closes_at_the_beginning_is_thinking(name: str) -> None:
     begin, end = FORMS[name]
     split = split_thinking(f"{begin}Could be X? Hm.{end}I cannot say.")
