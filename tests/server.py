@@ -319,8 +319,6 @@ class Handler(BaseHTTPRequestHandler):
         if hasattr(self, "prompt_logprobs"):
             choice["prompt_logprobs"] = self.prompt_logprobs
         choices = [choice]
-        if fault == "unfinished":
-            choice["finish_reason"] = None
         if fault == "unsaid":
             del choice["finish_reason"]
         if fault == "reversed":
