@@ -43,8 +43,8 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     diagnosis = course.diagnosis
     typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
     folder = _folder(course, typed)
-    shown = map(without_typed_secrets, typed)
-    command = shlex.join(["posbench", "diagnose", *shown, f"budget={budget.text}"])
+    masked = map(without_typed_secrets, typed)
+    command = shlex.join(["posbench", "diagnose", *masked, f"budget={budget.text}"])
     page = write_diagnosis(diagnosis, folder, command)
     console.rule(f"diagnosis of {diagnosis.model}")
     for line in lines(diagnosis):

@@ -300,8 +300,8 @@ class Course:
                 if self.allowance.is_time:
                     seconds = needed * self._seconds_of_prompt()
                     allowed += f", which take this server about {duration(seconds)}"
-                    whole = (self.allowance.spent + seconds) / SHARES["pilot"]
-                    hint = f"set budget={suggested_budget(whole)}, or smaller prompts"
+                    needed_seconds = (self.allowance.spent + seconds) / SHARES["pilot"]
+                    hint = f"set budget={suggested_budget(needed_seconds)}, or smaller prompts"
                 raise UserError("budget", self.allowance.budget.text, allowed, hint)
             round_questions = self._round_questions(
                 "first look", len(positions), share=0.5
@@ -745,8 +745,8 @@ class Course:
         if server is None or server.speed is None:
             return 0.0
         length = max(len(example.prompt) for example in self.task.evaluation())
-        each = server.speed.seconds_of_request(length, ANSWER_TOKENS)
-        return each / server.speed.at_once(self.config.model.concurrency)
+        seconds = server.speed.seconds_of_request(length, ANSWER_TOKENS)
+        return seconds / server.speed.at_once(self.config.model.concurrency)
 
     def _measured_cost_of_prompt(self) -> float:
         """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""
@@ -892,8 +892,8 @@ class Course:
         typed = [arg for arg in self.args if key_of(arg) not in ("runtime.yes", but)]
         if but != "budget":
             typed.append(f"budget={self.allowance.budget.text}")
-        shown = map(without_typed_secrets, typed)
-        return shlex.join(["posbench", "diagnose", *shown])
+        masked = map(without_typed_secrets, typed)
+        return shlex.join(["posbench", "diagnose", *masked])
 
     def _lacks_answers(self) -> bool:
         """Whether answers are missing in the last pilot, or of so many questions that nothing can be told."""

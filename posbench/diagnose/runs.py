@@ -205,8 +205,8 @@ class Runs:
         config = self.prepare(part_overrides, **choices)
         if share is not None and (self.allowance.is_time or config.model.base_url):
             config = replace(config, budget=self.allowance.rest(share))
-        shown = map(without_typed_secrets, self.overrides(part_overrides, **choices))
-        command = shlex.join(["posbench", *shown])
+        masked = map(without_typed_secrets, self.overrides(part_overrides, **choices))
+        command = shlex.join(["posbench", *masked])
         lm = None if config.model.base_url else self.lm
         with self.counted(part, lm, prompts):
             folder = execute(

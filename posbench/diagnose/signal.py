@@ -52,16 +52,16 @@ def answer_signal(lm: LM, task: Task, examples: Sequence[Example]) -> Estimate:
     for start in range(0, len(examples), BATCH):
         if estimate and estimate.ci_low > NEGLIGIBLE_NATS:
             break
-        own = []
-        swapped = []
+        with_own_prompt = []
+        with_other_prompt = []
         for index, example in enumerate(examples[start : start + BATCH], start):
             prompt = encoded[index]
             other = encoded[index - 1]
             answer = example.answers[0]
-            own.append((prompt.ids, lm.continuation_ids(prompt, answer)))
-            swapped.append((other.ids, lm.continuation_ids(other, answer)))
-        after_own = lm.answer_token_loss(own, batch_size=BATCH)
-        after_other = lm.answer_token_loss(swapped, batch_size=BATCH)
+            with_own_prompt.append((prompt.ids, lm.continuation_ids(prompt, answer)))
+            with_other_prompt.append((other.ids, lm.continuation_ids(other, answer)))
+        after_own = lm.answer_token_loss(with_own_prompt, batch_size=BATCH)
+        after_other = lm.answer_token_loss(with_other_prompt, batch_size=BATCH)
         gains.append(after_other - after_own)
         values = torch.cat(gains).double().numpy()
         names = [example.question_id for example in examples[: len(values)]]

@@ -40,27 +40,19 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 KEY_HEADS = "attention.head_count_kv"
 """Optional in llama.cpp; without it transformers leaves the rows of llama's projections in llama.cpp's order."""
 
-READ_KEYS = (
+EPSILON = "attention.layer_norm_rms_epsilon"
+ROPE_BASE = "rope.freq_base"
+SIZE_KEYS = (
     "context_length",
     "block_count",
     "embedding_length",
     "feed_forward_length",
     "attention.head_count",
-    KEY_HEADS,
-    "attention.layer_norm_rms_epsilon",
-    "rope.freq_base",
-    "vocab_size",
 )
+READ_KEYS = (*SIZE_KEYS, KEY_HEADS, EPSILON, ROPE_BASE, "vocab_size")
 """Settings of an architecture that transformers reads."""
 
-REQUIRED_KEYS = (
-    "context_length",
-    "block_count",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
+REQUIRED_KEYS = (*SIZE_KEYS, EPSILON)
 """Settings without which llama.cpp loads no model, while transformers takes values of its own."""
 
 DEFAULT_ROPE_BASE = 10000.0
@@ -81,19 +73,10 @@ SCALING_KEYS = (
     "rope.scaling.original_context_length",
 )
 
-COUNT_KEYS = (
-    "context_length",
-    "block_count",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    KEY_HEADS,
-    "vocab_size",
-    *HEAD_SIZE_KEYS,
-)
+COUNT_KEYS = (*SIZE_KEYS, KEY_HEADS, "vocab_size", *HEAD_SIZE_KEYS)
 """Settings that are whole numbers of at least 1."""
 
-NUMBER_KEYS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
+NUMBER_KEYS = (EPSILON, ROPE_BASE)
 """Settings that are finite numbers above 0."""
 
 TOKENIZER_JSON = "tokenizer.huggingface.json"

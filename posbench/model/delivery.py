@@ -228,7 +228,8 @@ class _Counts:
         """Characters of the longest beginning of a text that arrives whole; 0 where not even a short one does."""
         low, high = len(text) // 2, len(text)
         while not self._is_whole(text[:low], low // 2):
-            low, high = low // 2, low
+            high = low
+            low = low // 2
             if low < SMALL_CHARACTERS // 4:
                 return 0
         known = low
@@ -279,7 +280,8 @@ class _Values:
         if not part:
             return Delivery(is_counted=False, unchecked=reason)
         depth = {"the front": FRONT, "the middle": MIDDLE, "the end": END}[part]
-        low, high = short, characters
+        low = short
+        high = characters
         while high - low > low // bracket(characters) + 1:
             middle = (low + high) // 2
             if self._finds(middle, depth, attempts=2):
@@ -332,8 +334,10 @@ class _Values:
             return False
         if any(self._finds(far, at(share * high, far)) for share in FAR_SHARES):
             return False
-        found = [self._finds(int(share * low), depth, attempts=2) for share in BELOW]
-        return sum(found) >= len(BELOW) - 1
+        num_found = sum(
+            self._finds(int(share * low), depth, attempts=2) for share in BELOW
+        )
+        return num_found >= len(BELOW) - 1
 
     def _finds(self, characters: int, depth: float, attempts: int = ATTEMPTS) -> bool:
         """Whether the model finds a value, each time another one."""
@@ -363,8 +367,9 @@ def text_with_value(
     tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
     pair = f'"{key}": "{value}",\n '
     size = max(characters - len(head) - len(tail) - len(pair), NOTE_CHARACTERS)
-    before = round(depth * size)
-    notes = _notes(filler, before) + pair + _notes(filler, size - before)
+    size_before = round(depth * size)
+    notes = _notes(filler, size_before) + pair
+    notes += _notes(filler, size - size_before)
     return head + notes.removesuffix(",\n ") + tail
 
 
@@ -445,16 +450,16 @@ class RowCheck:
     def _is_whole_all_the_same(self, text: str, tokens: int) -> bool:
         """Whether a prompt of few tokens is whole."""
         try:
-            whole = _Counts(self._ask).tokens_if_whole(text)
-            if whole is None:
+            tokens_if_whole = _Counts(self._ask).tokens_if_whole(text)
+            if tokens_if_whole is None:
                 return False
-            if tokens >= ROW_SHARE * whole:
+            if tokens >= ROW_SHARE * tokens_if_whole:
                 return True
             # What a cache holds may not be counted: then a text that is sent again has fewer tokens.
             new = cold(text)
             self._ask(new, 0)
             again = self._ask(new, 0).prompt_tokens or 0
-            return again < ROW_SHARE * whole
+            return again < ROW_SHARE * tokens_if_whole
         except (_NotCounted, _Rejected):
             return False
         except RequestError:

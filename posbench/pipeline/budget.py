@@ -678,10 +678,10 @@ def served_seconds(config: Config) -> Price:
         if server.speed is None or not work.prompts:
             return 0.0
         characters = (work.tokens / work.prompts - server.overhead_tokens) / density
-        each = server.speed.seconds_of_request(
+        seconds = server.speed.seconds_of_request(
             max(characters, 0.0), work.decode_steps / work.prompts
         )
-        return each * work.prompts / server.speed.at_once(config.model.concurrency)
+        return seconds * work.prompts / server.speed.at_once(config.model.concurrency)
 
     return price
 
