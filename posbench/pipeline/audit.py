@@ -26,8 +26,8 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from posbench.run.base import Run
-from posbench.run.batch_plan import Subject
 from posbench.run.folder import AUDIT, PREDICTIONS, PROVENANCE, RunDir, as_json
+from posbench.run.plan import Subject
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,

@@ -26,7 +26,6 @@ from posbench.pipeline.prepare import build_run
 from posbench.pipeline.stages.intervene import plan_attention
 from posbench.report.terminal import text_table
 from posbench.run.base import Run
-from posbench.run.batch_plan import Subject
 from posbench.run.cost import (
     Costs,
     InspectionPasses,
@@ -35,6 +34,7 @@ from posbench.run.cost import (
     WorkEstimate,
 )
 from posbench.run.heartbeat import doing
+from posbench.run.plan import Subject
 from posbench.run.progress import duration
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED

@@ -28,7 +28,6 @@ from posbench.run.progress import Progress, progress
 from posbench.run.prompts import PromptBatcher
 from posbench.run.rows import IncompleteRun, ResumableRows
 from posbench.run.runtime import Runtime
-from posbench.run.sequential import ShapeRule
 from posbench.run.shards import Shard, WorkerPool
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
@@ -59,7 +58,6 @@ class Run:
         main_out: The run's own folder, where ``out`` is that of a shard.
         workers: Processes that make the other shards.
         deadline: When replies must be there, where the run has a budget of time.
-        shape_rule: What tells that enough questions were asked, where the run may stop then.
         server: What the server of the model takes and gives; None: it was not asked, or there is none.
         spending: Tokens and money that requests to the server took.
     """
@@ -81,7 +79,6 @@ class Run:
     main_out: RunDir | None = None
     workers: WorkerPool | None = None
     deadline: Deadline | None = None
-    shape_rule: ShapeRule | None = None
     server: ServerProfile | None = None
     spending: Spending | None = None
 

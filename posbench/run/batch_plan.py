@@ -1,18 +1,14 @@
-"""What a stage asks: every example under every method, in batches that share prefills where they can."""
+"""The requests of a stage to a model in process, in batches that share prefills where they can."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from posbench.errors import UserError
-from posbench.files.atomic import Row
 from posbench.late import torch
 from posbench.measure.replies import generation_budget
 from posbench.methods import Method
@@ -29,9 +25,8 @@ from posbench.model.store import (
     token_bytes,
 )
 from posbench.run.base import Run
-from posbench.run.budget import Deadline
 from posbench.run.cost import WorkEstimate
-from posbench.run.folder import RowKey
+from posbench.run.plan import Plan, Request, Subject
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,
@@ -40,13 +35,9 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.rows import Stop, go_on, is_out_of_memory
+from posbench.run.rows import is_out_of_memory
 from posbench.run.runtime import Runtime
-from posbench.run.sequential import ShapeRule
-from posbench.run.shards import finished_keys, merge_rows
-from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example
-from posbench.tasks.base import num_questions, split_into_rounds
 
 log = logging.getLogger(__name__)
 
@@ -57,58 +48,9 @@ MakeBatches = Callable[[Sequence[Example], Prompts, int | None], list[list[Examp
 """Groups examples, given their prompts, into batches of at most so many tokens (None: as the runtime wants
 them)."""
 
-Compute = Callable[[Sequence["Request"]], list[Row]]
-"""The rows of a batch, without what identifies them."""
-
 BATCHES_PER_GROUP = 2
 """A group has at most the tokens of so many batches: a killed run repeats one group's prefill, and groups are
 what processes share out."""
-
-
-class Subject(NamedTuple):
-    """A method under test in a run; its rows go to the run's folder under this name."""
-
-    run: Run
-    name: str
-    method: Method
-
-
-def subjects(runs: Sequence[Run]) -> list[Subject]:
-    """Return the methods of runs that differ in them alone.
-
-    The unmodified model is the first run's, from which the others copy.
-    """
-    compared = []
-    for run in runs:
-        for name, method in run.methods().items():
-            if run is runs[0] or name != UNMODIFIED:
-                compared.append(Subject(run, name, method))
-    return compared
-
-
-class Request(NamedTuple):
-    """An example under a method.
-
-    Attributes:
-        subject: The method.
-        example: The example.
-        group: Number of the prefill group: its requests share a prefill, and belong to one process.
-        round: Number of the round of questions: see :func:`posbench.tasks.base.split_into_rounds`.
-    """
-
-    subject: Subject
-    example: Example
-    group: int = 0
-    round: int = 0
-
-    @property
-    def key(self) -> dict[str, str]:
-        """The fields that identify its row."""
-        return {"method": self.subject.name, "id": self.example.id}
-
-
-def _request_key(request: Request) -> dict[str, str]:
-    return request.key
 
 
 class AskedPrompt(NamedTuple):
@@ -213,10 +155,10 @@ class _Prefills:
         return None
 
 
-class BatchPlan:
-    """Examples under methods, batch by batch, each of one method: a stage of a run, or of several runs.
+class BatchPlan(Plan):
+    """Examples under methods, batch by batch, each of one method.
 
-    The runs differ in their methods alone. The batches of a method depend on examples, model and runtime alone, so
+    The batches of a method depend on examples, model and runtime alone, so
     that a resumed run, and one that shares with others, forms the same ones.
 
     Args:
@@ -229,8 +171,6 @@ class BatchPlan:
         lm: The model.
         runtime: Sizes of batches, and memory for shared prefills.
         encoded: As given.
-        batches: The requests, batch by batch.
-        order: The requests in the order of rows in a file: method by method.
         notes: What shares no prefill, and why.
         requested_tokens: Prompt tokens of the batches that were run.
     """
@@ -242,15 +182,13 @@ class BatchPlan:
         encoded: Mapping[str, Encoded],
         make_batches: MakeBatches,
     ) -> None:
+        super().__init__(subjects, examples)
         run = subjects[0].run
         self.lm = run.lm
         self.runtime = run.runtime
         self.encoded = encoded
-        self.batches: list[list[Request]] = []
         self.notes: list[str] = []
         self.requested_tokens = 0
-        self._subjects = subjects
-        self._examples = examples
         self._make_batches = make_batches
         self._prefills = _Prefills(self.lm, self.runtime, encoded)
         self._groups: list[PrefillGroup] = []
@@ -265,9 +203,7 @@ class BatchPlan:
         self._prompts: dict[int, Prompts] = {
             id(subject): self._prompts_of(subject) for subject in subjects
         }
-        self.order = self._rows_in_order(subjects, examples)
-        self._rounds = split_into_rounds(examples, self.runtime.round_questions)
-        for number, questions in enumerate(self._rounds):
+        for number, questions in enumerate(self.rounds):
             self._add_round(number, questions)
         self.notes = list(dict.fromkeys(self.notes))
 
@@ -278,14 +214,12 @@ class BatchPlan:
             return self.encoded
         return {name: prompt.encoded for name, prompt in rewritten.items()}
 
-    def _rows_in_order(
-        self, subjects: Sequence[Subject], examples: Sequence[Example]
-    ) -> list[Request]:
-        """The requests in the order of rows, which is the same in how many rounds they are asked."""
+    def rows_in_order(self, examples: Sequence[Example]) -> list[Request]:
+        """See :meth:`posbench.run.plan.Plan.rows_in_order`."""
         order = []
         # Most subjects ask the same prompts.
         batches_of_prompts = dict[int, list[list[Example]]]()
-        for subject in subjects:
+        for subject in self._subjects:
             prompts = self._prompts[id(subject)]
             if id(prompts) not in batches_of_prompts:
                 batches = self._make_batches(examples, prompts, None)
@@ -350,7 +284,7 @@ class BatchPlan:
         return AskedPrompt(request.example, self.encoded[request.example.id])
 
     def proof(self, request: Request) -> dict[str, str]:
-        """Return what the row of a request proves itself by: what was asked, and what answered."""
+        """See :meth:`posbench.run.plan.Plan.proof`."""
         subject = request.subject
         asked = self.asked_prompt(request)
         decoding = decoding_of(subject.run.task, request.example)
@@ -363,15 +297,8 @@ class BatchPlan:
             COMPUTATION: self._computations[cached],
         }
 
-    def _proofs_of(self, run: Run) -> dict[RowKey, dict[str, str]]:
-        """What the rows of a run prove themselves by, by method and id."""
-        return {
-            tuple(request.key.values()): self.proof(request)
-            for request in self.order
-            if request.subject.run is run
-        }
-
-    def _num_tokens(self, request: Request) -> int:
+    def size(self, request: Request) -> int:
+        """Return the tokens of a request's prompt."""
         return len(self.asked_prompt(request).encoded.ids)
 
     def _shareable_groups(
@@ -434,7 +361,7 @@ class BatchPlan:
         decode_steps = 0
         for requests in self.batches:
             prefix = prefix_tokens[requests[0].group]
-            lengths = [self._num_tokens(request) for request in requests]
+            lengths = [self.size(request) for request in requests]
             replies = [self._reply_tokens(r) if answered else 0 for r in requests]
             spans += [(length - 1 if prefix else 0, length) for length in lengths]
             decodings += [
@@ -474,222 +401,12 @@ class BatchPlan:
         group = self._groups[batch[0].group]
         ids = [request.example.id for request in batch]
         prefix = self._prefills.prefix(group, ids)
-        self.requested_tokens += sum(self._num_tokens(request) for request in batch)
+        self.requested_tokens += sum(self.size(request) for request in batch)
         with batch[0].subject.method.applied(self.lm):
             yield prefix
 
-    def complete(
-        self,
-        run: Run,
-        file: str,
-        stage: str,
-        compute: Compute,
-        deadline: Deadline | None = None,
-        shape_rule: ShapeRule | None = None,
-    ) -> list[Row]:
-        """Compute every row that a file of the run lacks, and return all rows.
-
-        Of a shard, only its own rows are computed and returned. See
-        :meth:`posbench.run.rows.ResumableRows.complete`.
-
-        Args:
-            run: The run.
-            file: Name of the JSON-lines file in its folder.
-            stage: The stage.
-            compute: Rows of a batch.
-            deadline: When to stop, at the end of a round of questions.
-            shape_rule: What tells that enough questions were asked, at the end of a round.
-        """
-        proofs = self._proofs_of(run)
-        merge_rows(run.out, file, proofs)
-        with self._sharing_reported(run, stage):
-            if run.main_out or run.workers:
-                shard_rows = self._complete_shard(run, file, stage, compute)
-                if run.main_out:
-                    run.out.mark(file, done=True)
-                    return shard_rows
-            if run.workers:
-                run.workers.wait(file)
-                merge_rows(run.out, file, proofs)
-            stop: Stop = go_on
-            if deadline or shape_rule:
-                stop = self._stop_between_rounds(run, file, deadline, shape_rule)
-            rows = run.rows.complete(
-                file,
-                stage,
-                self.batches,
-                _request_key,
-                compute,
-                self.order,
-                self.proof,
-                stop,
-            )
-            if shape_rule and shape_rule.stopped:
-                kept = self._examples_before(shape_rule.stopped_round)
-            elif deadline and deadline.stopped:
-                kept = self._examples_of_whole_rounds(rows)
-                counts = (num_questions(kept), num_questions(self._examples))
-                deadline.stopped = counts
-            else:
-                return rows
-            return self._keep_examples(kept, run, file, rows)
-
-    def _stop_between_rounds(
-        self,
-        run: Run,
-        file: str,
-        deadline: Deadline | None,
-        shape_rule: ShapeRule | None,
-    ) -> Stop:
-        """Stop before the first round of questions that is not needed, or no longer fits; the first is always made."""
-        tokens = Counter[int]()
-        for batch in self.batches:
-            for request in batch:
-                tokens[request.round] += self._num_tokens(request)
-        current: int | None = None
-
-        def stop(batch: Sequence[Request]) -> bool:
-            nonlocal current
-            number = batch[0].round
-            if number == current:
-                return False
-            current = number
-            ending: ShapeRule | Deadline | None = None
-            if number and shape_rule and shape_rule.is_decided(rows_before(number)):
-                ending = shape_rule
-            elif number and deadline and not deadline.fits(tokens[number]):
-                ending = deadline
-            if ending:
-                num_asked = num_questions(self._examples_before(number))
-                ending.stop(number, num_asked, num_questions(self._examples))
-                return True
-            if deadline:
-                deadline.begin(tokens[number])
-            return False
-
-        def rows_before(number: int) -> list[Row]:
-            ids = {example.id for example in self._examples_before(number)}
-            return [row for row in run.out.rows(file) if row["id"] in ids]
-
-        return stop
-
-    def _examples_before(self, number: int) -> list[Example]:
-        """The examples of the rounds before one, in the order in which the task gives them."""
-        ids = {example.id for made in self._rounds[:number] for example in made}
-        return [example for example in self._examples if example.id in ids]
-
-    def _examples_of_whole_rounds(self, rows: Sequence[Row]) -> list[Example]:
-        """The examples of the rounds that lack no row: a row that failed may be missing in one before the last."""
-        made = {(row["method"], row["id"]) for row in rows}
-        ids = {
-            example.id
-            for examples in self._rounds
-            if all((s.name, e.id) in made for s in self._subjects for e in examples)
-            for example in examples
-        }
-        return [example for example in self._examples if example.id in ids]
-
-    def _keep_examples(
-        self, examples: Sequence[Example], run: Run, file: str, rows: Sequence[Row]
-    ) -> list[Row]:
-        """The rows of some examples, as a run of these alone orders them; the file keeps no others.
-
-        Args:
-            examples: The examples.
-            run: The run.
-            file: Name of the JSON-lines file in its folder.
-            rows: The rows that were made, or copied from another run.
-        """
-        by_key = {(row["method"], row["id"]): row for row in rows}
-        kept_rows = [
-            by_key[request.subject.name, request.example.id]
-            for request in self._rows_in_order(self._subjects, examples)
-        ]
-        run.out.write_rows(file, kept_rows)
-        return kept_rows
-
-    def _complete_shard(
-        self, run: Run, file: str, stage: str, compute: Compute
-    ) -> list[Row]:
-        """Compute the rows of this process's shard, while the workers of the run make the others."""
-        out = run.main_out or run.out
-        finished = finished_keys(out, file, self._proofs_of(run))
-        missing = [
-            batch
-            for batch in self.batches
-            if any(tuple(request.key.values()) not in finished for request in batch)
-        ]
-        shard = run.shard
-        own_batches = [
-            batch for batch in missing if batch[0].group % shard.count == shard.index
-        ]
-        if run.workers and missing:
-            message = "too few groups of prompts to share out: one process makes all"
-            if len(own_batches) < len(missing):
-                run.workers.start(run.method.found_parameters)
-                message = f"{shard.count} processes share out the prompts; below, what this one makes"
-            run.console.print(f"{stage}: {message}", markup=False)
-        if not own_batches:
-            return []
-        return run.rows.complete(
-            file, stage, own_batches, _request_key, compute, proof=self.proof
-        )
-
-    def fill(self, run: Run, file: str, stage: str, compute: Compute) -> None:
-        """Compute the rows that the runs of the plan lack, and append each to the folder of its run.
-
-        What fails is logged, and left to the run that it belongs to. A shard of one run is completed.
-
-        Args:
-            run: The run that shows progress.
-            file: Name of the JSON-lines file in each run's folder.
-            stage: The stage.
-            compute: Rows of a batch.
-        """
-        if run.main_out:
-            self.complete(run, file, stage, compute)
-            return
-        finished = dict[Path, set[RowKey]]()
-        for batch in self.batches:
-            subject_run = batch[0].subject.run
-            out = subject_run.out
-            if out.path not in finished:
-                proofs = self._proofs_of(subject_run)
-                finished[out.path] = finished_keys(out, file, proofs)
-
-        def is_missing(request: Request) -> bool:
-            row_key = tuple(request.key.values())
-            return row_key not in finished[request.subject.run.out.path]
-
-        pending = [batch for batch in self.batches if any(map(is_missing, batch))]
-        failed = set[int]()
-        total = sum(map(len, self.batches))
-        num_pending = sum(map(len, pending))
-        with (
-            self._sharing_reported(run, stage),
-            run.progress(stage, total, total - num_pending) as advance,
-        ):
-            for batch in pending:
-                subject = batch[0].subject
-                out = subject.run.out
-                if id(subject) not in failed:
-                    try:
-                        rows = compute(batch)
-                    except (RuntimeError, UserError) as error:
-                        message = "%s: %s; left to a run of its own"
-                        log.warning(message, out.path.name, error)
-                        failed.add(id(subject))
-                    else:
-                        missing_rows = [
-                            {**request.key, **row, **self.proof(request)}
-                            for request, row in zip(batch, rows, strict=True)
-                            if is_missing(request)
-                        ]
-                        out.append(file, missing_rows)
-                advance(len(batch))
-
     @contextmanager
-    def _sharing_reported(self, run: Run, stage: str) -> Iterator[None]:
+    def _announce(self, run: Run, stage: str) -> Iterator[None]:
         """Print what shares no prefill, and after the block how many tokens sharing saved."""
         tokens_before = self.lm.tokens_read
         for note in self.notes:

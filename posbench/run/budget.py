@@ -11,6 +11,7 @@ from typing import Any
 from posbench.errors import UserError
 from posbench.run import progress
 from posbench.run.progress import SECONDS_PER_UNIT
+from posbench.run.stop import ReadRows, StopRule
 from posbench.stats.bootstrap import wilson
 
 BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d|prompts|tok|ktok|Mtok|usd)")
@@ -97,7 +98,7 @@ def price_of(
     return (read * price[0] + written * price[1]) / 1e6
 
 
-class Spending:
+class Spending(StopRule):
     """Tokens and money that requests to a server took, and whether a budget has room for more.
 
     Its methods may be called from several threads.
@@ -108,9 +109,6 @@ class Spending:
         tokens: Tokens that earlier sessions took.
         usd: Money that they took.
         expected: What a request takes, about, in the budget's unit: before the first one is made.
-
-    Attributes:
-        stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
     """
 
     def __init__(
@@ -124,7 +122,6 @@ class Spending:
         self.price = price
         self.tokens = tokens
         self.usd = usd
-        self.stopped: tuple[int, int] | None = None
         self._budget = budget
         self._expected = expected
         self._made = 0
@@ -146,11 +143,6 @@ class Spending:
         return self.usd if is_money else float(self.tokens)
 
     @property
-    def has_limit(self) -> bool:
-        """Whether tokens or money bound what may be spent."""
-        return self._limit is not None
-
-    @property
     def is_spent(self) -> bool:
         """Whether nothing is left of the budget."""
         limit = self._limit
@@ -158,17 +150,19 @@ class Spending:
 
     def has_room(self, requests: int) -> bool:
         """Return whether so many more requests fit beside those under way, by what those before took."""
-        with self._lock:
-            each = self._expected
-            if self._made:
-                each = self._made_amount / self._made
-            needed = (self._under_way + requests) * each
-            return self._limit is None or self._spent + needed <= self._limit
+        each = self._expected
+        if self._made:
+            each = self._made_amount / self._made
+        needed = (self._under_way + requests) * each
+        return self._limit is None or self._spent + needed <= self._limit
 
-    def begin(self) -> None:
-        """Count a request as under way."""
+    def admits(self, new_requests: int) -> bool:
+        """See :meth:`posbench.run.stop.StopRule.admits`."""
         with self._lock:
+            if self.is_spent or (new_requests and not self.has_room(new_requests)):
+                return False
             self._under_way += 1
+            return True
 
     def add(self, read: int, written: int) -> None:
         """Count what a request took."""
@@ -240,7 +234,7 @@ class Stopwatch:
         return min(REPORT_SECONDS * load, MAX_REPORT_SHARE * budget)
 
 
-class Deadline:
+class Deadline(StopRule):
     """Decides before each round of questions whether it still fits into the time of a run.
 
     The time of a round follows from the rounds that this session made, whichever is slower: all of them, or the
@@ -249,21 +243,27 @@ class Deadline:
     Args:
         seconds: The time of the run.
         watch: Measures it.
-
-    Attributes:
-        stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
-        stopped_round: Number of the first round that was not made.
     """
 
     def __init__(self, seconds: float, watch: Stopwatch) -> None:
         self.seconds = seconds
         self.watch = watch
-        self.stopped: tuple[int, int] | None = None
-        self.stopped_round = 0
+        self._is_begun = False
         self._began = 0.0
         self._round_began = 0.0
         self._round_work = 0.0
         self._total_work = 0.0
+
+    def ends_before(self, size: float, rows: ReadRows) -> bool:
+        """See :meth:`posbench.run.stop.StopRule.ends_before`."""
+        return not self.fits(size)
+
+    def admits(self, new_requests: int) -> bool:
+        """See :meth:`posbench.run.stop.StopRule.admits`: once the time is over, no second question is begun."""
+        if new_requests and self._is_begun and self.is_over:
+            return False
+        self._is_begun = True
+        return True
 
     def fits(self, work: float) -> bool:
         """Return whether one more round can be made in time; the first one of a session can while there is time.
@@ -296,11 +296,6 @@ class Deadline:
         self._round_began = now
         self._round_work = work
         self._total_work += work
-
-    def stop(self, number: int, asked: int, planned: int) -> None:
-        """Record that round ``number`` is the first that is not made, and how many questions that leaves."""
-        self.stopped = (asked, planned)
-        self.stopped_round = number
 
 
 def half_width(questions: int) -> float:

@@ -20,9 +20,10 @@ from posbench.model.delivery import RowCheck
 from posbench.model.encode import Encoded
 from posbench.model.endpoint import BY_LOG_LIKELIHOODS, Prompt, untruncated
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Compute, Prompts, Request, Subject
-from posbench.run.budget import Deadline, price_of
+from posbench.run.batch_plan import BatchPlan, Prompts
+from posbench.run.budget import price_of
 from posbench.run.folder import PROVENANCE
+from posbench.run.plan import Compute, Plan, Request, Rounds, Subject
 from posbench.run.proofs import (
     COMPUTATION,
     REQUEST,
@@ -30,10 +31,10 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.sequential import ShapeRule
+from posbench.run.rows import Schedule
+from posbench.run.stop import StopRules
 from posbench.stats.outcomes import ANSWERED, CUT, is_scorable
 from posbench.tasks import Example, Task
-from posbench.tasks.base import num_questions, split_into_rounds
 
 STAGE = "evaluate"
 COST_DIGITS = 9
@@ -51,7 +52,11 @@ def served_request_digest(example: Example) -> str:
 
 
 def scored_replies(
-    run: Run, file: str, methods: Mapping[str, Method], encoded: Mapping[str, Encoded]
+    run: Run,
+    file: str,
+    methods: Mapping[str, Method],
+    encoded: Mapping[str, Encoded],
+    rules: StopRules | None = None,
 ) -> dict[str, list[Row]]:
     """Return scored replies to all evaluation examples under each method.
 
@@ -60,16 +65,14 @@ def scored_replies(
         file: Name of the JSON-lines file in its folder.
         methods: The methods by name.
         encoded: The prompts by the id of their example.
+        rules: What may end the run before all are asked.
 
     Returns:
         The rows of each method, by its name.
     """
     subjects = [Subject(run, name, method) for name, method in methods.items()]
-    if run.model.base_url:
-        rows = _served_replies(run, file, subjects, encoded)
-    else:
-        plan, compute = plan_replies(subjects, encoded)
-        rows = plan.complete(run, file, STAGE, compute, run.deadline, run.shape_rule)
+    plan, compute = plan_replies(subjects, encoded)
+    rows = plan.complete(run, file, STAGE, compute, rules)
     return {name: [row for row in rows if row["method"] == name] for name in methods}
 
 
@@ -77,7 +80,7 @@ def plan_replies(
     subjects: Sequence[Subject],
     encoded: Mapping[str, Encoded],
     examples: Sequence[Example] | None = None,
-) -> tuple[BatchPlan, Compute]:
+) -> tuple[Plan, Compute]:
     """Plan the replies to examples, of runs that differ in their methods alone.
 
     Args:
@@ -88,6 +91,21 @@ def plan_replies(
     Returns:
         The plan, and a function that computes the rows of a batch.
     """
+    run = subjects[0].run
+    if examples is None:
+        examples = run.evaluation
+    if run.model.base_url:
+        served = ServedPlan(subjects, examples, encoded)
+        return served, served.answer
+    return plan_batches(subjects, encoded, examples)
+
+
+def plan_batches(
+    subjects: Sequence[Subject],
+    encoded: Mapping[str, Encoded],
+    examples: Sequence[Example],
+) -> tuple[BatchPlan, Compute]:
+    """Plan replies of a model in process; see :func:`plan_replies`."""
     run = subjects[0].run
 
     def compute(batch: Sequence[Request]) -> list[Row]:
@@ -109,84 +127,138 @@ def plan_replies(
     ) -> list[list[Example]]:
         return run.prompts.batches(examples, prompts, max_tokens=max_tokens)
 
-    if examples is None:
-        examples = run.evaluation
     plan = BatchPlan(subjects, examples, encoded, make_batches)
     return plan, compute
 
 
-def _served_replies(
-    run: Run, file: str, subjects: Sequence[Subject], encoded: Mapping[str, Encoded]
-) -> list[Row]:
-    """Rows of the replies of a server, several of which are requested at a time.
+class ServedPlan(Plan):
+    """Requests to a server, several at a time.
 
     A question is asked at all its positions before the next one, so that what stops the run leaves questions whole.
-    """
-    endpoint = run.endpoint
-    encoder = run.encoder
-    has_choices = any(example.choices for example in run.evaluation)
-    first_decoding = run.out.facts(PROVENANCE).get("decoding")
-    # Rows of another model are not dropped, and not gone on with.
-    if run.server and first_decoding and _differs(first_decoding, endpoint.decoding):
-        raise _other_decoding(run, first_decoding)
-    reported_model = str((first_decoding or {}).get("model", ""))
-    questions = ServedQuestions(run, subjects)
-    row_check = _row_check(run)
 
-    def compute(request: Request) -> Row:
-        endpoint.check(has_choices)
-        if first_decoding and _differs(first_decoding, endpoint.decoding):
-            raise _other_decoding(run, first_decoding)
+    Args:
+        subjects: The methods, of one run.
+        examples: The examples.
+        encoded: Their prompts by id.
+    """
+
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        examples: Sequence[Example],
+        encoded: Mapping[str, Encoded],
+    ) -> None:
+        super().__init__(subjects, examples)
+        run = subjects[0].run
+        self.workers = run.model.concurrency
+        self._run = run
+        self._encoded = encoded
+        self._row_check = _row_check(run)
+        self._has_choices = any(example.choices for example in examples)
+        first_decoding = run.out.facts(PROVENANCE).get("decoding", {})
+        self._first_decoding: Mapping[str, Any] = first_decoding
+        # Rows of another model are not dropped, and not gone on with.
+        if run.server:
+            self._need_first_decoding()
+        for number, round_examples in enumerate(self.rounds):
+            for example in sorted(round_examples, key=self.question_of):
+                self.batches += [
+                    [Request(subject, example, round=number)] for subject in subjects
+                ]
+
+    def rows_in_order(self, examples: Sequence[Example]) -> list[Request]:
+        """See :meth:`posbench.run.plan.Plan.rows_in_order`."""
+        return [Request(s, example) for s in self._subjects for example in examples]
+
+    def size(self, request: Request) -> int:
+        """Return the characters of a request's prompt."""
+        return len(request.example.prompt)
+
+    def proof(self, request: Request) -> Row:
+        """See :meth:`posbench.run.plan.Plan.proof`."""
+        decoding = decoding_of(self._run.task, request.example)
+        reported_model = str(self._first_decoding.get("model", ""))
+        return {
+            REQUEST: served_request_digest(request.example),
+            COMPUTATION: computation_digest(
+                self._run, request.subject.method, decoding, reported_model
+            ),
+        }
+
+    def schedule(self, rules: StopRules, run: Run, file: str) -> Schedule:
+        """See :meth:`posbench.run.plan.Plan.schedule`."""
+        return _Questions(self, rules, run, file)
+
+    def answer(self, batch: Sequence[Request]) -> list[Row]:
+        """Ask for the reply to the request of a batch, and return its row.
+
+        Raises:
+            UserError: The server decodes otherwise than when the run began.
+            RequestError: It gave no reply.
+        """
+        (request,) = batch
+        run = self._run
+        endpoint = run.endpoint
+        endpoint.check(self._has_choices)
+        self._need_first_decoding()
         example = request.example
-        prompt = encoded[example.id]
+        prompt = self._encoded[example.id]
         text = prompt.prompt or example.prompt
 
         def arrived(reply: Reply) -> bool:
             requests = len(example.choices) if reply.by == BY_LOG_LIKELIHOODS else 1
-            return row_check.arrived(text, (reply.prompt_tokens or 0) // requests)
+            return self._row_check.arrived(text, (reply.prompt_tokens or 0) // requests)
 
+        read = written = 0
         try:
             reply = served.ask_server(
-                endpoint, encoder, run.task, example, prompt, arrived
+                endpoint, run.encoder, run.task, example, prompt, arrived
             )
-        except Exception:
-            questions.count(0, 0)
-            raise
-        read = int(reply.get("prompt_tokens") or 0)
-        written = int(reply.get("reply_tokens") or 0)
-        questions.count(read, written)
+            read = int(reply.get("prompt_tokens") or 0)
+            written = int(reply.get("reply_tokens") or 0)
+        finally:
+            if run.spending:
+                run.spending.add(read, written)
         row = _row(run, example, prompt, reply)
         cost = price_of(read, written, run.model.price)
-        is_told = bool(reply.get("prompt_tokens"))
-        if cost is not None and is_told:
+        if cost is not None and reply.get("prompt_tokens"):
             row["cost"] = round(cost, COST_DIGITS)
-        return row
+        return [row]
 
-    def proof(request: Request) -> Row:
-        decoding = decoding_of(run.task, request.example)
-        return {
-            REQUEST: served_request_digest(request.example),
-            COMPUTATION: computation_digest(
-                run, request.subject.method, decoding, reported_model
-            ),
-        }
+    def _need_first_decoding(self) -> None:
+        """Refuse a server that decodes otherwise than when the run began."""
+        first, now = self._first_decoding, self._run.endpoint.decoding
+        if first and _differs(first, now):
+            raise _other_decoding(self._run, first)
 
-    requests = [
-        Request(subject, example) for subject in subjects for example in run.evaluation
-    ]
-    rows = run.rows.complete_each(
-        file,
-        STAGE,
-        requests,
-        key=lambda request: request.key,
-        compute=compute,
-        workers=run.model.concurrency,
-        proof=proof,
-        rounds=questions.rounds,
-        stop=lambda number: questions.stop(number, run.out.rows(file)),
-        may_start=questions.may_start,
-    )
-    return questions.keep_whole(rows, file)
+
+class _Questions(Rounds):
+    """Rounds of a served run: a question is begun only where its rules leave room for all of it."""
+
+    def __init__(self, plan: Plan, rules: StopRules, run: Run, file: str) -> None:
+        super().__init__(plan, rules, run, file)
+        self._plan = plan
+        self._sizes_of_questions = Counter(
+            plan.question_of(request.example)
+            for batch in plan.batches
+            for request in batch
+        )
+        self._begun = set[int]()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def admits(self, batch: Sequence[Request]) -> bool:
+        """See :meth:`posbench.run.rows.Schedule.admits`."""
+        question = self._plan.question_of(batch[0].example)
+        with self._lock:
+            if question in self._begun:
+                return self._rules.admits(0)
+            size = self._sizes_of_questions[question]
+            if self._is_closed or not self._rules.admits(size):
+                self._is_closed = True
+                return False
+            self._begun.add(question)
+            return True
 
 
 def _row_check(run: Run) -> RowCheck:
@@ -210,123 +282,6 @@ def _row_check(run: Run) -> RowCheck:
     return RowCheck(
         ask, facts.get("tokens_per_character"), facts.get("overhead_tokens", 0)
     )
-
-
-class ServedQuestions:
-    """The questions of a served run, in the order in which they are asked, and what stops them.
-
-    Args:
-        run: The run.
-        subjects: The methods under which each is asked.
-    """
-
-    def __init__(self, run: Run, subjects: Sequence[Subject]) -> None:
-        self._run = run
-        self._subjects = subjects
-        by_question = split_into_rounds(run.evaluation, 1)
-        self._question_of = {
-            example.id: number
-            for number, examples in enumerate(by_question)
-            for example in examples
-        }
-        self._sizes = [len(subjects) * len(examples) for examples in by_question]
-        self._rounds = split_into_rounds(run.evaluation, run.runtime.round_questions)
-        self._started = set[int]()
-        self._is_closed = False
-        self._ending: ShapeRule | Deadline | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def rounds(self) -> list[list[Request]]:
-        """The requests of each round, question by question."""
-        rounds = []
-        for examples in self._rounds:
-            ordered = sorted(examples, key=lambda e: self._question_of[e.id])
-            rounds.append(
-                [Request(subject, e) for e in ordered for subject in self._subjects]
-            )
-        return rounds
-
-    def stop(self, number: int, rows: Sequence[Row]) -> bool:
-        """Return whether a round is the first that is not asked: the shape is decided, or the time is over."""
-        run = self._run
-        size = sum(len(example.prompt) for example in self._rounds[number])
-        ending: ShapeRule | Deadline | None = None
-        asked = self._examples_before(number)
-        if number and run.shape_rule:
-            ids = {example.id for example in asked}
-            if run.shape_rule.is_decided([row for row in rows if row["id"] in ids]):
-                ending = run.shape_rule
-        if number and not ending and run.deadline and not run.deadline.fits(size):
-            ending = run.deadline
-        if ending:
-            ending.stop(number, num_questions(asked), num_questions(run.evaluation))
-            self._ending = ending
-            return True
-        if run.deadline:
-            run.deadline.begin(size)
-        return False
-
-    def may_start(self, request: Request) -> bool:
-        """Return whether a request may be sent: a question is begun only where the budget has room for all of it."""
-        spending = self._run.spending
-        question = self._question_of[request.example.id]
-        with self._lock:
-            if question not in self._started:
-                if self._is_closed or self._is_full(question):
-                    self._is_closed = True
-                    return False
-                self._started.add(question)
-            if spending:
-                if spending.is_spent:
-                    return False
-                spending.begin()
-            return True
-
-    def _is_full(self, question: int) -> bool:
-        """Whether the budget has no room for one more question; without any the first one is asked all the same."""
-        run = self._run
-        if run.spending and not run.spending.has_room(self._sizes[question]):
-            return True
-        return bool(run.deadline and self._started and run.deadline.is_over)
-
-    def count(self, read: int, written: int) -> None:
-        """Count the tokens that a request took."""
-        if self._run.spending:
-            self._run.spending.add(read, written)
-
-    def _examples_before(self, number: int) -> list[Example]:
-        """The examples of the rounds before one."""
-        ids = {e.id for examples in self._rounds[:number] for e in examples}
-        return [example for example in self._run.evaluation if example.id in ids]
-
-    def keep_whole(self, rows: list[Row], file: str) -> list[Row]:
-        """Return the rows of the questions that were asked at all positions, where some were not; the file keeps no
-        others."""
-        run = self._run
-        kept = self._questions_to_keep(rows)
-        if len(kept) == len(self._sizes):
-            return rows
-        asked = [e for e in run.evaluation if self._question_of[e.id] in kept]
-        counts = (num_questions(asked), num_questions(run.evaluation))
-        if self._ending:
-            self._ending.stopped = counts
-        elif run.spending and run.spending.has_limit:
-            run.spending.stopped = counts
-        elif run.deadline:
-            run.deadline.stopped = counts
-        kept_rows = [row for row in rows if self._question_of[row["id"]] in kept]
-        run.out.write_rows(file, kept_rows)
-        return kept_rows
-
-    def _questions_to_keep(self, rows: Sequence[Row]) -> set[int]:
-        """Those before the round that a decided shape made needless; else all that are whole."""
-        rule = self._run.shape_rule
-        if rule and self._ending is rule:
-            before = self._examples_before(rule.stopped_round)
-            return {self._question_of[example.id] for example in before}
-        made = Counter(self._question_of[row["id"]] for row in rows)
-        return {number for number, n in made.items() if n == self._sizes[number]}
 
 
 def _differs(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

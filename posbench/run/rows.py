@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import groupby
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import Any, NamedTuple
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
@@ -24,9 +25,6 @@ Key = Callable[[Any], Mapping[str, Any]]
 Proof = Callable[[Any], Mapping[str, Any]]
 """What the row of an item proves itself by: a row that carries something else is computed again."""
 
-Stop = Callable[[Sequence[Any]], bool]
-"""Whether a batch that lacks rows, and all that follow it, are left out."""
-
 Compute = Callable[[Sequence[Any]], list[Row]]
 """The rows of a batch of items, one per item, in order, without the fields that identify them."""
 
@@ -34,17 +32,7 @@ ShowProgress = Callable[[str, int, int], AbstractContextManager[Progress]]
 """Shows progress while a block runs, by a label, the number of rows, and of those that an earlier session made."""
 
 FAILURES_IN_A_ROW = 3
-"""Failed requests one after another, for each thread, after which no more are tried."""
-
-
-def go_on(batch: Any) -> bool:
-    """Return that no batch, and no round, is left out."""
-    return False
-
-
-def may_start_any(item: Any) -> bool:
-    """Return that every item may be taken."""
-    return True
+"""Failed batches one after another, for each thread, after which no more are tried."""
 
 
 def no_proof(item: Any) -> Mapping[str, Any]:
@@ -56,8 +44,77 @@ class IncompleteRun(Exception):
     """Some rows failed; they are recorded and retried by the next run of the same command."""
 
 
+class _Failures:
+    """What went wrong so far, and whether that ends the attempts.
+
+    Args:
+        most_in_a_row: Failed batches one after another after which no more are tried.
+
+    Attributes:
+        num_rows: Rows that failed.
+        obstacles: What ends the attempts, the first one first.
+    """
+
+    def __init__(self, most_in_a_row: int) -> None:
+        self.num_rows = 0
+        self.obstacles: list[Exception] = []
+        self._most_in_a_row = most_in_a_row
+        self._in_a_row = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more batches are tried."""
+        return bool(self.obstacles)
+
+    def count(self, new_rows: Sequence[Row], some_left: bool) -> None:
+        """Count the new rows of a batch, failed ones among them.
+
+        Args:
+            new_rows: The rows.
+            some_left: Whether others were not tried yet.
+        """
+        errors = [row["error"] for row in new_rows if "error" in row]
+        self.num_rows += len(errors)
+        self._in_a_row = self._in_a_row + 1 if errors else 0
+        if errors and some_left and self._in_a_row == self._most_in_a_row:
+            self.obstacles.append(
+                IncompleteRun(
+                    f"{self._in_a_row} requests failed one after another; the last: {errors[-1]}"
+                    "; run the same command again to go on"
+                )
+            )
+
+
+class Schedule:
+    """The rounds in which the batches of a file are computed, and what leaves some of them out.
+
+    This one has a single round, and leaves nothing out.
+    """
+
+    def round_of(self, batch: Sequence[Any]) -> int:
+        """Return the number of the round of a batch: a round begins when the one before it has ended."""
+        return 0
+
+    def ends_before(self, number: int) -> bool:
+        """Return whether a round that lacks rows, and all that follow it, are left out."""
+        return False
+
+    def admits(self, batch: Sequence[Any]) -> bool:
+        """Return whether a batch may be begun; each thread asks before it takes one."""
+        return True
+
+
+class _Attempt(NamedTuple):
+    """What became of a batch: its rows, which may be failed ones; or none."""
+
+    batch: Sequence[Any]
+    rows: list[Row]
+    is_too_large: bool = False
+    is_left_out: bool = False
+
+
 class ResumableRows:
-    """The files of rows of a run folder, completed batch by batch or item by item."""
+    """The files of rows of a run folder, completed batch by batch."""
 
     def __init__(self, out: RunDir, progress: ShowProgress) -> None:
         self.out = out
@@ -74,182 +131,110 @@ class ResumableRows:
         compute: Compute,
         order: Sequence[Any] | None = None,
         proof: Proof = no_proof,
-        stop: Stop = go_on,
+        schedule: Schedule | None = None,
+        workers: int = 1,
     ) -> list[Row]:
         """Compute every row that a file lacks, batch by batch, and return all rows.
 
         A batch with a missing row is computed as a whole, so that a resumed run sees the same batches, and
         hence the same rounding, as an uninterrupted one. Out of memory, a batch and all that follow are
-        halved; rows computed before are kept.
+        halved. Rows are kept as soon as their batch is computed, so that a killed run repeats only the batches under
+        way. What stops the run (a key that is wrong, say) lets these end first, so that their rows are kept.
 
         Args:
             file: Name of the JSON-lines file in the run folder.
             label: What the progress bar says.
-            batches: All items, those whose rows exist among them.
+            batches: All items, those whose rows exist among them, round by round.
             key: Fields that identify the row of an item.
             compute: Rows of a batch, one per item, in order, without these fields.
             order: Items in the order of the rows; None: that of the batches.
             proof: What the row of an item proves itself by.
-            stop: Asked before each batch; rows that are not made then are left out.
+            schedule: Rounds of the batches, and what leaves some out; None: one round of all.
+            workers: Batches that are computed at a time, each in a thread.
 
         Returns:
-            All rows, in that order.
+            The rows in that order, but those that were left out.
 
         Raises:
-            IncompleteRun: Some batch failed; its rows carry the error and are retried next time.
+            IncompleteRun: Some rows failed, or so many batches one after another that the others were not tried; failed
+                rows carry the error and are retried next time.
         """
+        schedule = schedule or Schedule()
         all_items = [item for batch in batches for item in batch]
         key_fields, rows = self._read_rows(file, all_items, key, proof)
+        failures = _Failures(FAILURES_IN_A_ROW * workers)
 
         def is_missing(item: Any) -> bool:
             return tuple(key(item).values()) not in rows
 
-        pending = [batch for batch in batches if any(map(is_missing, batch))]
-        num_pending = sum(map(len, pending))
-        num_failed = 0
-        num_parts = 1
-        is_stopped = False
-        with self.progress(
-            label, len(all_items), len(all_items) - num_pending
-        ) as advance:
-            for batch in pending:
-                if stop(batch):
-                    is_stopped = True
-                    break
-                parts = _split(batch, num_parts)
-                while parts:
-                    part = parts.pop(0)
-                    num_missing = sum(map(is_missing, part))
-                    if not num_missing:
-                        advance(len(part))
-                        continue
-                    try:
-                        new_rows = _compute_rows(part, key, compute, proof)
-                    except RuntimeError as error:
-                        log.error("%s: %s", file, error)
-                        new_rows = [_failed_row(key(item), error) for item in part]
-                        num_failed += num_missing
-                    if new_rows is None:
-                        message = "%s: out of memory with %d prompts: smaller batches"
-                        log.warning(message, file, len(part))
-                        num_parts *= 2
-                        parts = [
-                            half
-                            for whole_part in (part, *parts)
-                            for half in _split(whole_part, 2)
-                        ]
-                        continue
-                    missing_rows = [
-                        row for row in new_rows if _row_key(row, key_fields) not in rows
-                    ]
-                    self.out.append(file, missing_rows)
-                    for row in missing_rows:
-                        if "error" not in row:
-                            rows[_row_key(row, key_fields)] = row
-                    advance(len(part))
-        ordered_items = all_items if order is None else order
-        if is_stopped:
-            ordered_items = [item for item in ordered_items if not is_missing(item)]
-        return self._ordered(
-            file, rows, [key(item) for item in ordered_items], num_failed
-        )
-
-    def complete_each(
-        self,
-        file: str,
-        label: str,
-        items: Sequence[Any],
-        key: Key,
-        compute: Callable[[Any], Row],
-        workers: int,
-        proof: Proof = no_proof,
-        rounds: Sequence[Sequence[Any]] | None = None,
-        stop: Callable[[int], bool] = go_on,
-        may_start: Callable[[Any], bool] = may_start_any,
-    ) -> list[Row]:
-        """Compute every row that a file lacks, item by item in several threads, and return all rows.
-
-        Each row is kept as soon as it is computed, so that a killed run repeats only the items under way. What stops
-        the run (a key that is wrong, say) lets the items under way end first, so that their rows are kept.
-
-        Args:
-            file: Name of the JSON-lines file in the run folder.
-            label: What the progress bar says.
-            items: All items, those whose rows exist among them, in the order of the rows.
-            key: Fields that identify the row of an item.
-            compute: Row of an item, without these fields.
-            workers: Number of threads.
-            proof: What the row of an item proves itself by.
-            rounds: The items in the order in which they are computed, a round after the other; None: all at once.
-            stop: Asked by its number before each round that lacks rows; what it and later ones lack is left out then.
-            may_start: Asked by each thread before it takes an item; the item is left out where the answer is no.
-
-        Returns:
-            The rows that exist, in the order of the items.
-
-        Raises:
-            IncompleteRun: Some rows failed, or so many one after another that the others were not tried.
-        """
-        key_fields, rows = self._read_rows(file, items, key, proof)
-
-        def is_missing(item: Any) -> bool:
-            return tuple(key(item).values()) not in rows
-
-        num_pending = sum(map(is_missing, items))
-        num_failed = 0
-        failures_in_a_row = 0
-        stopping = threading.Event()
-        obstacles: list[Exception] = []
-
-        def try_to_compute(item: Any) -> Row | None:
-            if stopping.is_set() or not may_start(item):
-                return None
+        def attempt(batch: Sequence[Any]) -> _Attempt:
+            if not any(map(is_missing, batch)):
+                return _Attempt(batch, [])
+            if failures.is_over or not schedule.admits(batch):
+                return _Attempt(batch, [], is_left_out=True)
             try:
-                return {**key(item), **compute(item), **proof(item)}
+                new_rows = _compute_rows(batch, key, compute, proof)
             except RuntimeError as error:
                 log.error("%s: %s", file, error)
-                return _failed_row(key(item), error)
+                return _Attempt(
+                    batch, [_failed_row(key(item), error) for item in batch]
+                )
             except UserError as error:
-                obstacles.append(error)
-                stopping.set()
-                return None
+                failures.obstacles.append(error)
+                return _Attempt(batch, [], is_left_out=True)
+            return _Attempt(batch, new_rows or [], is_too_large=new_rows is None)
 
-        # Threads of a pool do not keep a process from ending.
+        num_parts = 1
+        is_any_left_out = False
+        pending = [batch for batch in batches if any(map(is_missing, batch))]
+        num_done = len(all_items) - sum(map(len, pending))
         with (
-            self.progress(label, len(items), len(items) - num_pending) as advance,
-            ThreadPool(workers) as pool,
+            self.progress(label, len(all_items), num_done) as advance,
+            _threads(workers) as attempt_each,
         ):
-            for number, round_items in enumerate([items] if rounds is None else rounds):
-                pending = [item for item in round_items if is_missing(item)]
-                # A resumed run keeps the rounds that are there, even when its time is over.
-                if not pending:
-                    continue
-                if stopping.is_set() or stop(number):
+            # A resumed run keeps the rounds that are there, even when its time is over.
+            for number, round_batches in groupby(pending, schedule.round_of):
+                if failures.is_over or schedule.ends_before(number):
+                    is_any_left_out = True
                     break
-                for row in pool.imap_unordered(try_to_compute, pending):
-                    if row is None:
-                        continue
-                    self.out.append(file, [row])
-                    advance(1)
-                    if "error" not in row:
-                        rows[_row_key(row, key_fields)] = row
-                        failures_in_a_row = 0
-                        continue
-                    num_failed += 1
-                    failures_in_a_row += 1
-                    some_left = len(rows) + num_failed < len(items)
-                    if failures_in_a_row == FAILURES_IN_A_ROW * workers and some_left:
-                        obstacles.append(
-                            IncompleteRun(
-                                f"{failures_in_a_row} requests failed one after another; the last: {row['error']}"
-                                "; run the same command again to go on"
+                queue = deque(
+                    part for batch in round_batches for part in _split(batch, num_parts)
+                )
+                while queue:
+                    for done in attempt_each(attempt, _drained(queue)):
+                        if done.is_too_large:
+                            message = (
+                                "%s: out of memory with %d prompts: smaller batches"
                             )
-                        )
-                        stopping.set()
-        if obstacles:
-            raise obstacles[0]
-        left_items = [item for item in items if not is_missing(item)]
-        return self._ordered(file, rows, [key(item) for item in left_items], num_failed)
+                            log.warning(message, file, len(done.batch))
+                            num_parts *= 2
+                            parts = [done.batch, *_drained(queue)]
+                            queue.extend(p for part in parts for p in _split(part, 2))
+                            continue
+                        if done.is_left_out:
+                            is_any_left_out = True
+                            continue
+                        new_rows = [
+                            row
+                            for row in done.rows
+                            if _row_key(row, key_fields) not in rows
+                        ]
+                        self.out.append(file, new_rows)
+                        for row in new_rows:
+                            if "error" not in row:
+                                rows[_row_key(row, key_fields)] = row
+                        advance(len(done.batch))
+                        num_failed = sum("error" in row for row in new_rows)
+                        num_tried = len(rows) + failures.num_rows + num_failed
+                        failures.count(new_rows, num_tried < len(all_items))
+        if failures.obstacles:
+            raise failures.obstacles[0]
+        ordered_items = all_items if order is None else order
+        if is_any_left_out:
+            ordered_items = [item for item in ordered_items if not is_missing(item)]
+        return self._ordered(
+            file, rows, [key(item) for item in ordered_items], failures.num_rows
+        )
 
     def _read_rows(
         self, file: str, items: Sequence[Any], key: Key, proof: Proof
@@ -294,6 +279,23 @@ class ResumableRows:
             ),
         )
         return [rows[row_key] for row_key in row_keys]
+
+
+def _drained(queue: deque[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """The batches of a queue, each taken from it when it is asked for."""
+    while queue:
+        yield queue.popleft()
+
+
+@contextmanager
+def _threads(workers: int) -> Iterator[Callable[..., Iterable[_Attempt]]]:
+    """What maps a function over batches: several at a time, in threads, as they are done; or one after the other."""
+    if workers == 1:
+        yield map
+        return
+    # Threads of a pool do not keep a process from ending.
+    with ThreadPool(workers) as pool:
+        yield pool.imap_unordered
 
 
 def _failed_row(key_fields: Mapping[str, Any], error: RuntimeError) -> Row:

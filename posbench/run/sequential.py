@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from posbench.files.atomic import Row
+from posbench.run.stop import ReadRows, StopRule
 from posbench.stats.bootstrap import Array, mean
 from posbench.stats.position_bias import CurveIntervals, floor_note
 from posbench.stats.sequential import FIRST_QUESTIONS, curve_intervals
@@ -17,7 +18,7 @@ from posbench.tasks import Example
 MIN_POSITIONS = 3
 
 
-class ShapeRule:
+class ShapeRule(StopRule):
     """Ends the rounds of questions once the shape of the score over the gold position is decided.
 
     It looks at the replies under one method; the error rate of its intervals holds however often it looks, see
@@ -28,11 +29,9 @@ class ShapeRule:
         method: The method whose rows are looked at.
         examples: The examples in the order in which they are asked.
         chance: Score of a guess, 0..1.
-
-    Attributes:
-        stopped: Questions that were asked, and those that the run would have asked; None: it did not stop.
-        stopped_round: Number of the first round that was not made.
     """
+
+    keeps_rounds = True  # the shape is told from these
 
     def __init__(
         self, metric: str, method: str, examples: Sequence[Example], chance: float
@@ -40,9 +39,11 @@ class ShapeRule:
         self.metric = metric
         self.method = method
         self.chance = chance
-        self.stopped: tuple[int, int] | None = None
-        self.stopped_round = 0
         self._tuples = tuples_of_examples(examples)
+
+    def ends_before(self, size: float, rows: ReadRows) -> bool:
+        """See :meth:`posbench.run.stop.StopRule.ends_before`."""
+        return self.is_decided(rows())
 
     def is_decided(self, rows: Sequence[Row]) -> bool:
         """Return whether the rows of the rounds so far decide the shape, or show that the model cannot do the task."""
@@ -82,11 +83,6 @@ class ShapeRule:
             if all(name in score_of for name in ids)
         ]
         return np.array(vectors, dtype=np.float64)
-
-    def stop(self, number: int, asked: int, planned: int) -> None:
-        """Record that round ``number`` is the first that is not made, and how many questions that leaves."""
-        self.stopped = (asked, planned)
-        self.stopped_round = number
 
 
 def tuples_of_examples(examples: Sequence[Example]) -> list[list[str]]:

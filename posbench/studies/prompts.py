@@ -28,7 +28,8 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Request, Subject
+from posbench.run.batch_plan import BatchPlan
+from posbench.run.plan import Request, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
 from posbench.stats.findings import (

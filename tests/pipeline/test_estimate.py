@@ -13,8 +13,8 @@ from posbench.pipeline.compose import compose_one
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import build_run, prepare
 from posbench.pipeline.stages.intervene import plan_attention
-from posbench.run.batch_plan import Subject
 from posbench.run.cost import Costs, WorkEstimate
+from posbench.run.plan import Subject
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from tests.models import build

@@ -12,8 +12,9 @@ from posbench.methods import Unmodified
 from posbench.model.store import PrefixStore, token_bytes
 from posbench.pipeline.execute import execute
 from posbench.pipeline.prepare import build_run, prepare
-from posbench.run.batch_plan import Subject, _Prefills
+from posbench.run.batch_plan import _Prefills
 from posbench.run.folder import open_run_dir
+from posbench.run.plan import Subject
 from posbench.run.replies import plan_replies
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks.kv_retrieval import WORDS

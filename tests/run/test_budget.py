@@ -54,7 +54,7 @@ def test_what_is_spent_adds_up_and_leaves_room_by_what_was_taken() -> None:
     for requests in (1, 10, 11):
         assert spending.has_room(requests) == (requests <= 10)
     for made in range(1, 11):
-        spending.begin()
+        assert spending.admits(0)
         spending.add(3000, 500)
         assert spending.usd == pytest.approx(0.005 * made)
         assert spending.is_spent == (made == 10)
@@ -62,12 +62,12 @@ def test_what_is_spent_adds_up_and_leaves_room_by_what_was_taken() -> None:
     assert str(spending) == "35,000 tokens of 35ktok, 0.0500 usd"
     # What a request took, not what it was expected to take.
     dear = Spending(Budget.parse("100tok"), expected=1)
-    dear.begin()
+    assert dear.admits(1)
     dear.add(40, 20)
     assert not dear.has_room(1) and not dear.is_spent
     # Without such a budget there is always room.
     free = Spending(Budget.parse("5min"), (1.0, 1.0))
-    free.begin()
+    assert free.admits(1)
     free.add(10**9, 10**9)
     assert free.has_room(10**9) and not free.is_spent
 

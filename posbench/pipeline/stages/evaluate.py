@@ -14,7 +14,6 @@ from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.folder import read_csv
 from posbench.run.base import Run
-from posbench.run.batch_plan import subjects
 from posbench.run.folder import (
     PREDICTIONS,
     RESCORED,
@@ -22,6 +21,7 @@ from posbench.run.folder import (
     json_text,
     was_rescored,
 )
+from posbench.run.plan import subjects
 from posbench.run.replies import (
     STAGE,
     plan_replies,
@@ -30,6 +30,7 @@ from posbench.run.replies import (
     scored_replies,
 )
 from posbench.run.sequential import ShapeRule
+from posbench.run.stop import Stop, StopRules
 from posbench.search.base import note_verdict
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.outcomes import is_scorable
@@ -59,33 +60,35 @@ def run(config: Config, run: Run) -> None:
     encoded = run.prompts.encode(run.evaluation)
     run.out.write_json(PROMPTS, _prompt_facts(run, encoded))
     methods = run.methods()
+    shape_rule = None
     if run.runtime.until:
-        run.shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
-    rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded)
-    is_decided = bool(run.shape_rule and run.shape_rule.stopped)
-    stopped = next(
-        (
-            rule.stopped
-            for rule in (run.shape_rule, run.deadline, run.spending)
-            if rule and rule.stopped
-        ),
-        None,
-    )
-    budget = None
-    if config.budget and stopped:
-        unit, size = config.budget.amount
-        budget = {unit: size}
-    facts_of_stop = {"stopped": stopped, "decided": is_decided, "budget": budget}
-    run.out.mark(STAGE, **facts_of_stop, until=run.runtime.until)
-    run.out.mark(PREDICTIONS, key=unmodified_key, done=not stopped)
+        shape_rule = _shape_rule(task, next(iter(methods)), run.evaluation)
+    rules = StopRules(shape_rule, run.deadline, run.spending)
+    rows_by_method = scored_replies(run, PREDICTIONS, methods, encoded, rules)
+    run.out.mark(STAGE, **_facts_of_stop(config, rules.stop))
+    run.out.mark(PREDICTIONS, key=unmodified_key, done=rules.stop is None)
     for name, rows in rows_by_method.items():
         _write_submission(run, name, rows)
     all_rows = [row for rows in rows_by_method.values() for row in rows]
     resamples = run.runtime.resamples
-    anytime = run.shape_rule.intervals(all_rows) if run.shape_rule else {}
+    anytime = shape_rule.intervals(all_rows) if shape_rule else {}
     if not write_metrics(task, run.model.name, resamples, run.out, all_rows, anytime):
         reason = f"{task.name} publishes no answers for them"
         run.console.print(f"evaluate: nothing is scored, {reason}")
+
+
+def _facts_of_stop(config: Config, stop: Stop | None) -> dict[str, Any]:
+    """What the record of the stage says of where it stopped, and why."""
+    budget = None
+    if config.budget and stop:
+        unit, size = config.budget.amount
+        budget = {unit: size}
+    return {
+        "stopped": (stop.asked, stop.planned) if stop else None,
+        "decided": bool(stop and isinstance(stop.rule, ShapeRule)),
+        "budget": budget,
+        "until": config.runtime.until,
+    }
 
 
 def _shape_rule(task: Task, method: str, examples: Sequence[Example]) -> ShapeRule:

@@ -17,9 +17,10 @@ from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
 from posbench.run.base import Run
-from posbench.run.batch_plan import BatchPlan, Compute, Subject
+from posbench.run.batch_plan import BatchPlan
 from posbench.run.cost import Costs
-from posbench.run.replies import plan_replies
+from posbench.run.plan import Compute, Subject
+from posbench.run.replies import plan_batches
 from posbench.run.runtime import Runtime
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
@@ -264,7 +265,7 @@ def stage_plan(
     run.lm = lm
     run.evaluation = list(examples)
     subjects = [Subject(run, name, method) for name, method in methods.items()]
-    return plan_replies(subjects, run.prompts.encode(examples))
+    return plan_batches(subjects, run.prompts.encode(examples), examples)
 
 
 @inference_mode

@@ -1,0 +1,340 @@
+"""What a stage asks: every example under every method, as requests in an order; what a run makes of them."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posbench.errors import UserError
+from posbench.files.atomic import Row
+from posbench.methods import Method
+from posbench.run.base import Run
+from posbench.run.folder import RowKey
+from posbench.run.rows import Schedule
+from posbench.run.shards import finished_keys, merge_rows
+from posbench.run.stop import Stop, StopRule, StopRules
+from posbench.stats.frames import UNMODIFIED
+from posbench.tasks import Example
+from posbench.tasks.base import num_questions, split_into_rounds
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[Sequence["Request"]], list[Row]]
+"""The rows of a batch, without what identifies them."""
+
+
+class Subject(NamedTuple):
+    """A method under test in a run; its rows go to the run's folder under this name."""
+
+    run: Run
+    name: str
+    method: Method
+
+
+def subjects(runs: Sequence[Run]) -> list[Subject]:
+    """Return the methods of runs that differ in them alone.
+
+    The unmodified model is the first run's, from which the others copy.
+    """
+    compared = []
+    for run in runs:
+        for name, method in run.methods().items():
+            if run is runs[0] or name != UNMODIFIED:
+                compared.append(Subject(run, name, method))
+    return compared
+
+
+class Request(NamedTuple):
+    """An example under a method.
+
+    Attributes:
+        subject: The method.
+        example: The example.
+        group: Number of the prefill group: its requests share a prefill, and belong to one process.
+        round: Number of the round of questions: see :func:`posbench.tasks.base.split_into_rounds`.
+    """
+
+    subject: Subject
+    example: Example
+    group: int = 0
+    round: int = 0
+
+    @property
+    def key(self) -> dict[str, str]:
+        """The fields that identify its row."""
+        return {"method": self.subject.name, "id": self.example.id}
+
+
+def _request_key(request: Request) -> dict[str, str]:
+    return request.key
+
+
+class Plan(ABC):
+    """The requests of a stage of a run, or of several runs that differ in their methods alone.
+
+    Args:
+        subjects: The methods.
+        examples: The examples, each of which is asked under each method.
+
+    Attributes:
+        batches: The requests, round by round, in batches that are answered together.
+        rounds: The examples of each round of questions.
+        workers: Batches that are answered at a time.
+    """
+
+    workers = 1
+
+    def __init__(
+        self, subjects: Sequence[Subject], examples: Sequence[Example]
+    ) -> None:
+        runtime = subjects[0].run.runtime
+        self.batches: list[list[Request]] = []
+        self._subjects = subjects
+        self._examples = examples
+        self.rounds = split_into_rounds(examples, runtime.round_questions)
+        self._question_of = {
+            example.id: number
+            for number, question in enumerate(split_into_rounds(examples, 1))
+            for example in question
+        }
+
+    @cached_property
+    def order(self) -> list[Request]:
+        """The requests in the order of rows in a file."""
+        return self.rows_in_order(self._examples)
+
+    @abstractmethod
+    def rows_in_order(self, examples: Sequence[Example]) -> list[Request]:
+        """Return the requests of some examples in the order of rows, in however many rounds they are asked."""
+
+    @abstractmethod
+    def proof(self, request: Request) -> Mapping[str, Any]:
+        """Return what the row of a request proves itself by: what was asked, and what answered."""
+
+    @abstractmethod
+    def size(self, request: Request) -> float:
+        """Return the size of a request, in a unit that its time is proportional to."""
+
+    def question_of(self, example: Example) -> int:
+        """Return the number of an example's question, which is asked at several positions."""
+        return self._question_of[example.id]
+
+    def schedule(self, rules: StopRules, run: Run, file: str) -> Schedule:
+        """Return the rounds in which the batches are asked, and what ends them."""
+        return Rounds(self, rules, run, file)
+
+    def _announce(self, run: Run, stage: str) -> AbstractContextManager[None]:
+        """Print what a user has to know before and after the block in which the rows are made."""
+        return nullcontext()
+
+    def complete(
+        self,
+        run: Run,
+        file: str,
+        stage: str,
+        compute: Compute,
+        rules: StopRules | None = None,
+    ) -> list[Row]:
+        """Compute every row that a file of the run lacks, and return all rows.
+
+        Of a shard, only its own rows are computed and returned. Where a rule ends the run, the file keeps the rows of
+        the questions that were asked at all positions under all methods. See
+        :meth:`posbench.run.rows.ResumableRows.complete`.
+
+        Args:
+            run: The run.
+            file: Name of the JSON-lines file in its folder.
+            stage: The stage.
+            compute: Rows of a batch.
+            rules: What may end the run; its :attr:`~StopRules.stop` then says where.
+        """
+        rules = rules or StopRules()
+        proofs = self._proofs_of(run)
+        merge_rows(run.out, file, proofs)
+        with self._announce(run, stage):
+            if run.main_out or run.workers:
+                shard_rows = self._complete_shard(run, file, stage, compute)
+                if run.main_out:
+                    run.out.mark(file, done=True)
+                    return shard_rows
+            if run.workers:
+                run.workers.wait(file)
+                merge_rows(run.out, file, proofs)
+            rows = run.rows.complete(
+                file,
+                stage,
+                self.batches,
+                _request_key,
+                compute,
+                self.order,
+                self.proof,
+                self.schedule(rules, run, file),
+                self.workers,
+            )
+        if rules.ending:
+            return self._keep_whole(rules, rules.ending, run, file, rows)
+        return rows
+
+    def _keep_whole(
+        self,
+        rules: StopRules,
+        ending: StopRule,
+        run: Run,
+        file: str,
+        rows: Sequence[Row],
+    ) -> list[Row]:
+        """The rows of the questions that were asked in all, as a run of these alone orders them; the file keeps no
+        others."""
+        made = Counter(self._question_of[row["id"]] for row in rows)
+        wanted = Counter(self._question_of[e.id] for e in self._examples)
+        whole = {n for n in made if made[n] == len(self._subjects) * wanted[n]}
+        kept = [e for e in self._examples if self._question_of[e.id] in whole]
+        if ending.keeps_rounds:
+            kept = self.examples_before(rules.ending_round)
+        counts = (num_questions(kept), num_questions(self._examples))
+        rules.stop = Stop(ending, *counts)
+        by_key = {(row["method"], row["id"]): row for row in rows}
+        kept_rows = [
+            by_key[r.subject.name, r.example.id] for r in self.rows_in_order(kept)
+        ]
+        run.out.write_rows(file, kept_rows)
+        return kept_rows
+
+    def examples_before(self, number: int) -> list[Example]:
+        """Return the examples of the rounds before one, in the order in which the task gives them."""
+        ids = {example.id for made in self.rounds[:number] for example in made}
+        return [example for example in self._examples if example.id in ids]
+
+    def _proofs_of(self, run: Run) -> dict[RowKey, Mapping[str, Any]]:
+        """What the rows of a run prove themselves by, by method and id."""
+        return {
+            tuple(request.key.values()): self.proof(request)
+            for request in self.order
+            if request.subject.run is run
+        }
+
+    def _complete_shard(
+        self, run: Run, file: str, stage: str, compute: Compute
+    ) -> list[Row]:
+        """Compute the rows of this process's shard, while the workers of the run make the others."""
+        out = run.main_out or run.out
+        finished = finished_keys(out, file, self._proofs_of(run))
+        missing = [
+            batch
+            for batch in self.batches
+            if any(tuple(request.key.values()) not in finished for request in batch)
+        ]
+        shard = run.shard
+        own_batches = [
+            batch for batch in missing if batch[0].group % shard.count == shard.index
+        ]
+        if run.workers and missing:
+            message = "too few groups of prompts to share out: one process makes all"
+            if len(own_batches) < len(missing):
+                run.workers.start(run.method.found_parameters)
+                message = f"{shard.count} processes share out the prompts; below, what this one makes"
+            run.console.print(f"{stage}: {message}", markup=False)
+        if not own_batches:
+            return []
+        return run.rows.complete(
+            file, stage, own_batches, _request_key, compute, proof=self.proof
+        )
+
+    def fill(self, run: Run, file: str, stage: str, compute: Compute) -> None:
+        """Compute the rows that the runs of the plan lack, and append each to the folder of its run.
+
+        What fails is logged, and left to the runs that it belongs to. A shard of one run is completed.
+
+        Args:
+            run: The run that shows progress.
+            file: Name of the JSON-lines file in each run's folder.
+            stage: The stage.
+            compute: Rows of a batch.
+        """
+        if run.main_out:
+            self.complete(run, file, stage, compute)
+            return
+        finished = dict[Path, set[RowKey]]()
+        for subject in self._subjects:
+            out = subject.run.out
+            if out.path not in finished:
+                proofs = self._proofs_of(subject.run)
+                finished[out.path] = finished_keys(out, file, proofs)
+
+        def is_missing(request: Request) -> bool:
+            row_key = tuple(request.key.values())
+            return row_key not in finished[request.subject.run.out.path]
+
+        pending = [batch for batch in self.batches if any(map(is_missing, batch))]
+        failed = set[int]()
+        total = sum(map(len, self.batches))
+        num_pending = sum(map(len, pending))
+        with (
+            self._announce(run, stage),
+            run.progress(stage, total, total - num_pending) as advance,
+        ):
+            for batch in pending:
+                members = {id(request.subject): request.subject for request in batch}
+                if not failed & members.keys():
+                    try:
+                        rows = compute(batch)
+                    except (RuntimeError, UserError) as error:
+                        names = ", ".join(s.run.out.path.name for s in members.values())
+                        log.warning("%s: %s; left to a run of its own", names, error)
+                        failed |= members.keys()
+                    else:
+                        made = [
+                            (request, {**request.key, **row, **self.proof(request)})
+                            for request, row in zip(batch, rows, strict=True)
+                            if is_missing(request)
+                        ]
+                        for subject in members.values():
+                            own = [row for r, row in made if r.subject is subject]
+                            subject.run.out.append(file, own)
+                advance(len(batch))
+
+
+class Rounds(Schedule):
+    """The rounds of a plan, asked as long as its rules let them be.
+
+    Args:
+        plan: The plan.
+        rules: What may end the run, asked before each round but the first.
+        run: The run.
+        file: Name of the JSON-lines file in its folder.
+    """
+
+    def __init__(self, plan: Plan, rules: StopRules, run: Run, file: str) -> None:
+        self._plan = plan
+        self._rules = rules
+        self._run = run
+        self._file = file
+        self._sizes = Counter[int]()
+        for batch in plan.batches:
+            for request in batch:
+                self._sizes[request.round] += plan.size(request)
+
+    def round_of(self, batch: Sequence[Request]) -> int:
+        """See :meth:`posbench.run.rows.Schedule.round_of`."""
+        return batch[0].round
+
+    def ends_before(self, number: int) -> bool:
+        """See :meth:`posbench.run.rows.Schedule.ends_before`."""
+
+        def rows_before() -> list[Row]:
+            ids = {example.id for example in self._plan.examples_before(number)}
+            rows = self._run.out.rows(self._file)
+            return [row for row in rows if row["id"] in ids]
+
+        size = self._sizes[number]
+        if number and self._rules.ends_before(size, rows_before):
+            self._rules.ending_round = number
+            return True
+        self._rules.begin(size)
+        return False
