@@ -372,6 +372,7 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
     Returns:
         The model that a job can use, by its number.
     """
+    from posbench.model.load import is_in_process
     from posbench.pipeline.prepare import prepare
     from posbench.pipeline.sharing import groups_to_share, run_together
     from posbench.report.console import make_console
@@ -380,7 +381,7 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
         return {}
     configs: dict[int, Config] = {}
     for composed in jobs:
-        if (composed.raw.get("model") or {}).get("base_url"):
+        if not is_in_process(composed.raw.get("model")):
             continue  # served runs share nothing, and their server is asked by each
         try:
             configs[composed.number] = prepare(composed).config

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from posbench import paths
+from posbench.backends.base import text_encoder
+from posbench.backends.served import Endpoint
 from posbench.cli.options import option
 from posbench.cli.runs import split_outputs
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.files.parse import CORRECT_FILE, Object, read_yaml
-from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.families import FAMILIES
 from posbench.model.load import load_without_weights, read_checkpoint
 from posbench.pipeline import audit as auditing
@@ -244,7 +245,7 @@ def with_server(run: PreparedRun) -> PreparedRun:
         UserError: It does not answer, or refuses what the user set.
     """
     config = run.config
-    if config.uses_model and config.model.base_url and config.server is None:
+    if config.uses_model and not config.model.in_process and config.server is None:
         return replace(run, config=probe_server(config))
     return run
 
@@ -432,7 +433,7 @@ def _audit_run(config: Config, out: RunDir, share: float, seed: int) -> auditing
     set_threads(config)
     made_in = ""
     audited = config
-    if not config.model.base_url:
+    if config.model.in_process:
         checkpoint = read_checkpoint(config.model)
         outline = load_without_weights(config.model, checkpoint, config.runtime.device)
         made_in = auditing.dtype_name(outline)

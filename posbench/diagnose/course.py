@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from posbench import paths
+from posbench.backends.base import text_encoder
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import (
     Pilot,
@@ -42,7 +43,6 @@ from posbench.measure.replies import encode_prompt
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.methods.composed import Composed
 from posbench.model.encode import Encoder
-from posbench.model.endpoint import text_encoder
 from posbench.perturbations.move_positions import can_move
 from posbench.pipeline.arguments import read_flags
 from posbench.pipeline.budget import suggested_budget
@@ -182,7 +182,7 @@ class Course:
             )
             hint = "set the price, or budget=3Mtok"
             raise UserError("budget", budget.text, allowed, hint)
-        self.diagnosis.model = model.server_name if model.base_url else model.name
+        self.diagnosis.model = model.name if model.in_process else model.server_name
         self.diagnosis.task = task.name
 
     @property

@@ -145,7 +145,7 @@ class Runs:
     def use_model(self, model: ModelConfig) -> None:
         """Ask this model from now on; of a served one find out whether its checkpoint is on this machine."""
         self._model = model
-        if not model.base_url:
+        if model.in_process:
             return
         self._in_process_args = None
         if _has_weights(model):
@@ -154,7 +154,7 @@ class Runs:
     @property
     def is_served(self) -> bool:
         """Whether a server answers."""
-        return bool(self._model and self._model.base_url)
+        return bool(self._model and not self._model.in_process)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -203,11 +203,13 @@ class Runs:
             The run folder.
         """
         config = self.prepare(part_overrides, **choices)
-        if share is not None and (self.allowance.is_time or config.model.base_url):
+        if share is not None and (
+            self.allowance.is_time or not config.model.in_process
+        ):
             config = replace(config, budget=self.allowance.rest(share))
         masked = map(without_typed_secrets, self.overrides(part_overrides, **choices))
         command = shlex.join(["posbench", *masked])
-        lm = None if config.model.base_url else self.lm
+        lm = self.lm if config.model.in_process else None
         with self.counted(part, lm, prompts):
             folder = execute(
                 config,

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from posbench.model.answers import GOOD_REASONS, REFUSAL_REASONS, TOOL_REASONS
-from posbench.model.endpoint import NO_CHOICE
+from posbench.model.answers import (
+    GOOD_REASONS,
+    NO_CHOICE,
+    REFUSAL_REASONS,
+    TOOL_REASONS,
+)
 from posbench.model.lm import LENGTH
 from posbench.stats.outcomes import (
     ANSWERED,

@@ -22,6 +22,13 @@ THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 ROUNDING_NATS = 1e-3
 """How far above 0 rounding may put a log-probability."""
 
+BY_LOG_LIKELIHOODS = "log-likelihoods"
+BY_FIRST_TOKEN = "first token"
+BY_LETTER = "letter"
+NO_CHOICE = "none in the reply"
+"""How the choice of a model is read: from the log-likelihoods of all choices, from those of the likeliest
+first tokens of a reply, or from what the reply says; it may say none."""
+
 Tokens = Annotated[int, Ge(0)]
 """A number of tokens."""
 

@@ -163,6 +163,8 @@ class ModelConfig:
     positional_channel: int | None = None
     # size of the published weights, about: parameters times bytes of their type
     gigabytes: Positive | None = None
+    # a class that answers in the place of the weights, {_target_: module.Class, ...}: see docs/endpoint.md
+    backend: dict[str, Any] | None = None
     # an OpenAI-compatible server that answers in the place of the weights, such as http://localhost:8000/v1
     base_url: str | None = None
     # what that server calls the model; None: ``name``
@@ -199,9 +201,12 @@ class ModelConfig:
             )
         if self.allow_partial and not self.name.endswith(PARTIAL):
             object.__setattr__(self, "name", self.name + PARTIAL)
-        if self.base_url is None:
+        if self.in_process:
             self._refuse_server_keys()
-        else:
+        if self.base_url is not None:
+            if self.backend is not None:
+                hint = "leave out model.backend or model.base_url"
+                raise UserError("model.backend", "a class", "null with a server", hint)
             _check_address(self.base_url, self.key_env)
             object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
         for name in RESERVED_FIELDS:
@@ -221,6 +226,11 @@ class ModelConfig:
                 )
 
     @property
+    def in_process(self) -> bool:
+        """Whether the weights are loaded here; else replies are all that is known of it."""
+        return self.base_url is None and self.backend is None
+
+    @property
     def server_name(self) -> str:
         """What the server calls the model."""
         return self.served or self.name
@@ -229,7 +239,7 @@ class ModelConfig:
     def checkpoint(self) -> sources.Source:
         """The files that it is loaded from; of a served model those of its tokenizer."""
         source = sources.checkpoint_source(self.path, self.revision)
-        if self.base_url:
+        if not self.in_process:
             return replace(source, files=FILES_WITHOUT_WEIGHTS)
         about = f"about {self.gigabytes:g} GB" if self.gigabytes else ""
         return replace(source, about=about)
@@ -238,6 +248,13 @@ class ModelConfig:
     def files(self) -> tuple[sources.Source, ...]:
         """The checkpoint; nothing for a served model whose tokenizer is not known."""
         return (self.checkpoint,) if self.path else ()
+
+
+def is_in_process(model: Any) -> bool:
+    """Return :attr:`ModelConfig.in_process` of a model's node in a config that is recorded as plain data."""
+    if not isinstance(model, Mapping):
+        return True
+    return model.get("base_url") is None and model.get("backend") is None
 
 
 def _check_address(address: str, key_env: str) -> None:
@@ -329,7 +346,7 @@ def read_checkpoint(config: ModelConfig) -> CheckpointReader:
         data, _ = transformers.PreTrainedConfig.get_config_dict(
             path, **FROM_THIS_MACHINE
         )
-        if data and not config.base_url:
+        if data and config.in_process:
             families.family_of_type(data.get("model_type"))
             _check_sizes(config, data)
         facts = transformers.AutoConfig.from_pretrained(path, **FROM_THIS_MACHINE)
@@ -395,7 +412,7 @@ def _load_checkpoint(
     max_memory: dict[int | str, str] | None,
 ) -> LM:
     """The model of a config, with weights and tokenizer; the arguments are those of :func:`load`."""
-    if config.base_url:
+    if not config.in_process:
         allowed = "null: posbench.load reads a checkpoint, not a server"
         hint = "leave out base_url, or run posbench model.base_url=URL"
         raise UserError("model.base_url", config.base_url, allowed, hint)

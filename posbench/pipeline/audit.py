@@ -39,7 +39,7 @@ from posbench.run.replies import (
     FIELDS_OF_EXAMPLE,
     FIELDS_OF_SCORE,
     STAGE,
-    plan_replies,
+    plan_batches,
     row_of_reply,
     served_request_digest,
 )
@@ -160,7 +160,7 @@ def audit_shards(run: Run) -> None:
     Raises:
         UserError: Rows differ.
     """
-    if run.model.base_url or not run.out.rows_without_error(PREDICTIONS):
+    if not run.model.in_process or not run.out.rows_without_error(PREDICTIONS):
         return
     audit = audit_rows(run, dtype_name(run.lm))
     record_audit(run.out, audit)
@@ -207,7 +207,7 @@ def audit_rows(run: Run, made_in: str, share: float = SHARE, seed: int = 0) -> A
             subject = Subject(plain_run, row["method"], methods[row["method"]])
             example = examples[row["id"]]
             encoded = plain_run.prompts.encode([example])
-            plan, compute = plan_replies([subject], encoded, [example])
+            plan, compute = plan_batches([subject], encoded, [example])
             (request,) = plan.order
             (plain_row,) = compute([request])
             field = _first_difference(row, as_json(plain_row))
@@ -239,7 +239,7 @@ def audit_run(run: Run, made_in: str, share: float, seed: int) -> Audit:
         share: Share of the replies that are made again, see :func:`audit_rows`; a server's are not.
         seed: Of the random choice.
     """
-    if run.model.base_url:
+    if not run.model.in_process:
         total = len(run.out.rows_without_error(PREDICTIONS))
         result = Audit(0, total, 0, (), "")
     else:
@@ -283,7 +283,7 @@ def find_faults(run: Run) -> list[str]:
             prompt = run.prompts.encode([asked])[example.id]
         expected = row_of_reply(run, example, prompt, row)
         decoding = decoding_of(run.task, example)
-        if run.model.base_url:
+        if not run.model.in_process:
             expected[REQUEST] = served_request_digest(example)
             # What computes is not known: alike rows have the same.
             key = (row["method"], decoding, str(row.get("server")))

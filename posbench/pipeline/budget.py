@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import Console
 
 from posbench import paths
+from posbench.backends.base import text_encoder
 from posbench.errors import UserError
 from posbench.files.atomic import write_json
 from posbench.files.parse import read_json
 from posbench.model.encode import Encoder
-from posbench.model.endpoint import text_encoder
 from posbench.model.load import (
     CheckpointReader,
     load_without_weights,
@@ -285,10 +285,8 @@ def check_budget(config: Config) -> None:
         allowed = "a time, prompts or tokens: at the price 0 nothing is spent"
         raise UserError("budget", budget.text, allowed, "set budget=3Mtok")
     counts_tokens = config.server is None or config.server.counts_tokens
-    if model.base_url and (budget.usd or budget.tokens) and not counts_tokens:
-        allowed = (
-            f"a time or prompts: {model.base_url} does not tell the tokens of a request"
-        )
+    if not model.in_process and (budget.usd or budget.tokens) and not counts_tokens:
+        allowed = f"a time or prompts: {model.base_url or model.name} does not tell the tokens of a request"
         raise UserError("budget", budget.text, allowed, "set budget=500prompts")
     if budget.seconds and config.runtime.workers > 1:
         allowed = (
@@ -350,7 +348,7 @@ class Chooser:
         self.text = config.budget.text if config.budget else ""
         self.lm = None
         self._encoder = None
-        if config.model.base_url:
+        if not config.model.in_process:
             self._encoder = text_encoder(config.model)
         elif reader:
             self.lm = load_without_weights(config.model, reader, config.runtime.device)
@@ -600,7 +598,7 @@ def plan_run(
     if budget.seconds is None:
         chooser = Chooser(config, reader, counted_price(config), budget.size)
         return _make_plan(chooser, budget, budget.size), None
-    if config.model.base_url:
+    if not config.model.in_process:
         price = served_seconds(config)
         spent = watch.seconds + watch.report_seconds(budget.seconds)
         total = max(budget.seconds - spent, 0.0)
@@ -806,9 +804,8 @@ def _question_limit(
 
 def _stops_at_budget(config: Config, budget: Budget) -> bool:
     """Whether a run ends by itself where its budget is spent, and not only where all questions are answered."""
-    is_served = bool(config.model.base_url)
     return budget.seconds is not None or (
-        is_served and bool(budget.tokens or budget.usd)
+        not config.model.in_process and bool(budget.tokens or budget.usd)
     )
 
 
@@ -865,7 +862,7 @@ def describe_long_run(config: Config, run: Run) -> str:
         config: The run.
         run: The same run, its model loaded.
     """
-    if config.study or config.model.base_url or not config.uses_model:
+    if config.study or not config.model.in_process or not config.uses_model:
         return ""
     probe = probe_speed(config, run)
     if probe is None:

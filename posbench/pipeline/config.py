@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from posbench import paths
+from posbench.backends.base import ServerProfile
 from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
 from posbench.files.secrets import without_named_secrets
 from posbench.files.sources import Source
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.model import families
-from posbench.model.endpoint import ServerProfile
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP, USER_SOURCE
 from posbench.pipeline.constants import RunConstants, suggest_run
@@ -146,7 +146,7 @@ class Config:
             stand_ins=self.search.finds if "search" in self.stages else {},
             hint=self._missing_parameter_hint(),
             blocks=self.model.blocks | blocks_of_runs,
-            served=bool(self.model.base_url),
+            served=not self.model.in_process,
         )
 
     def _missing_parameter_hint(self) -> str:
@@ -315,7 +315,7 @@ def _check_files(parts: Mapping[str, Any], faults: Faults) -> None:
 def _check_checkpoint(source: Source, model: ModelConfig) -> None:
     sources.list_files(source)
     facts = sources.checkpoint_config(source)
-    if facts and not model.base_url:
+    if facts and model.in_process:
         families.family_of_type(facts.get("model_type"))
 
 
@@ -401,7 +401,7 @@ def _build_model(data: Any) -> ModelConfig:
     if not isinstance(data, Mapping):
         hint = "posbench ls models shows the choices"
         raise UserError("model", data, "a choice of model", hint)
-    if data.get("path") is None and data.get("base_url"):
+    if data.get("path") is None and (data.get("base_url") or data.get("backend")):
         data = {**data, "path": ""}
     if data.get("path") is None:
         hint = "posbench model=DIR, or for a server model.base_url=http://localhost:8000/v1 model.name=NAME"
@@ -477,7 +477,7 @@ def _choose_method(
     choice = MethodChoice.of(data["method"], typed)
     groups = _typed_groups(typed)
     is_experiment = bool(data.get("experiment"))
-    if model and model.base_url:
+    if model and not model.in_process:
         chosen = is_experiment or "method" in groups
         if chosen and choice.name != NO_METHOD["name"]:
             allowed = f"none: posbench cannot reach into the server of {model.name}"
@@ -521,7 +521,7 @@ def _resolve_stages(
     if not stages or list(stages) != [stage for stage in STAGES if stage in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
         raise UserError("stages", requested, allowed, "set stages=[evaluate,report]")
-    if model.base_url:
+    if not model.in_process:
         _need_servable(data, stages, typed)
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
@@ -607,7 +607,7 @@ def _default_stages(
         choice: The method under test.
         target: The choice, or its part, that the search serves.
     """
-    if model.base_url:
+    if not model.in_process:
         return ["evaluate", "report"]
     without_search = [stage for stage in model.stages if stage != "search"]
     if isinstance(task, EvaluationOnly):

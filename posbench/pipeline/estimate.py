@@ -36,7 +36,7 @@ from posbench.run.cost import (
 from posbench.run.heartbeat import doing
 from posbench.run.plan import Subject
 from posbench.run.progress import duration
-from posbench.run.replies import plan_replies
+from posbench.run.replies import plan_batches
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import sort_by_gold_position
@@ -230,7 +230,7 @@ def _estimate_rows(
     run.evaluation, factor = _sample(examples, characters)
     encoded = run.prompts.encode(run.evaluation)
     if stage == "evaluate":
-        plan, _ = plan_replies(subjects, encoded)
+        plan, _ = plan_batches(subjects, encoded, run.evaluation)
     else:
         plan, _ = plan_attention(subjects, encoded)
     work = plan.estimate(stage, answered=stage == "evaluate").times(factor)
@@ -248,7 +248,9 @@ def _estimate_passes(
     study_run.lm = run.lm
     study_run.evaluation, factor = _sample(passes.examples, characters)
     encoded = study_run.prompts.encode(study_run.evaluation)
-    plan, _ = plan_replies([Subject(study_run, "", Unmodified())], encoded)
+    plan, _ = plan_batches(
+        [Subject(study_run, "", Unmodified())], encoded, study_run.evaluation
+    )
     reading = plan.estimate("study", answered=False).times(factor * passes.times)
     replies = plan.estimate("study: replies", answered=True)
     replies = replies.times(factor * passes.replies)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from posbench.backends.asking import compare_with_checkpoint
+from posbench.backends.served import Endpoint
 from posbench.errors import UserError
 from posbench.files.atomic import short_hash, write_json
 from posbench.files.digests import Content, find_change
@@ -18,7 +20,6 @@ from posbench.files.hardware import default_threads
 from posbench.files.parse import read_json
 from posbench.files.sources import Source, cached_path
 from posbench.late import torch
-from posbench.measure.served import compare_with_checkpoint
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.items import probe_items
@@ -180,7 +181,7 @@ def execute(
         if config.budget is None:
             _announce_long_run(config, run)
         _record_begin(out, plan)
-        if config.model.base_url and config.uses_model:
+        if config.uses_model and not config.model.in_process:
             run.spending = _spending(config, run)
         try:
             with (
@@ -297,7 +298,7 @@ def set_threads(config: Config) -> None:
 def is_shardable(config: Config) -> bool:
     """Return whether processes can share out a run's rows: not those of a study, nor of a served model."""
     makes_rows = bool(ROW_STAGES.keys() & set(config.stages))
-    return makes_rows and not config.study and not config.model.base_url
+    return makes_rows and not config.study and config.model.in_process
 
 
 # Budgets
@@ -328,7 +329,7 @@ def apply_budget(
     """
     config = prepared.config
     assert config.budget is not None
-    watch.waits_for_server = bool(config.model.base_url)
+    watch.waits_for_server = not config.model.in_process
     with doing("hashing the files that the run reads"):
         contents = run_contents(config)
     location = RunLocation.of(config, identity(config, contents), contents)
@@ -363,7 +364,7 @@ def _time_counted(run: Run, budget: Budget | None, watch: Stopwatch) -> Iterator
     if budget is None or budget.seconds is None:
         yield
         return
-    watch.waits_for_server = bool(run.model.base_url)
+    watch.waits_for_server = not run.model.in_process
     watch.used_before = _seconds_used(run.out)
     if watch.used_before:
         left = max(budget.seconds - watch.used_before, 0.0)
@@ -399,7 +400,7 @@ def _spending(config: Config, run: Run) -> Spending:
     usd += probe.get("usd", 0.0)
     expected = 0.0
     if budget and (budget.tokens or budget.usd):
-        estimate = estimate_served(config, run.endpoint.profile, run.encoder)
+        estimate = estimate_served(config, run.backend.profile, run.encoder)
         amount = float(estimate.tokens) if budget.tokens else estimate.cost or 0.0
         expected = amount / max(len(run.evaluation), 1)
     return Spending(budget, price, tokens, usd, expected)
@@ -554,7 +555,7 @@ def claim_run(
         _check_cut_prompts(config, run)
         with doing("checking the model with its longest prompt"):
             server_facts = probe_model(config, run)
-    if config.uses_model and config.model.base_url:
+    if config.uses_model and not config.model.in_process:
         _announce_cost(config, run, existing)
     title = [config.study_name or config.task.name]
     if config.uses_model:
@@ -675,13 +676,13 @@ def probe_model(config: Config, run: Run) -> Mapping[str, Any]:
     All else :func:`posbench.pipeline.prepare.prepare` has refused.
 
     Returns:
-        How a server decodes, for the provenance; nothing for a model in process.
+        How a backend decodes, for the provenance; nothing for a model in process.
 
     Raises:
         UserError: The weights are not the checkpoint's, NaN comes out, or the server does not answer.
     """
-    if config.model.base_url:
-        return _probe_server(config, run)
+    if not config.model.in_process:
+        return _check_backend(config, run)
     if config.uses_model:
         vocabulary = families.text_config(run.lm.model).vocab_size
         num_tokens = min(PROBE_TOKENS, run.lm.context_window, vocabulary)
@@ -711,8 +712,8 @@ def _announce_cost(config: Config, run: Run, existing: RunDir | None) -> None:
         if _has_ended(existing, config) and not existing.damaged():
             return
         made = len(existing.rows_without_error(PREDICTIONS))
-    run.endpoint.check(any(example.choices for example in run.evaluation))
-    estimate = estimate_served(config, run.endpoint.profile, run.encoder)
+    run.backend.check(any(example.choices for example in run.evaluation))
+    estimate = estimate_served(config, run.backend.profile, run.encoder)
     share = 1 - made / max(len(run.evaluation), 1)
     if share <= 0:
         return
@@ -722,28 +723,34 @@ def _announce_cost(config: Config, run: Run, existing: RunDir | None) -> None:
     need_consent(config, estimate, run.console)
 
 
-def _probe_server(config: Config, run: Run) -> dict[str, Any]:
-    """Ask a server something first, and say what its answers tell."""
-    has_choices = any(example.choices for example in run.evaluation)
-    run.endpoint.check(has_choices)
-    models = [model.id for model in run.endpoint.models()]
+def _check_backend(config: Config, run: Run) -> dict[str, Any]:
+    """Ask a backend something first, say what its answers tell, and return that for the record."""
+    backend = run.backend
+    backend.check(any(example.choices for example in run.evaluation))
+    facts: dict[str, Any] = {
+        "decoding": backend.decoding,
+        "delivery": backend.profile.delivery_facts,
+    }
+    if isinstance(backend, Endpoint):
+        facts["served_replies"] = _describe_server(config, run, backend)
+    return facts
+
+
+def _describe_server(config: Config, run: Run, endpoint: Endpoint) -> str:
+    """Say what a server takes, and compare it with its checkpoint; return what that told."""
+    models = [model.id for model in endpoint.models()]
     name = config.model.server_name
     if models and name not in models:
         listed = ", ".join(models[:MAX_LISTED_MODELS])
         message = f"server: it lists {listed}, not {name}, and answers all the same"
         run.console.print(message, soft_wrap=True, markup=False)
-    decoding = run.endpoint.decoding
-    for line in describe_endpoint(run.endpoint):
+    for line in describe_endpoint(endpoint):
         run.console.print(line, soft_wrap=True, markup=False)
     comparison = compare_with_checkpoint(
-        run.endpoint, run.encoder, config.model, config.task
+        endpoint, run.encoder, config.model, config.task
     )
     run.console.print(comparison, soft_wrap=True, markup=False)
-    return {
-        "decoding": decoding,
-        "served_replies": comparison,
-        "delivery": run.endpoint.profile.delivery_facts,
-    }
+    return comparison
 
 
 def need_unchanged(contents: Sequence[Content], out: RunDir) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posbench import paths, versions
+from posbench.backends.choice import backend_class, make_backend
 from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.atomic import short_hash
@@ -32,6 +33,7 @@ ALWAYS = (
     "stats",
     "model",
     "measure",
+    "backends/asking.py",
     "run",
     "pipeline/stages",
     "schema.py",
@@ -40,6 +42,7 @@ ALWAYS = (
 )
 """Parts of the package that can move a number of any run."""
 BY_CHOICE = (
+    "backends",
     "tasks",
     "theory",
     "methods",
@@ -82,6 +85,8 @@ def input_sources(config: Config) -> list[sources.Source]:
     needed: list[sources.Source] = []
     if config.uses_model:
         needed += config.model.files
+        if config.model.backend:
+            needed += make_backend(config.model).files()
         needed += config.choice.files()
         for choice in config.all_methods.values():
             needed += choice.files()
@@ -131,7 +136,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
-    if config.uses_model and config.model.base_url:
+    if config.uses_model and not config.model.in_process:
         return facts | model_identity(config, read)
     # A login node may lack what its jobs have.
     if runtime.device == "auto":
@@ -179,11 +184,14 @@ def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     if not config.uses_model:
         return {}
     model = config.model
-    if model.base_url:
+    if not model.in_process:
         # What the server computes with is not known: its address and the model's name there stand for it.
         served = {name: getattr(model, name) for name in SERVED_SETTINGS}
         # Whose key it is moves no number.
         served["extra_body"] = without_named_secrets(model.extra_body)
+        if model.backend:
+            files = [c.key for c in read if c.source.field.startswith("model.backend")]
+            served["backend"] = [model.backend, sorted(files)]
         return {"tokenizer": fingerprint(read), **served}
     settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
     return {"weights": fingerprint(read), **settings}
@@ -239,6 +247,8 @@ def _classes(config: Config) -> list[type]:
     """The classes that take part, the user's own among them."""
     classes: list[type] = [*config.choice.classes]
     classes += [choice.cls for choice in config.all_methods.values()]
+    if config.uses_model and not config.model.in_process:
+        classes.append(backend_class(config.model))
     if config.uses_task:
         classes += _classes_inside(config.task)
     if "search" in config.stages:
@@ -382,7 +392,7 @@ def provenance(
         facts[CONFIG_DIR] = str(config.config_dir)
     if config.uses_model:
         names = ["path", "revision", "source"]
-        if config.model.base_url:
+        if not config.model.in_process:
             names += ["base_url", "server_name", "api"]
         facts["model"] = {name: getattr(config.model, name) for name in names}
     if config.uses_task:

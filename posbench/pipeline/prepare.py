@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from posbench import paths
+from posbench.backends.asking import check_server
+from posbench.backends.base import NO_WINDOW, text_encoder
 from posbench.errors import Faults, UserError, merge_errors
 from posbench.files.digests import (
     Content,
@@ -22,10 +24,8 @@ from posbench.files.digests import (
 from posbench.files.gguf import UNQUANTISED, weight_types
 from posbench.files.sources import Source, cached_path, local, need_reachable
 from posbench.late import transformers
-from posbench.measure import served
 from posbench.measure.replies import encode_longest, template_sources
 from posbench.model.encode import Encoder
-from posbench.model.endpoint import NO_WINDOW, text_encoder
 from posbench.model.load import CheckpointReader, load_without_weights, read_checkpoint
 from posbench.pipeline.compose import ComposedConfig
 from posbench.pipeline.config import Config, check_config
@@ -133,7 +133,7 @@ def _prepare(
     with faults.collecting():
         _check_constants(config)
     silence_transformers()
-    is_served = bool(config.model.base_url)
+    is_served = not config.model.in_process
     if is_served:
         config = probe_server_if_it_answers(config, budget)
     fit, long_prompts = _fit(config, composed, asks_calibration, faults)
@@ -152,7 +152,7 @@ def _prepare(
         _check_parts(fit.config, encoder, faults)
     server_warnings = tuple[str, ...]()
     with faults.collecting():
-        server_warnings = served.check_server(config.model, fit.config.task, encoder)
+        server_warnings = check_server(config.model, fit.config.task, encoder)
     faults.raise_any()
     warnings = list(composed.notes)
     warnings += [
@@ -187,7 +187,7 @@ def _fit(
         faults: Where what the user has to change is collected.
     """
     # A served model's tokenizer stands in for a checkpoint.
-    is_served = bool(config.model.base_url)
+    is_served = not config.model.in_process
     encoder: Any = (
         text_encoder(config.model) if is_served else read_checkpoint(config.model)
     )
@@ -330,7 +330,7 @@ def _note_method_left_out(fit: FitToModel, chosen: str) -> None:
     config = fit.config
     model = config.model
     left_out = config.choice.name == "none" and chosen != "none"
-    if left_out and config.study is None and not model.base_url:
+    if left_out and config.study is None and model.in_process:
         outputs = Path(config.runtime.outputs).expanduser()
         finds_them = f"posbench model={model.path} finds them"
         suggestion = suggest_run(outputs, chosen, model.files, finds_them)

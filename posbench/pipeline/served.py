@@ -11,35 +11,37 @@ from typing import Any
 
 from rich.console import Console
 
-from posbench.errors import MachineError, UserError
-from posbench.measure.replies import encode_untruncated
-from posbench.model.answers import Reply, RequestError
-from posbench.model.delivery import (
+from posbench.backends.base import (
+    CHOICE_TOKENS,
+    NO_WINDOW,
+    Api,
+    ListedModel,
+    MakePrompt,
+    Prompt,
+    ServerProfile,
+    text_encoder,
+    untruncated,
+)
+from posbench.backends.choice import make_backend
+from posbench.backends.delivery import (
     Delivery,
     check_delivery,
     cold,
     rounded_down,
 )
-from posbench.model.encode import Encoder
-from posbench.model.endpoint import (
-    BY_LOG_LIKELIHOODS,
-    CHOICE_TOKENS,
+from posbench.backends.pacing import ServerSpeed, Timing
+from posbench.backends.served import (
     MAX_LISTED_MODELS,
-    NO_WINDOW,
     PROBE,
     PROBE_TOKENS,
-    Api,
     Endpoint,
-    ListedModel,
-    MakePrompt,
     ProbeTimeOver,
-    Prompt,
-    ServerProfile,
     is_on_this_machine,
-    text_encoder,
-    untruncated,
 )
-from posbench.model.pacing import ServerSpeed, Timing
+from posbench.errors import MachineError, UserError
+from posbench.measure.replies import encode_untruncated
+from posbench.model.answers import BY_LOG_LIKELIHOODS, Reply, RequestError
+from posbench.model.encode import Encoder
 from posbench.pipeline.arguments import ENDPOINT, model_name
 from posbench.pipeline.config import Config
 from posbench.run.budget import Budget, money, price_of
@@ -161,6 +163,8 @@ def probe_server(config: Config, budget: Budget | None = None) -> Config:
             answer within the budget.
         MachineError: It does not answer.
     """
+    if config.model.backend:
+        return replace(config, server=make_backend(config.model).profile)
     unnamed = Endpoint(config.model)
     listed = unnamed.models()
     config = _with_name(config, listed, unnamed.listing_problem)
@@ -256,7 +260,7 @@ def check_prompts_arrive(
         UserError: The user typed a window that the server does not have.
     """
     profile = config.server
-    if profile is None:
+    if profile is None or config.model.backend:
         return config
     examples = config.task.evaluation()
     longest = max(examples, key=lambda example: len(example.prompt.encode()))

@@ -130,7 +130,7 @@ def _may_share(config: Config) -> bool:
     """Whether one process makes rows of a local model with shared prefills, and no study runs."""
     stages = set(config.stages)
     only_row_stages = stages <= ROW_STAGES.keys() | {"search", "report"}
-    local_model = config.uses_model and not config.model.base_url
+    local_model = config.uses_model and config.model.in_process
     shares = bool(config.runtime.share) and config.runtime.workers == 1
     makes_rows = bool(stages & ROW_STAGES.keys())
     # A budget, or a decided shape, ends the rounds of each run by itself.

@@ -15,7 +15,7 @@ import numpy as np
 from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row, new_folder, short_hash, to_canonical, write_csv
 from posbench.late import DataFrame, Figure, pd
-from posbench.model.load import SERVER_KEYS
+from posbench.model.load import SERVER_KEYS, is_in_process
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.console import Record
@@ -118,7 +118,7 @@ class ComparedRun:
         }
         settings["temperature"] = "0"
         open_penalties: Sequence[str] = ()
-        if (self.summary.config.get("model") or {}).get("base_url"):
+        if not is_in_process(self.summary.config.get("model")):
             recorded = self.run.facts(PROVENANCE).get("decoding")
             # Before they were sent, every penalty was the server's.
             open_penalties = recorded["open_penalties"] if recorded else PENALTY_NAMES

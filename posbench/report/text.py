@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from posbench.late import pd
+from posbench.model.load import is_in_process
 from posbench.report.tables import (
     Table,
     bias_table,
@@ -130,7 +131,7 @@ def run_title(config: Mapping[str, Any]) -> str:
     study = _group_name(config, "study")
     model = config.get("model")
     stages = config.get("stages") or ()
-    if isinstance(model, Mapping) and model.get("base_url"):
+    if not is_in_process(model):
         method = SERVED
     if study:
         text = f"study {study}"

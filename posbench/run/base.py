@@ -12,11 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from posbench.backends.base import Backend, ServerProfile, text_encoder
+from posbench.backends.choice import make_backend
 from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.encode import Encoder
-from posbench.model.endpoint import Endpoint, ServerProfile, text_encoder
 from posbench.model.lm import LM
 from posbench.model.load import ModelConfig, load
 from posbench.run.budget import Deadline, Spending
@@ -99,19 +100,19 @@ class Run:
             )
 
     @cached_property
-    def endpoint(self) -> Endpoint:
-        """The served model."""
-        return Endpoint(self.model, self.server)
+    def backend(self) -> Backend:
+        """What answers for a model that is not in this process."""
+        return make_backend(self.model, self.server)
 
     @cached_property
     def encoder(self) -> Encoder:
         """What makes prompts: the model, or of a served one its tokenizer, if it is known."""
-        return text_encoder(self.model) if self.model.base_url else self.lm
+        return self.lm if self.model.in_process else text_encoder(self.model)
 
-    def _loaded_model(self) -> LM | Endpoint | None:
+    def _loaded_model(self) -> LM | Backend | None:
         """The model if it is loaded already."""
         attributes = vars(self)
-        return attributes.get("lm") or attributes.get("endpoint")
+        return attributes.get("lm") or attributes.get("backend")
 
     # Examples and methods
 
@@ -156,7 +157,7 @@ class Run:
     @cached_property
     def meter(self) -> StageMeter:
         """What measures the stages."""
-        price = self.model.price if self.model.base_url else None
+        price = None if self.model.in_process else self.model.price
         return StageMeter(self._loaded_model, price)
 
     def in_folder(self, out: RunDir) -> Run:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from posbench.backends.base import Backend
 from posbench.files.hardware import peak_memory
-from posbench.model.endpoint import Endpoint
 from posbench.model.lm import LM
 from posbench.run.budget import price_of
 from posbench.run.folder import RunDir
@@ -27,7 +27,7 @@ class StageMeter:
 
     def __init__(
         self,
-        loaded_model: Callable[[], LM | Endpoint | None],
+        loaded_model: Callable[[], LM | Backend | None],
         price: tuple[float, float] | None = None,
     ) -> None:
         self._loaded_model = loaded_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -315,7 +315,7 @@ class Rounds(Schedule):
         self._rules = rules
         self._run = run
         self._file = file
-        self._sizes = Counter[int]()
+        self._sizes = defaultdict[int, float](float)
         for batch in plan.batches:
             for request in batch:
                 self._sizes[request.round] += plan.size(request)

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posbench.backends.asking import ask
+from posbench.backends.base import Prompt, untruncated
+from posbench.backends.delivery import RowCheck
 from posbench.errors import UserError
 from posbench.files.atomic import Row, short_hash
 from posbench.late import pd
-from posbench.measure import served
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
-from posbench.model.answers import Reply
-from posbench.model.delivery import RowCheck
+from posbench.model.answers import BY_LOG_LIKELIHOODS, Reply
 from posbench.model.encode import Encoded
-from posbench.model.endpoint import BY_LOG_LIKELIHOODS, Prompt, untruncated
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Prompts
 from posbench.run.budget import price_of
@@ -94,10 +94,10 @@ def plan_replies(
     run = subjects[0].run
     if examples is None:
         examples = run.evaluation
-    if run.model.base_url:
-        served = ServedPlan(subjects, examples, encoded)
-        return served, served.answer
-    return plan_batches(subjects, encoded, examples)
+    if run.model.in_process:
+        return plan_batches(subjects, encoded, examples)
+    served = ServedPlan(subjects, examples, encoded)
+    return served, served.answer
 
 
 def plan_batches(
@@ -198,8 +198,8 @@ class ServedPlan(Plan):
         """
         (request,) = batch
         run = self._run
-        endpoint = run.endpoint
-        endpoint.check(self._has_choices)
+        backend = run.backend
+        backend.check(self._has_choices)
         self._need_first_decoding()
         example = request.example
         prompt = self._encoded[example.id]
@@ -211,9 +211,7 @@ class ServedPlan(Plan):
 
         read = written = 0
         try:
-            reply = served.ask_server(
-                endpoint, run.encoder, run.task, example, prompt, arrived
-            )
+            reply = ask(backend, run.encoder, run.task, example, prompt, arrived)
             read = int(reply.get("prompt_tokens") or 0)
             written = int(reply.get("reply_tokens") or 0)
         finally:
@@ -227,7 +225,7 @@ class ServedPlan(Plan):
 
     def _need_first_decoding(self) -> None:
         """Refuse a server that decodes otherwise than when the run began."""
-        first, now = self._first_decoding, self._run.endpoint.decoding
+        first, now = self._first_decoding, self._run.backend.decoding
         if first and _differs(first, now):
             raise _other_decoding(self._run, first)
 
@@ -263,20 +261,20 @@ class _Questions(Rounds):
 
 def _row_check(run: Run) -> RowCheck:
     """What tells from a row's count of tokens whether its prompt arrived whole."""
-    endpoint = run.endpoint
+    backend = run.backend
     example = run.evaluation[0]
     encoder = untruncated(run.encoder)
 
     def make_prompt(text: str) -> Prompt:
         encoded = encoder.encode(text, chat=example.chat)
-        return endpoint.prompt(encoder, encoded, "")
+        return backend.prompt(encoder, encoded, "")
 
     def ask(text: str, answer_tokens: int) -> Reply:
-        return endpoint.deliver(make_prompt, text, answer_tokens)
+        return backend.deliver(make_prompt, text, answer_tokens)
 
     # A run that goes on may not have measured it: then as it was when the run began.
     facts = run.out.facts(PROVENANCE).get("delivery", {})
-    profile = endpoint.profile
+    profile = backend.profile
     if profile.tokens_per_character is not None:
         facts = vars(profile)
     return RowCheck(
@@ -304,7 +302,7 @@ def _is_other_model(first: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def _other_decoding(run: Run, first: Mapping[str, Any]) -> UserError:
     """The refusal of a server that takes other settings than the one with which a run began."""
     hint = f"start that server again, or remove {run.out.path}"
-    now = run.endpoint.decoding
+    now = run.backend.decoding
     if _is_other_model(first, now):
         allowed = f"the model {first['model']} that replied when the run began: the server now says {now['model']}"
         return UserError("model.base_url", run.model.base_url, allowed, hint)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from posbench.model.endpoint import text_encoder
+from posbench.backends.base import text_encoder
 from posbench.pipeline.compose import compose_one
 from posbench.pipeline.prepare import prepare
 from posbench.pipeline.served import estimate_served, probe_server
@@ -238,7 +238,7 @@ class SlowServer:
         self._slot = Lock()
         server.reads = self.read
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda seconds: None)
-        monkeypatch.setattr("posbench.model.endpoint.time", clock)
+        monkeypatch.setattr("posbench.backends.served.time", clock)
         monkeypatch.setattr("posbench.pipeline.served.time", clock)
         monkeypatch.setattr("posbench.run.progress.clock", clock.monotonic)
 

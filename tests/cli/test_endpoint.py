@@ -84,7 +84,7 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pause before a request is repeated."""
-    monkeypatch.setattr("posbench.model.endpoint.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("posbench.backends.served.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

@@ -29,8 +29,8 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pause before a request is repeated."""
-    monkeypatch.setattr("posbench.model.endpoint.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("posbench.model.pacing.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("posbench.backends.served.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("posbench.backends.pacing.FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from posbench.model.endpoint import ServerProfile, text_encoder
+from posbench.backends.base import ServerProfile, text_encoder
 from posbench.pipeline import served
 from posbench.pipeline.budget import plan_run, with_settings
 from posbench.pipeline.compose import compose_one
@@ -31,7 +31,7 @@ DOCUMENTS = Path(__file__).parents[1] / "data" / "own" / "documents.jsonl"
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pause before a request is repeated."""
-    monkeypatch.setattr("posbench.model.endpoint.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("posbench.backends.served.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

@@ -21,9 +21,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from posbench import paths
+from posbench.backends.served import Endpoint
 from posbench.cli.main import main
 from posbench.export.llama_cpp import serve
-from posbench.model.endpoint import Endpoint
 from posbench.model.load import ModelConfig, load
 from tests.conftest import Result, run_folders
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from posbench.model.refusals import Refusal, read_refusal
+from posbench.backends.refusals import Refusal, read_refusal
 
 FIELDS = ("temperature", "top_p", "min_p", "max_tokens", "stop", "seed")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from posbench.backends.delivery import Delivery, RowCheck, check_delivery, rounded_down
 from posbench.model.answers import Reply
-from posbench.model.delivery import Delivery, RowCheck, check_delivery, rounded_down
 from posbench.stats.outcomes import OVERFLOW
 
 WORDS = [

@@ -1,4 +1,4 @@
-"""What a served model replies to an example."""
+"""What a backend replies to an example."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from posbench.backends.base import Backend
+from posbench.backends.served import Endpoint, RequestError
 from posbench.errors import UserError
 from posbench.files.sources import cached_path, weight_files
 from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.measure.replies import encode_longest
 from posbench.model.answers import Reply
 from posbench.model.encode import Encoded, Encoder, cut_at_stop
-from posbench.model.endpoint import Endpoint, RequestError
 from posbench.model.lm import LM
 from posbench.model.load import SERVER_KEYS, ModelConfig, load
 from posbench.tasks import Example, Task
@@ -37,7 +38,7 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
     Raises:
         UserError: It has no way to do what the task asks, or the longest prompt does not fit the window.
     """
-    if not model.base_url:
+    if model.in_process:
         return ()
     if task.repetition_penalty != 1:
         allowed = "1.0: the API of a server has no repetition penalty"
@@ -172,19 +173,19 @@ def _load_reference(model: ModelConfig) -> LM:
     return load(local_model, device="cpu")
 
 
-def ask_server(
-    endpoint: Endpoint,
+def ask(
+    backend: Backend,
     encoder: Encoder,
     task: Task,
     example: Example,
     encoded: Encoded,
     prompt_arrived: Callable[[Reply], bool] = lambda reply: True,
 ) -> dict[str, Any]:
-    """Ask a server for the reply to an example.
+    """Ask a backend for the reply to an example.
 
     Args:
-        endpoint: The server.
-        encoder: Tokenizer of the served model.
+        backend: The backend.
+        encoder: Makes the prompts.
         task: The example's task.
         example: What to reply to.
         encoded: Its prompt as tokens.
@@ -197,13 +198,13 @@ def ask_server(
         it ended in that (``is_thinking``), its model (``server``); of a choice which way it was read (``by``), with
         ``loglikelihoods`` (nats) and, if several, the number of ``requests`` whose tokens are counted.
     """
-    prompt = endpoint.prompt(encoder, encoded, example.system)
+    prompt = backend.prompt(encoder, encoded, example.system)
     if example.choices:
-        response = endpoint.choose(prompt, example.choices)
+        response = backend.choose(prompt, example.choices)
         output = response.text
     else:
         max_new_tokens = example.max_new_tokens or task.max_new_tokens
-        response = endpoint.generate(prompt, max_new_tokens, example.stop)
+        response = backend.generate(prompt, max_new_tokens, example.stop)
         output = cut_at_stop(response.text, example.stop)
     facts = {
         "loglikelihoods": list(response.nats),

@@ -5,7 +5,6 @@ What servers take differs: a server is asked, and every request has the form tha
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -13,11 +12,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.pool import ThreadPool
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
+from posbench.backends.base import (
+    CHOICE_TOKENS,
+    LENGTH_FIELDS,
+    NEUTRAL_SETTINGS,
+    PENALTIES,
+    Api,
+    Backend,
+    LikelihoodForm,
+    ListedModel,
+    MakePrompt,
+    Prompt,
+    ServerProfile,
+    with_choice,
+)
+from posbench.backends.delivery import cold
+from posbench.backends.pacing import (
+    MAX_WAIT_SECONDS,
+    Pacer,
+    ServerBusy,
+    ServerSpeed,
+    Timing,
+)
+from posbench.backends.refusals import Refusal, read_refusal
 from posbench.errors import MachineError, UserError
 from posbench.files.secrets import (
     is_long_enough,
@@ -27,10 +49,12 @@ from posbench.files.secrets import (
     written_forms,
 )
 from posbench.model.answers import (
+    BY_FIRST_TOKEN,
+    BY_LETTER,
+    BY_LOG_LIKELIHOODS,
     GOOD_REASONS,
     Reply,
     RequestError,
-    choice_in_reply,
     failing_on_other_forms,
     first_choice,
     first_token_nats,
@@ -43,29 +67,12 @@ from posbench.model.answers import (
     reported_model,
     without_surrogates,
 )
-from posbench.model.delivery import Delivery, cold
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LENGTH
-from posbench.model.load import ModelConfig, read_checkpoint
-from posbench.model.pacing import (
-    MAX_WAIT_SECONDS,
-    Pacer,
-    ServerBusy,
-    ServerSpeed,
-    Timing,
-)
-from posbench.model.refusals import Refusal, read_refusal
-from posbench.model.thinking import Form, opens_thinking
+from posbench.model.load import ModelConfig
+from posbench.model.thinking import opens_thinking
 from posbench.stats.outcomes import CONTENT_FILTER, OVERFLOW
 
-BY_LOG_LIKELIHOODS = "log-likelihoods"
-BY_FIRST_TOKEN = "first token"
-BY_LETTER = "letter"
-NO_CHOICE = "none in the reply"
-"""How the choice of a model is read: from the log-likelihoods of all choices, from those of the likeliest
-first tokens of a reply, or from what the reply says; it may say none."""
-CHOICE_TOKENS = 32
-"""Tokens of a reply in which a choice is looked for."""
 MIN_CHOICE_PROBABILITY = 0.5
 """Probability of a first token that is a choice above which it is read as one: a model that begins with "The answer"
 says its choice later."""
@@ -75,37 +82,8 @@ MAX_LISTED_MODELS = 8
 """Models of a server that a message lists."""
 MAX_MESSAGE_CHARACTERS = 200
 """Characters of a server's message that an error repeats."""
-NEUTRAL_GENERATION_CONFIG = {
-    "do_sample": False,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "suppress_tokens": [],
-    "begin_suppress_tokens": [],
-}
-# Not top_k: its neutral value differs between servers, and the greedy token passes any.
-NEUTRAL_SETTINGS: Mapping[str, Any] = {
-    "top_p": 1,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,  # vLLM, SGLang
-    "repeat_penalty": 1,  # llama.cpp
-    "generation_config": json.dumps(NEUTRAL_GENERATION_CONFIG),  # transformers serve
-}
-"""What is sent so that a server does not apply its checkpoint's generation_config.json."""
-PENALTIES = (
-    ("presence_penalty",),
-    ("frequency_penalty",),
-    ("repetition_penalty", "repeat_penalty", "generation_config"),
-)
-"""Settings that change the greedy reply; of several names of one, a server needs to take one."""
 SEED = 0
 """Seed of sampled replies, where the server takes one."""
-LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
-"""Names of the most tokens of a reply; models that think take the second alone."""
 PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
 """What a server is asked first."""
 PROBE_TOKENS = 16
@@ -127,19 +105,8 @@ WINDOW_FIELDS = (
     "max_context_length",  # Mistral, LM Studio
 )
 """Where lists of models tell the window of a model."""
-NO_WINDOW = 2**31
-"""Tokens of a window that is not known."""
 LLAMA_CPP = "llamacpp"
 """The owner of models in the list of llama.cpp, which tells the window of the server elsewhere."""
-
-Prompt = str | list[dict[str, str]]
-"""What is sent: the text that the model reads, or messages."""
-MakePrompt = Callable[[str], Prompt]
-"""Gives a text the form of the task's prompts."""
-Api = Literal["completions", "chat"]
-LikelihoodForm = Literal["", "echo", "echo with a token", "prompt_logprobs"]
-"""How a server gives the log-likelihoods of a prompt: not at all; of an echoed prompt without a reply, or with one of a
-token; by a field of vLLM's."""
 
 
 class ServerFailed(RequestError):
@@ -172,129 +139,7 @@ class _PromptRejected(Exception):
         self.window = window
 
 
-@dataclass(frozen=True)
-class ServerProfile:
-    """What the probe of a server told: the form of requests that it takes, and what it gives.
-
-    Attributes:
-        api: The API that is asked.
-        length_field: Name of the most tokens of a reply.
-        temperature: The temperature that is sent; None: none, as the server refuses it.
-        settings: The neutral settings that it takes.
-        sends_stop: Whether stop texts are sent; else replies are cut here.
-        thinking: How it gives thinking.
-        max_reply_tokens: Tokens of a reply that it allows; None: not known.
-        max_thinking_tokens: Of these, those that are left for thinking.
-        window: Tokens of prompt and reply that the model reads; None: not known.
-        choice_method: How choices are read; empty: not asked.
-        likelihood_form: How it gives log-likelihoods of a prompt.
-        counts_tokens: Whether it tells the tokens of a request.
-        overhead_tokens: Tokens of a prompt beside its text: the server's chat template.
-        tokens_per_character: Tokens of a character of the task's prompts, as the server counts; None: not measured.
-        reply_tokens: Tokens of the longest reply to the probe, thinking among them.
-        model: The model that it reports; empty where it reports none.
-        speed: How fast it answers; None: not measured.
-        delivery: Whether prompts arrive whole; None: not checked yet.
-        tokens_read: Tokens of the requests of the probe itself.
-        tokens_written: Tokens of the replies to them.
-    """
-
-    api: Api
-    length_field: str = LENGTH_FIELDS[0]
-    temperature: float | None = 0.0
-    settings: Mapping[str, Any] = field(default_factory=lambda: dict(NEUTRAL_SETTINGS))
-    sends_stop: bool = True
-    thinking: Form = ""
-    max_reply_tokens: int | None = None
-    max_thinking_tokens: int | None = None
-    window: int | None = None
-    choice_method: str = ""
-    likelihood_form: LikelihoodForm = ""
-    counts_tokens: bool = False
-    overhead_tokens: int = 0
-    tokens_per_character: float | None = None
-    reply_tokens: int = 0
-    model: str = ""
-    speed: ServerSpeed | None = None
-    delivery: Delivery | None = None
-    tokens_read: int = 0
-    tokens_written: int = 0
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """The form of requests that the server takes."""
-        settings = sorted(self.settings.items())
-        fields = (self.api, self.length_field, self.temperature, self.sends_stop)
-        return (*fields, *settings)
-
-    @property
-    def delivery_facts(self) -> dict[str, Any]:
-        """What a run records of whether prompts arrive whole, and of the line on which the counts of its rows lie."""
-        facts: dict[str, Any] = asdict(self.delivery) if self.delivery else {}
-        facts["text"] = str(self.delivery or "")
-        facts["tokens_per_character"] = self.tokens_per_character
-        facts["overhead_tokens"] = self.overhead_tokens
-        return facts
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether replies are drawn at random, so that the same prompt may get another one."""
-        return self.temperature != 0
-
-
-@dataclass(frozen=True)
-class ListedModel:
-    """A model that a server lists, with its window where that is told."""
-
-    id: str
-    window: int | None = None
-
-
-@dataclass
-class Untokenized(Encoder):
-    """Prompts of a model whose tokenizer is not known: plain texts, whole."""
-
-    name: str
-    tokenizer: None = None
-    context_window: int = NO_WINDOW
-    chat_template: str = "none"
-
-    def encode(self, prompt: str, **form: Any) -> Encoded:  # type: ignore[override]
-        """A prompt without tokens: the system message, the prompt, and the beginning of the reply."""
-        text = prompt
-        if form.get("system"):
-            text = f"{form['system']}\n\n{prompt}"
-        return Encoded([], [], text + form.get("prefill", ""), prompt=prompt)
-
-
-def text_encoder(config: ModelConfig) -> Encoder:
-    """The encoder that makes the texts of a served model, with its tokenizer where that is known.
-
-    The chat template is the tokenizer's; a server that is sent messages brings a template of its own. What the model
-    may think takes its share of the window.
-
-    Raises:
-        UserError: There is no such tokenizer.
-    """
-    thinking_tokens = config.thinking_tokens or 0
-    if not config.path:
-        window = NO_WINDOW
-        if config.context_window:
-            window = max(config.context_window - thinking_tokens, 1)
-        return Untokenized(config.name, context_window=window)
-    if config.api == "chat":
-        config = replace(config, chat_template="none")
-    reader = read_checkpoint(config)
-    window = max(reader.context_window - thinking_tokens, 1)
-    return replace(reader, context_window=window)
-
-
-def untruncated(encoder: Encoder) -> Encoder:
-    """The same encoder for prompts of any length."""
-    return replace(encoder, context_window=NO_WINDOW)  # type: ignore[type-var]
-
-
-class Endpoint:
+class Endpoint(Backend):
     """A served model. Its calls may come from several threads.
 
     Args:
@@ -861,12 +706,7 @@ class Endpoint:
         reply = self.generate(prompt, CHOICE_TOKENS)
         if first:
             reply = _with_counts(reply, (first, reply))
-        if reply.rejection or reply.is_thinking or reply.obstacle:
-            return reply
-        choice = choice_in_reply(reply.text, choices)
-        if not choice:
-            return replace(reply, by=NO_CHOICE)
-        return replace(reply, text=choice, by=BY_LETTER)
+        return with_choice(reply, choices)
 
     # One request
 

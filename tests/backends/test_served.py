@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 
-from posbench.errors import UserError
-from posbench.model.encode import Encoded
-from posbench.model.endpoint import (
+from posbench.backends.base import Untokenized, text_encoder
+from posbench.backends.served import (
     PROBE,
     Endpoint,
     Reply,
     RequestError,
-    Untokenized,
-    choice_in_reply,
     first_token_nats,
     probability_of_choices,
-    text_encoder,
 )
+from posbench.errors import UserError
+from posbench.model.answers import choice_in_reply
+from posbench.model.encode import Encoded
 from posbench.model.load import ModelConfig, load
 from tests.messages import refused
 from tests.mutations import single_fields, whole_files
@@ -380,7 +379,7 @@ def test_requests_follow_the_limits_of_the_server(
     told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve requests at most within half a second, asked by eight threads: all are answered, though none repeated."""
-    monkeypatch.setattr("posbench.model.pacing.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("posbench.backends.pacing.FIRST_PAUSE_SECONDS", 0.01)
     with serving() as server:
         made = endpoint(server.url)
         server.rate = (12, 0.5)

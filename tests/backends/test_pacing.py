@@ -9,7 +9,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from posbench.model.pacing import (
+from posbench.backends.pacing import (
     MAX_WAIT_SECONDS,
     Pacer,
     ServerBusy,
