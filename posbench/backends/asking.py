@@ -55,7 +55,7 @@ def check_server(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str,
 
     differences = []
     without_template = not all(example.chat for example in examples)
-    if not (is_chat or model.path or without_template):
+    if model.base_url and not (is_chat or model.path or without_template):
         differences.append(
             "prompts are sent as plain text; for a chat template set "
             "model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"

@@ -256,7 +256,7 @@ def _print_estimate(run: PreparedRun, measure: bool) -> None:
         print(line)
     console = make_console()
     config = run.config
-    if config.server:
+    if config.server and not config.model.backend:
         endpoint = Endpoint(config.model, config.server)
         lines = describe_endpoint(endpoint)
         requests = estimate_served(config, config.server, text_encoder(config.model))

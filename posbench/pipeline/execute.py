@@ -712,6 +712,8 @@ def _announce_cost(config: Config, run: Run, existing: RunDir | None) -> None:
         if _has_ended(existing, config) and not existing.damaged():
             return
         made = len(existing.rows_without_error(PREDICTIONS))
+    if not isinstance(run.backend, Endpoint):
+        return
     run.backend.check(any(example.choices for example in run.evaluation))
     estimate = estimate_served(config, run.backend.profile, run.encoder)
     share = 1 - made / max(len(run.evaluation), 1)

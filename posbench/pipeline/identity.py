@@ -191,7 +191,7 @@ def model_identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         served["extra_body"] = without_named_secrets(model.extra_body)
         if model.backend:
             files = [c.key for c in read if c.source.field.startswith("model.backend")]
-            served["backend"] = [model.backend, sorted(files)]
+            served["backend"] = {**model.backend, "files": short_hash(sorted(files))}
         return {"tokenizer": fingerprint(read), **served}
     settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
     return {"weights": fingerprint(read), **settings}
