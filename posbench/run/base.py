@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from posbench.backends.base import Backend, ServerProfile, text_encoder
-from posbench.backends.choice import make_backend
 from posbench.files.atomic import Row, short_hash
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
@@ -33,6 +31,9 @@ from posbench.run.shards import Shard, WorkerPool
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
+
+if TYPE_CHECKING:
+    from posbench.backends.base import Backend, ServerProfile
 
 __all__ = ["IncompleteRun", "Run"]
 
@@ -102,12 +103,18 @@ class Run:
     @cached_property
     def backend(self) -> Backend:
         """What answers for a model that is not in this process."""
+        from posbench.backends.choice import make_backend
+
         return make_backend(self.model, self.server)
 
     @cached_property
     def encoder(self) -> Encoder:
         """What makes prompts: the model, or of a served one its tokenizer, if it is known."""
-        return self.lm if self.model.in_process else text_encoder(self.model)
+        if self.model.in_process:
+            return self.lm
+        from posbench.backends.base import text_encoder
+
+        return text_encoder(self.model)
 
     def _loaded_model(self) -> LM | Backend | None:
         """The model if it is loaded already."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
-from posbench.backends.base import Backend
 from posbench.files.hardware import peak_memory
 from posbench.model.lm import LM
 from posbench.run.budget import price_of
 from posbench.run.folder import RunDir
+
+if TYPE_CHECKING:
+    from posbench.backends.base import Backend
 
 STAGES_WITH_TOKENS = ("intervene", "evaluate")
 """Stages whose tokens a second are known: a search tries many candidates on one reading of a prompt, and a
