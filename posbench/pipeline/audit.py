@@ -35,11 +35,10 @@ from posbench.run.proofs import (
     decoding_of,
     request_digest,
 )
-from posbench.run.replies import (
+from posbench.run.replies import STAGE, plan_batches
+from posbench.run.reply_rows import (
     FIELDS_OF_EXAMPLE,
     FIELDS_OF_SCORE,
-    STAGE,
-    plan_batches,
     row_of_reply,
     served_request_digest,
 )

@@ -11,7 +11,7 @@ from posbench.files import sources
 from posbench.files.atomic import Row
 from posbench.run.folder import PREDICTIONS, RunDir
 from posbench.run.own_code import make_importable
-from posbench.run.replies import prompt_digest
+from posbench.run.reply_rows import prompt_digest
 from posbench.stats.frames import display_name
 from posbench.stats.outcomes import describe_kind, kind_of_row
 from posbench.tasks import Example, Task

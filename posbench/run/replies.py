@@ -5,33 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from posbench.files.atomic import Row, short_hash
+from posbench.files.atomic import Row
 from posbench.late import pd
-from posbench.measure.outcomes import decide_outcome, holds_answer
 from posbench.measure.replies import reply_to_batch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
 from posbench.run.batch_plan import BatchPlan, Prompts
 from posbench.run.plan import Compute, Plan, Request, Subject
-from posbench.run.proofs import (
-    request_digest,
-)
+from posbench.run.reply_rows import make_row
 from posbench.run.stop import StopRules
-from posbench.stats.outcomes import ANSWERED, CUT, is_scorable
-from posbench.tasks import Example, Task
+from posbench.stats.outcomes import is_scorable
+from posbench.tasks import Example
 
 STAGE = "evaluate"
-
-
-def prompt_digest(example: Example) -> str:
-    """Return a checksum by which a prompt that is built again is recognised."""
-    return short_hash([example.system, example.prompt, example.prefill])
-
-
-def served_request_digest(example: Example) -> str:
-    """Return the digest of what a server is asked: of the text, as what tokens it makes of that is not known."""
-    return request_digest(list(prompt_digest(example).encode()), example.choices)
 
 
 def scored_replies(
@@ -114,94 +101,6 @@ def plan_batches(
 
     plan = BatchPlan(subjects, examples, encoded, make_batches)
     return plan, compute
-
-
-def make_row(run: Run, example: Example, encoded: Encoded, reply: Row) -> Row:
-    """The row of a reply: where its example comes from, the reply, its scores, and what was asked."""
-    scores = {}
-    if reply["outcome"] == ANSWERED:
-        scores = run.task.checked_score(example, str(reply["output"]))
-    # A server that applies the chat template itself counts the tokens.
-    tokens = 0 if run.model.api == "chat" else len(encoded.ids)
-    row = {
-        "subset": example.subset,
-        "gold_position": example.gold_position,
-        "cluster": example.cluster,
-        **reply,
-        "scores": scores,
-        "tokens": tokens or _tokens_of_prompt(reply),
-        "dropped": encoded.dropped,
-        "answers": list(example.answers),
-        "prompt": prompt_digest(example),
-    }
-    if example.other_gold:
-        row["other_gold"] = list(example.other_gold)
-    return row
-
-
-def _tokens_of_prompt(reply: Row) -> int | None:
-    """Tokens of one prompt as a server counts them; None where it does not tell."""
-    total = reply.get("prompt_tokens")
-    return None if total is None else total // reply.get("requests", 1)
-
-
-FIELDS_OF_EXAMPLE = (
-    "subset",
-    "gold_position",
-    "cluster",
-    "tokens",
-    "dropped",
-    "answers",
-    "prompt",
-    "other_gold",
-)
-"""Fields of a row that follow from its example and prompt."""
-FIELDS_OF_SCORE = ("scores", "outcome", "reason")
-"""Fields of a row that follow from its example and reply."""
-
-
-def row_of_reply(run: Run, example: Example, encoded: Encoded, recorded: Row) -> Row:
-    """Make a row again from the reply that it records: all other fields follow from the example.
-
-    Args:
-        run: The run.
-        example: The example that the row should be of.
-        encoded: Its prompt as the model read it.
-        recorded: The row.
-    """
-    rescored = rescored_row(run.task, example, recorded)
-    derived = {*FIELDS_OF_EXAMPLE, "scores"}
-    reply = {name: value for name, value in rescored.items() if name not in derived}
-    return make_row(run, example, encoded, reply)
-
-
-def rescored_row(task: Task, example: Example, row: Row) -> Row:
-    """A row of predictions.jsonl with the outcome and the scores that a task gives now.
-
-    Only whether a reply holds an answer depends on the task: what was refused, say, stays so.
-    """
-    if row.get("outcome") not in (ANSWERED, CUT):
-        return row
-    decision = decide_outcome(
-        str(row["output"]),
-        str(row.get("finish", "")),
-        holds_answer=holds_answer(task, example, row),
-        is_thinking=bool(row.get("is_thinking")),
-        ended_itself=True,
-    )
-    scores = {}
-    if decision.outcome == ANSWERED:
-        scores = task.checked_score(example, str(row["output"]))
-    # In the order of a row that is made afresh, so that the file has the same bytes.
-    rescored: Row = {}
-    for name, value in row.items():
-        if name == "outcome":
-            rescored |= decision.fields
-        elif name == "scores":
-            rescored[name] = scores
-        elif name != "reason":
-            rescored[name] = value
-    return rescored
 
 
 def compare_scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from posbench.run.budget import price_of
 from posbench.run.folder import PROVENANCE
 from posbench.run.plan import Plan, Request, Rounds, Subject
 from posbench.run.proofs import COMPUTATION, REQUEST, computation_digest, decoding_of
-from posbench.run.replies import make_row, served_request_digest
+from posbench.run.reply_rows import make_row, served_request_digest
 from posbench.run.rows import Schedule
 from posbench.run.stop import StopRules
 from posbench.tasks import Example

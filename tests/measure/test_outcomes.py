@@ -9,7 +9,7 @@ import pytest
 
 from posbench.measure.outcomes import Decision, decide_outcome, holds_answer
 from posbench.model.answers import RequestError, read_reply
-from posbench.run.replies import rescored_row
+from posbench.run.reply_rows import rescored_row
 from posbench.stats.outcomes import OUTCOMES
 from posbench.tasks import KVRetrieval
 

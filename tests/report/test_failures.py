@@ -20,7 +20,7 @@ from posbench.report.failures import (
 )
 from posbench.report.page import render_run
 from posbench.run.folder import RunDir
-from posbench.run.replies import prompt_digest
+from posbench.run.reply_rows import prompt_digest
 from posbench.tasks import Example, KVRetrieval, Task
 from posbench.tasks.leval_closed import LEvalClosed
 from posbench.tasks.nq_multidoc import NQMultiDoc

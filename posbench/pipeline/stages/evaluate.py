@@ -22,13 +22,8 @@ from posbench.run.folder import (
     was_rescored,
 )
 from posbench.run.plan import subjects
-from posbench.run.replies import (
-    STAGE,
-    plan_replies,
-    prompt_digest,
-    rescored_row,
-    scored_replies,
-)
+from posbench.run.replies import STAGE, plan_replies, scored_replies
+from posbench.run.reply_rows import prompt_digest, rescored_row
 from posbench.run.sequential import ShapeRule
 from posbench.run.stop import Stop, StopRules
 from posbench.search.base import note_verdict
