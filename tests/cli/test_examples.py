@@ -12,6 +12,8 @@ import pandas as pd
 import pytest
 import yaml
 
+from posbench.run.folder import RunDir
+from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.messages import assert_names, assert_refused
 
@@ -231,3 +233,43 @@ def with_mistake(text: str, function: str) -> tuple[str, int]:
     number = method.body[0].lineno
     lines.insert(number - 1, " " * method.body[0].col_offset + "1 / 0\n")
     return "".join(lines), number
+
+
+def test_a_backend_answers_from_recorded_replies(
+    own: str, posbench, outputs: Path, tmp_path: Path
+) -> None:
+    task = ["task.pairs=8", "task.positions=[0,3,7]", "task.limit=2"]
+    ask = [*task, "task.prompt=compact", "task.records=words"]
+    made = KVRetrieval(
+        pairs=8, positions=(0, 3, 7), limit=2, prompt="compact", records="words"
+    )
+    examples = made.evaluation()
+    # The middle is answered wrong.
+    replies = {e.id: "?" if e.gold_position == 3 else e.answers[0] for e in examples}
+    rows = [{"prompt": e.prompt, "reply": replies[e.id]} for e in examples]
+    file = tmp_path / "replies.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:-1]))
+    backend = ["model=recorded", f"model.backend.file={file}", "model.concurrency=2"]
+
+    refused = posbench(own, *backend, *ask)
+    assert_refused(refused.err, "model.backend.file", str(file))
+    (incomplete,) = run_folders(outputs)
+    kept = RunDir(incomplete).rows("predictions.jsonl")
+    assert len(kept) == len(examples) - 1, "what was answered is kept"
+
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert posbench(own, *backend, *ask).status == 0
+    (run,) = set(run_folders(outputs)) - {incomplete}
+    scores = {
+        row["id"]: row["scores"]["accuracy"]
+        for row in RunDir(run).rows("predictions.jsonl")
+    }
+    assert scores == {e.id: float(e.gold_position != 3) for e in examples}
+    again = posbench(own, *backend, *ask)
+    assert "finished before" in again.out
+    assert posbench("audit", str(run), verb=True).status == 0
+
+    inside = posbench(own, *backend, *ask, "method=damp")
+    assert_refused(inside.err, "method", "damp")
+    unknown = posbench(own, *backend, *ask, "model.backend.files=x")
+    assert_refused(unknown.err, "model.backend.files")
