@@ -299,3 +299,17 @@ class ServerSpeed:
         if parallel > FULLY_PARALLEL * self.sent:
             parallel *= concurrency / self.sent
         return min(max(parallel, 1.0), float(concurrency))
+
+    def seconds_of_requests(
+        self, count: float, characters: float, reply_tokens: float, concurrency: int
+    ) -> float:
+        """Return what so many requests take.
+
+        Args:
+            count: Their number.
+            characters: Characters of the prompt of each.
+            reply_tokens: Tokens of the reply to each.
+            concurrency: Requests that are sent at a time.
+        """
+        each = self.seconds_of_request(characters, reply_tokens)
+        return each * count / self.at_once(concurrency)

@@ -745,8 +745,8 @@ class Course:
         if server is None or server.speed is None:
             return 0.0
         length = max(len(example.prompt) for example in self.task.evaluation())
-        seconds = server.speed.seconds_of_request(length, ANSWER_TOKENS)
-        return seconds / server.speed.at_once(self.config.model.concurrency)
+        concurrency = self.config.model.concurrency
+        return server.speed.seconds_of_requests(1, length, ANSWER_TOKENS, concurrency)
 
     def _measured_cost_of_prompt(self) -> float:
         """What one more prompt takes of the budget, as those of the attention did, or those of the shape."""

@@ -676,10 +676,12 @@ def served_seconds(config: Config) -> Price:
         if server.speed is None or not work.prompts:
             return 0.0
         characters = (work.tokens / work.prompts - server.overhead_tokens) / density
-        seconds = server.speed.seconds_of_request(
-            max(characters, 0.0), work.decode_steps / work.prompts
+        return server.speed.seconds_of_requests(
+            work.prompts,
+            max(characters, 0.0),
+            work.decode_steps / work.prompts,
+            config.model.concurrency,
         )
-        return seconds * work.prompts / server.speed.at_once(config.model.concurrency)
 
     return price
 

@@ -730,9 +730,10 @@ def _seconds(
     """The time of a run, from the requests of the probe; None where that is not known."""
     if not (profile.speed and requests):
         return None
-    each = profile.speed.seconds_of_request(characters / requests, written / requests)
     concurrency = min(config.model.concurrency, requests)
-    return each * requests / profile.speed.at_once(concurrency)
+    return profile.speed.seconds_of_requests(
+        requests, characters / requests, written / requests, concurrency
+    )
 
 
 def need_consent(config: Config, estimate: ServedEstimate, console: Console) -> None:
