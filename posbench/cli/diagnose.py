@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from posbench.cli.options import URL, option
 from posbench.diagnose.course import DEFAULT_BUDGET, Course
 from posbench.diagnose.page import lines, write_diagnosis
-from posbench.files.atomic import short_hash
 from posbench.files.secrets import without_typed_secrets
-from posbench.pipeline.arguments import folder_name, read_flags
+from posbench.pipeline.arguments import read_flags
 from posbench.report.console import make_console
 from posbench.run.budget import Budget, Stopwatch
 
@@ -42,10 +40,9 @@ def diagnose(args: list[str], watch: Stopwatch | None = None) -> int:
     course.run()
     diagnosis = course.diagnosis
     typed = [arg for arg in args if not arg.startswith("runtime.yes=")]
-    folder = _folder(course, typed)
     masked = map(without_typed_secrets, typed)
     command = shlex.join(["posbench", "diagnose", *masked, f"budget={budget.text}"])
-    page = write_diagnosis(diagnosis, folder, command)
+    page = write_diagnosis(diagnosis, course.folder, command)
     console.rule(f"diagnosis of {diagnosis.model}")
     for line in lines(diagnosis):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -58,11 +55,3 @@ def _as_override(arg: str) -> str:
     if URL.fullmatch(arg):
         return f"model.base_url={arg}"
     return arg if "=" in arg else f"model={arg}"
-
-
-def _folder(course: Course, args: list[str]) -> Path:
-    """Where the files of a diagnosis go: one folder for each set of overrides."""
-    outputs = Path(course.config.runtime.outputs).expanduser()
-    model = folder_name(course.diagnosis.model) or "model"
-    name = f"{model}__{course.diagnosis.task}__{short_hash(sorted(args))}"
-    return outputs / "diagnose" / name

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from posbench.backends.base import text_encoder
 from posbench.diagnose.allowance import Allowance
 from posbench.diagnose.outcome import (
     Pilot,
+    Remedy,
     judge_pilot,
     judge_source,
     points,
@@ -37,16 +39,19 @@ from posbench.diagnose.signal import (
     spread_over_positions,
 )
 from posbench.errors import UserError
+from posbench.files.atomic import short_hash
 from posbench.files.parse import CORRECT_FILE, read_yaml
 from posbench.files.secrets import without_typed_secrets
 from posbench.measure.replies import encode_prompt
+from posbench.methods.base import Method
 from posbench.methods.choice import MethodChoice, all_choices
 from posbench.methods.composed import Composed
 from posbench.model.encode import Encoder
 from posbench.perturbations.move_positions import can_move
-from posbench.pipeline.arguments import read_flags
+from posbench.pipeline.arguments import folder_name, read_flags
 from posbench.pipeline.budget import suggested_budget
 from posbench.pipeline.config import Config
+from posbench.pipeline.identity import identity, run_contents
 from posbench.pipeline.served import (
     ANSWER_TOKENS,
     ASSUMED_TOKENS_PER_CHARACTER,
@@ -55,9 +60,11 @@ from posbench.pipeline.served import (
 )
 from posbench.report.folder import read_csv, study_tables
 from posbench.run.budget import Budget, Stopwatch
-from posbench.run.folder import PREDICTIONS, open_run_dir
+from posbench.run.folder import PREDICTIONS, RunDir, open_run_dir
 from posbench.run.heartbeat import doing
+from posbench.run.lease import owning
 from posbench.run.progress import duration, progress
+from posbench.run.rows import ResumableRows
 from posbench.run.sequential import ShapeRule
 from posbench.schema import MAX_COUNT, override_text
 from posbench.search.base import FOUND_FILE
@@ -189,6 +196,15 @@ class Course:
     def task(self) -> Task:
         """The task as it is asked now; it moves a gold item."""
         return self.config.task
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the diagnosis go: one folder for each set of overrides."""
+        outputs = Path(self.config.runtime.outputs).expanduser()
+        model = folder_name(self.diagnosis.model) or "model"
+        typed = sorted(a for a in self.args if not a.startswith("runtime.yes="))
+        name = f"{model}__{self.diagnosis.task}__{short_hash(typed)}"
+        return outputs / "diagnose" / name
 
     def run(self) -> None:
         """Take the parts in turn until the question is answered; what is found stands in :attr:`diagnosis`."""
@@ -495,31 +511,7 @@ class Course:
             diagnosis.remedies = left_out
             diagnosis.remedies_note = "nothing is left of the budget"
             return
-        total = len(split.examples) * (len(methods) + 1)
-        runtime = self.config.runtime
-        with (
-            self.runs.counted("remedies", lm),
-            progress(
-                self.console,
-                runtime.log_every,
-                "remedies",
-                total,
-                tokens=lambda: lm.tokens_read,
-            ) as advance,
-        ):
-
-            def count(prompts: int) -> None:
-                self.runs.count_prompts("remedies", prompts)
-                allowance.add(prompts, 0, 0)
-                advance(prompts)
-
-            remedies = race(
-                lm,
-                methods,
-                split.examples,
-                is_over=lambda: allowance.left(SHARES["remedies"]) <= 0,
-                advance=count,
-            )
+        remedies = self._race(methods, split.examples)
         diagnosis.remedies = [*remedies, *left_out]
         diagnosis.winner = winner_of(remedies)
         if diagnosis.winner:
@@ -539,6 +531,45 @@ class Course:
             if gap and gap.ci_low > 0:
                 note += ", and none closes a third of the gap between the best and the worst gold position"
         diagnosis.remedies_note = note
+
+    def _race(
+        self, methods: Mapping[str, Method], examples: Sequence[Example]
+    ) -> list[Remedy]:
+        """Race methods on calibration prompts; one that was killed goes on from the rows in the diagnosis' folder."""
+        lm = self.runs.lm
+        allowance = self.allowance
+        config = self.runs.prepare(["task.limit=1"], in_process=True)
+        model = identity(config, run_contents(config))
+
+        @contextmanager
+        def show_progress(
+            label: str, total: int, done: int
+        ) -> Iterator[Callable[[int], None]]:
+            with progress(
+                self.console,
+                self.config.runtime.log_every,
+                label,
+                total,
+                done,
+                tokens=lambda: lm.tokens_read,
+            ) as advance:
+
+                def count(prompts: int) -> None:
+                    self.runs.count_prompts("remedies", prompts)
+                    allowance.add(prompts, 0, 0)
+                    advance(prompts)
+
+                yield count
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with owning(self.folder), self.runs.counted("remedies", lm):
+            return race(
+                lm,
+                methods,
+                examples,
+                ResumableRows(RunDir(self.folder, short_hash(model)), show_progress),
+                is_over=lambda: allowance.left(SHARES["remedies"]) <= 0,
+            )
 
     def _split_for_race(self) -> RaceSplit:
         """The questions of the race, and how many others the winner can be asked.

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from posbench.diagnose.outcome import Remedy
 from posbench.errors import UserError
+from posbench.files.atomic import Row, short_hash
 from posbench.measure.replies import encode_with_answer
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
+from posbench.run.folder import RunDir
+from posbench.run.proofs import COMPUTATION, REQUEST, request_digest
+from posbench.run.rows import ResumableRows, Schedule
 from posbench.stats.bootstrap import Estimate, difference
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.yu2025.bias_source import SHARE
@@ -23,6 +28,8 @@ from posbench.tasks import Example
 FIRST_ROUND = 12
 """Prompts after which the worse half of the methods is left out."""
 BATCH = 4
+"""Prompts of a round, which every method reads in one batch."""
+ROWS_FILE = "race.jsonl"
 
 
 def applicable_methods(
@@ -55,12 +62,63 @@ def applicable_methods(
     return methods, left_out
 
 
+class Heat(NamedTuple):
+    """A prompt under a method; those of one round read the same prompts."""
+
+    method: str
+    example: Example
+    round: int
+
+
+class Heats(Schedule):
+    """The rounds of a race: the worse half of the methods drops out after the first prompts.
+
+    Args:
+        out: The folder of the rows.
+        names: The methods, the unmodified model among them.
+        is_over: Whether no further prompts may be read; asked before each round but the first.
+    """
+
+    def __init__(
+        self, out: RunDir, names: Sequence[str], is_over: Callable[[], bool]
+    ) -> None:
+        self._out = out
+        self._names = names
+        self._is_over = is_over
+        self._kept = set(names)
+
+    def round_of(self, batch: Sequence[Heat]) -> int:
+        """See :meth:`posbench.run.rows.Schedule.round_of`."""
+        return batch[0].round
+
+    def ends_before(self, number: int) -> bool:
+        """See :meth:`posbench.run.rows.Schedule.ends_before`."""
+        if number and self._is_over():
+            return True
+        if number * BATCH >= FIRST_ROUND and len(self._names) > 3:
+            self._kept = self._better_half()
+        return False
+
+    def admits(self, batch: Sequence[Heat]) -> bool:
+        """See :meth:`posbench.run.rows.Schedule.admits`."""
+        return batch[0].method in self._kept
+
+    def _better_half(self) -> set[str]:
+        """The unmodified model, and the half of the methods with the lower loss, two or more."""
+        totals = dict.fromkeys(self._names, 0.0)
+        for row in self._out.rows_without_error(ROWS_FILE):
+            if row["round"] * BATCH < FIRST_ROUND:
+                totals[row["method"]] += row["loss"]
+        names = sorted(totals.keys() - {UNMODIFIED}, key=lambda n: (totals[n], n))
+        return {UNMODIFIED, *names[: max(len(names) // 2, 2)]}
+
+
 def race(
     lm: LM,
     methods: Mapping[str, Method],
     examples: Sequence[Example],
+    rows: ResumableRows,
     is_over: Callable[[], bool],
-    advance: Callable[[int], None],
 ) -> list[Remedy]:
     """Compare methods by the loss of the right answer; the worse half drops out after the first prompts.
 
@@ -68,57 +126,59 @@ def race(
         lm: The model.
         methods: The methods by name.
         examples: Calibration prompts.
-        is_over: Whether no further prompts may be read; asked after each batch.
-        advance: Called with the number of prompts that were read.
+        rows: The files of rows, where a race that was killed goes on.
+        is_over: Whether no further prompts may be read; asked after each round.
 
     Returns:
         The methods, the one with the largest gain first. A gain is paired over the prompts that both read.
     """
     contestants: dict[str, Method] = {UNMODIFIED: Unmodified(), **methods}
-    losses: dict[str, list[float]] = {name: [] for name in contestants}
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for start in range(0, len(examples), BATCH):
-        batch = examples[start : start + BATCH]
-        if start and is_over():
-            break
-        if start == FIRST_ROUND and len(contestants) > 3:
-            contestants = _better_half(contestants, losses)
-        for name, method in contestants.items():
-            batch_began = time.monotonic()
-            with method.applied(lm):
-                pairs = [encode_with_answer(lm, example) for example in batch]
-                values = lm.answer_token_loss(pairs, batch_size=len(batch))
-            losses[name] += values.tolist()
-            times[name].append(time.monotonic() - batch_began)
-        advance(len(batch) * len(contestants))
-    unmodified = losses.pop(UNMODIFIED)
-    unmodified_times = times.pop(UNMODIFIED)
-    remedies = []
-    for name, values in losses.items():
-        clusters = [example.question_id for example in examples[: len(values)]]
-        falls = np.subtract(unmodified[: len(values)], values)
-        gain = difference(falls, clusters)
-        ratios = [
-            own / base for own, base in zip(times[name], unmodified_times, strict=False)
+    pairs = {example.id: encode_with_answer(lm, example) for example in examples}
+    batches = [
+        [Heat(name, e, start // BATCH) for e in examples[start : start + BATCH]]
+        for start in range(0, len(examples), BATCH)
+        for name in contestants
+    ]
+
+    def compute(batch: Sequence[Heat]) -> list[Row]:
+        began = time.monotonic()
+        with contestants[batch[0].method].applied(lm):
+            asked = [pairs[heat.example.id] for heat in batch]
+            losses = lm.answer_token_loss(asked, batch_size=len(batch))
+        seconds = (time.monotonic() - began) / len(batch)
+        return [
+            {"round": heat.round, "loss": loss, "seconds": seconds}
+            for heat, loss in zip(batch, losses.tolist(), strict=True)
         ]
-        remedies.append(Remedy(name, gain, round(median(ratios), 2)))
-    return sorted(remedies, key=_rank)
 
+    def proof(heat: Heat) -> Row:
+        prompt, answer = pairs[heat.example.id]
+        return {
+            REQUEST: request_digest([*prompt, *answer], ()),
+            COMPUTATION: short_hash(repr(contestants[heat.method])),
+        }
 
-def _better_half(
-    contestants: Mapping[str, Method], losses: Mapping[str, Sequence[float]]
-) -> dict[str, Method]:
-    """The unmodified model, and the half of the methods with the lower loss, two or more."""
-    names = sorted(
-        (name for name in contestants if name != UNMODIFIED),
-        key=lambda name: sum(losses[name]),
+    made = rows.complete(
+        ROWS_FILE,
+        "remedies",
+        batches,
+        lambda heat: {"method": heat.method, "id": heat.example.id},
+        compute,
+        proof=proof,
+        schedule=Heats(rows.out, list(contestants), is_over),
     )
-    kept = names[: max(len(names) // 2, 2)]
-    return {
-        name: method
-        for name, method in contestants.items()
-        if name == UNMODIFIED or name in kept
-    }
+    return sorted((_remedy(name, made, examples) for name in methods), key=_rank)
+
+
+def _remedy(name: str, rows: Sequence[Row], examples: Sequence[Example]) -> Remedy:
+    """The gain of a method on the prompts that it read, and its time over that of the unmodified model."""
+    unmodified = {row["id"]: row for row in rows if row["method"] == UNMODIFIED}
+    own = {row["id"]: row for row in rows if row["method"] == name}
+    both = [e for e in examples if e.id in own and e.id in unmodified]
+    falls = [unmodified[e.id]["loss"] - own[e.id]["loss"] for e in both]
+    gain = difference(np.array(falls), [e.question_id for e in both])
+    ratios = [own[e.id]["seconds"] / unmodified[e.id]["seconds"] for e in both]
+    return Remedy(name, gain, round(median(ratios), 2))
 
 
 def _rank(remedy: Remedy) -> tuple[int, float]:

@@ -14,7 +14,6 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import torch
 from posbench.run.folder import RowKey, RunDir
-from posbench.run.progress import Progress
 from posbench.stats.outcomes import FAILED
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ Proof = Callable[[Any], Mapping[str, Any]]
 Compute = Callable[[Sequence[Any]], list[Row]]
 """The rows of a batch of items, one per item, in order, without the fields that identify them."""
 
-ShowProgress = Callable[[str, int, int], AbstractContextManager[Progress]]
+ShowProgress = Callable[[str, int, int], AbstractContextManager[Callable[[int], Any]]]
 """Shows progress while a block runs, by a label, the number of rows, and of those that an earlier session made."""
 
 FAILURES_IN_A_ROW = 3

@@ -1,0 +1,97 @@
+"""The race of methods: paired losses, the worse half drops out, a killed race goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posbench.diagnose.race import BATCH, FIRST_ROUND, ROWS_FILE, race
+from posbench.measure.replies import encode_with_answer
+from posbench.methods import Method, ScaleChannel, Unmodified
+from posbench.methods.layer_scaling import LayerScaling
+from posbench.model.lm import LM
+from posbench.model.load import load
+from posbench.run.folder import RunDir
+from posbench.run.rows import ResumableRows
+from posbench.tasks import KVRetrieval
+
+METHODS: dict[str, Method] = {
+    "half": ScaleChannel(channel=15, factor=0.5, layers=(1, 3)),
+    "zero": ScaleChannel(channel=15, factor=0.0, layers=(1, 3)),
+    "minus": ScaleChannel(channel=15, factor=-1.0, layers=(1, 3)),
+    "wide": LayerScaling(scales=(1.2, 1.1, 1.3, 1.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return load("tiny")
+
+
+@pytest.fixture(scope="module")
+def task() -> KVRetrieval:
+    return KVRetrieval(
+        pairs=8, records="words", prompt="compact", calibration_examples=20, limit=1
+    )
+
+
+def rows_in(folder: Path, read: list[int]) -> ResumableRows:
+    """The rows of a race; the numbers of prompts that it reads are added to ``read``."""
+    folder.mkdir(exist_ok=True)
+
+    @contextmanager
+    def progress(label: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+        yield read.append
+
+    return ResumableRows(RunDir(folder), progress)
+
+
+def test_gains_are_those_of_the_losses_one_by_one(
+    lm: LM, task: KVRetrieval, tmp_path: Path
+) -> None:
+    examples = task.examples("calibration")[:16]
+    read: list[int] = []
+    found = race(lm, METHODS, examples, rows_in(tmp_path / "a", read), lambda: False)
+
+    def losses(method: Method, count: int) -> np.ndarray:
+        values = []
+        with method.applied(lm):
+            for example in examples[:count]:
+                pair = encode_with_answer(lm, example)
+                values.append(float(lm.answer_token_loss([pair], batch_size=1)[0]))
+        return np.array(values)
+
+    totals = {n: losses(m, FIRST_ROUND).sum() for n, m in METHODS.items()}
+    kept = sorted(totals, key=totals.__getitem__)[:2]
+    assert {r.name: r.gain.n for r in found if r.gain} == {
+        name: 16 if name in kept else FIRST_ROUND for name in METHODS
+    }
+    for remedy in found:
+        assert remedy.gain is not None
+        count = remedy.gain.n
+        gain = losses(Unmodified(), count) - losses(METHODS[remedy.name], count)
+        assert remedy.gain.value == pytest.approx(gain.mean(), abs=1e-5)
+    assert sum(read) == 5 * FIRST_ROUND + 3 * BATCH
+
+
+def test_a_race_that_was_ended_goes_on_where_it_was(
+    lm: LM, task: KVRetrieval, tmp_path: Path
+) -> None:
+    examples = task.examples("calibration")
+    read: list[int] = []
+    alone = race(lm, METHODS, examples, rows_in(tmp_path / "b", read), lambda: False)
+    for end in (1, 2, 3):
+        folder = tmp_path / str(end)
+        answers = iter([False] * (end - 1) + [True])
+        first: list[int] = []
+        race(lm, METHODS, examples, rows_in(folder, first), lambda a=answers: next(a))
+        second: list[int] = []
+        found = race(lm, METHODS, examples, rows_in(folder, second), lambda: False)
+        assert [(r.name, r.gain) for r in found] == [(r.name, r.gain) for r in alone]
+        assert sum(first) + sum(second) == sum(read) and sum(first) < sum(read)
+        lines = (folder / ROWS_FILE).read_text().splitlines()
+        assert len(lines) == sum(read), "each prompt is read once"
