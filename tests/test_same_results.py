@@ -119,6 +119,6 @@ def test_a_number_that_rounding_moved_is_told_apart(recording: Recording) -> Non
     after = recording("after", attention="0.50003", said="accuracy 83.4")
     found = compare(recording("before"), after)
     assert not found.differences
-    table, text = sorted(found.moved)
+    text, table = sorted(found.moved)
     assert "attention.csv: attention: 1 moved, by up to 1.5e-05" in table
     assert "output.txt" in text

@@ -67,12 +67,12 @@ METHODS = {
 }
 SEARCHES = {
     "channel": f"method=scale_channel {CHANNEL}",
-    "official": f"method=scale_channel {CHANNEL}",
+    "official": f"method=scale_channel {CHANNEL} search.length=340 search.strings=6",
     "exhaustive": f"method=scale_channel {CHANNEL} search.factors=[0.0]",
     "genetic": f"method=layer_scaling {GENETIC}",
     "brute_force": f"method=layer_scaling {GENETIC}",
-    "gradient": "method=layer_scaling",
-    "router": "method=moice search.steps=3",
+    "gradient": "method=layer_scaling search.epochs=2 search.samples=64",
+    "router": "method=moice search.steps=3 search.batch=16",
 }
 STUDIES = {
     "ablations": f"{KV} {CHANNEL}",
