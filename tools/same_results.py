@@ -600,14 +600,19 @@ def settings_of(folder: Path) -> list[str]:
     return lines_of(file, folder) if file.is_file() else []
 
 
-def lines_of(file: Path, job: Path) -> list[str]:
-    """The compared lines of a text file of a job."""
+def text_of(file: Path, job: Path) -> str:
+    """The text of a file of a job, without its places, the hashes of run folders, and ports."""
     text = file.read_text(errors="backslashreplace")
     facts = job / JOB_FILE
     if facts.is_file():
         for root, name in json.loads(facts.read_text())["roots"].items():
             text = text.replace(root, name)
-    text = MODULE.sub("", HASH.sub("HASH", plain_name(text)))
+    return plain_name(text)
+
+
+def lines_of(file: Path, job: Path) -> list[str]:
+    """The compared lines of a file of plain text."""
+    text = MODULE.sub("", HASH.sub("HASH", text_of(file, job)))
     if file.name == TEXT_FILE:
         text = DURATION.sub("TIME", text)
     return [line for line in text.splitlines() if not DROPPED_LINES.search(line)]
@@ -616,17 +621,13 @@ def lines_of(file: Path, job: Path) -> list[str]:
 def rows_of(file: Path, job: Path) -> list[list[Cell]]:
     """The rows of a file: of a table its lines, of JSON its values, of a text its lines, else a digest."""
     if file.suffix == ".csv":
-        with file.open(newline="") as stream:
-            header, *rows = csv.reader(stream)
-        # A cell that a row lacks, or has too many, is an error in itself.
-        cells = [list(zip(header, row, strict=True)) for row in rows]
-        return [
-            [cell for cell in row if is_compared(cell[0])]
-            for row in [list(zip(header, header, strict=True)), *cells]
-        ]
+        header, *rows = csv.reader(io.StringIO(text_of(file, job), newline=""))
+        # A table without rows has columns, too.
+        table = [list(zip(header, row, strict=True)) for row in [header, *rows]]
+        return [[cell for cell in row if is_compared(cell[0])] for row in table]
     if file.suffix in (".json", ".jsonl"):
-        text = file.read_text()
-        parts = text.splitlines() if file.suffix == ".jsonl" else [text]
+        text = text_of(file, job)
+        parts = text.strip().split("\n") if file.suffix == ".jsonl" else [text]
         return [list(leaves(json.loads(part))) for part in parts]
     if file.suffix in (".safetensors", ".gguf"):
         return [[("sha256", hashlib.sha256(file.read_bytes()).hexdigest())]]
