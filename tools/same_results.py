@@ -149,7 +149,8 @@ EXPERIMENTS = {
     "lpes_table1_kv": f"{KV} model=tiny",
     "lpes_table8": f"{KV} {GENETIC}",
     "lpes_fig5": f"{KV} study.prompts=6",
-    "wu2025_fig2": "study.iterations=20 study.seeds=1 study.processes=1",
+    "wu2025_fig2": "study.iterations=20 study.seeds=1 study.processes=1 "
+    "'study.conditions=[{mask: decay, pe: none, depth: 2}]'",
     "behind_rope_fig2": "study.draws=40 study.tokens=12",
     "behind_rope_fig8": "study.samples=20 study.tokens=16",
 }
@@ -329,11 +330,13 @@ def record(arguments: argparse.Namespace) -> int:
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "400",
     }
-    sys.path.insert(0, str(checkout))
+    sys.path.insert(0, str(ROOT))
+    import tests  # noqa: F401, of this checkout
+
+    sys.path[0] = str(checkout)
     import posbench
 
     assert Path(posbench.__file__).is_relative_to(checkout), posbench.__file__
-    sys.path[0] = str(ROOT)  # for the tests
     experiments = sorted(
         file.stem
         for file in (checkout / "experiments").rglob("*.yaml")
@@ -727,7 +730,8 @@ def main() -> None:
     if arguments.verb == "record":
         sys.exit(min(record(arguments), 1))
     found = compare(arguments.before, arguments.after)
-    print(*found.moved, *found.differences, sep="\n")
+    for line in (*found.moved, *found.differences):
+        print(line)
     print(f"{len(found.differences)} differences, {len(found.moved)} moved by rounding")
     sys.exit(min(len(found.differences), 1))
 
