@@ -343,6 +343,11 @@ def record(arguments: argparse.Namespace) -> int:
         if re.search("^experiment:", file.read_text(), re.MULTILINE)
     )
     jobs = all_jobs(experiments)
+    words = set(re.findall(r"\w+", repr(jobs))) | set(LEFT_OUT)
+    for group in ("method", "search", "study", "task"):
+        for file in sorted((checkout / "conf" / group).glob("*.yaml")):
+            if file.stem not in words:
+                print(f"in no job: {group}={file.stem}")
     names = arguments.only or list(jobs)
     if not set(names) <= set(jobs):
         sys.exit(f"no such job: {', '.join(sorted(set(names) - set(jobs)))}")
