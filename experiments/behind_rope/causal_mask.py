@@ -9,6 +9,12 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from annotated_types import Ge, MinLen
 
+from behind_rope.maps import (
+    long_table,
+    maps_figure,
+    stack_maps,
+    title_layers,
+)
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Figure, pd
@@ -20,12 +26,6 @@ from posbench.stats.bootstrap import Array
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.studies.behind_rope.maps import (
-    long_table,
-    maps_figure,
-    stack_maps,
-    title_layers,
-)
 from posbench.theory import causal_mask as theory
 
 PAPER = "Behind RoPE,"

@@ -10,6 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from behind_rope.maps import (
+    long_table,
+    maps_figure,
+    rows_of_panels,
+    stack_maps,
+)
+from behind_rope.score_map import NEEDS_NO_ROPE, Sampled
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Tensor, inference_mode, pd
@@ -27,13 +34,6 @@ from posbench.run.base import Run
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, join_findings
 from posbench.studies.base import Tables
-from posbench.studies.behind_rope.maps import (
-    long_table,
-    maps_figure,
-    rows_of_panels,
-    stack_maps,
-)
-from posbench.studies.behind_rope.score_map import NEEDS_NO_ROPE, Sampled
 
 PANELS = {
     "a": "LN(X)",

@@ -11,6 +11,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
+from behind_rope.maps import (
+    long_table,
+    maps_figure,
+    rows_of_panels,
+    stack_maps,
+    title_layers,
+)
 from posbench.errors import UserError
 from posbench.files.sources import Source
 from posbench.late import pd
@@ -24,13 +31,6 @@ from posbench.run.cost import StudyWorkload
 from posbench.schema import Seed, Several
 from posbench.stats.findings import SMALLEST_SHARE, Finding, estimate, join_findings
 from posbench.studies.base import Study, Tables
-from posbench.studies.behind_rope.maps import (
-    long_table,
-    maps_figure,
-    rows_of_panels,
-    stack_maps,
-    title_layers,
-)
 from posbench.studies.prompts import need_whole_maps
 from posbench.theory.causal_mask import diagonal_normalised
 

@@ -24,9 +24,9 @@ from posbench.stats.bootstrap import Array
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.studies.wu2025.synthetic_tables import TEST_SD, read_printed_cells
-from posbench.studies.wu2025.training import PAIRS
 from posbench.theory import masks, rope
+from wu2025.synthetic_tables import TEST_SD, read_printed_cells
+from wu2025.training import PAIRS
 
 DECAY = -float(np.log(0.8))  # m of the paper's decay mask, per token: gamma 0.8
 WIDTH = 5.3  # tokens; standard deviation of one layer's attention at ROPE_ANGLE

@@ -11,8 +11,8 @@ from annotated_types import Ge, Le
 
 from posbench.late import Tensor, nn, torch
 from posbench.schema import Count, NonNegative, Positive
-from posbench.studies.wu2025.sequences import Mixture
 from posbench.theory import masks
+from wu2025.sequences import Mixture
 
 HIDDEN_LAYERS = 3  # of the classifier
 

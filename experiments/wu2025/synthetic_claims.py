@@ -14,7 +14,7 @@ from posbench.late import pd
 from posbench.stats import reference
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding, join_findings
-from posbench.studies.wu2025 import synthetic_tables as tables
+from wu2025 import synthetic_tables as tables
 
 GAPS = ["FM", "FL", "ML"]
 """Names in the claims of the gaps [first, middle], [first, last], [middle, last]."""

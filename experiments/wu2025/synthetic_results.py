@@ -12,15 +12,15 @@ from posbench.files.atomic import Row
 from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.run.base import Run
-from posbench.studies.wu2025 import synthetic_tables as tables
-from posbench.studies.wu2025.synthetic_claims import thresholds
-from posbench.studies.wu2025.synthetic_training import TrainedNetworks
-from posbench.studies.wu2025.training import FACTS, ROWS, read_trainings
+from wu2025 import synthetic_tables as tables
+from wu2025.synthetic_claims import thresholds
+from wu2025.synthetic_training import TrainedNetworks
+from wu2025.training import FACTS, ROWS, read_trainings
 
 PUBLISHED = ("gaps", "sinks")
 """Tables of an earlier run that are read."""
 FILES = [f"wu2025_fig{number}.csv" for number in (*range(2, 9), *range(13, 19))]
-"""The paper's cells in experiments/reference."""
+"""The paper's cells in reference/."""
 ENOUGH_SEEDS = f"{tables.MIN_SEEDS} seeds or more"
 MEANINGS = {
     "agrees": (

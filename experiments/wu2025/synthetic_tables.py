@@ -16,10 +16,10 @@ from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.stats import reference
 from posbench.stats.bootstrap import Z95, normal
-from posbench.studies.wu2025.network import Attention
-from posbench.studies.wu2025.sequences import Mixture, copying_gap
-from posbench.studies.wu2025.training import PAIRS, Condition, Measured
 from posbench.theory import masks
+from wu2025.network import Attention
+from wu2025.sequences import Mixture, copying_gap
+from wu2025.training import PAIRS, Condition, Measured
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
@@ -56,7 +56,7 @@ def tabulate(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame
 
     Args:
         measured: Rows of trainings with their conditions.
-        files: Tables in experiments/reference with the paper's cells. With these only conditions are compared whose
+        files: Tables in reference/ with the paper's cells. With these only conditions are compared whose
             other settings are the paper's, too.
 
     Raises:

@@ -26,13 +26,13 @@ from posbench.run.base import Run
 from posbench.schema import Count, build
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
-from posbench.studies.wu2025.synthetic_claims import findings
-from posbench.studies.wu2025.synthetic_tables import (
+from wu2025.synthetic_claims import findings
+from wu2025.synthetic_tables import (
     figures,
     read_printed_cells,
     tabulate,
 )
-from posbench.studies.wu2025.training import Condition, Measured, train
+from wu2025.training import Condition, Measured, train
 
 PAPER_ITERATIONS = 100_000
 PAPER_SEEDS = 5
@@ -72,7 +72,7 @@ class SyntheticTraining(TrainedNetworks):
         seeds: Number of seeds (0, 1, ...) instead of the preset's.
         processes: Trainings at a time on a CPU, one thread each; None: runtime.threads.
         trainings: Folder of the trainings, where they go on; None: next to the run folder.
-        reference: CSV in experiments/reference with the paper's cells.
+        reference: CSV in reference/ with the paper's cells.
     """
 
     conditions: Annotated[tuple[dict[str, Any], ...], MinLen(1)]

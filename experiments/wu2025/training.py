@@ -22,9 +22,9 @@ from posbench.late import F, Tensor, torch
 from posbench.run.folder import RunDir
 from posbench.run.lease import owning
 from posbench.schema import Count, NonNegative, Positive, Several, build
-from posbench.studies.wu2025 import sequences as data
-from posbench.studies.wu2025.network import Attention, AttentionNetwork
 from posbench.theory import masks
+from wu2025 import sequences as data
+from wu2025.network import Attention, AttentionNetwork
 
 PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
 """Items whose accuracies are compared; a gap above 0 is a bias to the earlier one."""

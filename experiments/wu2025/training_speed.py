@@ -21,9 +21,9 @@ from posbench.late import F, nn, pd, torch
 from posbench.run.base import Run
 from posbench.schema import Count
 from posbench.studies.cost.timing import TimingStudy, with_environment
-from posbench.studies.wu2025.network import HIDDEN_LAYERS
-from posbench.studies.wu2025.sequences import ClassWorld, training_batch
-from posbench.studies.wu2025.training import Condition, Ensemble
+from wu2025.network import HIDDEN_LAYERS
+from wu2025.sequences import ClassWorld, training_batch
+from wu2025.training import Condition, Ensemble
 
 CPU = torch.device("cpu")
 

@@ -27,13 +27,13 @@ from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.yu2025 import (
+from posbench.tasks import Example
+from yu2025 import (
     channel_subtraction,
     crop_mask,
     doubling,
     hidden_perturbation,
 )
-from posbench.tasks import Example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,26 +27,15 @@ from posbench.stats.findings import Finding, estimate_row
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import LayerRange, Prompts, RowsByVariant, gold_index
+from posbench.studies.prompts import (
+    ItemChange,
+    LayerRange,
+    Prompts,
+    RowsByVariant,
+    gold_index,
+)
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
-
-
-class ItemChange(NamedTuple):
-    """How the forward pass treats one item of a prompt.
-
-    Attributes:
-        label: What is changed, for readers.
-        crops_mask: Whether the item sees nothing that comes before it.
-        moved_to: Where the item stands whose position ids it takes; empty: it keeps its own.
-        of_another: Whether that is another item than the gold one (a control).
-    """
-
-    label: str
-    crops_mask: bool = False
-    moved_to: Literal["beginning", "end", ""] = ""
-    of_another: bool = False
-
 
 CHANGES = {
     "crop": ItemChange("crop mask", crops_mask=True),

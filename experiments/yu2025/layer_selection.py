@@ -30,13 +30,13 @@ from posbench.stats.findings import (
 )
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import LayerRange, Prompts, check_prompts, unless_missing
-from posbench.studies.yu2025.ablations import (
+from posbench.tasks import Example
+from yu2025.ablations import (
     CONTROL,
     channel_search,
     evaluate_settings,
     random_channel,
 )
-from posbench.tasks import Example
 
 LOSSES = "range_losses.jsonl"
 ATTENTION = "range_attention.jsonl"

@@ -34,8 +34,7 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.stats.position_bias import largest_gap
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Prompts, gold_index
-from posbench.studies.yu2025.crop_mask import ItemChange
+from posbench.studies.prompts import ItemChange, Prompts, gold_index
 from posbench.tasks import Example
 from posbench.tasks.items import sort_by_gold_position
 

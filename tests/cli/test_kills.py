@@ -138,7 +138,7 @@ def _micro(root: Path) -> None:
 
 def _trainings(root: Path) -> None:
     """Two finished trainings in the folder that a study of their results reads."""
-    from posbench.studies.wu2025.training import Condition, train
+    from wu2025.training import Condition, train
 
     for pe in ("none", "rope"):
         condition = Condition(pe=pe, residual=True, bias=(0, 7), batch=4, sequences=20)  # type: ignore[arg-type]

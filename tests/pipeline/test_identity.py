@@ -18,12 +18,12 @@ from posbench.files.sources import checkpoint_source as checkpoint_source
 from posbench.methods.ms_poe import MsPoE
 from posbench.pipeline import execute, identity
 from posbench.search.channel import ChannelSearch
+from posbench.studies.attention_to_gold import AttentionToGold
 from posbench.studies.cost.latency import Latency
-from posbench.studies.wu2025.masks import Masks
-from posbench.studies.yu2025.attention_to_gold import AttentionToGold
-from posbench.studies.yu2025.crop_mask import CropMask as CropMaskStudy
 from posbench.tasks.longbench import LongBench
 from tests.conftest import config_of
+from wu2025.masks import Masks
+from yu2025.crop_mask import CropMask as CropMaskStudy
 
 BASE = ["model=tiny", "method=scale_channel", "stages=[evaluate]", "runtime.device=cpu"]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from posbench.studies.cost import training_speed
-from posbench.studies.wu2025.training import Condition, Ensemble
 from tests.conftest import Result, run_folders
+from wu2025.training import Condition, Ensemble
 
 PLAIN = [
     Condition(pe="rope", residual=True),

@@ -13,8 +13,8 @@ import scipy
 from posbench import paths
 from posbench.files.markdown import markdown
 from posbench.stats.bootstrap import Z95
-from posbench.studies.wu2025.synthetic_claims import findings, thresholds
-from posbench.studies.wu2025.synthetic_results import (
+from wu2025.synthetic_claims import findings, thresholds
+from wu2025.synthetic_results import (
     FILES,
     _misses,
     _networks,
@@ -22,7 +22,7 @@ from posbench.studies.wu2025.synthetic_results import (
     _omegas,
     _verdicts,
 )
-from posbench.studies.wu2025.synthetic_tables import (
+from wu2025.synthetic_tables import (
     CELL,
     PAIR_NAMES,
     SETTINGS,

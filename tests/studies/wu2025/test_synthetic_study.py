@@ -12,16 +12,16 @@ import yaml
 
 from posbench import paths
 from posbench.files.atomic import write_csv
-from posbench.studies.wu2025.synthetic_results import SyntheticResults
-from posbench.studies.wu2025.synthetic_tables import (
+from tests.conftest import Result, run_folders
+from tests.messages import assert_names, refused
+from wu2025.synthetic_results import SyntheticResults
+from wu2025.synthetic_tables import (
     SETTINGS,
     read_printed_cells,
     tabulate,
 )
-from posbench.studies.wu2025.synthetic_training import SyntheticTraining
-from posbench.studies.wu2025.training import Condition, Ensemble, train
-from tests.conftest import Result, run_folders
-from tests.messages import assert_names, refused
+from wu2025.synthetic_training import SyntheticTraining
+from wu2025.training import Condition, Ensemble, train
 
 TINY = [
     "study=synthetic_training",
