@@ -104,7 +104,9 @@ def test_the_page_of_claims_says_what_the_gallery_says() -> None:
         for claim, models, verdict in _gallery_verdicts(gallery)
         for model in models
     }
-    page = (paths.EXPERIMENTS / "results/yu2025_claims.md").read_text(encoding="utf-8")
+    page = (paths.EXPERIMENTS / "yu2025/results/yu2025_claims.md").read_text(
+        encoding="utf-8"
+    )
     header, _, *rows = (line for line in page.splitlines() if line.startswith("| "))
     names = header.strip("| ").split(" | ")[1:]
     compared = 0

@@ -100,7 +100,10 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
     assert listed.returncode == 0, listed.stderr
     assert all(
         name in listed.stdout
-        for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)]
+        for name in [
+            *choices(paths.CONF / "model"),
+            *choices(*paths.group_folders("experiment")),
+        ]
     )
     few = [
         "task.limit=3",

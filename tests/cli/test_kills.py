@@ -232,8 +232,9 @@ JOBS = {
 def test_every_search_and_study_is_killed() -> None:
     files = [
         file
+        for folder in paths.BUILT_IN
         for kind in ("search", "study")
-        for file in (paths.CONF / kind).glob("*.yaml")
+        for file in (folder / kind).glob("*.yaml")
     ]
     assert set(JOBS) == {file.stem for file in files}
 

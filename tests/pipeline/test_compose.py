@@ -132,7 +132,9 @@ def test_a_model_without_a_block_for_the_task_leaves_the_papers_settings() -> No
 
 
 def test_what_an_experiment_sets_stands_over_the_models_block() -> None:
-    file = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table1_kv.yaml").read_text())
+    file = yaml.safe_load(
+        paths.find_choice("experiment", "yu2025_table1_kv").read_text()
+    )
     own = compose_one("experiment=yu2025_table1_kv", "model=tiny").raw["task"]
     assert "pairs" not in file["task"] or own["pairs"] == file["task"]["pairs"]
     set_by = {
@@ -243,7 +245,7 @@ def test_references_are_resolved_against_the_model() -> None:
 
 def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
     jobs = _jobs("experiment=yu2025_fig6", "task.pairs=8")
-    values = yaml.safe_load((paths.EXPERIMENTS / "yu2025_fig6.yaml").read_text())[
+    values = yaml.safe_load(paths.find_choice("experiment", "yu2025_fig6").read_text())[
         "experiment"
     ]["grid"]
     assert [job.raw["method"]["factor"] for job in jobs] == values["method.factor"]

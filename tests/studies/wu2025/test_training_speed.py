@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from posbench.studies.cost import training_speed
 from tests.conftest import Result, run_folders
+from wu2025 import training_speed
 from wu2025.training import Condition, Ensemble
 
 PLAIN = [
