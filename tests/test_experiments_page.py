@@ -188,13 +188,10 @@ def _run(
 
 def _line(folder: Path, name: str = "yu2025_fig7") -> list[str]:
     """Command, minutes and status of an experiment's line on the page."""
-    (line,) = (
-        line
-        for line in experiments_page(folder).splitlines()
-        if f"({name}.yaml)" in line
-    )
+    link = f"(yu2025/experiment/{name}.yaml)"
+    (line,) = (line for line in experiments_page(folder).splitlines() if link in line)
     command, *told = [cell.strip() for cell in line.split("|")[3:6]]
-    return [command.removesuffix(f"]({name}.yaml)").removeprefix("["), *told]
+    return [command.removesuffix(f"]{link}").removeprefix("["), *told]
 
 
 def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None:

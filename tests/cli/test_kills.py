@@ -120,6 +120,7 @@ TRAINED += ["study.processes=1"]
 PROMPT = ["study.pairs=[8]", "study.examples=2", "study.new_tokens=1"]
 SHAPES = ["study.tokens=64", "study.works=[Table 1]"]
 REPEATS = ["study.iterations=2", "study.repeats=1"]
+SCORED = Path(__file__).parents[1] / "data" / "scored"
 TIMES = ("seconds", "(ratio|speedup)(_min|_max)?", "iterations_per_second", "gflops")
 """Columns of times and of what is made of times, in a study that compares them."""
 
@@ -210,7 +211,7 @@ JOBS = {
         "runtime.batch_size=3",
         model="tiny_nope",
     ),
-    **_study("scorers", model=""),
+    **_study("scorers", f"study.data={SCORED}", model=""),
     **_study(
         "search_cost",
         *SCALES,

@@ -120,7 +120,7 @@ def test_the_data_of_a_module_count_with_it(
 
 
 def test_a_changed_figure_of_a_study_makes_no_other_run(package: Path) -> None:
-    file = package / "studies/yu2025/attention_to_gold.py"
+    file = package / "studies/attention_to_gold.py"
     text = file.read_text()
     before = _digest(AttentionToGold)
     assert text.count("@plot.styled") == 3
