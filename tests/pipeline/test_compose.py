@@ -432,6 +432,24 @@ def test_flags_that_are_none(
         _jobs(*args)
 
 
+@pytest.mark.parametrize("module", ["yu2025.py", "yu2025/__init__.py"])
+def test_a_module_of_a_papers_name_is_refused(module: str, tmp_path: Path) -> None:
+    file = tmp_path / module
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    path = tmp_path / module.partition("/")[0]
+    with refused("--config-dir", str(path), allowed="yu2025", hint="rename"):
+        _jobs("--config-dir", str(tmp_path), "model=tiny")
+
+
+def test_a_papers_folder_may_be_named_and_changes_nothing() -> None:
+    paper = next(folder for folder in paths.PAPERS if folder.name == "yu2025")
+    args = ["study=doubling", "model=tiny"]
+    (named,) = _jobs("--config-dir", str(paper), *args)
+    (unnamed,) = _jobs(*args)
+    assert named == unnamed
+
+
 def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
     (own / "model" / "mine.yaml").write_text("path: [x\n")
     with refused("config file", str(own), allowed="YAML", hint="line 1"):
