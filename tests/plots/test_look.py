@@ -19,17 +19,12 @@ from posbench import paths
 from posbench.plots import attention, scores, search, sweep
 from posbench.plots import base as plot
 from posbench.stats.findings import estimate_columns
+from posbench.studies import attention_to_gold
 from posbench.studies.cost.timing import ratio_figure
 from tests import frames
 from tests.plots.test_search import GENERATIONS, PARTS, SEARCH
 from wu2025.rollout import RESIDUAL_SHARES, rollout_figure
-from yu2025 import (
-    ablations,
-    attention_to_gold,
-    channel_subtraction,
-    crop_mask,
-    doubling,
-)
+from yu2025 import ablations, channel_subtraction, crop_mask, doubling
 from yu2025 import hidden_perturbation as perturbed
 
 ROLES = (
