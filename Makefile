@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
-TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*.yaml)))
+TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*/experiment/*.yaml)))
 # What a real model of 135M parameters is asked. Left out: what needs a benchmark's files (posbench experiment=yu2025_table2
 # task.path=DIR model=smollm2), and LPES' tables of several searches, an hour each at full size (in minutes: posbench
 # experiment=lpes_table6 model=smollm2 task.calibration_examples=8).

@@ -56,7 +56,7 @@ PAGES = {
 BELOW = {
     "experiments/results/README": (
         "Results",
-        ["experiments/results/*", "experiments/results/*/*"],
+        ["experiments/results/*", "experiments/results/*/*", "experiments/*/results/*"],
     ),
     "docs/embedded_models": ("Model cards", ["posbench/embedded/models/*/README"]),
 }

@@ -79,7 +79,7 @@ def config_names() -> Iterator[str]:
         yield f"key {key}"
     for stage in STAGES:
         yield f"choice stages={stage}"
-    for experiment in choices(paths.EXPERIMENTS):
+    for experiment in choices(*paths.group_folders("experiment")):
         yield f"choice experiment={experiment}"
     plain: dict[str, type[Any]] = {
         "model": ModelConfig,
@@ -91,9 +91,9 @@ def config_names() -> Iterator[str]:
     for group, cls in plain.items():
         yield from (f"key {group}.{field.name}" for field in dataclasses.fields(cls))
     for group in (*GROUPS, "runtime/cluster"):
-        for name in choices(paths.CONF / group):
+        for name in choices(*paths.group_folders(group)):
             yield f"choice {group}={name}"
-            text = (paths.CONF / group / f"{name}.yaml").read_text()
+            text = paths.find_choice(group, name).read_text()
             # A choice without a class is another one's variant.
             if "_target_" in text and group != "model":
                 cls, _ = resolve_target(yaml.safe_load(text), object, group)

@@ -104,7 +104,9 @@ def test_the_page_of_claims_says_what_the_gallery_says() -> None:
         for claim, models, verdict in _gallery_verdicts(gallery)
         for model in models
     }
-    page = (paths.EXPERIMENTS / "results/yu2025_claims.md").read_text(encoding="utf-8")
+    page = (paths.EXPERIMENTS / "yu2025/results/yu2025_claims.md").read_text(
+        encoding="utf-8"
+    )
     header, _, *rows = (line for line in page.splitlines() if line.startswith("| "))
     names = header.strip("| ").split(" | ")[1:]
     compared = 0
@@ -186,13 +188,10 @@ def _run(
 
 def _line(folder: Path, name: str = "yu2025_fig7") -> list[str]:
     """Command, minutes and status of an experiment's line on the page."""
-    (line,) = (
-        line
-        for line in experiments_page(folder).splitlines()
-        if f"({name}.yaml)" in line
-    )
+    link = f"(yu2025/experiment/{name}.yaml)"
+    (line,) = (line for line in experiments_page(folder).splitlines() if link in line)
     command, *told = [cell.strip() for cell in line.split("|")[3:6]]
-    return [command.removesuffix(f"]({name}.yaml)").removeprefix("["), *told]
+    return [command.removesuffix(f"]{link}").removeprefix("["), *told]
 
 
 def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None:

@@ -259,15 +259,16 @@ def test_claims_of_studies_without_a_run_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "beside"), [("smollm2", None), ("yu2025_claims", "smollm2")]
+    ("name", "beside"),
+    [("results/smollm2", None), ("yu2025/results/yu2025_claims", "results/smollm2")],
 )
 def test_pages_of_claims_are_those_of_their_tables(
     name: str, beside: str | None
 ) -> None:
-    results = paths.EXPERIMENTS / "results"
-    further = pages.read_claims(results / f"{beside}.csv") if beside else None
-    claims = pages.read_claims(results / f"{name}.csv")
-    page = results / f"{name}.md"
+    folder = paths.EXPERIMENTS
+    further = pages.read_claims(folder / f"{beside}.csv") if beside else None
+    claims = pages.read_claims(folder / f"{name}.csv")
+    page = folder / f"{name}.md"
     text = pages.claims_page(claims, further)
     assert pages.between_marks(page, "claims", text) == page.read_text()
 

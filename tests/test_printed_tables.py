@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from posbench import paths
 from posbench.stats import reference
 from tests.messages import assert_names
 from tests.test_documents import ROOT, shown
@@ -47,7 +46,7 @@ def statements(data: pd.DataFrame) -> pd.DataFrame:
 def rows_of(name: str) -> dict[tuple[str, str, str], tuple[dict[str, str], str]]:
     """Cells and printed average of each row of a table, read without pandas."""
     found: dict[tuple[str, str, str], tuple[dict[str, str], str]] = {}
-    with (paths.EXPERIMENTS / "reference" / f"{name}.csv").open() as file:
+    with reference.reference_tables()[f"{name}.csv"].open() as file:
         for line in csv.DictReader(file):
             task, _, subset = line["task"].partition(":")
             key = (line["model"], line["method"], task)

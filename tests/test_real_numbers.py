@@ -82,7 +82,9 @@ def test_the_count_of_claims_is_that_of_the_file() -> None:
         text,
     )
     assert counts is not None
-    yu = pages.read_claims(RESULTS / "yu2025_claims.csv")["study"]
+    yu = pages.read_claims(paths.EXPERIMENTS / "yu2025/results/yu2025_claims.csv")[
+        "study"
+    ]
     claims = pages.read_claims(RESULTS / "smollm2.csv")
     shown = claims[claims["study"].isin(yu) & (claims["kind"] == "paper")]
     shown = shown.drop_duplicates(["model", "claim", "statistic", "value", "n"])

@@ -1,7 +1,7 @@
 """The numbers of docs/mechanism.md.
 
 python tools/mechanism.py DIR    keeps those of the runs in an outputs folder, and writes the page's tables
-python tools/mechanism.py        writes the page's tables from those that are kept in experiments/results
+python tools/mechanism.py        writes the page's tables from those that are kept in experiments/yu2025/results
 
 DIR holds the experiments yu2025_fig3, yu2025_mechanism_mask, yu2025_mechanism_channel and yu2025_mechanism_tokens, the
 last one on each of the four models, and study=crop_mask on tiny_nope with layers 0 to 2 cropped.
@@ -32,7 +32,7 @@ from posbench.stats import reference
 from posbench.stats.frames import UNMODIFIED
 from tools.pages import between_marks
 
-NUMBERS = paths.EXPERIMENTS / "results" / "yu2025_mechanism.csv"
+NUMBERS = paths.EXPERIMENTS / "yu2025" / "results" / "yu2025_mechanism.csv"
 PAGE = paths.EXPERIMENTS.parent / "docs" / "mechanism.md"
 MODELS = ("tiny", "tiny_b", "tiny_nope", "tiny_alibi")
 WITH_ROPE = ("tiny", "tiny_b")

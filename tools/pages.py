@@ -17,7 +17,8 @@ of its runs in a folder of their own, or of the CSV file that its own page of cl
 
 python tools/pages.py gallery real --out experiments/results/smollm2.md
 python tools/pages.py gallery outputs --beside experiments/results/smollm2.md --out docs/gallery.md
-python tools/pages.py claims outputs --beside experiments/results/smollm2.csv --out experiments/results/yu2025_claims.md
+python tools/pages.py claims outputs --beside experiments/results/smollm2.csv \\
+  --out experiments/yu2025/results/yu2025_claims.md
 
 --keep leaves what a gallery or a page of claims shows of experiments that DIR has no runs of: those of a large model
 take hours, and need not all be made again, nor on one machine. Each says what it was made with.
@@ -42,7 +43,7 @@ import yaml
 from PIL import Image
 
 from posbench import paths
-from posbench.errors import UserError, choices, complain
+from posbench.errors import UserError, complain
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
 from posbench.files.parse import Objects
@@ -449,9 +450,9 @@ def read_captions() -> pd.DataFrame:
 def read_experiments() -> dict[str, Mapping[str, Any]]:
     """The configs of posbench's experiments, by name."""
     configs = {}
-    for name in choices(paths.EXPERIMENTS):
-        text = (paths.EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8")
-        configs[name] = yaml.safe_load(text)
+    for file in sorted(paths.EXPERIMENTS.glob("*/experiment/*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        configs[file.stem] = yaml.safe_load(text)
     return configs
 
 
@@ -548,7 +549,8 @@ def _experiment_cells(
             minutes = f"{wall_minutes:.1f}"
     if entry and entry.faults:
         status += f"; unfinished or damaged: {len(entry.faults)}"
-    return f"[`{command}`]({name}.yaml)", minutes, status
+    link = f"{config['experiment']['paper']}/experiment/{name}.yaml"
+    return f"[`{command}`]({link})", minutes, status
 
 
 def _run_status(entry: Entry) -> str:

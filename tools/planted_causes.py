@@ -31,7 +31,7 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import wilson
 from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
-from posbench.studies.yu2025.bias_source import MASK, POSITION_IDS
+from posbench.studies.bias_source import MASK, POSITION_IDS
 from posbench.tasks import Example, KVRetrieval
 from tools.pages import between_marks
 

@@ -3,7 +3,7 @@
 python tools/printed_tables.py [FOLDER]    # writes four tables and findings.csv, by default to build/printed_tables
 
 Asked is whether what Yu et al. 2025 and LPES print follows from the cells that they print, as they are in
-``experiments/reference``. A cell that counts right answers of 500 is exact; any other may be half a unit of its
+their ``reference/`` folders. A cell that counts right answers of 500 is exact; any other may be half a unit of its
 last digit off, and so may a mean of such cells.
 """
 

@@ -237,7 +237,9 @@ def _questions_per_sample(config: Config, stage: str) -> float:
 
 def row(experiment: str) -> list[str]:
     """Return name, tokens asked, and by model tokens computed, operations, memory, hours on one and on eight."""
-    cells = [f"[`{experiment}`](../experiments/{experiment}.yaml)"]
+    facts: Any = configs(experiment)[0].experiment
+    file = f"experiments/{facts.paper}/experiment/{experiment}.yaml"
+    cells = [f"[`{experiment}`](../{file})"]
     for name in MODELS:
         estimates = works(experiment, name)
         if name == MODELS[0]:

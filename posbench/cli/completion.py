@@ -95,9 +95,7 @@ def words(line: str) -> list[str]:
         candidates = _flags(verb)
     elif "=" in word:
         key = word.partition("=")[0]
-        names = choices(*(folder / key for folder in folders))
-        if key == "experiment":
-            names = _experiments(folders)
+        names = choices(*paths.group_folders(key, folders))
         candidates = [f"{key}={name}" for name in names]
         if word.startswith("method=from:"):
             candidates = [f"method=from:{name}" for name in _run_hashes(typed)]
@@ -108,7 +106,7 @@ def words(line: str) -> list[str]:
         if not typed:
             candidates += [name for name in main.VERBS if " " not in name]
         if verb == "figures":
-            candidates += _experiments(folders)
+            candidates += choices(*paths.group_folders("experiment", folders))
         elif verb == "submit":
             candidates.append("runtime/cluster=")
         if "." in word:
@@ -145,12 +143,6 @@ def _flags(verb: str) -> list[str]:
     return sorted(set(re.findall(r"(?<!\S)\[?(--?[a-z-]+)", text)))
 
 
-def _experiments(folders: Sequence[Path]) -> list[str]:
-    """The experiments of posbench, and those in the user's own config folders."""
-    own_folders = [folder / "experiment" for folder in folders[1:]]
-    return choices(paths.EXPERIMENTS, *own_folders)
-
-
 def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[str]:
     """The keys of a group, for the choice that is typed, or else that of the default config.
 
@@ -172,8 +164,7 @@ def _fields(group: str, typed: Sequence[str], folders: Sequence[Path]) -> list[s
                 choice_of_group |= entry
         choice_of_group |= dict(arg.split("=", 1) for arg in typed if "=" in arg)
         name = choice_of_group.get(group)
-        files = [folder / group / f"{name}.yaml" for folder in folders]
-        file = next((file for file in files if file.is_file()), None)
+        file = paths.find_choice(group, str(name), folders)
         if file is None:
             return []
         cls, _ = resolve_target(read_yaml(file, hint=CORRECT_FILE), object, group)

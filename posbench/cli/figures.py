@@ -294,11 +294,8 @@ def _select(args: Sequence[str], console: Console) -> list[Experiment]:
         arg for arg in remaining if arg not in names and not arg.startswith("paper=")
     ]
     _check_overrides(overrides)
-    folders = [
-        paths.EXPERIMENTS,
-        *(root / "experiment" for root in paths.config_folders(config_dir)[1:]),
-    ]
-    all_names = choices(*folders)
+    folders = paths.config_folders(config_dir)
+    all_names = choices(*paths.group_folders("experiment", folders))
     _check_names("figures", names, all_names)
     _check_names("paper", papers, list(PAPERS))
     shared_args = overrides
@@ -364,10 +361,9 @@ def _check_names(
 
 def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     """What the file of an experiment says of it, and whether it trains."""
-    files = [folder / f"{name}.yaml" for folder in folders]
-    file = next(file for file in files if file.is_file())
+    file = paths.find_choice("experiment", name, folders)
     try:
-        data = read_yaml(file, hint=CORRECT_FILE)
+        data = read_yaml(file, hint=CORRECT_FILE) if file else {}
         return {**data["experiment"], "trains": trains_networks(data)}
     except (UserError, KeyError, TypeError):
         return {}  # composing it tells what is wrong

@@ -136,7 +136,7 @@ def configured(
         f"model.path={pretrained}",
         f"model.name={Path(pretrained).name}",
     ]
-    if pretrained in choices(*(folder / "model" for folder in folders)):
+    if pretrained in choices(*paths.group_folders("model", folders)):
         overrides = [f"model={pretrained}"]
     # Commas separate the harness's arguments, so methods are joined by plus signs.
     if "+" in method:

@@ -179,12 +179,13 @@ def _entry(
         return replace(
             earlier[-1], overrides=composed.overrides, multirun=composed.multirun
         )
+    own = paths.own_folder(composed.folders)
     return Submission(
         id="",
         kind=config.runtime.cluster.kind if config.runtime.cluster else "",
         overrides=composed.overrides,
         multirun=composed.multirun,
-        own=str(composed.folders[-1]) if len(composed.folders) > 1 else None,
+        own=str(own) if own else None,
     )
 
 

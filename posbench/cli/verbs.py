@@ -105,17 +105,13 @@ def _records(kind: str, config_dir: str | None) -> list[dict[str, object]]:
             }
             for family in FAMILIES
         ]
-    folders = [
-        root / KINDS.get(kind, "experiment")
-        for root in paths.config_folders(config_dir)
-    ]
-    if kind not in KINDS:
-        folders[0] = paths.EXPERIMENTS
+    group = KINDS.get(kind, "experiment")
+    folders = paths.config_folders(config_dir)
     records: list[dict[str, object]] = []
-    for name in choices(*folders):
-        files = [folder / f"{name}.yaml" for folder in folders]
-        file = next(file for file in files if file.is_file())
-        records.append({"name": name, **_facts(kind, file)})
+    for name in choices(*paths.group_folders(group, folders)):
+        file = paths.find_choice(group, name, folders)
+        if file:
+            records.append({"name": name, **_facts(kind, file)})
     return records
 
 
@@ -270,11 +266,11 @@ def _all_choices() -> list[list[str]]:
     """Overrides for every choice of every group and every experiment."""
     commands = []
     for group in GROUPS:
-        for name in choices(paths.CONF / group):
+        for name in choices(*paths.group_folders(group)):
             if (group, name) != ("task", "own_data"):  # which needs a file
                 choice = f"{group}={name}"
                 commands.append([choice, *_required_overrides(group, name)])
-    experiments = choices(paths.EXPERIMENTS)
+    experiments = choices(*paths.group_folders("experiment"))
     return commands + [[f"experiment={name}"] for name in experiments]
 
 

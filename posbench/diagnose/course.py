@@ -85,8 +85,8 @@ from posbench.stats.verdict import (
     Verdict,
     run_verdict,
 )
+from posbench.studies.bias_source import SOURCE_TABLES
 from posbench.studies.prompts import need_items
-from posbench.studies.yu2025.bias_source import SOURCE_TABLES
 from posbench.tasks import Example, KVRetrieval, Task
 from posbench.tasks.base import num_questions
 from posbench.tasks.items import GoldPositionTask

@@ -30,7 +30,7 @@ from posbench.stats.shape import (
 )
 from posbench.stats.verdict import BIAS, FIXED, NOT_FIXED
 from posbench.studies.base import Tables
-from posbench.studies.yu2025.bias_source import (
+from posbench.studies.bias_source import (
     INTERVENTIONS,
     NO_GAP,
     best_place,

@@ -27,7 +27,7 @@ from posbench.stats.verdict import (
     NO_BIAS,
     NOT_FIXED,
 )
-from posbench.studies.yu2025.bias_source import SOURCE_TABLES, BiasSource
+from posbench.studies.bias_source import SOURCE_TABLES, BiasSource
 
 JSON_FILE = "diagnosis.json"
 BADGE_FILE = "badge.svg"

@@ -66,6 +66,8 @@ def user_files(classes: Iterable[type]) -> set[Path]:
 
 def _is_users(file: Path, is_own: bool) -> bool:
     """Whether a file is a user's; ``is_own``: it is of the package of a class of theirs."""
+    if file.is_relative_to(paths.EXPERIMENTS):
+        return True  # a paper's, which is read as a user's; in a wheel it lies in the package
     if file.is_relative_to(paths.PACKAGE):
         return False
     if LIBRARY_FOLDERS.intersection(file.parts):

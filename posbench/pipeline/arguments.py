@@ -74,7 +74,7 @@ class Request:
 
     Attributes:
         config: Name of the primary config.
-        searched: Folders to search beside posbench's. The first has the primary config, unless posbench's has.
+        searched: Folders to search beside conf/. The first has the primary config, unless conf/ has.
         overrides: The overrides.
         multirun: Whether an experiment asks for a sweep.
         experiment: Name of the experiment; empty without one.
@@ -170,7 +170,7 @@ def parse_request(
 
     Args:
         overrides: The overrides as typed.
-        folders: posbench's config folder, and the user's own.
+        folders: config folders, posbench's first.
         multirun: Whether the user asks for a sweep.
 
     Raises:
@@ -198,15 +198,12 @@ def parse_request(
     config = "config"
     experiment = dict[str, Any]()
     if experiment_names:
-        own_folders = [folder / "experiment" for folder in folders[1:]]
-        file = _find_experiment(experiment_names[-1], [paths.EXPERIMENTS, *own_folders])
+        file = _find_experiment(experiment_names[-1], folders)
         config = file.stem
         experiment = read_yaml(file, hint=CORRECT_FILE)
         hydra_mode = any(o.key_or_group == "hydra.mode" for o in parsed)
         if not multirun and not hydra_mode:
             _refuse_sweeper_params(experiment)
-        # The last --config-dir wins, so the user's own goes on the search path.
-        parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
         searched = [file.parent, *searched]
         reference = (experiment.get("experiment") or {}).get("reference") or {}
         table = file.parent / str(reference.get("file"))
@@ -313,7 +310,7 @@ def _name_path_models(
     overrides: Sequence[str], folders: Sequence[Path]
 ) -> tuple[list[str], dict[str, str]]:
     """Overrides in which folders and hub ids of ``model=`` are choices of that group, and these by their names."""
-    known_names = choices(*(folder / "model" for folder in folders))
+    known_names = choices(*paths.group_folders("model", folders))
     names = dict[str, str]()
     named = list[str]()
     for override in overrides:
@@ -389,11 +386,11 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _find_experiment(name: str, folders: Sequence[Path]) -> Path:
-    """The file of an experiment: posbench's, or one of the user's own ``experiment/`` folder."""
-    for folder in folders:
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    names = choices(*folders)
+    """The file of an experiment in the ``experiment/`` folders of config folders."""
+    file = paths.find_choice("experiment", name, folders)
+    if file:
+        return file
+    names = choices(*paths.group_folders("experiment", folders))
     hint = near(name, names, "posbench ls experiments")
     raise UserError("experiment", name, ", ".join(names), hint)
 
@@ -417,12 +414,14 @@ def _check(
 
     Args:
         override: The override.
-        folders: posbench's config folder, and the user's own.
+        folders: config folders, posbench's first.
         multirun: Whether a sweep was asked for.
         extra_names: Further choices by group, which have no file: models typed as a path, methods of runs.
     """
     key = override.key_or_group
     value = str(override.input_line).partition("=")[2]
+    if key == "hydra.searchpath":
+        raise UserError(key, value, "nothing typed", "name your folder: --config-dir")
     top = key.split(".")[0].split("@")[0]
     if top not in (*TOP, "hydra", CLUSTER) and not top.startswith("hydra/"):
         hint = near(top, TOP, "remove it")
@@ -434,7 +433,7 @@ def _check(
     chooses = group in (*GROUPS, CLUSTER) and not override.is_delete()
     if not chooses or (group != key and override.value() is None):
         return
-    known_names = choices(*(folder / group for folder in folders))
+    known_names = choices(*paths.group_folders(group, folders))
     for name in _chosen_values(override, known_names):
         _check_choice(key, group, name, known_names, extra_names.get(key, ()))
 

@@ -72,7 +72,7 @@ class ComposedConfig:
         raw: The config as plain data, every default filled in, nothing left to resolve.
         typed: Dotted keys that the user set.
         overrides: The arguments of this job as typed.
-        folders: posbench's config folder, and the user's own.
+        folders: config folders, posbench's first.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
         records: Folder that takes what :func:`posbench.pipeline.multirun.write_record` leaves.
@@ -100,8 +100,9 @@ class ComposedConfig:
     def arguments(self) -> list[str]:
         """What one types after a verb to ask for this config alone."""
         experiment = [f"experiment={self.experiment}"] if self.experiment else []
-        own_folder = [f"--config-dir={folder}" for folder in self.folders[1:]]
-        return [*experiment, *self.overrides, *own_folder]
+        own = paths.own_folder(self.folders)
+        flag = [f"--config-dir={own}"] if own else []
+        return [*experiment, *self.overrides, *flag]
 
 
 def compose(
@@ -162,7 +163,8 @@ def compose(
                 raise
             typed = shortened(" ".join(flags.overrides))
             allowed = "mappings in every file, none of them nested deeply"
-            hint = f"look at the overrides and the files in {folders[-1]} ({error})"
+            folder = paths.own_folder(folders) or paths.CONF
+            hint = f"look at the overrides and the files in {folder} ({error})"
             raise UserError("config", typed, allowed, hint) from error
         if configs is not None:
             _run_in_turn(
@@ -236,7 +238,8 @@ def _hydra_errors_translated(
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         overrides = read_flags(args).overrides
-        raise _translate(error, overrides, folders[-1]) from error
+        folder = paths.own_folder(folders) or paths.CONF
+        raise _translate(error, overrides, folder) from error
     except SystemExit as end:
         if end.code:
             typed = " ".join(args)
@@ -317,7 +320,7 @@ def _fill(
         choices_made: The choice of each group.
         overrides: The overrides of this job.
         request: What was asked of Hydra.
-        folders: posbench's config folder, and the user's own.
+        folders: config folders, posbench's first.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
     """
@@ -330,7 +333,7 @@ def _fill(
         blocks = _read_blocks(raw["model"], folders, typed)
     fixed = {*typed, *request.set_by_experiment}
     for group in groups:
-        fixed |= _keys_of_own_choice(group, choices_made.get(group), folders[1:])
+        fixed |= _keys_of_own_choice(group, choices_made.get(group), folders)
     runs = _take_run_constants(raw.get("method"), "method", fixed)
     if runs:
         raw["constants"] = runs
@@ -365,11 +368,11 @@ def _keys_of_own_choice(
     group: str, name: str | None, folders: Sequence[Path]
 ) -> set[str]:
     """Dotted keys that the user's own file of a choice sets; blocks of a model leave them alone."""
-    for folder in folders:
-        file = folder / group / f"{name}.yaml"
-        if file.is_file():
-            return set(leaf_keys(read_yaml(file, hint=CORRECT_FILE), group))
-    return set()
+    own = paths.own_folder(folders)
+    file = own / group / f"{name}.yaml" if own else None
+    if file is None or not file.is_file():
+        return set()
+    return set(leaf_keys(read_yaml(file, hint=CORRECT_FILE), group))
 
 
 def _fill_runtime(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -464,7 +467,7 @@ def _read_blocks(
     known_names = [
         name
         for group in GROUPS_WITH_BLOCKS
-        for name in choices(*(folder / group for folder in folders))
+        for name in choices(*paths.group_folders(group, folders))
     ]
     for name in blocks:
         if name not in known_names:
@@ -495,12 +498,8 @@ def _block_field(key: str) -> tuple[str, str]:
 
 def _fields_of_choice(name: str, folders: Sequence[Path]) -> Mapping[str, Any]:
     """Fields, with their defaults, of the method, task, search or study of a name."""
-    files = (
-        folder / group / f"{name}.yaml"
-        for group in GROUPS_WITH_BLOCKS
-        for folder in folders
-    )
-    file = next(file for file in files if file.is_file())
+    files = (paths.find_choice(group, name, folders) for group in GROUPS_WITH_BLOCKS)
+    file = next(file for file in files if file)
     data = read_yaml(file, hint=CORRECT_FILE)
     cls, _ = resolve_target(data, object, "model")
     return default_values(cls)

@@ -168,7 +168,7 @@ class Config:
 def check_config(
     raw: Mapping[str, Any],
     typed: Sequence[str] = (),
-    folders: Sequence[Path] = (paths.CONF,),
+    folders: Sequence[Path] = paths.BUILT_IN,
     obstacles: Faults | None = None,
 ) -> Config:
     """Check a composed config.
@@ -263,7 +263,7 @@ def _assemble(
         raw=_record(data, parts, stages, typed),
         typed=frozenset(typed),
         budget=parts.get("budget"),
-        config_dir=folders[-1] if len(folders) > 1 else None,
+        config_dir=paths.own_folder(folders),
         constants=parts.get("constants", ()),
     )
     if config.study and config.study.all_methods:

@@ -99,9 +99,9 @@ def input_sources(config: Config) -> list[sources.Source]:
         # Verdicts rest on the papers' tables.
         tables = sources.Source(
             kind="path",
-            id=str(paths.EXPERIMENTS / "reference"),
+            id=str(paths.EXPERIMENTS),
             field="study.reference",
-            files=("*.csv",),
+            files=paths.REFERENCE_TABLES,
         )
         needed.append(tables)
     return needed

@@ -151,10 +151,10 @@ class Entry:
     @cached_property
     def experiment(self) -> Mapping[str, Any]:
         """The experiment's title, paper, covers and claims; empty without one."""
-        file = paths.EXPERIMENTS / f"{self.name}.yaml"
+        file = paths.find_choice("experiment", self.name)
         if self.runs:
             config = self.runs[0].config()
-        elif file.is_file():
+        elif file:
             config = read_yaml(file, hint=CORRECT_FILE)
         else:
             config = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,26 @@ SHARE_MARGIN = (
 BLANKS = ("—", "-", "/", "")  # cells that the papers leave empty
 
 
+def reference_tables() -> dict[str, Path]:
+    """The papers' tables by the names of their files."""
+    patterns = paths.REFERENCE_TABLES
+    files = (file for pattern in patterns for file in paths.EXPERIMENTS.glob(pattern))
+    return {file.name: file for file in files}
+
+
 def read_table(file: str, *columns: str) -> pd.DataFrame:
-    """Read a table of ``experiments/reference`` or of the user's own path, every cell as printed.
+    """Read a table of a ``reference/`` folder or of the user's own path, every cell as printed.
 
     Raises:
         UserError: There is no such file, or it lacks one of the columns.
     """
-    path = paths.EXPERIMENTS / "reference" / file
+    # An absolute path is taken as it is.
+    path = reference_tables().get(file, paths.EXPERIMENTS / file)
     cells = pd.DataFrame()
     if path.is_file():
         cells = pd.read_csv(path, dtype=str, keep_default_na=False)
     if cells.empty or not set(columns) <= set(cells):
-        allowed = f"a CSV in {path.parent}"
+        allowed = f"a CSV in a reference/ folder of {paths.EXPERIMENTS}"
         if columns:
             allowed += f" with columns {', '.join(columns)}"
         raise UserError("experiment.reference.file", file, allowed, "check the name")
@@ -70,7 +79,7 @@ class Reference:
     """Which rows of a paper's table an experiment is held against, and how their names map to ours.
 
     Attributes:
-        file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
+        file: CSV in a ``reference/`` folder, with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
         task: Our name of that task; ``task/subset`` for a data set of a benchmark, whose name is then the
             position.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -206,6 +206,22 @@ def gold_attention_rows(batch: Sequence[Example], attention: Array) -> list[Row]
     for example, layers in zip(batch, attention, strict=True):
         rows.append({"attention": round_values(layers[:, gold_index(example)])})
     return rows
+
+
+class ItemChange(NamedTuple):
+    """How the forward pass treats one item of a prompt.
+
+    Attributes:
+        label: What is changed, for readers.
+        crops_mask: Whether the item sees nothing that comes before it.
+        moved_to: Where the item stands whose position ids it takes; empty: it keeps its own.
+        of_another: Whether that is another item than the gold one (a control).
+    """
+
+    label: str
+    crops_mask: bool = False
+    moved_to: Literal["beginning", "end", ""] = ""
+    of_another: bool = False
 
 
 @dataclass(frozen=True)

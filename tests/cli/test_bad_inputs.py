@@ -547,6 +547,14 @@ BARE = [
         "command",
     ),
     (
+        "a search path of Hydra's",
+        ["hydra.searchpath=[file:///nowhere]"],
+        "hydra.searchpath",
+        ANY,
+        "nothing",
+        "--config-dir",
+    ),
+    (
         "missing config folder",
         ["--config-dir", "/nowhere"],
         "--config-dir",

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.studies.yu2025.crop_mask import NO_LATE
 from tests.conftest import Result, run_folders
+from yu2025.crop_mask import NO_LATE
 
 FEW = [
     "task.pairs=12",

@@ -51,10 +51,12 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     for verb, group in KINDS.items():
         listed = posbench("ls", verb, verb=True).out
         assert [line.split("\t")[0] for line in listed.splitlines()[1:]] == choices(
-            paths.CONF / group
+            *paths.group_folders(group)
         )
         assert listed in everything.out
-    assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
+    assert all(
+        name in everything.out for name in choices(*paths.group_folders("experiment"))
+    )
     assert "stages=[search]" in posbench("ls", "methods", verb=True).out
 
 
@@ -98,8 +100,13 @@ def test_validate_checks_everything_and_runs_nothing(
     result = posbench("validate", verb=True)
     assert result.status == 0, result.err
     lines = result.out.splitlines()
-    groups = [f"{g}={n}" for g in KINDS.values() for n in choices(paths.CONF / g)[:2]]
-    for name in [*groups, *(f"experiment={n}" for n in choices(paths.EXPERIMENTS)[:2])]:
+    groups = [
+        f"{g}={n}" for g in KINDS.values() for n in choices(*paths.group_folders(g))[:2]
+    ]
+    for name in [
+        *groups,
+        *(f"experiment={n}" for n in choices(*paths.group_folders("experiment"))[:2]),
+    ]:
         assert any(line.startswith("ok ") and name in line.split() for line in lines), (
             name
         )

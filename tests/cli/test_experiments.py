@@ -105,7 +105,7 @@ def shrunken(name: str, reader: Path, files: Path) -> list[str]:
 
 SLOW = [
     pytest.param(n, marks=pytest.mark.slow)
-    for n in choices(paths.EXPERIMENTS)
+    for n in choices(*paths.group_folders("experiment"))
     if n not in SAMPLE
 ]
 

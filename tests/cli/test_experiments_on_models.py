@@ -15,7 +15,7 @@ from posbench.pipeline.prepare import prepare
 MODELS = [
     name for name in choices(paths.CONF / "model") if name not in ("endpoint", "hf")
 ]
-EXPERIMENTS = choices(paths.EXPERIMENTS)
+EXPERIMENTS = choices(*paths.group_folders("experiment"))
 WITHOUT_FILES = "files that are on this machine"
 """What a checkpoint or a data set that was not fetched is refused with."""
 

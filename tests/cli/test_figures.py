@@ -17,6 +17,7 @@ from huggingface_hub import constants
 
 from posbench import paths
 from posbench.cli import figures
+from posbench.errors import choices
 from tests.conftest import PROCESS, Result
 from tests.messages import assert_line_names, assert_names, assert_refused
 
@@ -75,10 +76,7 @@ def call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Result]:
     """`posbench figures` over experiments of the test's own folder and no others."""
-    reference = paths.EXPERIMENTS / "reference"
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "reference").symlink_to(reference)
-    monkeypatch.setattr(paths, "EXPERIMENTS", tmp_path / "none")
+    monkeypatch.setattr(figures, "choices", lambda *folders: choices(folders[-1]))
     given = "--config-dir", str(tmp_path), f"runtime.outputs={outputs}"
     return lambda *args: posbench("figures", *args, *given, verb=True)
 

@@ -59,9 +59,13 @@ NEEDS = {
 def configs() -> dict[str, list[str]]:
     """Arguments of a config for every choice of every group and every experiment, by its name."""
     every = [
-        f"{group}={name}" for group in GROUPS for name in choices(paths.CONF / group)
+        f"{group}={name}"
+        for group in GROUPS
+        for name in choices(*paths.group_folders(group))
     ]
-    every += [f"experiment={name}" for name in choices(paths.EXPERIMENTS)]
+    every += [
+        f"experiment={name}" for name in choices(*paths.group_folders("experiment"))
+    ]
     found = {}
     for name in every:
         stages = ["stages=[search]"] if name.startswith(("model=", "search=")) else []

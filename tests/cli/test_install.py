@@ -78,7 +78,7 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
         assert wanted and wanted <= {
             p.relative_to(package / name) for p in (package / name).rglob("*")
         }
-    assert not (package / "experiments" / "results").exists()
+    assert not [*(package / "experiments").rglob("results")]
     assert not (package / "experiments" / "captions.csv").exists()
     (wheel,) = installed.parent.glob("posbench-*.whl")
     assert {
@@ -100,7 +100,10 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
     assert listed.returncode == 0, listed.stderr
     assert all(
         name in listed.stdout
-        for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)]
+        for name in [
+            *choices(paths.CONF / "model"),
+            *choices(*paths.group_folders("experiment")),
+        ]
     )
     few = [
         "task.limit=3",

@@ -120,6 +120,7 @@ TRAINED += ["study.processes=1"]
 PROMPT = ["study.pairs=[8]", "study.examples=2", "study.new_tokens=1"]
 SHAPES = ["study.tokens=64", "study.works=[Table 1]"]
 REPEATS = ["study.iterations=2", "study.repeats=1"]
+SCORED = Path(__file__).parents[1] / "data" / "scored"
 TIMES = ("seconds", "(ratio|speedup)(_min|_max)?", "iterations_per_second", "gflops")
 """Columns of times and of what is made of times, in a study that compares them."""
 
@@ -138,7 +139,7 @@ def _micro(root: Path) -> None:
 
 def _trainings(root: Path) -> None:
     """Two finished trainings in the folder that a study of their results reads."""
-    from posbench.studies.wu2025.training import Condition, train
+    from wu2025.training import Condition, train
 
     for pe in ("none", "rope"):
         condition = Condition(pe=pe, residual=True, bias=(0, 7), batch=4, sequences=20)  # type: ignore[arg-type]
@@ -210,7 +211,7 @@ JOBS = {
         "runtime.batch_size=3",
         model="tiny_nope",
     ),
-    **_study("scorers", model=""),
+    **_study("scorers", f"study.data={SCORED}", model=""),
     **_study(
         "search_cost",
         *SCALES,
@@ -232,8 +233,9 @@ JOBS = {
 def test_every_search_and_study_is_killed() -> None:
     files = [
         file
+        for folder in paths.BUILT_IN
         for kind in ("search", "study")
-        for file in (paths.CONF / kind).glob("*.yaml")
+        for file in (folder / kind).glob("*.yaml")
     ]
     assert set(JOBS) == {file.stem for file in files}
 

@@ -21,7 +21,7 @@ from posbench.diagnose.race import hopeful_methods, winner_of
 from posbench.run.budget import Budget
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.verdict import BIAS, CANNOT_TELL
-from posbench.studies.yu2025.bias_source import INTERVENTIONS
+from posbench.studies.bias_source import INTERVENTIONS
 
 QUESTIONS = 20
 

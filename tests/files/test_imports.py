@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from posbench import paths
 from posbench.files.imports import user_files
 from posbench.methods import ScaleChannel
+from yu2025.layer_selection import LayerSelection
 
 FILES = {
     "users_method.py": """
@@ -106,3 +108,16 @@ def test_a_file_that_cannot_be_parsed_counts_itself(write: Callable) -> None:
 
 def test_classes_of_posbench_need_no_files() -> None:
     assert user_files([ScaleChannel]) == set()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_papers_modules_are_followed_as_a_users(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed:  # a wheel has the papers inside the package
+        monkeypatch.setattr(paths, "PACKAGE", paths.EXPERIMENTS.parent)
+    found = user_files([LayerSelection])
+    assert found == {
+        paths.EXPERIMENTS / "yu2025" / name
+        for name in ("__init__.py", "layer_selection.py", "ablations.py")
+    }

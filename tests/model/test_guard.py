@@ -25,10 +25,10 @@ from posbench.model.lm import LM
 from posbench.search.gradient import answer_loss
 from posbench.search.router import text_loss
 from posbench.stats.frames import UNMODIFIED
-from posbench.studies.yu2025.hidden_perturbation import HiddenPerturbation
 from tests.conftest import Result, run_folders
 from tests.messages import assert_names, refused
 from tests.models import build
+from yu2025.hidden_perturbation import HiddenPerturbation
 
 IDS = list(range(1, 12))
 PAIR = (IDS, [3, 4])

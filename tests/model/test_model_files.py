@@ -32,7 +32,7 @@ from tests.parity.test_families import errors
 from tests.rounding import assert_same, family_noise, noise_floor
 
 TABLE4 = pd.read_csv(
-    paths.EXPERIMENTS / "reference/yu2025_table4_parameters.csv", dtype=str
+    paths.EXPERIMENTS / "yu2025/reference/yu2025_table4_parameters.csv", dtype=str
 )
 FILES = {
     "LLaMA-2-7b-chat": ("llama2_7b", "meta-llama/Llama-2-7b-chat-hf"),

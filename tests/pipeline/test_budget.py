@@ -394,8 +394,8 @@ def study_chooser(study: str, *overrides: str) -> StudyChooser:
 
 
 def test_every_study_that_tells_its_work_has_sizes() -> None:
-    for name in choices(paths.CONF / "study"):
-        node = read_yaml(paths.CONF / "study" / f"{name}.yaml", hint="")
+    for name in choices(*paths.group_folders("study")):
+        node = read_yaml(paths.find_choice("study", name), hint="")
         cls, _ = resolve_target(node, Study, "study")  # type: ignore[type-abstract]
         tells = cls.workload is not Study.workload
         assert tells == bool(cls.smallest), name

@@ -132,7 +132,9 @@ def test_a_model_without_a_block_for_the_task_leaves_the_papers_settings() -> No
 
 
 def test_what_an_experiment_sets_stands_over_the_models_block() -> None:
-    file = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table1_kv.yaml").read_text())
+    file = yaml.safe_load(
+        paths.find_choice("experiment", "yu2025_table1_kv").read_text()
+    )
     own = compose_one("experiment=yu2025_table1_kv", "model=tiny").raw["task"]
     assert "pairs" not in file["task"] or own["pairs"] == file["task"]["pairs"]
     set_by = {
@@ -243,7 +245,7 @@ def test_references_are_resolved_against_the_model() -> None:
 
 def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
     jobs = _jobs("experiment=yu2025_fig6", "task.pairs=8")
-    values = yaml.safe_load((paths.EXPERIMENTS / "yu2025_fig6.yaml").read_text())[
+    values = yaml.safe_load(paths.find_choice("experiment", "yu2025_fig6").read_text())[
         "experiment"
     ]["grid"]
     assert [job.raw["method"]["factor"] for job in jobs] == values["method.factor"]
@@ -428,6 +430,24 @@ def test_flags_that_are_none(
 ) -> None:
     with refused(field, value, allowed=allowed, hint=hint):
         _jobs(*args)
+
+
+@pytest.mark.parametrize("module", ["yu2025.py", "yu2025/__init__.py"])
+def test_a_module_of_a_papers_name_is_refused(module: str, tmp_path: Path) -> None:
+    file = tmp_path / module
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    path = tmp_path / module.partition("/")[0]
+    with refused("--config-dir", str(path), allowed="yu2025", hint="rename"):
+        _jobs("--config-dir", str(tmp_path), "model=tiny")
+
+
+def test_a_papers_folder_may_be_named_and_changes_nothing() -> None:
+    paper = next(folder for folder in paths.PAPERS if folder.name == "yu2025")
+    args = ["study=doubling", "model=tiny"]
+    (named,) = _jobs("--config-dir", str(paper), *args)
+    (unnamed,) = _jobs(*args)
+    assert named == unnamed
 
 
 def test_a_broken_file_of_the_user_is_named(own: Path) -> None:

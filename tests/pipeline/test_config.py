@@ -40,7 +40,7 @@ def _all(*args: str) -> dict[str, Any]:
 @pytest.mark.parametrize("group", ["task", "search", "runtime"])
 def test_every_choice_composes_and_checks(group: str) -> None:
     names = [
-        name for name in choices(paths.CONF / group) if name != "own_data"
+        name for name in choices(*paths.group_folders(group)) if name != "own_data"
     ]  # nothing without a file
     found = _all("-m", f"{group}={','.join(names)}", "model=tiny", "stages=[evaluate]")
     assert len(found) == len(names)
@@ -89,21 +89,23 @@ def test_every_model_composes_and_checks() -> None:
 @pytest.mark.parametrize("name", choices(paths.CONF / "model"))
 def test_the_blocks_of_a_model_name_fields(name: str) -> None:
     for block, values in model_config(name, path=".").blocks.items():
-        (file,) = paths.CONF.glob(f"*/{block}.yaml")
+        (file,) = (
+            f for folder in paths.BUILT_IN for f in folder.glob(f"*/{block}.yaml")
+        )
         cls, _ = resolve_target(yaml.safe_load(file.read_text()), object, block)
         assert set(values) <= {*default_values(cls), "source"}, block
 
 
-@pytest.mark.parametrize("study", choices(paths.CONF / "study"))
+@pytest.mark.parametrize("study", choices(*paths.group_folders("study")))
 def test_every_study_composes_and_checks(study: str) -> None:
     assert config_of(f"study={study}").study_name == study
 
 
-@pytest.mark.parametrize("name", choices(paths.EXPERIMENTS))
+@pytest.mark.parametrize("name", choices(*paths.group_folders("experiment")))
 def test_every_experiment_composes_at_both_ends_of_its_grid(name: str) -> None:
     grid = (
         (
-            yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())[
+            yaml.safe_load(paths.find_choice("experiment", name).read_text())[
                 "experiment"
             ]
         ).get("grid")
@@ -122,13 +124,17 @@ def test_every_experiment_composes_at_both_ends_of_its_grid(name: str) -> None:
 
 @pytest.mark.parametrize("group", ["task", "method", "search", "study"])
 def test_a_file_holds_only_what_differs_from_the_defaults(group: str) -> None:
-    for name in choices(paths.CONF / group):
-        data = yaml.safe_load((paths.CONF / group / f"{name}.yaml").read_text())
+    for name in choices(*paths.group_folders(group)):
+        data = yaml.safe_load(paths.find_choice(group, name).read_text())
         base = next(
-            (b for b in data.get("defaults", []) if b in choices(paths.CONF / group)),
+            (
+                b
+                for b in data.get("defaults", [])
+                if b in choices(*paths.group_folders(group))
+            ),
             name,
         )
-        named = yaml.safe_load((paths.CONF / group / f"{base}.yaml").read_text())
+        named = yaml.safe_load(paths.find_choice(group, base).read_text())
         own = default_values(resolve_target(named, object, group)[0])
         for key in set(data) - {"_target_", "defaults"}:
             assert key in own and data[key] != own[key], f"{group}/{name}.yaml: {key}"

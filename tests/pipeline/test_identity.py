@@ -18,12 +18,12 @@ from posbench.files.sources import checkpoint_source as checkpoint_source
 from posbench.methods.ms_poe import MsPoE
 from posbench.pipeline import execute, identity
 from posbench.search.channel import ChannelSearch
+from posbench.studies.attention_to_gold import AttentionToGold
 from posbench.studies.cost.latency import Latency
-from posbench.studies.wu2025.masks import Masks
-from posbench.studies.yu2025.attention_to_gold import AttentionToGold
-from posbench.studies.yu2025.crop_mask import CropMask as CropMaskStudy
 from posbench.tasks.longbench import LongBench
 from tests.conftest import config_of
+from wu2025.masks import Masks
+from yu2025.crop_mask import CropMask as CropMaskStudy
 
 BASE = ["model=tiny", "method=scale_channel", "stages=[evaluate]", "runtime.device=cpu"]
 
@@ -120,7 +120,7 @@ def test_the_data_of_a_module_count_with_it(
 
 
 def test_a_changed_figure_of_a_study_makes_no_other_run(package: Path) -> None:
-    file = package / "studies/yu2025/attention_to_gold.py"
+    file = package / "studies/attention_to_gold.py"
     text = file.read_text()
     before = _digest(AttentionToGold)
     assert text.count("@plot.styled") == 3

@@ -13,24 +13,19 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
+from behind_rope.maps import maps_figure
+from lpes import rope_curves
 from posbench import paths
 from posbench.plots import attention, scores, search, sweep
 from posbench.plots import base as plot
 from posbench.stats.findings import estimate_columns
-from posbench.studies.behind_rope.maps import maps_figure
+from posbench.studies import attention_to_gold
 from posbench.studies.cost.timing import ratio_figure
-from posbench.studies.lpes import rope_curves
-from posbench.studies.wu2025.rollout import RESIDUAL_SHARES, rollout_figure
-from posbench.studies.yu2025 import (
-    ablations,
-    attention_to_gold,
-    channel_subtraction,
-    crop_mask,
-    doubling,
-)
-from posbench.studies.yu2025 import hidden_perturbation as perturbed
 from tests import frames
 from tests.plots.test_search import GENERATIONS, PARTS, SEARCH
+from wu2025.rollout import RESIDUAL_SHARES, rollout_figure
+from yu2025 import ablations, channel_subtraction, crop_mask, doubling
+from yu2025 import hidden_perturbation as perturbed
 
 ROLES = (
     plot.BLACK,

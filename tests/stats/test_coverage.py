@@ -26,7 +26,7 @@ from posbench.stats.bootstrap import (
     statistic,
 )
 from posbench.stats.correlation import spearman
-from posbench.studies.yu2025.positional_channels import correlation, jackknife
+from yu2025.positional_channels import correlation, jackknife
 
 Array = NDArray[np.float64]
 SIZES = [(60, 9), (200, 5), (500, 1)]

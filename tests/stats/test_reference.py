@@ -10,7 +10,7 @@ from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.pipeline.compose import compose
 from posbench.schema import build
-from posbench.stats.reference import Reference, read_table
+from posbench.stats.reference import Reference, read_table, reference_tables
 from posbench.tasks import KVRetrieval
 from tests.conftest import config_of
 from tests.messages import assert_names, refused
@@ -19,7 +19,7 @@ SIX = ("0%", "20%", "40%", "60%", "80%", "100%")
 
 
 def _of(experiment: str, variant: str = "") -> Reference:
-    data = yaml.safe_load((paths.EXPERIMENTS / f"{experiment}.yaml").read_text())
+    data = yaml.safe_load(paths.find_choice("experiment", experiment).read_text())
     found = data["experiment"]["reference"] | ({"variant": variant} if variant else {})
     return build(Reference, found, "experiment.reference")
 
@@ -164,15 +164,15 @@ def test_a_cell_stands_beside_its_own_model_setting_and_positions():
 
 WITH_TABLE = [
     name
-    for name in choices(paths.EXPERIMENTS)
-    if "  reference:\n" in (paths.EXPERIMENTS / f"{name}.yaml").read_text()
+    for name in choices(*paths.group_folders("experiment"))
+    if "  reference:\n" in paths.find_choice("experiment", name).read_text()
 ]
 
 
 @pytest.mark.parametrize("name", WITH_TABLE)
 def test_every_cell_of_an_experiment_is_that_of_its_table(name):
     """Each row of the CSV that names a mapped task, method and metric, and holds a number, comes out once."""
-    covers = yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())[
+    covers = yaml.safe_load(paths.find_choice("experiment", name).read_text())[
         "experiment"
     ]["covers"]
     assert _of(name).source.split(", ")[-1] in covers
@@ -183,9 +183,7 @@ def test_every_cell_of_an_experiment_is_that_of_its_table(name):
 def _cells_are_those_of_the_table(found):
     given = dict[str, list[float]]()
     methods = {**found.methods, **found.variants.get(found.variant, {})}
-    with open(
-        paths.EXPERIMENTS / "reference" / found.file, encoding="utf-8", newline=""
-    ) as file:
+    with reference_tables()[found.file].open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             task = {found.paper_task: found.task, **found.further_tasks}.get(
                 row["task"]
@@ -275,7 +273,7 @@ def test_each_run_of_a_sweep_stands_beside_its_own_row(experiment, found):
 @pytest.mark.parametrize("value", ["many", "1.2.3"])
 def test_a_cell_that_is_no_number_is_told(value, reference, tmp_path):
     file = tmp_path / "table.csv"
-    text = (paths.EXPERIMENTS / "reference" / reference.file).read_text()
+    text = reference_tables()[reference.file].read_text()
     file.write_text(text.replace("77.6", value))
     with refused(
         "experiment.reference.file", value, allowed=("numbers", "value"), hint=str(file)

@@ -17,8 +17,8 @@ import yaml
 from posbench.errors import UserError
 from posbench.report.failures import excerpt
 from posbench.schema import build
+from posbench.studies.attention_to_gold import head_row
 from posbench.studies.prompts import mean_distractor_attention, random_distractor
-from posbench.studies.yu2025.attention_to_gold import head_row
 from posbench.tasks import Example
 from posbench.tasks.base import check_gold_positions
 from posbench.tasks.kv_retrieval import WORDS

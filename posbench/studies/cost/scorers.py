@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
 from posbench.late import pd
@@ -25,8 +24,6 @@ from posbench.tasks.scorers import best_subspan_em
 Scored = Iterator[tuple[str, float, float]]
 """Subset, official score and ours, of one output after the other."""
 TOLERANCE = 1e-9  # sums of floats may round otherwise elsewhere
-# Outputs that are free to redistribute.
-SHIPPED = paths.PACKAGE.parent / "tests" / "data" / "scored"
 
 
 def longbench(folder: Path) -> Scored:
@@ -92,6 +89,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Path], Scored]]] = {
     "loogle_timeline_reorder": ("loogle", loogle),
 }
 """By benchmark its folder, and the reader of that folder."""
+ALLOWED = (
+    f"a folder with one of {', '.join(folder for folder, _ in BENCHMARKS.values())}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,7 @@ class Scorers(Study):
     """Whether our scorers give real outputs the scores that the released evaluations gave them.
 
     Attributes:
-        data: A folder with outputs and official scores of some BENCHMARKS; None for POSBENCH_DATA, else for what
-            ships.
+        data: A folder with outputs and official scores of some BENCHMARKS; None for the environment's POSBENCH_DATA.
     """
 
     needs_model: ClassVar[bool] = False
@@ -110,8 +109,14 @@ class Scorers(Study):
 
     @property
     def folder(self) -> Path:
-        """Where the outputs are."""
-        folder = self.data or os.environ.get("POSBENCH_DATA") or SHIPPED
+        """Where the outputs are.
+
+        Raises:
+            UserError: Nothing says so.
+        """
+        folder = self.data or os.environ.get("POSBENCH_DATA")
+        if not folder:
+            raise UserError("study.data", self.data, ALLOWED, "set study.data=DIR")
         return Path(folder).expanduser()
 
     def files(self) -> tuple[Source, ...]:
@@ -125,12 +130,8 @@ class Scorers(Study):
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         if compare_with_official(self.folder).empty:
-            folders = ", ".join(folder for folder, _ in BENCHMARKS.values())
             raise UserError(
-                "study.data",
-                str(self.folder),
-                f"a folder with one of {folders}",
-                "set study.data=DIR",
+                "study.data", str(self.folder), ALLOWED, "set study.data=DIR"
             )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.studies.behind_rope import causal_mask as study
+from behind_rope import causal_mask as study
 from posbench.theory import causal_mask as theory
 from tests.conftest import Result, run_folders
 

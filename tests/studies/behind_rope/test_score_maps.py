@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import posbench as package
+from behind_rope import gram, score_map
+from behind_rope.maps import long_table, stack_maps
+from behind_rope.score_map import ScoreMap
 from posbench.measure.scores import score_maps
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.studies.behind_rope import gram, score_map
-from posbench.studies.behind_rope.maps import long_table, stack_maps
-from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
 from tests.messages import refused

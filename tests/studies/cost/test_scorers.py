@@ -15,6 +15,7 @@ from posbench.tasks.longbench import PROMPTS
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused
 
+SCORED = Path(__file__).parents[2] / "data" / "scored"
 REAL = os.environ.get("POSBENCH_DATA", "")
 
 
@@ -34,7 +35,7 @@ def test_every_stored_output_scores_as_officially() -> None:
 
 
 def test_every_output_that_ships_scores_as_officially() -> None:
-    table = study.compare_with_official(study.SHIPPED)
+    table = study.compare_with_official(SCORED)
     assert [(row.benchmark, row.outputs, row.equal) for row in table.itertuples()] == [
         ("nq_multidoc", 300, 300),
         *[("loogle_timeline_reorder", 126, 126)] * 4,
@@ -129,8 +130,17 @@ def test_the_study_counts_equal_scores(
 
 
 def test_a_study_without_its_files_says_which(
-    tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
+    tmp_path: Path,
+    outputs: Path,
+    posbench: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("POSBENCH_DATA", raising=False)
+    unsaid = posbench("study=scorers")
+    assert unsaid.status == 2
+    assert_refused(
+        unsaid.err, "study.data", None, allowed="longbench", hint="study.data=DIR"
+    )
     nothing = posbench("study=scorers", f"study.data={tmp_path}")
     assert nothing.status == 2
     assert_refused(

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.studies.lpes.bucket_search import PUBLISHED, BucketSearch
+from lpes.bucket_search import PUBLISHED, BucketSearch
 from posbench.theory.waves import ChosenBase, choose_bases, extrema
 from tests.conftest import run_folders
 from tests.messages import refused

@@ -7,9 +7,9 @@ from math import log
 import numpy as np
 import pytest
 
-from posbench.studies.wu2025 import masks as study
 from posbench.theory import masks
 from posbench.theory import rope as rotation
+from wu2025 import masks as study
 
 M = -log(0.8)
 

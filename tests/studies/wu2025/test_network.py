@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
-from posbench.studies.wu2025.network import Attention, AttentionNetwork
-from posbench.studies.wu2025.sequences import Mixture
 from tests.rounding import EPSILON, assert_same, largest_difference
+from wu2025.network import Attention, AttentionNetwork
+from wu2025.sequences import Mixture
 
 
 def rng(seed: int = 0) -> torch.Generator:

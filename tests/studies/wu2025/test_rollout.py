@@ -7,9 +7,9 @@ import torch
 
 import posbench
 from posbench.measure.flow import flow
-from posbench.studies.wu2025 import rollout as study
 from posbench.theory import masks
 from tests.models import BUILDERS
+from wu2025 import rollout as study
 
 
 def test_sinks_of_a_model_that_attends_evenly() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posbench.studies.wu2025.sequences import (
+from wu2025.sequences import (
     Mixture,
     add_query,
     copying_gap,

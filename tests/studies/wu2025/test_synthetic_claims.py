@@ -13,8 +13,8 @@ import scipy
 from posbench import paths
 from posbench.files.markdown import markdown
 from posbench.stats.bootstrap import Z95
-from posbench.studies.wu2025.synthetic_claims import findings, thresholds
-from posbench.studies.wu2025.synthetic_results import (
+from wu2025.synthetic_claims import findings, thresholds
+from wu2025.synthetic_results import (
     FILES,
     _misses,
     _networks,
@@ -22,7 +22,7 @@ from posbench.studies.wu2025.synthetic_results import (
     _omegas,
     _verdicts,
 )
-from posbench.studies.wu2025.synthetic_tables import (
+from wu2025.synthetic_tables import (
     CELL,
     PAIR_NAMES,
     SETTINGS,
@@ -394,7 +394,7 @@ def test_a_cell_with_both_scales_counts_once_with_the_papers() -> None:
 
 def test_the_committed_page_counts_every_cell_once() -> None:
     gaps = pd.read_csv(
-        paths.EXPERIMENTS / "results/wu2025/gaps.csv", keep_default_na=False
+        paths.EXPERIMENTS / "wu2025/results/gaps.csv", keep_default_na=False
     )
     cells = compare_cells(gaps, FILES)
     assert cells["counted"].sum() > 219
@@ -408,7 +408,7 @@ def test_the_committed_page_counts_every_cell_once() -> None:
     assert numbers.filter(like="gaussian").sum() == vocabularies["gaussian"] == 126
     assert numbers.filter(like="training's").sum() == vocabularies["fixed"] == 126
     assert numbers.filter(like="fresh").sum() == 126
-    page = (paths.EXPERIMENTS / "results/wu2025/README.md").read_text()
+    page = (paths.EXPERIMENTS / "wu2025/results/README.md").read_text()
     assert markdown(list(told), told.to_numpy().tolist()) in page
     for table in (_misses(cells), _omega_counts(cells), _omegas(cells)):
         assert markdown(list(table), table.to_numpy().tolist()) in page

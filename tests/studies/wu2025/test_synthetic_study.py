@@ -12,16 +12,16 @@ import yaml
 
 from posbench import paths
 from posbench.files.atomic import write_csv
-from posbench.studies.wu2025.synthetic_results import SyntheticResults
-from posbench.studies.wu2025.synthetic_tables import (
+from tests.conftest import Result, run_folders
+from tests.messages import assert_names, refused
+from wu2025.synthetic_results import SyntheticResults
+from wu2025.synthetic_tables import (
     SETTINGS,
     read_printed_cells,
     tabulate,
 )
-from posbench.studies.wu2025.synthetic_training import SyntheticTraining
-from posbench.studies.wu2025.training import Condition, Ensemble, train
-from tests.conftest import Result, run_folders
-from tests.messages import assert_names, refused
+from wu2025.synthetic_training import SyntheticTraining
+from wu2025.training import Condition, Ensemble, train
 
 TINY = [
     "study=synthetic_training",
@@ -161,7 +161,9 @@ def test_all_bad_conditions_are_told(posbench: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", sorted(paths.EXPERIMENTS.glob("wu2025_*.yaml")), ids=lambda file: file.stem
+    "file",
+    sorted(paths.EXPERIMENTS.glob("wu2025/experiment/*.yaml")),
+    ids=lambda file: file.stem,
 )
 def test_experiments_train_what_the_paper_prints(file: Path) -> None:
     data = yaml.safe_load(file.read_text())["study"]
@@ -201,7 +203,7 @@ def test_results_of_a_folder(
     verdicts = tables["verdicts"].set_index("verdict").drop(columns="meaning")
     vocabularies = pd.concat(
         pd.read_csv(file)["vocabulary"]
-        for file in (paths.EXPERIMENTS / "reference").glob("wu2025_fig*.csv")
+        for file in (paths.EXPERIMENTS / "wu2025/reference").glob("wu2025_fig*.csv")
     ).value_counts()
     gaussian = verdicts.filter(like="gaussian").sum(axis=1)
     assert gaussian["not trained"] == vocabularies["gaussian"] - 6

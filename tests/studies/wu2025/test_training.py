@@ -12,10 +12,11 @@ import torch
 
 from posbench.errors import UserError
 from posbench.run.folder import RunDir
-from posbench.studies.wu2025 import training as module
-from posbench.studies.wu2025.sequences import training_batch
-from posbench.studies.wu2025.synthetic_tables import tabulate
-from posbench.studies.wu2025.training import (
+from tests.messages import refused
+from wu2025 import training as module
+from wu2025.sequences import training_batch
+from wu2025.synthetic_tables import tabulate
+from wu2025.training import (
     Condition,
     Ensemble,
     measured_iterations,
@@ -23,7 +24,6 @@ from posbench.studies.wu2025.training import (
     train,
     training_folder,
 )
-from tests.messages import refused
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
 

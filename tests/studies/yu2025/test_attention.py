@@ -29,9 +29,7 @@ from posbench.schema import instantiate, verify
 from posbench.stats.correlation import permutation_p, spearman
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.position_bias import dip_from_rows, position_curves
-from posbench.studies.base import Study
-from posbench.studies.prompts import Prompts
-from posbench.studies.yu2025.attention_to_gold import (
+from posbench.studies.attention_to_gold import (
     AttentionToGold,
     _length_finding,
     head_row,
@@ -39,13 +37,8 @@ from posbench.studies.yu2025.attention_to_gold import (
     retrieval_scores,
     vertical_share,
 )
-from posbench.studies.yu2025.doubling import Doubling
-from posbench.studies.yu2025.positional_channels import (
-    PositionalChannels,
-    correlation,
-    jackknife,
-    mean_correlation,
-)
+from posbench.studies.base import Study
+from posbench.studies.prompts import Prompts
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.messages import Tokens, refused
@@ -58,6 +51,13 @@ from tests.rounding import (
     embedded_noise,
     family_noise,
     hidden_states,
+)
+from yu2025.doubling import Doubling
+from yu2025.positional_channels import (
+    PositionalChannels,
+    correlation,
+    jackknife,
+    mean_correlation,
 )
 
 SMALL = dict(

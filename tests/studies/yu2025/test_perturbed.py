@@ -18,12 +18,12 @@ from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.correlation import permutation_p
 from posbench.studies import prompts as shared
-from posbench.studies.yu2025.crop_mask import crossed_figure
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.messages import assert_refused, refused
 from tests.parity import plain
 from tests.rounding import assert_same, hidden_states, noise_floor, weights_noise
+from yu2025.crop_mask import crossed_figure
 
 PAIRS = 8
 POSITIONS = (0, 3, 7)
