@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posbench import versions
 from posbench.cli.options import URL
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from posbench.model.lm import LM
     from posbench.pipeline.compose import ComposedConfig
     from posbench.pipeline.config import Config
+    from posbench.pipeline.multirun import Record
     from posbench.run.budget import Stopwatch
 
 HELP = """posbench finds, explains and removes position bias in language models.
@@ -329,28 +330,29 @@ def _signs_of_life() -> Iterator[None]:
 
 def _run_jobs(args: list[str], watch: Stopwatch) -> int:
     """Run the config of the arguments, or each job of a sweep; return the exit status."""
-    from posbench.pipeline.compose import compose
-    from posbench.report.console import make_console
-    from posbench.report.sweep import summarise
+    from posbench.pipeline.compose import compose, launch
     from posbench.run.heartbeat import doing
 
     command = shlex.join(["posbench", *map(without_typed_secrets, args)])
-    # Models that jobs of a sweep loaded together, by number of the job.
-    models: dict[int, LM] = {}
-
-    def run_job(composed: ComposedConfig) -> None:
-        # The time of a job of a sweep begins with the job.
-        own_watch = None if composed.multirun else watch
-        _run_job(composed, command, models.get(composed.number), own_watch)
-
-    def share_work(jobs: Sequence[ComposedConfig]) -> None:
-        models.update(_share_work(jobs, command))
-
-    records = compose(args, run_job, share_work)
+    jobs = compose(args)
+    if jobs.run_by_hydra:
+        records = launch(args, jobs, lambda job: _run_job(job, command))
+    else:
+        models = _share_work(jobs.composed, command)
+        by_number = dict(jobs.refused)
+        for job in jobs.composed:
+            # The time of a job of a sweep begins with the job.
+            own_watch = None if job.multirun else watch
+            lm = models.get(job.number)
+            by_number[job.number] = _run_job(job, command, lm, own_watch)
+        records = [by_number[number] for number in sorted(by_number)]
     for record in records:
         for line in record.get("error", "").splitlines():
             print(f"posbench: {line}", file=sys.stderr)
     if len(records) > 1 or any(record["multirun"] for record in records):
+        from posbench.report.console import make_console
+        from posbench.report.sweep import summarise
+
         with doing(f"summarising {len(records)} runs"):
             summarise(records, make_console(), command=command)
     return max((record["status"] for record in records), default=0)
@@ -372,12 +374,12 @@ def _share_work(jobs: Sequence[ComposedConfig], command: str) -> dict[int, LM]:
     Returns:
         The model that a job can use, by its number.
     """
+    if len(jobs) < 2:
+        return {}
     from posbench.pipeline.prepare import prepare
     from posbench.pipeline.sharing import groups_to_share, run_together
     from posbench.report.console import make_console
 
-    if len(jobs) < 2:
-        return {}
     configs: dict[int, Config] = {}
     for composed in jobs:
         if (composed.raw.get("model") or {}).get("base_url"):
@@ -409,8 +411,8 @@ def _run_job(
     command: str,
     lm: LM | None = None,
     watch: Stopwatch | None = None,
-) -> None:
-    """Run one job; leave its status, so that a sweep goes on whatever happens.
+) -> Record:
+    """Run one job and return its record, so that a sweep goes on whatever happens.
 
     Args:
         composed: The config as composed.
@@ -419,7 +421,7 @@ def _run_job(
         watch: Measures the job; None: from now on.
     """
     from posbench.pipeline.execute import apply_budget, execute
-    from posbench.pipeline.multirun import write_record
+    from posbench.pipeline.multirun import new_record
     from posbench.pipeline.prepare import prepare
     from posbench.report.console import make_console
     from posbench.run.base import IncompleteRun
@@ -427,12 +429,7 @@ def _run_job(
     from posbench.run.heartbeat import doing, set_interval
 
     watch = watch or Stopwatch()
-    record: dict[str, Any] = {
-        "overrides": composed.overrides,
-        "multirun": composed.multirun,
-        "folder": None,
-        "status": 0,
-    }
+    record = new_record(composed.overrides, composed.multirun)
     try:
         with doing("checking the config, the files and the longest prompts"):
             run = prepare(composed)
@@ -480,8 +477,7 @@ def _run_job(
             # One job's defect must not stop the others of a sweep.
             logging.exception("%s", " ".join(composed.overrides))
         record["status"] = fault.status if fault else 1
-    finally:
-        write_record(composed.records, composed.number, record)
+    return record
 
 
 def _show_config(args: list[str]) -> int:
@@ -492,15 +488,12 @@ def _show_config(args: list[str]) -> int:
 
     index = args.index("--cfg")
     if args[index + 1 : index + 2] != ["job"]:
-        compose(args, lambda composed: None)
+        compose(args)
         return 0
     overrides = [*args[:index], *args[index + 2 :]]
     overrides = [arg for arg in overrides if arg != "--resolve"]
-
-    def print_config(composed: ComposedConfig) -> None:
-        print(yaml.safe_dump(composed.raw, sort_keys=False), end="")
-
-    compose(overrides, print_config)
+    for job in compose(overrides).composed:
+        print(yaml.safe_dump(job.raw, sort_keys=False), end="")
     return 0
 
 

@@ -99,14 +99,13 @@ def submit(args: list[str]) -> int:
         hint = "leave it out for one job per run"
         raise UserError("--shards", count, "a whole number from 1 to 9999", hint)
     num_shards = int(count or 1)
-    composed_jobs: list[ComposedConfig] = []
-    records = compose(remaining, composed_jobs.append)
+    jobs = compose(remaining)
     faults = Faults()
     runs: list[tuple[ComposedConfig, Config]] = []
-    for composed in composed_jobs:
+    for composed in jobs.composed:
         with faults.collecting():
             runs.append((composed, _config_to_submit(composed, num_shards)))
-    errors = [record["error"] for record in records if record["status"]]
+    errors = [record["error"] for record in jobs.refused.values()]
     for error in errors:
         for line in error.splitlines():
             print(f"posbench: {line}", file=sys.stderr)

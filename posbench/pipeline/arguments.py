@@ -1,7 +1,7 @@
 """What a user types, and what an experiment adds to it: overrides as Hydra reads them.
 
-Hydra has no public way to its flags, nor one to choices that no file holds (folders, hub ids, lists of methods) or to
-keys that a file leaves to the defaults of a class: its parser is asked, and overrides are spelled as it takes them.
+Hydra has no way to choices that no file holds (folders, hub ids, lists of methods), nor to keys that a file leaves to
+the defaults of a class: its parser of overrides is asked, and these are spelled as it takes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -53,6 +52,17 @@ ENDPOINT = "endpoint"
 """The choice of ``model`` that takes its name from a server."""
 HUB_MODEL = "hf"
 """The choice of ``model`` that takes its name from ``model.path``."""
+SWITCHES = (
+    ("--multirun", "-m"),
+    ("--run", "-r"),
+    ("--resolve",),
+    ("--help", "-h"),
+    ("--hydra-help",),
+    ("--shell-completion", "-sc"),
+)
+FLAGS_WITH_VALUES = (("--config-dir", "-cd"), ("--package", "-p"))
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+"""What Hydra's flag ``--info`` prints."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
@@ -76,7 +86,7 @@ class Request:
         config: Name of the primary config.
         searched: Folders to search beside posbench's. The first has the primary config, unless posbench's has.
         overrides: The overrides.
-        multirun: Whether an experiment asks for a sweep.
+        multirun: Whether the user or an experiment asks for a sweep.
         experiment: Name of the experiment; empty without one.
         grid: Dotted keys over which the experiment sweeps, without those that the user typed.
         set_by_experiment: Dotted keys that the experiment sets.
@@ -116,8 +126,8 @@ def read_flags(args: Sequence[str]) -> Any:
     complaint = io.StringIO()
     typed = " ".join(args)
     try:
-        with redirect_stderr(complaint), text_help():
-            flags, unknown = get_args_parser().parse_known_intermixed_args(list(args))
+        with redirect_stderr(complaint):
+            flags, unknown = _flag_parser().parse_known_intermixed_args(list(args))
     except SystemExit as error:
         last_line = complaint.getvalue().strip().splitlines()[-1]
         reason = last_line.split("error: ")[-1]
@@ -129,23 +139,37 @@ def read_flags(args: Sequence[str]) -> Any:
     modes = (flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion)
     several_modes = sum(map(bool, modes)) > 1
     resolves_nothing = flags.resolve and not (flags.cfg or flags.help)
-    if several_modes or resolves_nothing or flags.experimental_rerun:
+    if several_modes or resolves_nothing:
         allowed = "one of -m, --cfg job [--resolve], --info"
-        raise UserError(
-            "flag",
-            typed,
-            allowed,
-            "leave out all but one of them; to repeat a run, repeat its command",
-        )
+        raise UserError("flag", typed, allowed, "leave out all but one of them")
     return flags
+
+
+def _flag_parser() -> argparse.ArgumentParser:
+    """A parser of the flags that a run takes, as Hydra spells them; Hydra's own cannot be asked for."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in SWITCHES:
+        parser.add_argument(*names, action="store_true")
+    for names in FLAGS_WITH_VALUES:
+        parser.add_argument(*names)
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
+    return parser
+
+
+def prints_only(flags: Any) -> bool:
+    """Return whether flags ask Hydra to print something of its own, in place of a run."""
+    prints = flags.cfg or flags.info or flags.help
+    return bool(prints or flags.hydra_help or flags.shell_completion)
 
 
 @contextmanager
 def text_help() -> Iterator[None]:
-    """Let Hydra 1.3 make its parser of flags on Python 3.14, for the duration of a block.
+    """Let ``hydra.main`` make its parser of flags on Python 3.14, for the duration of a block.
 
-    argparse of Python 3.14 looks into each help text when it is given; Hydra gives one that becomes text only
-    when it is printed.
+    argparse of Python 3.14 looks into each help text when it is given; Hydra 1.3 gives one that becomes text only
+    when it is printed, and launchers and its help texts have no other public entry.
     """
     add_argument = argparse.ArgumentParser.add_argument
 
@@ -238,7 +262,7 @@ def parse_request(
         config=config,
         searched=tuple(searched),
         overrides=(*reference_override, *rewritten),
-        multirun=bool(sweep),
+        multirun=multirun or bool(sweep),
         experiment=experiment_names[-1] if experiment_names else "",
         grid=frozenset(grid) - typed_keys,
         set_by_experiment=set_by_experiment,

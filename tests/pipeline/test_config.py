@@ -27,14 +27,10 @@ NO_OUTPUTS = "runtime.outputs=nowhere"
 
 def _all(*args: str) -> dict[str, Any]:
     """The checked configs of a sweep, by its overrides."""
-    found = {}
-    compose(
-        args,
-        lambda made: found.__setitem__(
-            " ".join(made.overrides), check_config(made.raw, made.typed)
-        ),
-    )
-    return found
+    return {
+        " ".join(job.overrides): check_config(job.raw, job.typed)
+        for job in compose(args).composed
+    }
 
 
 @pytest.mark.parametrize("group", ["task", "search", "runtime"])
@@ -51,13 +47,11 @@ def test_every_choice_composes_and_checks(group: str) -> None:
 def test_every_method_composes_and_checks() -> None:
     """Each one whose constants the model has; of the others, the first that is missing is named."""
     names = choices(paths.CONF / "method")
-    found = dict[str, MethodChoice]()
-    compose(
-        ["-m", f"method={','.join(names)}", "model=tiny"],
-        lambda made: found.__setitem__(
-            made.raw["method"]["name"], MethodChoice.of(made.raw["method"], ())
-        ),
-    )
+    jobs = compose(["-m", f"method={','.join(names)}", "model=tiny"])
+    found = {
+        job.raw["method"]["name"]: MethodChoice.of(job.raw["method"], ())
+        for job in jobs.composed
+    }
     assert list(found) == names
     for choice in found.values():
         missing = [
