@@ -46,6 +46,8 @@ RESCORED = "rescored"
 """Field of the record of the predictions: whether ``posbench rescore`` changed scores."""
 JOBS = "jobs.json"
 """What a sweep ran: it marks the folder of a sweep, as :data:`CONFIG` marks that of a run."""
+SUBMITTED = ".submitted.json"
+"""A list of the times that the run was submitted. Hidden, so no part of its results."""
 ROWS = ".jsonl"
 NUMBER_FILES = (ROWS, ".csv", ".json", ".yaml")
 """Kinds of files that numbers are read from: an added one damages a finished run too."""
