@@ -194,7 +194,7 @@ def test_the_runs_that_documents_show_compose_and_check(
     for text in RUNS:
         if text and not re.fullmatch(r"experiment=\w+", text):
             for job in compose(shlex.split(text)).composed:
-                check_config(job.raw, job.typed, job.folders)
+                check_config(job)
 
 
 def shrunk(text: str, reader: Path, files: Path) -> list[str]:

@@ -180,7 +180,7 @@ def configs(experiment: str) -> list[Config]:
     jobs = compose([f"experiment={experiment}", MODEL_OVERRIDE, *settings])
     fitted = []
     for job in jobs.composed:
-        config = check_config(job.raw, job.typed, job.folders)
+        config = check_config(job)
         task: Any = config.task
         if isinstance(task, GoldPositionTask):
             sample = getattr(config.study, "examples", None) or SAMPLE_QUESTIONS

@@ -25,7 +25,7 @@ from posbench.files.parse import Object, read_yaml
 from posbench.files.secrets import without_typed_secrets
 from posbench.methods.base import Method
 from posbench.model.load import load, read_checkpoint
-from posbench.pipeline.compose import compose_one
+from posbench.pipeline.compose import compose_one, compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.constants import with_constants
 from posbench.pipeline.fit import FitToModel
@@ -319,10 +319,7 @@ def _config_of_record(raw: Mapping[str, Any], folders: Sequence[Path]) -> Config
         hint = "repeat the command that wrote it"
         raise UserError("recorded config", list(raw), allowed, hint)
     groups = {k: v for k, v in raw.items() if k not in ("experiment", "study")}
-    return check_config(
-        {**compose_one("method=none").raw, **groups, "stages": ["evaluate"]},
-        folders=folders,
-    )
+    return check_config(compose_record({**groups, "stages": ["evaluate"]}, folders))
 
 
 def _raw_to_record(config: Config, fix: base.Fix) -> dict[str, Any]:

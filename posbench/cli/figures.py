@@ -145,7 +145,7 @@ class Experiment:
         for job in jobs.composed:
             self.multirun |= job.multirun
             try:
-                self.configs.append(check_config(job.raw, job.typed, job.folders))
+                self.configs.append(check_config(job))
                 self.overrides.append(job.overrides)
             except UserError as error:
                 problems.append(str(error))

@@ -169,7 +169,7 @@ def fetch(args: list[str]) -> int:
     for record in jobs.refused.values():
         print(f"posbench: {record['error']}", file=sys.stderr)
     # A sweep's jobs share most of what they need.
-    needed = [source for job in jobs.composed for source in needs(job.raw)]
+    needed = [source for job in jobs.composed for source in needs(job)]
     if needed:
         sources.fetch(needed, dry_run=dry_run, console=make_wide_console())
     return max((record["status"] for record in jobs.refused.values()), default=0)
@@ -206,7 +206,7 @@ def validate(args: list[str]) -> int:
         for job in jobs.composed:
             try:
                 if checks_choices:
-                    check_config(job.raw, job.typed, job.folders)
+                    check_config(job)
                 else:
                     prepared = prepare(job, download=False)
                     runs.append((job, with_server(prepared)))

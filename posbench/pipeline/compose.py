@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -215,6 +215,22 @@ def compose_one(*overrides: str) -> ComposedConfig:
         UserError: An override or a YAML file is wrong.
     """
     return compose(overrides).composed[0]
+
+
+def compose_record(
+    groups: Mapping[str, Any], folders: Sequence[Path]
+) -> ComposedConfig:
+    """Return the config whose groups a run recorded: those that took part in it.
+
+    Whatever the others are, nothing reads them.
+
+    Args:
+        groups: The groups.
+        folders: posbench's config folder, and the user's own.
+    """
+    defaults = compose_one("method=none")
+    raw = {**defaults.raw, **groups}
+    return replace(defaults, raw=raw, typed=(), folders=tuple(folders))
 
 
 # Hydra

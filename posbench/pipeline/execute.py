@@ -33,7 +33,7 @@ from posbench.pipeline.budget import (
     with_settings,
     write_plan,
 )
-from posbench.pipeline.compose import compose_one
+from posbench.pipeline.compose import compose_record
 from posbench.pipeline.config import Config, check_config
 from posbench.pipeline.identity import (
     identity,
@@ -613,11 +613,10 @@ def recorded_config(folder: Path) -> Config:
     """
     folder = folder.resolve()
     out = open_run(folder)
-    raw = out.config("runtime")
-    # Groups that take no part are not recorded: whatever they are, nothing reads them.
-    raw = {**compose_one().raw, "study": None, "experiment": None, **raw}
-    raw["runtime"] = {**raw["runtime"], "outputs": str(out.path.parents[2])}
-    config = check_config(raw, folders=make_importable(out))
+    groups = out.config("runtime")
+    runtime = {**groups["runtime"], "outputs": str(out.path.parents[2])}
+    folders = make_importable(out)
+    config = check_config(compose_record({**groups, "runtime": runtime}, folders))
     contents = run_contents(config)
     same = RunLocation.of(config, identity(config, contents), contents).find()
     if same is None or not same.path.samefile(folder):

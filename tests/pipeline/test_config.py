@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,8 +29,7 @@ NO_OUTPUTS = "runtime.outputs=nowhere"
 def _all(*args: str) -> dict[str, Any]:
     """The checked configs of a sweep, by its overrides."""
     return {
-        " ".join(job.overrides): check_config(job.raw, job.typed)
-        for job in compose(args).composed
+        " ".join(job.overrides): check_config(job) for job in compose(args).composed
     }
 
 
@@ -229,18 +229,20 @@ def test_the_record_holds_the_groups_that_took_part(
 
 
 def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
-    good = compose_one("experiment=lpes_table3").raw
+    composed = compose_one("experiment=lpes_table3")
+    good = composed.raw["experiment"]
     for key, value in (
         ("source", "a\udc80b"),
         ("models", {"LLaMA-2-7B-chat": "a\udc80b"}),
     ):
-        reference = {**good["experiment"]["reference"], key: value}
+        reference = {**good["reference"], key: value}
         field = f"experiment.reference.{key}"
         if isinstance(value, dict):
             field += ".LLaMA-2-7B-chat"
         with refused(field, "a\udc80b", allowed="UTF-8"):
+            experiment = {**good, "reference": reference}
             check_config(
-                {**good, "experiment": {**good["experiment"], "reference": reference}}
+                replace(composed, raw={**composed.raw, "experiment": experiment})
             )
 
 
@@ -309,16 +311,16 @@ def test_all_mistakes_are_told_together() -> None:
 def test_a_config_that_hydra_did_not_make(
     raw: dict[str, Any], field: str, value: object, allowed: Tokens, hint: Tokens
 ) -> None:
-    good = compose_one("model=mistral7b").raw
+    good = compose_one("model=mistral7b")
     with refused(field, value, allowed=allowed, hint=hint):
-        check_config(good | raw)
+        check_config(replace(good, raw=good.raw | raw))
 
 
 def test_a_config_needs_its_checkpoint_and_the_files_of_its_task() -> None:
     found = needs(
         compose_one(
             "model=mistral7b", "task.path=/a.jsonl", "task.calibration_path=/b.jsonl"
-        ).raw
+        )
     )
     assert [source.id for source in found] == [
         "mistralai/Mistral-7B-Instruct-v0.2",
