@@ -87,7 +87,7 @@ Verbs (posbench VERB --help says more):
   completion    print shell completion for bash, zsh or fish
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--yes`
-skips questions, `--config-dir DIR` adds YAML files, `--hydra-help` lists flags.
+skips questions, `--config-dir DIR` adds YAML files.
 Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
 resumes. Exit status: 0 done; 1 some rows failed (repeat the command to retry);
 2 the input needs a correction; 3 the machine is at fault (disk, permission,
@@ -298,6 +298,9 @@ def _run(args: list[str]) -> int:
 
     watch = Stopwatch()
     _refuse_unknown_verb(args)
+    if {"-h", "--help"} & set(args):
+        print(HELP)
+        return 0
     if "--cfg" in args:
         return _show_config(args)
     with _signs_of_life():
@@ -481,18 +484,17 @@ def _run_job(
 
 
 def _show_config(args: list[str]) -> int:
-    """Print the whole config of ``--cfg job``, filled in and resolved; Hydra prints other choices."""
+    """Print the whole config of ``--cfg job``, filled in and resolved."""
     import yaml
 
     from posbench.pipeline.compose import compose
 
     index = args.index("--cfg")
     if args[index + 1 : index + 2] != ["job"]:
-        compose(args)
-        return 0
-    overrides = [*args[:index], *args[index + 2 :]]
-    overrides = [arg for arg in overrides if arg != "--resolve"]
-    for job in compose(overrides).composed:
+        allowed = "job, which prints the whole config"
+        value = " ".join(args[index + 1 : index + 2])
+        raise UserError("--cfg", value, allowed, "posbench --cfg job")
+    for job in compose([*args[:index], *args[index + 2 :]]).composed:
         print(yaml.safe_dump(job.raw, sort_keys=False), end="")
     return 0
 

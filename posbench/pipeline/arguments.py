@@ -6,18 +6,15 @@ the defaults of a class: its parser of overrides is asked, and these are spelled
 
 from __future__ import annotations
 
-import argparse
-import io
 import itertools
 import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -52,17 +49,6 @@ ENDPOINT = "endpoint"
 """The choice of ``model`` that takes its name from a server."""
 HUB_MODEL = "hf"
 """The choice of ``model`` that takes its name from ``model.path``."""
-SWITCHES = (
-    ("--multirun", "-m"),
-    ("--run", "-r"),
-    ("--resolve",),
-    ("--help", "-h"),
-    ("--hydra-help",),
-    ("--shell-completion", "-sc"),
-)
-FLAGS_WITH_VALUES = (("--config-dir", "-cd"), ("--package", "-p"))
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-"""What Hydra's flag ``--info`` prints."""
 COMPOSED_METHOD = "posbench.methods.composed.Composed"
 MAX_NAME_LENGTH = 60
 STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
@@ -117,74 +103,39 @@ def _refuse_sweeper_params(experiment: Mapping[str, Any]) -> None:
         raise UserError(field, sweeper["params"], allowed, hint)
 
 
-def read_flags(args: Sequence[str]) -> Any:
-    """Read the arguments as Hydra does, but complain in one line instead of its usage text.
+class Flags(NamedTuple):
+    """Arguments of a run: its overrides, whether it is a sweep, and the user's own config folder."""
+
+    overrides: list[str]
+    multirun: bool
+    config_dir: str | None
+
+
+def read_flags(args: Sequence[str]) -> Flags:
+    """Tell overrides from flags.
 
     Raises:
-        UserError: A flag is unknown, or several exclude each other.
+        UserError: A flag is unknown, or has no value.
     """
-    complaint = io.StringIO()
-    typed = " ".join(args)
-    try:
-        with redirect_stderr(complaint):
-            flags, unknown = _flag_parser().parse_known_intermixed_args(list(args))
-    except SystemExit as error:
-        last_line = complaint.getvalue().strip().splitlines()[-1]
-        reason = last_line.split("error: ")[-1]
-        hint = f"posbench --help ({reason})"
-        raise UserError("flag", typed, "Hydra's flags", hint) from error
-    if unknown:
-        allowed = "key=value and Hydra's flags"
-        raise UserError("flag", unknown[0], allowed, "posbench --help")
-    modes = (flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion)
-    several_modes = sum(map(bool, modes)) > 1
-    resolves_nothing = flags.resolve and not (flags.cfg or flags.help)
-    if several_modes or resolves_nothing:
-        allowed = "one of -m, --cfg job [--resolve], --info"
-        raise UserError("flag", typed, allowed, "leave out all but one of them")
-    return flags
-
-
-def _flag_parser() -> argparse.ArgumentParser:
-    """A parser of the flags that a run takes, as Hydra spells them; Hydra's own cannot be asked for."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    for names in SWITCHES:
-        parser.add_argument(*names, action="store_true")
-    for names in FLAGS_WITH_VALUES:
-        parser.add_argument(*names)
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
-    return parser
-
-
-def prints_only(flags: Any) -> bool:
-    """Return whether flags ask Hydra to print something of its own, in place of a run."""
-    prints = flags.cfg or flags.info or flags.help
-    return bool(prints or flags.hydra_help or flags.shell_completion)
-
-
-@contextmanager
-def text_help() -> Iterator[None]:
-    """Let ``hydra.main`` make its parser of flags on Python 3.14, for the duration of a block.
-
-    argparse of Python 3.14 looks into each help text when it is given; Hydra 1.3 gives one that becomes text only
-    when it is printed, and launchers and its help texts have no other public entry.
-    """
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def add_argument_with_text(
-        parser: argparse.ArgumentParser, *names: str, **settings: Any
-    ) -> argparse.Action:
-        if not isinstance(settings.get("help", ""), str):
-            settings["help"] = "Hydra's shell completion; see posbench completion"
-        return add_argument(parser, *names, **settings)
-
-    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
+    overrides = list[str]()
+    multirun = False
+    config_dir = None
+    remaining = iter(args)
+    for arg in remaining:
+        name, sign, value = arg.partition("=")
+        if arg in ("-m", "--multirun"):
+            multirun = True
+        elif name == "--config-dir":
+            config_dir = value if sign else next(remaining, "")
+            if not config_dir:
+                allowed = "a folder with your YAML files"
+                raise UserError(name, config_dir, allowed, f"{name} DIR")
+        elif arg.startswith("-"):
+            allowed = "key=value, -m (--multirun), --config-dir DIR, --cfg job"
+            raise UserError("flag", arg, allowed, "posbench --help")
+        else:
+            overrides.append(arg)
+    return Flags(overrides, multirun, config_dir)
 
 
 def parse_request(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -36,7 +35,6 @@ from posbench.pipeline.arguments import (
     leaf_keys,
     model_name,
     parse_request,
-    prints_only,
     read_flags,
 )
 from posbench.pipeline.multirun import (
@@ -49,7 +47,6 @@ from posbench.pipeline.multirun import (
     read_records,
     record_lost_job,
     runs_by_hydra,
-    search_path,
     spelled,
     write_record,
 )
@@ -123,20 +120,13 @@ class Jobs:
 def compose(args: Sequence[str]) -> Jobs:
     """Compose the configs that the arguments ask for: one, or one for each job of a sweep.
 
-    Flags with which Hydra prints something of its own give no jobs.
-
     Args:
-        args: ``key=value`` overrides and Hydra's flags.
+        args: ``key=value`` overrides, and the flags for a sweep and the user's config folder.
 
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
     asked = _Asked.of(args)
-    if prints_only(asked.flags):
-        with _hydra_errors_translated(asked), TemporaryDirectory() as folder:
-            arguments = asked.hydra_arguments(args)
-            call_hydra(arguments, asked.request.config, _run_nothing, Path(folder))
-        return Jobs()
     with _hydra_errors_translated(asked), hydra_cleared():
         try:
             configs = compose_jobs(asked.request)
@@ -144,7 +134,7 @@ def compose(args: Sequence[str]) -> Jobs:
             # OmegaConf raises OSError for a file that holds a number, and calls itself for each level.
             if is_machine_fault(error):
                 raise
-            typed = shortened(" ".join(asked.flags.overrides))
+            typed = shortened(" ".join(asked.overrides))
             allowed = "mappings in every file, none of them nested deeply"
             hint = (
                 f"look at the overrides and the files in {asked.folders[-1]} ({error})"
@@ -161,10 +151,6 @@ def compose(args: Sequence[str]) -> Jobs:
                     raise
                 refused[config.hydra.job.num] = _refusal(config.hydra, asked, error)
         return Jobs(composed, refused, runs_by_hydra(asked.request, configs))
-
-
-def _run_nothing(config: DictConfig) -> None:
-    """What Hydra calls for each job where it prints, and so has none."""
 
 
 def launch(
@@ -196,10 +182,9 @@ def launch(
                 record = _refusal(job, asked, error)
             write_record(folder, _number(job), record)
 
-        arguments = asked.hydra_arguments(args)
         try:
             with _hydra_errors_translated(asked):
-                call_hydra(arguments, asked.request.config, run_job, folder)
+                call_hydra(asked.request, run_job, folder)
         except Exception as error:
             if isinstance(error, UserError) or not first.multirun:
                 raise
@@ -241,12 +226,12 @@ class _Asked:
     """Arguments, read.
 
     Attributes:
-        flags: Hydra's flags.
+        overrides: The overrides as typed.
         folders: posbench's config folder, and the user's own.
         request: What Hydra gets.
     """
 
-    flags: Any
+    overrides: Sequence[str]
     folders: tuple[Path, ...]
     request: Request
 
@@ -255,38 +240,17 @@ class _Asked:
         """Read arguments."""
         flags = read_flags(args)
         folders = paths.config_folders(flags.config_dir)
-        request = parse_request(flags.overrides, folders, bool(flags.multirun))
-        return cls(flags, tuple(folders), request)
-
-    def hydra_arguments(self, args: Sequence[str]) -> list[str]:
-        """Return the command line that Hydra reads.
-
-        Its parser refuses an override that follows a flag and its value: overrides go last.
-        """
-        request = self.request
-        arguments = [arg for arg in args if arg not in self.flags.overrides]
-        if request.multirun and not (self.flags.multirun or prints_only(self.flags)):
-            arguments.append("-m")
-        arguments += [f"--config-dir={folder}" for folder in request.searched[:1]]
-        arguments += search_path(request.searched[1:])
-        arguments += request.overrides
-        return arguments
+        request = parse_request(flags.overrides, folders, flags.multirun)
+        return cls(flags.overrides, tuple(folders), request)
 
 
 @contextmanager
 def _hydra_errors_translated(asked: _Asked) -> Iterator[None]:
-    """Raise what Hydra raises as one line; that it ends after ``--help`` and the like is no error."""
-    overrides = asked.flags.overrides
-    folder = asked.folders[-1]
+    """Raise what Hydra raises as one line."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise _translate(error, overrides, folder) from error
-    except SystemExit as end:
-        if end.code:
-            typed = " ".join(overrides)
-            hint = "posbench --help"
-            raise UserError("flag", typed, "Hydra's flags", hint) from end
+        raise _translate(error, asked.overrides, asked.folders[-1]) from error
 
 
 def _translate(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:

@@ -5,6 +5,7 @@ Its own basic sweeper cannot be asked for its jobs alone, so a sweep is split he
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import json
@@ -28,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from posbench import paths
 from posbench.files.atomic import write_text
 from posbench.files.secrets import without_typed_secrets
-from posbench.pipeline.arguments import Request, text_help
+from posbench.pipeline.arguments import Request
 
 BASIC = {
     "hydra/launcher": "basic",
@@ -132,11 +133,11 @@ def _hydra_of(request: Request) -> Iterator[tuple[OverridesParser, list[str]]]:
         further_folders = (paths.CONF, *request.searched[1:])
     with hydra.initialize_config_dir(str(first), "posbench", version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        yield parser, search_path(further_folders)
+        yield parser, _search_path(further_folders)
 
 
-def search_path(folders: Sequence[Path]) -> list[str]:
-    """Return the override that lets Hydra search these folders after the first; empty without folders."""
+def _search_path(folders: Sequence[Path]) -> list[str]:
+    """The override that lets Hydra search these folders after the first; empty without folders."""
     if not folders:
         return []
     listed = ",".join(f"file://{folder}" for folder in folders)
@@ -154,34 +155,52 @@ def hydra_cleared() -> Iterator[None]:
 
 
 def call_hydra(
-    arguments: Sequence[str],
-    config_name: str,
-    run: Callable[[DictConfig], None],
-    folder: Path,
+    request: Request, run: Callable[[DictConfig], None], folder: Path
 ) -> None:
-    """Call Hydra's own command line, which prints, or lets launchers run the jobs.
+    """Let Hydra run the jobs of a request.
 
     Args:
-        arguments: Its arguments.
-        config_name: Name of the primary config.
+        request: The request.
         run: Called with the config of each job, in whatever process a launcher takes.
         folder: Where launchers keep their files.
     """
     main = hydra.main(
-        version_base="1.3", config_path=str(paths.CONF), config_name=config_name
+        version_base="1.3", config_path=str(paths.CONF), config_name=request.config
     )(run)
     argv = sys.argv
-    sys.argv = ["posbench", *arguments]
+    # Its parser refuses an override that follows a flag and its value: overrides go last.
+    sys.argv = ["posbench", *(["-m"] if request.multirun else [])]
+    sys.argv += [f"--config-dir={path}" for path in request.searched[:1]]
+    sys.argv += [*_search_path(request.searched[1:]), *request.overrides]
+    # It then raises instead of printing.
+    variables = {"HYDRA_FULL_ERROR": "1", SWEEP: str(folder)}
     try:
-        # It raises instead of printing.
-        with (
-            hydra_cleared(),
-            _environment({"HYDRA_FULL_ERROR": "1", SWEEP: str(folder)}),
-            text_help(),
-        ):
+        with hydra_cleared(), _environment(variables), _text_help():
             main()
     finally:
         sys.argv = argv
+
+
+@contextmanager
+def _text_help() -> Iterator[None]:
+    """Let ``hydra.main``, the only public way to its launchers, make its parser of flags on Python 3.14.
+
+    argparse of Python 3.14 looks into each help text when it is given; Hydra 1.3 gives one that becomes text only
+    when it is printed.
+    """
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(
+        parser: argparse.ArgumentParser, *names: str, **settings: Any
+    ) -> argparse.Action:
+        settings["help"] = str(settings.get("help", ""))
+        return add_argument(parser, *names, **settings)
+
+    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -405,7 +405,8 @@ def test_what_names_nothing_is_refused(
     ("args", "field", "value", "allowed", "hint"),
     [
         (["--nonsense"], "flag", "--nonsense", "key=value", "posbench --help"),
-        (["--cfg", "job", "-m"], "flag", "--cfg job -m", ("-m", "--cfg job"), ()),
+        (["-m", "--info"], "flag", "--info", ("-m", "--config-dir"), ()),
+        (["--config-dir"], "--config-dir", "", "folder", "--config-dir DIR"),
         (["--config-dir", "/nowhere"], "--config-dir", "/nowhere", "folder", "path"),
     ],
 )
