@@ -390,9 +390,13 @@ def _build_search(data: Any) -> Search:
 
 def _build_runtime(data: Mapping[str, Any]) -> Runtime:
     cluster = data.get("cluster")
-    if isinstance(cluster, Mapping):
-        data = {**data, "cluster": build(Cluster, cluster, "runtime.cluster")}
-    return build(Runtime, data, "runtime")
+    if cluster is None:
+        return build(Runtime, data, "runtime")
+    if not isinstance(cluster, Mapping):
+        hint = "add runtime/cluster=slurm"
+        raise UserError("runtime/cluster", cluster, "slurm, local", hint)
+    built = build(Cluster, cluster, "runtime.cluster")
+    return build(Runtime, {**data, "cluster": built}, "runtime")
 
 
 def _build_model(data: Any) -> ModelConfig:

@@ -82,7 +82,7 @@ def compose_jobs(request: Request) -> list[DictConfig]:
             config = compose_job(0, request.overrides)
             if config.hydra.mode != RunMode.MULTIRUN:
                 return [config]
-            params = config.hydra.sweeper.params or {}
+            params = config.hydra.sweeper.get("params") or {}
             swept = [f"{key}={values}" for key, values in params.items()]
         jobs = _split(parser, [*swept, *request.overrides])
         configs = [compose_job(number, job) for number, job in enumerate(jobs)]
