@@ -164,10 +164,9 @@ def parse_request(
     group_overrides, path_models = _name_path_models(group_overrides, folders)
     group_overrides, run_methods = _name_run_methods(group_overrides)
     parsed = _parse(group_overrides)
-    if _names_server(parsed):
-        parsed += _parse([f"model={ENDPOINT}"])
-    elif _names_checkpoint_alone(parsed):
-        parsed += _parse([f"model={HUB_MODEL}"])
+    model = _implied_model(parsed)
+    if model:
+        parsed += _parse([f"model={model}"])
     searched = list(folders[1:])
     reference_override = list[str]()
     config = "config"
@@ -229,21 +228,18 @@ def parse_request(
     )
 
 
-def _names_server(overrides: Sequence[Override]) -> bool:
-    """Whether overrides name a server and no model: then the model is what the server has."""
-    keys = {override.key_or_group for override in overrides}
-    addresses = [o for o in overrides if o.key_or_group == "model.base_url"]
-    has_address = any(
-        not o.is_delete() and (o.is_sweep_override() or o.value() is not None)
-        for o in addresses
-    )
-    return has_address and "model" not in keys
+def _implied_model(overrides: Sequence[Override]) -> str:
+    """The choice of model where none is typed but a server or a checkpoint is; empty elsewhere.
 
-
-def _names_checkpoint_alone(overrides: Sequence[Override]) -> bool:
-    """Whether overrides name a checkpoint and no model: then the default model's name and constants are not its own."""
-    keys = {o.key_or_group for o in overrides if not o.is_delete()}
-    return "model.path" in keys and "model" not in keys
+    The default model's name and constants are not theirs.
+    """
+    set_keys = {o.key_or_group: o for o in overrides if not o.is_delete()}
+    if "model" in set_keys:
+        return ""
+    address = set_keys.get("model.base_url")
+    if address and (address.is_sweep_override() or address.value() is not None):
+        return ENDPOINT
+    return HUB_MODEL if "model.path" in set_keys else ""
 
 
 def _with_stages_as_list(override: str) -> str:

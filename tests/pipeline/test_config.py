@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel, Unmodified
+from posbench.methods import choice as choice_module
 from posbench.methods.choice import MethodChoice
 from posbench.model.load import model_config
 from posbench.pipeline.compose import compose, compose_one
@@ -19,7 +21,7 @@ from posbench.pipeline.config import check_config, needs
 from posbench.schema import default_values, required_fields, resolve_target
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
-from tests.conftest import config_of
+from tests.conftest import Result, config_of
 from tests.messages import Tokens, refused
 
 NO_OUTPUTS = "runtime.outputs=nowhere"
@@ -226,6 +228,29 @@ def test_the_record_holds_the_groups_that_took_part(
     assert config.raw["typed"] == (
         ["method.factor"] if "method.factor=1" in overrides else []
     )
+
+
+def test_a_method_is_made_once(
+    posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the check of the config to the rows; other parameters are another method."""
+    made: list[dict[str, Any]] = []
+    build = choice_module.build
+
+    def counted(cls: Any, values: dict[str, Any], where: str) -> Any:
+        made.append(values)
+        return build(cls, values, where)
+
+    monkeypatch.setattr(choice_module, "build", counted)
+    args = ["method.channel=3", "method.factor=0", "method.layers=[1,2]"]
+    small = ["task.limit=2", "task.positions=[0]", "stages=[evaluate]"]
+    assert posbench(*args, *small).status == 0
+    assert [values["channel"] for values in made] == [3]
+    values = {"channel": 3, "factor": None, "layers": [1, 2], "last": 1}
+    free = MethodChoice(name="free", cls=ScaleChannel, values=values)
+    half = free.build({"factor": 0.5})
+    assert half is free.build({"factor": 0.5})
+    assert half != free.build({"factor": 0.0})
 
 
 def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
