@@ -146,7 +146,7 @@ def _search_path(folders: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def hydra_cleared() -> Iterator[None]:
-    """Let nothing that Hydra holds of the process in or out of the block."""
+    """Keep what Hydra holds of the process out of the block, and what the block leaves there out of the process."""
     GlobalHydra.instance().clear()
     try:
         yield
@@ -193,7 +193,8 @@ def _text_help() -> Iterator[None]:
     def add_argument_with_text(
         parser: argparse.ArgumentParser, *names: str, **settings: Any
     ) -> argparse.Action:
-        settings["help"] = str(settings.get("help", ""))
+        if not isinstance(settings.get("help"), str):
+            settings["help"] = None
         return add_argument(parser, *names, **settings)
 
     argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[assignment,method-assign]
