@@ -33,9 +33,8 @@ from posbench.pipeline.identity import fingerprint, need_same_contents
 from posbench.pipeline.prepare import build_run, prepare, silence_transformers
 from posbench.report.console import make_console
 from posbench.report.folder import RUN_AGAIN, read_csv, read_json
-from posbench.report.index import find_run
 from posbench.run.base import Run
-from posbench.run.folder import PROVENANCE, open_undamaged
+from posbench.run.folder import PROVENANCE, find_run, open_undamaged
 from posbench.run.method import METHOD_FILE, typed_in_place
 from posbench.run.own_code import config_dir_chosen, import_from, make_importable
 from posbench.search import deploy, held_back

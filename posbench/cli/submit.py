@@ -36,10 +36,9 @@ from posbench.pipeline.jobs import Submission
 from posbench.pipeline.prepare import prepare
 from posbench.pipeline.sharing import make_shard, make_shard_and_finish
 from posbench.report.console import make_console, show_lists
-from posbench.report.index import find_run
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
-from posbench.run.folder import open_run_dir
+from posbench.run.folder import find_run, open_run_dir
 from posbench.run.lease import ONE_PROCESS, in_use, process_start
 from posbench.run.runtime import Cluster, Runtime
 from posbench.run.shards import Shard, missing_shards

@@ -41,7 +41,6 @@ from posbench.report.experiments import trains_networks
 from posbench.report.failures import RunExamples, spread_sample
 from posbench.report.folder import sweep_runs
 from posbench.report.gallery import write_gallery
-from posbench.report.index import find_run
 from posbench.report.page import render_run
 from posbench.run.folder import (
     CONFIG,
@@ -50,6 +49,7 @@ from posbench.run.folder import (
     PROVENANCE,
     REDRAWN_FILES,
     RunDir,
+    find_run,
     is_run,
     open_run,
     open_undamaged,

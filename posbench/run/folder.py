@@ -597,6 +597,24 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(runs)
 
 
+def find_run(name: str, outputs: Path) -> Path:
+    """Return the folder that a path or the hash of ``posbench ls runs`` names; it may be absent.
+
+    Raises:
+        UserError: Several runs have that hash.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not outputs.is_dir() or not re.fullmatch("[0-9a-f]{4,}", name):
+        return path
+    matches = [
+        run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)
+    ]
+    if len(matches) > 1:
+        hint = f"name its folder: {', '.join(map(str, matches))}"
+        raise UserError("RUN", name, "a name that fits one run only", hint)
+    return matches[0] if matches else path
+
+
 def open_run(folder: Path) -> RunDir:
     """Open a run folder for reading.
 
