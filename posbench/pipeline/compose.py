@@ -132,7 +132,7 @@ def compose(args: Sequence[str]) -> Jobs:
             configs = compose_jobs(asked.request)
         except (OSError, RecursionError) as error:
             # OmegaConf raises OSError for a file that holds a number, and calls itself for each level.
-            if is_machine_fault(error):
+            if isinstance(error, HydraException) or is_machine_fault(error):
                 raise
             typed = shortened(" ".join(asked.overrides))
             allowed = "mappings in every file, none of them nested deeply"
